@@ -1,0 +1,96 @@
+"""Every exception pdstore raises.
+
+The tree:
+
+* PDStoreError
+  x ConfigError (ValueError)          a setting, a URL or an argument of a constructor is wrong
+    + MissingExtra (ImportError)      a package of an extra is not installed
+  x LayoutError (ValueError)          KV tensors, block ids or token counts that do not fit the layout
+  x DeviceError (RuntimeError)        a thread could not be put on its device
+  x StoreError                        the store, not a block: a missing block is a number, never an error
+    + StoreUnavailable (ConnectionError)
+    + StoreTimeout (TimeoutError)
+    + StoreFull
+    + StoreDenied (PermissionError)
+    + StoreClosed
+    + WrongLength                     a stored value that is not as long as its key says
+  x JobError                          why a save or a load ended early
+    + JobDeadline (TimeoutError)
+    + JobCancelled
+    + QueueFull
+    + PoolClosed
+"""
+
+from __future__ import annotations
+
+
+class PDStoreError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(PDStoreError, ValueError):
+    """A setting, a store URL or a constructor's argument is wrong; the message says what to write instead."""
+
+
+class MissingExtra(ConfigError, ImportError):
+    """A package that this feature needs is not installed; the message holds the install command."""
+
+
+class LayoutError(PDStoreError, ValueError):
+    """KV tensors, block ids or token counts do not fit the layout."""
+
+
+class DeviceError(PDStoreError, RuntimeError):
+    """A thread could not be put on its device, so nothing ran there."""
+
+
+class StoreError(PDStoreError):
+    """The store failed. `num_done` leading keys of the call had been served before it did."""
+
+    def __init__(self, message: str, *, num_done: int = 0) -> None:
+        super().__init__(message)
+        self.num_done = num_done
+
+
+class StoreUnavailable(StoreError, ConnectionError):
+    """Nobody answers at the store's address, or the breaker is open."""
+
+
+class StoreTimeout(StoreError, TimeoutError):
+    """The store did not answer in time."""
+
+
+class StoreFull(StoreError):
+    """No room, and nothing could be evicted."""
+
+
+class StoreDenied(StoreError, PermissionError):
+    """The store refuses this user."""
+
+
+class StoreClosed(StoreError):
+    """The store was closed, or belongs to the parent of a forked process."""
+
+
+class WrongLength(StoreError):
+    """The value after the first `num_done` is shorter or longer than its key says: corrupt, and to be removed."""
+
+
+class JobError(PDStoreError):
+    """A save or a load ended before its work was done."""
+
+
+class JobDeadline(JobError, TimeoutError):
+    """The job's time was up."""
+
+
+class JobCancelled(JobError):
+    """The owner cancelled the job."""
+
+
+class QueueFull(JobError):
+    """The queue is at its bound of jobs or bytes, so the job was not taken."""
+
+
+class PoolClosed(JobError):
+    """The pool was closed, or belongs to the parent of a forked process."""

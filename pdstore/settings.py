@@ -1,0 +1,132 @@
+"""Every knob of pdstore, read once: the only place that looks at the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pdstore.errors import ConfigError
+
+_PREFIX = "PDSTORE_"
+_SWITCH = "PD_TRANSFER_VIA_STORAGE"
+
+
+class Settings(BaseSettings):
+    """What a user can set, by environment variable or by argument (an argument wins).
+
+    `Settings()` raises pydantic's ValidationError; call `read_settings` for errors in terms of the variables.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True
+    )
+
+    pd_transfer_via_storage: bool = Field(
+        False,
+        validation_alias=_SWITCH,
+        description="Hand KV over from prefill to decode through the pool. Off: pdstore does nothing.",
+    )
+    store: str = Field(
+        "file://",
+        description="Where the pool is. P and D need the same one. `file://` is a directory of this user.",
+    )
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="What this instance does: `prefill` saves, `decode` loads, `both` does both."
+    )
+    weights: str | None = Field(
+        None,
+        description="Name of the weights' revision. Unset: a digest of the weight files.",
+    )
+    salt: SecretStr | None = Field(
+        None, description="A secret that keeps tenants apart: another salt, another namespace."
+    )
+    hash: Literal["sha256", "xxh3_128"] = Field(
+        "sha256",
+        description="Prefix hash. `xxh3_128` is faster and not safe against chosen prompts: one trusted tenant only.",
+    )
+    block_tokens: int = Field(
+        64, ge=1, le=65536, description="Tokens of a stored block: a multiple of the engine's own block."
+    )
+    kv_shards: int | None = Field(
+        None,
+        ge=1,
+        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a common multiple, on P and D.",
+    )
+    order: Literal["token", "head"] = Field(
+        "token", description="Order of a stored block's bytes: `token` or `head` first. Equal on P and D."
+    )
+    publish: bool = Field(True, description="0: this instance loads from the pool and never saves to it.")
+    require_store: bool = Field(
+        False, description="1: refuse to start without the store. 0: start, serve, and join when it appears."
+    )
+    staging: ByteSize = Field(
+        ByteSize(1 << 30), description="Host memory that blocks pass through, for all requests together."
+    )
+    workers: int = Field(
+        4, ge=2, le=64, description="Threads that move blocks: one is kept for loads and one for saves."
+    )
+    queue_jobs: int = Field(1024, ge=1, description="Waiting jobs per direction; more are dropped and counted.")
+    queue_bytes: ByteSize = Field(
+        ByteSize(64 << 30), description="Bytes of all waiting jobs per direction; more are dropped and counted."
+    )
+    handoff_wait_s: float = Field(10.0, gt=0, description="How long D waits for P's marker before it computes.")
+    save_deadline_s: float = Field(
+        5.0, gt=0, description="Time of a save, plus one second per GB of it."
+    )
+    load_deadline_s: float = Field(
+        5.0, gt=0, description="Time of a load, plus one second per GB of it."
+    )
+    drain_s: float = Field(5.0, ge=0, description="How long a stop waits for running jobs.")
+    block_ttl_s: int = Field(
+        1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
+    )
+    handoff_ttl_s: int = Field(
+        600, ge=1, description="Life of tails and hand-off markers, in stores that keep a clock."
+    )
+    breaker_failures: int = Field(
+        3, ge=1, description="Store failures in a row that open the breaker: calls then fail at once."
+    )
+    breaker_open_s: float = Field(
+        1.0, gt=0, description="First pause of the breaker before it lets a probe through; it doubles."
+    )
+    breaker_max_s: float = Field(10.0, gt=0, description="Longest pause of the breaker.")
+
+
+def variable_of(field: str) -> str:
+    """The environment variable of a field of `Settings`."""
+    return _SWITCH if field == "pd_transfer_via_storage" else _PREFIX + field.upper()
+
+
+def read_settings(**overrides: object) -> Settings:
+    """Settings from the environment; `overrides` win (for command lines and tests).
+
+    Raises ConfigError, naming the variable: for an unknown PDSTORE_* name with the nearest right one, and for a
+    value that does not fit.
+    """
+    known = {variable_of(field): field for field in Settings.model_fields}
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "see the table of settings in the README"
+            raise ConfigError(f"unknown setting {name}: {hint}")
+    try:
+        return Settings(**overrides)  # type: ignore[arg-type]
+    except ValidationError as error:
+        problems = "; ".join(f"{_place(e['loc'])}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"bad setting: {problems}") from error
+
+
+def default_pool_directory() -> Path:
+    """Where `file://` without a path keeps its blocks: a directory of this user."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore" / "pool"
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    field = str(location[0]) if location else "settings"
+    return variable_of(field) if field in Settings.model_fields else field

@@ -1,0 +1,123 @@
+"""open_store: from a URL to a store."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from pdstore.errors import ConfigError, MissingExtra
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+
+__all__ = ["Store", "StoreURL", "open_store"]
+
+
+class _Entry(NamedTuple):
+    module: str
+    name: str
+    extra: str | None  # what `pip install pdstore[...]` brings its library
+
+
+_STORES = {
+    "memory": _Entry("pdstore.store.memory", "MemoryStore", None),
+    "file": _Entry("pdstore.store.file", "FileStore", None),
+    "redis": _Entry("pdstore.store.redis", "RedisStore", "redis"),
+    "rediss": _Entry("pdstore.store.redis", "RedisStore", "redis"),
+    "redis+unix": _Entry("pdstore.store.redis", "RedisStore", "redis"),
+}
+
+
+@dataclass
+class StoreURL:
+    """A parsed store URL. A store takes its options one by one; `finish` refuses those that are left."""
+
+    text: str
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    username: str | None
+    password: str | None = field(repr=False)
+    options: dict[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> StoreURL:
+        """Raises ConfigError with the known schemes for a text that is no store URL."""
+        scheme, separator, _ = text.partition("://")
+        if not separator or scheme not in _STORES:
+            known = ", ".join(f"{name}://" for name in _STORES)
+            raise ConfigError(f"bad store URL {_without_secret(text)!r}: it must start with one of {known}")
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+            options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True))
+        except ValueError as error:
+            raise ConfigError(f"bad store URL {_without_secret(text)!r}: {error}") from error
+        password = unquote(parts.password) if parts.password else None
+        return cls(
+            text, scheme, parts.hostname or "", port, unquote(parts.path), parts.username, password, options
+        )
+
+    @property
+    def label(self) -> str:
+        return _without_secret(self.text)
+
+    def size(self, option: str, default: int) -> int:
+        """Takes an option in bytes (`20GiB`)."""
+        text = self.options.pop(option, None)
+        if text is None:
+            return default
+        try:
+            size = int(TypeAdapter(ByteSize).validate_python(text))
+        except ValidationError as error:
+            raise ConfigError(f"{self.label}: {option}={text!r} is no size; write one like 20GiB") from error
+        if size <= 0:
+            raise ConfigError(f"{self.label}: {option} must be positive")
+        return size
+
+    def seconds(self, option: str, default: float) -> float:
+        """Takes an option in seconds."""
+        text = self.options.pop(option, None)
+        try:
+            value = default if text is None else float(text)
+        except ValueError as error:
+            raise ConfigError(f"{self.label}: {option}={text!r} is no number of seconds") from error
+        if not 0 < value < 1e6:
+            raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
+        return value
+
+    def finish(self, known: str) -> None:
+        """Refuses options that nobody took; `known` lists those there are."""
+        if self.options:
+            raise ConfigError(f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}")
+
+
+def open_store(url: str, settings: Settings) -> Store:
+    """The store at a URL, not connected yet. Raises ConfigError for a bad URL, MissingExtra with the command."""
+    parsed = StoreURL.of(url)
+    entry = _STORES[parsed.scheme]
+    try:
+        module = importlib.import_module(entry.module)
+    except ImportError as error:
+        if entry.extra is None:
+            raise
+        raise MissingExtra(
+            f"{parsed.scheme}:// needs a package that is not installed ({error.name}): "
+            f"pip install 'pdstore[{entry.extra}]'"
+        ) from error
+    store: Store = getattr(module, entry.name).open(parsed, settings)
+    return store
+
+
+def _without_secret(text: str) -> str:
+    """The URL with its password replaced and its options gone."""
+    head, _, _ = text.partition("?")
+    scheme, separator, rest = head.partition("://")
+    user, at, host = rest.rpartition("@")
+    if not at:
+        return head
+    return f"{scheme}{separator}{user.partition(':')[0]}:***@{host}"
