@@ -1,0 +1,73 @@
+"""Command line of the router."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+
+import uvicorn
+
+from examples.router.app import Options, make_app
+
+_DRAIN_S = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serves until SIGINT or SIGTERM."""
+    given = _parser().parse_args(arguments)
+    options = Options(
+        prefill=tuple(given.prefill),
+        decode=tuple(given.decode),
+        mode=given.mode,
+        prefill_timeout_s=given.prefill_timeout,
+        read_timeout_s=given.read_timeout,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    uvicorn.run(
+        make_app(options),
+        host=given.host,
+        port=given.port,
+        access_log=False,
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.router",
+        description="OpenAI-compatible router for prefill/decode disaggregated engines.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--prefill", action="append", type=_url, required=True, help="a P's URL; may be repeated")
+    add("--decode", action="append", type=_url, required=True, help="a D's URL; may be repeated")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add(
+        "--mode",
+        choices=("relay", "concurrent"),
+        default="relay",
+        help="relay: P first, then D with P's kv_transfer_params. concurrent: both at once",
+    )
+    add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
+    add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
+    return parser
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"not a URL: {text!r}, write http://host:port")
+    return text
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError("seconds must be more than 0")
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Calls to engine instances: which one is asked, and what happens when it fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+from examples.router.bodies import Json, decode_body, prefill_body
+from examples.router.counts import Counts
+from examples.router.upstreams import Rotation, Upstream
+
+log = logging.getLogger("router")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One client request: where, what, and the headers that go to P and D alike."""
+
+    path: str
+    body: Json
+    headers: Mapping[str, str]
+
+    @property
+    def request_id(self) -> str:
+        return self.headers["x-request-id"]
+
+
+class Refusal(Exception):
+    """The client gets this answer, and not one of D's."""
+
+    def __init__(self, status: int, body: bytes, media_type: str = "application/json") -> None:
+        super().__init__(status)
+        self.status, self.body, self.media_type = status, body, media_type
+
+    @classmethod
+    def of(cls, status: int, message: str) -> Refusal:
+        """An error in OpenAI's form."""
+        kind = "invalid_request_error" if status < 500 else "upstream_error"
+        error = {"message": message, "type": kind, "param": None, "code": status}
+        return cls(status, json.dumps({"error": error}).encode())
+
+
+class Calls:
+    """Asks Ps and Ds over one HTTP client; every call is bounded in time."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        prefills: Rotation,
+        decodes: Rotation,
+        counts: Counts,
+        prefill_timeout: httpx.Timeout,
+    ) -> None:
+        self.client, self.prefills, self.decodes = client, prefills, decodes
+        self.counts, self._prefill_timeout = counts, prefill_timeout
+
+    async def prefill(self, asked: Asked, params: Json) -> Json | None:
+        """P's `kv_transfer_params`, or None when it gave none or no P could do it: D computes then.
+
+        Raises Refusal with P's answer when P says that the request itself is wrong (4xx).
+        """
+        body = prefill_body(asked.body, params)
+        for upstream in self.prefills.in_turn():
+            try:
+                answer = await self.client.post(
+                    upstream.url + asked.path,
+                    json=body,
+                    headers=asked.headers,
+                    timeout=self._prefill_timeout,
+                )
+            except httpx.ReadTimeout as error:
+                self._failed(upstream, asked, error)
+                break  # the client has waited long enough
+            except httpx.TransportError as error:
+                self._failed(upstream, asked, error)
+                continue
+            if answer.status_code < 500:
+                upstream.came_back()
+                return _params_of(answer)
+            self._refused(upstream, asked, answer.status_code)
+        self.counts.degraded.inc()
+        log.warning("%s: no P could prefill it, D computes", asked.request_id)
+        return None
+
+    async def decode(self, asked: Asked, params: Json | None) -> httpx.Response:
+        """D's answer, open: its body has not been read. The caller closes it.
+
+        Only a D that could not be reached is replaced by another: one that broke may have broken
+        because of this request, which must not take the others down too.
+        """
+        body = decode_body(asked.body, params)
+        for upstream in self.decodes.in_turn():
+            request = self.client.build_request(
+                "POST", upstream.url + asked.path, json=body, headers=asked.headers
+            )
+            try:
+                answer = await self.client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                self._failed(upstream, asked, error)
+            except httpx.TimeoutException as error:
+                self._failed(upstream, asked, error)
+                raise Refusal.of(504, f"D did not answer in time: {upstream.url}") from error
+            except httpx.TransportError as error:
+                self._failed(upstream, asked, error)
+                raise Refusal.of(502, f"D broke off: {upstream.url}") from error
+            else:
+                upstream.came_back()
+                return answer
+        raise Refusal.of(503, "no decode instance can be reached")
+
+    def _failed(self, upstream: Upstream, asked: Asked, error: httpx.TransportError) -> None:
+        if not isinstance(error, httpx.ReadTimeout):
+            upstream.went_down()
+        self.counts.failures.labels(upstream.role, reason_of(error)).inc()
+        log.warning("%s: %s %s: %r", asked.request_id, upstream.role, upstream.url, error)
+
+    def _refused(self, upstream: Upstream, asked: Asked, status: int) -> None:
+        self.counts.failures.labels(upstream.role, "status").inc()
+        log.warning("%s: %s %s: HTTP %d", asked.request_id, upstream.role, upstream.url, status)
+
+
+def reason_of(error: httpx.TransportError) -> str:
+    """A failed call in one word, for the metrics."""
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return "connect"
+    return "timeout" if isinstance(error, httpx.TimeoutException) else "broken"
+
+
+def _params_of(answer: httpx.Response) -> Json | None:
+    if answer.status_code >= 400:
+        media_type = answer.headers.get("content-type", "application/json")
+        raise Refusal(answer.status_code, answer.content, media_type)
+    try:
+        body = answer.json()
+    except ValueError:
+        return None
+    params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+    return params if isinstance(params, dict) else None

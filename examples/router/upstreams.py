@@ -1,0 +1,49 @@
+"""The engine instances of one role, in round robin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+_REST_S = 2.0
+
+
+@dataclass
+class Upstream:
+    """One engine instance."""
+
+    url: str
+    role: Role
+    down_until: float = 0.0
+
+    def went_down(self) -> None:
+        """It could not be reached: ask the others first for a while."""
+        self.down_until = time.monotonic() + _REST_S
+
+    def came_back(self) -> None:
+        self.down_until = 0.0
+
+
+class Rotation:
+    """The instances of one role: each call starts with the next one.
+
+    Nobody is ever left out: an instance that was down a moment ago only comes last, so a request
+    fails only after every instance was really asked.
+    """
+
+    def __init__(self, role: Role, urls: Sequence[str]) -> None:
+        self.upstreams = [Upstream(url.rstrip("/"), role) for url in urls]
+        self._first = 0
+
+    def in_turn(self) -> list[Upstream]:
+        """Every instance, in the order to try them for one request."""
+        if not self.upstreams:
+            return []
+        first, now = self._first, time.monotonic()
+        self._first = (first + 1) % len(self.upstreams)
+        turned = self.upstreams[first:] + self.upstreams[:first]
+        return sorted(turned, key=lambda upstream: upstream.down_until > now)
