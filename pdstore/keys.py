@@ -12,16 +12,16 @@ multimodal item's content hash, then the item's offset relative to the block's f
 
 from __future__ import annotations
 
+import copy
 import enum
 import hashlib
 import json
-import secrets
 import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, Union
+from typing import NamedTuple, TypeAlias, Union, cast
 
 import xxhash
 
@@ -33,6 +33,13 @@ POOL_ID_KEY = BlockKey("pds1:pool")
 
 Json: TypeAlias = Union[str, int, float, bool, None, Sequence["Json"], Mapping[str, "Json"]]
 Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
+
+
+class Part(NamedTuple):
+    """One KV group's share of one shard: a block is stored as one value per part."""
+
+    group: int
+    shard: int
 
 
 class Kind(enum.Enum):
@@ -55,9 +62,16 @@ def kind_of(key: BlockKey) -> Kind:
 
 @dataclass(frozen=True)
 class Namespace:
-    """What must be equal for two instances' bytes to be interchangeable: a JSON document and its digest."""
+    """What must be equal for two instances' bytes to be interchangeable: a JSON document and its digest.
+
+    fields: the document; made by `Layout.namespace`.
+    parts: the (group, shard) pairs whose values together are one block, in key order.
+    """
 
     fields: Mapping[str, Json]
+    parts: tuple[Part, ...]
+    block_tokens: int
+    algorithm: str = "sha256"
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,18 +83,20 @@ class Namespace:
         return self.digest.hex()
 
     def describe(self) -> dict[str, str]:
-        """Each field in at most 40 characters, fit to send to the other instance: a long one is a digest.
+        """Each field in at most 40 characters, fit to send to the other instance.
 
-        A salt never shows: it is in the fields as a digest already.
+        A long value is a digest. Of the salt only 16 bits show: enough to see a difference, not to guess it.
         """
         described = {}
         for name, value in self.fields.items():
             text = _canonical(value)
+            if name == "salt" and value is not None:
+                text = "#" + _digest(text.encode())[:4]
             described[name] = text if len(text) <= 40 else "#" + _digest(text.encode())
         return described
 
     def differences(self, described: Mapping[str, str]) -> list[str]:
-        """One line for each field in which `described` (another instance's `describe()`) differs from this."""
+        """A line for each field in which `described` (another instance's `describe()`) differs."""
         ours = self.describe()
         return [
             f"{name}: {described.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
@@ -104,8 +120,6 @@ class PromptKeys:
 
     Args:
       namespace: the instance's namespace.
-      block_tokens: tokens of a full block.
-      algorithm: `sha256` or `xxh3_128`; also a field of the namespace.
       lora: digest of the LoRA adapter's weights; empty for none.
       cache_salt: the request's own salt; empty for none.
       items: multimodal items in order of offset.
@@ -114,17 +128,15 @@ class PromptKeys:
     def __init__(
         self,
         namespace: Namespace,
-        block_tokens: int,
         *,
-        algorithm: str = "sha256",
         lora: bytes = b"",
         cache_salt: bytes = b"",
         items: Sequence[Item] = (),
     ) -> None:
         self.namespace = namespace
-        self.block_tokens = block_tokens
+        self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._hash = _HASHES[algorithm]
+        self._hash = _HASHES[namespace.algorithm]
         self._items = tuple(items)
         self._root = self._hash(namespace.digest + _prefixed(lora) + _prefixed(cache_salt))
         self._full: list[bytes] = []
@@ -149,7 +161,9 @@ class PromptKeys:
         self._tail = None
         if self._rest:
             first = len(self._full) * self.block_tokens
-            self._tail = self._hash(previous + self._rest + self._extras(first, len(self._rest) // 4))
+            self._tail = self._hash(
+                previous + self._rest + self._extras(first, len(self._rest) // 4)
+            )
         return self
 
     def __len__(self) -> int:
@@ -172,21 +186,26 @@ class PromptKeys:
         """How many tokens the first `num_blocks` blocks have."""
         return min(num_blocks * self.block_tokens, self.num_tokens)
 
-    def key(self, block: int, group: int, shard: int) -> BlockKey:
-        """The store key of one group and shard of a block."""
-        text = f"pds1:{self.namespace.hex}:{group}:{shard}:{self.hash_of(block).hex()}"
-        tokens = self.tokens_of(block)
-        return BlockKey(text if tokens == self.block_tokens else f"{text}:partial:{tokens}")
+    def first(self, num_tokens: int) -> PromptKeys:
+        """A copy that names the blocks that are complete within the first `num_tokens` tokens.
 
-    def keys(self, parts: Sequence[tuple[int, int]], start: int = 0, stop: int | None = None) -> list[BlockKey]:
-        """Store keys of the blocks start..stop: block-major, then `parts`, the (group, shard) pairs in order."""
-        stop = len(self) if stop is None else stop
+        The tail is one of them only when those are all tokens. Later `extend`s do not show in the copy.
+        """
+        short = copy.copy(self)
+        short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
+        if num_tokens < self.num_tokens:
+            short._rest, short._tail = b"", None
+        short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
+        return short
+
+    def keys(self, parts: Sequence[Part], start: int = 0) -> list[BlockKey]:
+        """Store keys of the blocks from `start` on: block-major, then `parts` in order."""
         heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
-        keys = [head + h.hex() for h in self._full[start:stop] for head in heads]
-        if self._tail is not None and start <= len(self._full) < stop:
+        keys = [head + digest.hex() for digest in self._full[start:] for head in heads]
+        if self._tail is not None and start <= len(self._full):
             last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
             keys += [head + last for head in heads]
-        return keys  # type: ignore[return-value]  # a NewType costs a call per key
+        return cast("list[BlockKey]", keys)  # a NewType costs a call per key
 
     def _extend_with_items(self, previous: bytes, data: bytes, step: int, whole: int) -> bytes:
         first = len(self._full) * self.block_tokens
@@ -206,37 +225,20 @@ class PromptKeys:
         )
 
 
-class Attempt(NamedTuple):
-    """The random 128-bit name of one hand-off, within a namespace."""
-
-    namespace: Namespace
-    id: bytes
-
-    @classmethod
-    def new(cls, namespace: Namespace) -> Attempt:
-        return cls(namespace, secrets.token_bytes(HASH_BYTES))
-
-    def marker(self, shard: int, state: str) -> BlockKey:
-        """The key whose existence says that a shard of this hand-off is `started`, `done` or `failed`."""
-        return BlockKey(f"pds1:{self.namespace.hex}:handoff:{self.id.hex()}:{shard}:{state}")
-
-
 def int32_bytes(token_ids: Tokens) -> bytes:
-    """Token ids as little-endian int32 bytes. An int32 buffer (array, numpy, memoryview) is taken as it is.
+    """Token ids as little-endian 32-bit bytes. A buffer of 32-bit ints is taken as it is, unchecked.
 
-    Raises ValueError for an id that is negative or does not fit 31 bits.
+    Raises ValueError for an id that is negative or does not fit, TypeError for what is no int.
     """
     if isinstance(token_ids, (array, memoryview)) and token_ids.itemsize == 4:
-        words = array("i", bytes(token_ids))
+        words = array("I", bytes(token_ids)) if sys.byteorder == "big" else token_ids
     else:
         try:
-            words = array("i", token_ids)
+            words = array("I", token_ids)  # unsigned: the conversion itself refuses negative ids
         except OverflowError as error:
-            raise ValueError("a token id does not fit 31 bits") from error
-    if len(words) and min(words) < 0:
-        raise ValueError(f"negative token id {min(words)}")
+            raise ValueError("a token id is negative or does not fit 31 bits") from error
     if sys.byteorder == "big":
-        words.byteswap()
+        cast("array[int]", words).byteswap()
     return words.tobytes()
 
 
@@ -256,7 +258,9 @@ def _prefixed(data: bytes) -> bytes:
 
 
 def _canonical(value: Json) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def _digest(data: bytes) -> str:

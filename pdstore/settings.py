@@ -36,7 +36,8 @@ class Settings(BaseSettings):
         description="Where the pool is. P and D need the same one. `file://` is a directory of this user.",
     )
     role: Literal["both", "prefill", "decode"] = Field(
-        "both", description="What this instance does: `prefill` saves, `decode` loads, `both` does both."
+        "both",
+        description="What this instance does: `prefill` saves, `decode` loads, `both` does both.",
     )
     weights: str | None = Field(
         None,
@@ -50,7 +51,10 @@ class Settings(BaseSettings):
         description="Prefix hash. `xxh3_128` is faster and not safe against chosen prompts: one trusted tenant only.",
     )
     block_tokens: int = Field(
-        64, ge=1, le=65536, description="Tokens of a stored block: a multiple of the engine's own block."
+        64,
+        ge=1,
+        le=65536,
+        description="Tokens of a stored block: a multiple of the engine's own block.",
     )
     kv_shards: int | None = Field(
         None,
@@ -58,28 +62,44 @@ class Settings(BaseSettings):
         description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a common multiple, on P and D.",
     )
     order: Literal["token", "head"] = Field(
-        "token", description="Order of a stored block's bytes: `token` or `head` first. Equal on P and D."
+        "token",
+        description="Order of a stored block's bytes: `token` or `head` first. Equal on P and D.",
     )
-    publish: bool = Field(True, description="0: this instance loads from the pool and never saves to it.")
+    publish: bool = Field(
+        True, description="0: this instance loads from the pool and never saves to it."
+    )
     require_store: bool = Field(
-        False, description="1: refuse to start without the store. 0: start, serve, and join when it appears."
+        False,
+        description="1: refuse to start without the store. 0: start, serve, and join when it appears.",
     )
     staging: ByteSize = Field(
-        ByteSize(1 << 30), description="Host memory that blocks pass through, for all requests together."
+        ByteSize(1 << 30),
+        description="Host memory that blocks pass through, for all requests together.",
     )
     workers: int = Field(
-        4, ge=2, le=64, description="Threads that move blocks: one is kept for loads and one for saves."
+        4,
+        ge=2,
+        le=64,
+        description="Threads that move blocks: one is kept for loads and one for saves.",
     )
-    queue_jobs: int = Field(1024, ge=1, description="Waiting jobs per direction; more are dropped and counted.")
+    queue_jobs: int = Field(
+        1024, ge=1, description="Waiting jobs per direction; more are dropped and counted."
+    )
     queue_bytes: ByteSize = Field(
-        ByteSize(64 << 30), description="Bytes of all waiting jobs per direction; more are dropped and counted."
+        ByteSize(64 << 30),
+        description="Bytes of all waiting jobs per direction; more are dropped and counted.",
     )
-    handoff_wait_s: float = Field(10.0, gt=0, description="How long D waits for P's marker before it computes.")
+    handoff_wait_s: float = Field(
+        10.0, gt=0, description="How long D waits for P's marker before it computes."
+    )
     save_deadline_s: float = Field(
         5.0, gt=0, description="Time of a save, plus one second per GB of it."
     )
     load_deadline_s: float = Field(
         5.0, gt=0, description="Time of a load, plus one second per GB of it."
+    )
+    lookup_wait_s: float = Field(
+        1.0, gt=0, description="How long a prompt without a hand-off waits for the store's answer."
     )
     drain_s: float = Field(5.0, ge=0, description="How long a stop waits for running jobs.")
     block_ttl_s: int = Field(
@@ -89,10 +109,14 @@ class Settings(BaseSettings):
         600, ge=1, description="Life of tails and hand-off markers, in stores that keep a clock."
     )
     breaker_failures: int = Field(
-        3, ge=1, description="Store failures in a row that open the breaker: calls then fail at once."
+        3,
+        ge=1,
+        description="Store failures in a row that open the breaker: calls then fail at once.",
     )
     breaker_open_s: float = Field(
-        1.0, gt=0, description="First pause of the breaker before it lets a probe through; it doubles."
+        1.0,
+        gt=0,
+        description="First pause of the breaker before it lets a probe through; it doubles.",
     )
     breaker_max_s: float = Field(10.0, gt=0, description="Longest pause of the breaker.")
 
@@ -123,8 +147,17 @@ def read_settings(**overrides: object) -> Settings:
 
 def default_pool_directory() -> Path:
     """Where `file://` without a path keeps its blocks: a directory of this user."""
+    return _cache_directory() / "pool"
+
+
+def weights_cache_file() -> Path:
+    """Where digests of weight files are remembered."""
+    return _cache_directory() / "weights.json"
+
+
+def _cache_directory() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore" / "pool"
+    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore"
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -12,7 +12,7 @@ BlockKey = NewType("BlockKey", str)
 
 
 class Reason(str, enum.Enum):
-    """Why leading blocks were not found, not loaded or not saved. Also the `reason` label of every metric."""
+    """Why leading blocks were not found, loaded or saved: also the `reason` label of the metrics."""
 
     ABSENT = "absent"  # nobody stored the next block, or it was evicted
     LOST = "lost"  # matched, and gone when it was read
@@ -34,6 +34,13 @@ class Reason(str, enum.Enum):
     CLOSED = "closed"
     READ_ONLY = "read_only"  # PDSTORE_PUBLISH=0
     FAULT = "fault"  # a bug or a device error in pdstore itself
+
+
+class Direction(enum.Enum):
+    """Which way blocks move."""
+
+    LOAD = "load"  # store -> paged cache
+    SAVE = "save"  # paged cache -> store
 
 
 class Slots(NamedTuple):
@@ -65,8 +72,8 @@ class Slots(NamedTuple):
 class JobResult:
     """How a job ended.
 
-    num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now; of a save, the
-      leading tokens that another process can load now.
+    num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now; of a
+      save, the leading tokens that another process can load now.
     reason: why it is not all of them; None if it is.
     error: the exception behind the reason, if there was one.
     """

@@ -50,16 +50,27 @@ class StoreURL:
         scheme, separator, _ = text.partition("://")
         if not separator or scheme not in _STORES:
             known = ", ".join(f"{name}://" for name in _STORES)
-            raise ConfigError(f"bad store URL {_without_secret(text)!r}: it must start with one of {known}")
+            raise ConfigError(
+                f"bad store URL {_without_secret(text)!r}: it must start with one of {known}"
+            )
         try:
             parts = urlsplit(text)
             port = parts.port
-            options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True))
+            options = dict(
+                parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
+            )
         except ValueError as error:
             raise ConfigError(f"bad store URL {_without_secret(text)!r}: {error}") from error
         password = unquote(parts.password) if parts.password else None
         return cls(
-            text, scheme, parts.hostname or "", port, unquote(parts.path), parts.username, password, options
+            text,
+            scheme,
+            parts.hostname or "",
+            port,
+            unquote(parts.path),
+            parts.username,
+            password,
+            options,
         )
 
     @property
@@ -74,7 +85,9 @@ class StoreURL:
         try:
             size = int(TypeAdapter(ByteSize).validate_python(text))
         except ValidationError as error:
-            raise ConfigError(f"{self.label}: {option}={text!r} is no size; write one like 20GiB") from error
+            raise ConfigError(
+                f"{self.label}: {option}={text!r} is no size; write one like 20GiB"
+            ) from error
         if size <= 0:
             raise ConfigError(f"{self.label}: {option} must be positive")
         return size
@@ -93,7 +106,9 @@ class StoreURL:
     def finish(self, known: str) -> None:
         """Refuses options that nobody took; `known` lists those there are."""
         if self.options:
-            raise ConfigError(f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}")
+            raise ConfigError(
+                f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
+            )
 
 
 def open_store(url: str, settings: Settings) -> Store:

@@ -1,0 +1,226 @@
+"""KVPool: save and load; the worker process's half, which holds the KV tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from pdstore.errors import JobError, LayoutError, StoreError
+from pdstore.handoff import Attempt
+from pdstore.job import Body, Job
+from pdstore.keys import Namespace, PromptKeys
+from pdstore.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.mover import Mover
+from pdstore.settings import Settings
+from pdstore.staging import Staging
+from pdstore.store.base import Store
+from pdstore.store.connect import connect_store
+from pdstore.swap import LayerCache, TorchSwap
+from pdstore.transfer import Transfer
+from pdstore.types import Direction, Reason
+from pdstore.values import bytes_of, values_of
+from pdstore.workers import DevicePin
+
+log = logging.getLogger(__name__)
+
+_BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
+
+
+class ReadyEvent(Protocol):
+    """Says when the paged cache holds what is to be saved; a `torch.cuda.Event` fits."""
+
+    def synchronize(self) -> None: ...
+
+
+class KVPool:
+    """Saves prompts' KV blocks to the pool and loads them from it. Any thread may call it.
+
+    layout, kv_caches: as `TorchSwap` takes them.
+    namespace: `layout.namespace(...)`; keys of another one are refused.
+    Raises ConfigError for settings that do not fit, LayoutError for tensors that do not, DeviceError, and
+    StoreError when the store is required and does not answer.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        kv_caches: Sequence[LayerCache],
+        namespace: Namespace,
+        *,
+        metrics: Metrics | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.layout, self.namespace = layout, namespace
+        self.metrics = metrics or Metrics()
+        self._settings = settings
+        swap = TorchSwap(layout, kv_caches)
+        self._num_blocks = swap.num_blocks
+        self._store = store or connect_store(settings, self.metrics)
+        staging = Staging(self._store.allocate, layout.largest_payload_bytes, int(settings.staging))
+        self.metrics.slots_lent.set_function(lambda: staging.num_lent)
+        self._mover = Mover(layout, swap, staging, self._store, self.metrics)
+        self._transfer = Transfer(settings, DevicePin(swap.device), self.metrics)
+
+    def save(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int],
+        *,
+        first_token: int = 0,
+        ready: ReadyEvent | None = None,
+        handoff: Attempt | None = None,
+        after: Sequence[Job] = (),
+    ) -> Job:
+        """Starts to store the blocks that `keys` names; returns at once.
+
+        The source blocks must stay as they are until `job.captured`; with a hand-off until `job.done`, because
+        blocks that the store lost meanwhile are saved again.
+
+        Args:
+          block_ids: the engine blocks of the prompt from its first token on, in order.
+          first_token: tokens before it are stored or on their way already.
+          ready: an event after which the paged cache holds these tokens; None: it does now.
+          handoff: publish the whole prompt under this name: D is told when all of it is durable.
+          after: saves that this one follows.
+        """
+        first_block = self._check(keys, block_ids, first_token)
+        body = partial(
+            self._save, keys.first(keys.num_tokens), tuple(block_ids), first_block, ready, handoff
+        )
+        job = self._job(Direction.SAVE, body, keys, first_block, self._settings.save_deadline_s)
+        if not self._settings.publish:
+            self.metrics.drop(Reason.READ_ONLY)
+            job.end(Reason.READ_ONLY)
+            return job
+        return self._transfer.submit(job, after)
+
+    def load(self, keys: PromptKeys, block_ids: Sequence[int], *, first_token: int = 0) -> Job:
+        """Starts to load the blocks that `keys` names (`Match.keys`) into the paged cache; returns at once.
+
+        The destination blocks must not be given to anyone else until `job.done`. Then the prompt's first
+        `job.result.num_tokens` tokens are there; what is missing was not stored any more, or did not verify.
+
+        Args:
+          block_ids: the engine blocks of the prompt from its first token on, in order.
+          first_token: tokens before it are there already, and their engine blocks are not written (they may be
+            shared): a multiple of the engine's block.
+        """
+        first_block = self._check(keys, block_ids, first_token)
+        if first_token % self.layout.engine_block_tokens:
+            raise LayoutError(
+                f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
+            )
+        body = partial(
+            self._load, keys.first(keys.num_tokens), tuple(block_ids), first_block, first_token
+        )
+        seconds = self._settings.load_deadline_s
+        job = self._job(Direction.LOAD, body, keys, first_block, seconds, first_token)
+        return self._transfer.submit(job)
+
+    def poll(self) -> list[Job]:
+        """The jobs that have ended since the last call (the last 4,096 of them)."""
+        return self._transfer.poll()
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return self._transfer.num_alive
+
+    def close(self) -> None:
+        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine."""
+        self._transfer.close(self._settings.drain_s)
+        self._store.close()
+
+    def _save(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int],
+        first_block: int,
+        ready: ReadyEvent | None,
+        handoff: Attempt | None,
+        job: Job,
+    ) -> Reason | None:
+        if ready is not None:
+            ready.synchronize()
+        if handoff is None:
+            values = values_of(self.layout, keys, block_ids, first_block)
+            reason = self._mover.save(job, values[self._mover.num_stored(values) :])
+            job.set_captured()
+            job.progress = keys.num_tokens if reason is None else 0
+            return reason
+        try:
+            return self._publish(keys, block_ids, first_block, handoff, job)
+        except StoreError:
+            with contextlib.suppress(StoreError, JobError):
+                self._mover.mark(job, self.namespace, handoff, "failed")
+            raise
+
+    def _publish(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int],
+        first_block: int,
+        handoff: Attempt,
+        job: Job,
+    ) -> Reason | None:
+        """Saves what is new, then what the store lost meanwhile; then says to D how it is."""
+        chain = values_of(self.layout, keys, block_ids, 0)
+        parts = len(self.layout.owned_parts)
+        reason = self._mover.save(job, chain[first_block * parts :])
+        for _ in range(2):
+            stored = self._mover.num_stored(chain)
+            job.progress = keys.end_of(stored // parts)
+            if stored == len(chain):
+                self._mover.mark(job, self.namespace, handoff, "done")
+                return None
+            reason = self._mover.save(job, chain[stored:]) or Reason.LOST
+        self._mover.mark(job, self.namespace, handoff, "failed")
+        return reason
+
+    def _load(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int],
+        first_block: int,
+        first_token: int,
+        job: Job,
+    ) -> Reason | None:
+        values = values_of(self.layout, keys, block_ids, first_block)
+        return self._mover.load(job, values, first_token)
+
+    def _job(
+        self,
+        direction: Direction,
+        body: Body,
+        keys: PromptKeys,
+        first_block: int,
+        seconds: float,
+        progress: int = 0,
+    ) -> Job:
+        num_bytes = bytes_of(self.layout, keys, first_block)
+        seconds += num_bytes / _BYTES_PER_S
+        return Job(direction, body, num_bytes=num_bytes, seconds=seconds, progress=progress)
+
+    def _check(self, keys: PromptKeys, block_ids: Sequence[int], first_token: int) -> int:
+        """Raises LayoutError for arguments that do not fit; returns the block that `first_token` is in."""
+        if keys.namespace.digest != self.namespace.digest:
+            raise LayoutError("these keys are of another namespace than the pool's")
+        need = -(-keys.num_tokens // self.layout.engine_block_tokens)
+        if len(block_ids) < need:
+            raise LayoutError(
+                f"{keys.num_tokens} tokens need {need} engine blocks; {len(block_ids)} are given"
+            )
+        if not 0 <= first_token <= keys.num_tokens:
+            raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
+        used = block_ids[:need]
+        if used and not 0 <= min(used) <= max(used) < self._num_blocks:
+            raise LayoutError(
+                f"block ids {min(used)}..{max(used)} are not all in the cache of"
+                f" {self._num_blocks} blocks"
+            )
+        return first_token // self.layout.block_tokens

@@ -1,0 +1,56 @@
+"""The store that an engine uses: the one at PDSTORE_STORE, guarded and metered."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from pdstore import block
+from pdstore.errors import StoreError
+from pdstore.keys import HASH_BYTES, POOL_ID_KEY
+from pdstore.metrics import Metrics
+from pdstore.settings import Settings
+from pdstore.store import open_store
+from pdstore.store.base import Store
+from pdstore.store.wrappers import Guarded, Metered
+from pdstore.types import Slots
+
+log = logging.getLogger(__name__)
+
+
+def connect_store(settings: Settings, metrics: Metrics) -> Store:
+    """Opens PDSTORE_STORE. A store that does not answer is a warning, and an error with PDSTORE_REQUIRE_STORE=1.
+
+    Raises ConfigError for a bad URL or a missing package; StoreError when the store is required and away.
+    """
+    guarded = Guarded(
+        open_store(settings.store, settings),
+        failures=settings.breaker_failures,
+        open_s=settings.breaker_open_s,
+        max_s=settings.breaker_max_s,
+    )
+    store = Metered(guarded, metrics)
+    try:
+        store.match([POOL_ID_KEY])
+    except StoreError as error:
+        if settings.require_store:
+            store.close()
+            raise
+        log.warning("serving without the pool until it appears: %s", error)
+    return store
+
+
+def read_pool_id(store: Store) -> bytes:
+    """The random value that names this pool; writes one into a pool that has none. Raises StoreError."""
+    slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
+    value = slots.piece(0)
+    for _ in range(3):  # a value that does not verify is removed and written again
+        if store.get([POOL_ID_KEY], slots) == 1:
+            header = block.read_header(value)
+            if header is not None:
+                return header.prefix_hash
+            store.remove([POOL_ID_KEY])
+        mine = secrets.token_bytes(HASH_BYTES)
+        block.seal(value, block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, bytes(HASH_BYTES), mine))
+        store.put([POOL_ID_KEY], slots)
+    raise StoreError(f"{store.label} does not keep the pool's id")
