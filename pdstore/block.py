@@ -15,7 +15,7 @@ FLAG_TAIL = 1
 FLAG_MARKER = 2
 
 _MAGIC = b"PDSB"
-# magic, version, flags, group, shard, num_shards, num_tokens, payload bytes, namespace, prefix hash, checksum
+# magic, version, Header's fields in their order, checksum
 _HEADER = struct.Struct("<4sBBHHHIQ16s16sQ")
 _UNSUMMED = HEADER_BYTES - 8
 
@@ -45,7 +45,7 @@ def seal(value: memoryview, header: Header) -> None:
 
 
 def verify(value: memoryview, expected: Header) -> Reason | None:
-    """Why this value must not be used, or None: CORRUPT (damaged) or FOREIGN (whole, of another key)."""
+    """Why this value must not be used: CORRUPT, or FOREIGN (whole, of another key); else None."""
     if len(value) < HEADER_BYTES:
         return Reason.CORRUPT
     magic, version, *fields, checksum = _HEADER.unpack_from(value)

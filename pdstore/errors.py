@@ -5,9 +5,9 @@ The tree:
 * PDStoreError
   x ConfigError (ValueError)          a setting, a URL or an argument of a constructor is wrong
     + MissingExtra (ImportError)      a package of an extra is not installed
-  x LayoutError (ValueError)          KV tensors, block ids or token counts that do not fit the layout
+  x LayoutError (ValueError)          KV tensors, block ids or token counts do not fit the layout
   x DeviceError (RuntimeError)        a thread could not be put on its device
-  x StoreError                        the store, not a block: a missing block is a number, never an error
+  x StoreError                        about the store; a missing block is a number, never an error
     + StoreUnavailable (ConnectionError)
     + StoreTimeout (TimeoutError)
     + StoreFull
@@ -29,7 +29,7 @@ class PDStoreError(Exception):
 
 
 class ConfigError(PDStoreError, ValueError):
-    """A setting, a store URL or a constructor's argument is wrong; the message says what to write instead."""
+    """A setting, a store URL or an argument is wrong; the message says what to write instead."""
 
 
 class MissingExtra(ConfigError, ImportError):
@@ -73,7 +73,7 @@ class StoreClosed(StoreError):
 
 
 class WrongLength(StoreError):
-    """The value after the first `num_done` is shorter or longer than its key says: corrupt, and to be removed."""
+    """The value after the first `num_done` is shorter or longer than its key says: corrupt."""
 
 
 class JobError(PDStoreError):

@@ -29,7 +29,9 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class Handoff:
-    """What `kv_transfer_params["pdstore"]` says. From a router that asks P and D at once: the attempt only."""
+    """What `kv_transfer_params["pdstore"]` says. From a router that asks P and D at once: the
+    attempt only.
+    """
 
     attempt: Attempt
     num_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""One save or load in flight: its state, its deadline, and the lock between it and the paged cache."""
+"""One save or load in flight: its state, its deadline, its hold on the paged cache."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def reason_of(error: Exception) -> Reason:
 class Job:
     """One save or load in flight. KVPool makes it; any thread may ask and wait.
 
-    A job ends exactly once: with what its body did, at its deadline, by `cancel`, or when the pool closes. When
-    it has ended, nothing of it reads or writes the paged cache any more.
+    A job ends exactly once: with what its body did, at its deadline, by `cancel`, or when the pool
+    closes. When it has ended, nothing of it reads or writes the paged cache any more.
 
-    body: does the work on a worker thread. It raises, or returns why it did less than all; it keeps `progress`
-      up to date and gives back what it holds.
+    body: does the work on a worker thread. It raises, or returns why it did less than all; it keeps
+      `progress` up to date and gives back what it holds.
     seconds: time from when the job may run.
     """
 
@@ -125,7 +125,7 @@ class Job:
     # What follows is for the body, the worker and the queue.
 
     def end(self, reason: Reason | None, error: Exception | None = None) -> None:
-        """Ends the job unless it has ended. During a block copy the end comes after it, and is `error`'s."""
+        """Ends the job unless it has ended; during a block copy, right after it."""
         with self._lock:
             if self._result is not None:
                 return
@@ -138,7 +138,7 @@ class Job:
 
     @contextlib.contextmanager
     def touching(self) -> Iterator[None]:
-        """Around everything that reads or writes the paged cache. Raises JobError when the job has ended."""
+        """Around all that touches the paged cache. Raises JobError when the job has ended."""
         with self._lock:
             self._raise_if_ended()
             self._touching = True
@@ -162,7 +162,7 @@ class Job:
         self._captured = True
 
     def start_clock(self) -> None:
-        """The deadline counts from here: from when the job may run, not while it waits for other jobs."""
+        """The deadline counts from when the job may run, not while it waits for other jobs."""
         self.deadline = Deadline(self._seconds)
 
     def run(self) -> None:

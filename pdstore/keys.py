@@ -1,13 +1,15 @@
 """Tokens -> prefix hashes -> block keys, within a namespace.
 
-The format is fixed so that every engine, language and router derives the same keys (tests/vectors/keys.json):
+The format is fixed so that every engine, language and router derives the same keys
+(tests/vectors/keys.json):
 
     root    h_-1 = H(namespace | lp(LoRA digest) | lp(cache salt))
     block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
     key     pds1:<namespace hex>:<group>:<shard>:<hash hex>[:partial:<n>]
 
-`H` is sha256 cut to 16 bytes, or xxh3_128; `lp` is a u32 little-endian length before the bytes. An extra is a
-multimodal item's content hash, then the item's offset relative to the block's first token as little-endian int32.
+`H` is sha256 cut to 16 bytes, or xxh3_128; `lp` is a u32 little-endian length before the bytes. An
+extra is a multimodal item's content hash, then the item's offset relative to the block's first
+token as little-endian int32.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, Union, cast
 
@@ -31,7 +33,7 @@ FORMAT_VERSION = 1
 HASH_BYTES = 16
 POOL_ID_KEY = BlockKey("pds1:pool")
 
-Json: TypeAlias = Union[str, int, float, bool, None, Sequence["Json"], Mapping[str, "Json"]]
+Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
 Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
 
 
@@ -62,7 +64,7 @@ def kind_of(key: BlockKey) -> Kind:
 
 @dataclass(frozen=True)
 class Namespace:
-    """What must be equal for two instances' bytes to be interchangeable: a JSON document and its digest.
+    """What two instances must have equal for their bytes to be interchangeable, and its digest.
 
     fields: the document; made by `Layout.namespace`.
     parts: the (group, shard) pairs whose values together are one block, in key order.
@@ -85,7 +87,8 @@ class Namespace:
     def describe(self) -> dict[str, str]:
         """Each field in at most 40 characters, fit to send to the other instance.
 
-        A long value is a digest. Of the salt only 16 bits show: enough to see a difference, not to guess it.
+        A long value is a digest. Of the salt only 16 bits show: enough to see a difference, not to
+        guess it.
         """
         described = {}
         for name, value in self.fields.items():
@@ -189,7 +192,8 @@ class PromptKeys:
     def first(self, num_tokens: int) -> PromptKeys:
         """A copy that names the blocks that are complete within the first `num_tokens` tokens.
 
-        The tail is one of them only when those are all tokens. Later `extend`s do not show in the copy.
+        The tail is one of them only when those are all tokens. Later `extend`s do not show in the
+        copy.
         """
         short = copy.copy(self)
         short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
@@ -217,7 +221,7 @@ class PromptKeys:
         return previous
 
     def _extras(self, first: int, num_tokens: int) -> bytes:
-        """What the items that touch the tokens [first, first + num_tokens) add to their block's hash."""
+        """What the items that touch [first, first + num_tokens) add to their block's hash."""
         return b"".join(
             _prefixed(item.content_hash + struct.pack("<i", item.offset - first))
             for item in self._items
@@ -226,7 +230,7 @@ class PromptKeys:
 
 
 def int32_bytes(token_ids: Tokens) -> bytes:
-    """Token ids as little-endian 32-bit bytes. A buffer of 32-bit ints is taken as it is, unchecked.
+    """Token ids as little-endian 32-bit bytes. A buffer of 32-bit ints is taken unchecked.
 
     Raises ValueError for an id that is negative or does not fit, TypeError for what is no int.
     """

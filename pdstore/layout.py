@@ -1,4 +1,4 @@
-"""How an engine lays its KV out: layers, groups, shards, payload order, and what of it goes in the namespace."""
+"""How an engine lays its KV out: layers, groups, shards, payload order, namespace."""
 
 from __future__ import annotations
 
@@ -41,14 +41,17 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The KV cache of one model on one rank, and how its blocks are stored. `Layout.of` fills in the settings.
+    """The KV cache of one model on one rank, and how its blocks are stored.
+
+    `Layout.of` fills in what the settings say.
 
     dtype: torch's name of the cache's element type.
     layers: one LayerSpec per layer, in order; equal specs form one KV group.
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
-    order: payload order, token-major [layer][token][head][K|V] or head-major [layer][head][token][K|V].
+    order: payload order, token-major [layer][token][head][K|V] or head-major
+    [layer][head][token][K|V].
     num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
 
@@ -138,7 +141,7 @@ class Layout:
 
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
-        """The parts that this rank saves and loads. An MLA group is every rank's: it is the same everywhere."""
+        """The parts that this rank saves and loads; an MLA group belongs to every rank."""
         per_rank = self.num_shards // self.tp_size
         mine = range(self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank)
         return tuple(p for p in self.parts if p.shard in mine or self.shards_of(p.group) == 1)

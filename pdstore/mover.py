@@ -1,4 +1,4 @@
-"""Mover: carries values between the paged cache and the store, through staging, a window of slots at a time."""
+"""Mover: carries values between the paged cache and the store, a window of slots at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _WINDOW_BYTES = 64 << 20
 class Mover:
     """The work of one job, on the worker thread that runs it; it holds one window of slots at most.
 
-    Values come and go whole blocks first to last; nothing is written to the paged cache that was not verified.
+    Values come and go whole blocks first to last; nothing is written to the paged cache that was
+    not verified.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Mover:
         return None
 
     def load(self, job: Job, values: Sequence[Value], first_token: int) -> Reason | None:
-        """Loads values: get, verify, scatter; moves `job.progress` on. Why not all of them, or None."""
+        """Loads values: get, verify, scatter; moves `job.progress`. Why not all, or None."""
         rest, parts = values, len(self._parts)
         while rest:
             with self._lend(job, len(rest), parts) as numbers:

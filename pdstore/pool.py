@@ -41,8 +41,8 @@ class KVPool:
 
     layout, kv_caches: as `TorchSwap` takes them.
     namespace: `layout.namespace(...)`; keys of another one are refused.
-    Raises ConfigError for settings that do not fit, LayoutError for tensors that do not, DeviceError, and
-    StoreError when the store is required and does not answer.
+    Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
+    DeviceError, and StoreError when the store is required and does not answer.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class KVPool:
     ) -> Job:
         """Starts to store the blocks that `keys` names; returns at once.
 
-        The source blocks must stay as they are until `job.captured`; with a hand-off until `job.done`, because
-        blocks that the store lost meanwhile are saved again.
+        The source blocks must stay as they are until `job.captured`; with a hand-off until
+        `job.done`, because blocks that the store lost meanwhile are saved again.
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order.
@@ -100,15 +100,16 @@ class KVPool:
         return self._transfer.submit(job, after)
 
     def load(self, keys: PromptKeys, block_ids: Sequence[int], *, first_token: int = 0) -> Job:
-        """Starts to load the blocks that `keys` names (`Match.keys`) into the paged cache; returns at once.
+        """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
-        The destination blocks must not be given to anyone else until `job.done`. Then the prompt's first
-        `job.result.num_tokens` tokens are there; what is missing was not stored any more, or did not verify.
+        The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
+        first `job.result.num_tokens` tokens are there; what is missing was not stored any more, or
+        did not verify.
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order.
-          first_token: tokens before it are there already, and their engine blocks are not written (they may be
-            shared): a multiple of the engine's block.
+          first_token: tokens before it are there already, and their engine blocks are not written
+            (they may be shared): a multiple of the engine's block.
         """
         first_block = self._check(keys, block_ids, first_token)
         if first_token % self.layout.engine_block_tokens:
@@ -207,7 +208,7 @@ class KVPool:
         return Job(direction, body, num_bytes=num_bytes, seconds=seconds, progress=progress)
 
     def _check(self, keys: PromptKeys, block_ids: Sequence[int], first_token: int) -> int:
-        """Raises LayoutError for arguments that do not fit; returns the block that `first_token` is in."""
+        """The block that `first_token` is in. Raises LayoutError for arguments that do not fit."""
         if keys.namespace.digest != self.namespace.digest:
             raise LayoutError("these keys are of another namespace than the pool's")
         need = -(-keys.num_tokens // self.layout.engine_block_tokens)

@@ -1,7 +1,7 @@
-"""PrefixCacheManager: keys, matches and hand-offs; the scheduler process's half, which holds no tensors.
+"""PrefixCacheManager: keys, matches and hand-offs; the scheduler process's half, without tensors.
 
-Locking. Lookups belong to the manager's one thread from `lookup` on; they hand their result over by one assignment.
-The queue between the two is a deque.
+Locking. Lookups belong to the manager's one thread from `lookup` on; they hand their result over by
+one assignment. The queue between the two is a deque.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lookup:
         self._found: Match | None = None
 
     def poll(self) -> Match | None:
-        """The match, or None: ask again later. Never blocks, and is never None after the deadline."""
+        """The match, or None: ask again later. Never blocks; never None after the deadline."""
         if self._found is None and self._deadline.is_over():
             self.finish(Match(self.keys.first(0), 0, Reason.DEADLINE))
         return self._found
@@ -89,7 +89,8 @@ class Lookup:
 class PrefixCacheManager:
     """Makes keys and finds out how much of a prompt the pool has. For one thread, the scheduler's.
 
-    Raises ConfigError for a bad store URL, StoreError when the store is required and does not answer.
+    Raises ConfigError for a bad store URL, StoreError when the store is required and does not
+    answer.
     """
 
     def __init__(
@@ -118,21 +119,21 @@ class PrefixCacheManager:
         cache_salt: bytes = b"",
         items: Sequence[Item] = (),
     ) -> PromptKeys:
-        """The names of a prompt's blocks. Raises ValueError for an id that is negative or over 31 bits."""
+        """The names of a prompt's blocks. Raises ValueError for an id that does not fit."""
         keys = PromptKeys(self.namespace, lora=lora, cache_salt=cache_salt, items=items)
         return keys.extend(token_ids)
 
     def match(self, keys: PromptKeys) -> Match:
-        """How much of the prompt the pool has now. Blocks for the store's time; a store error is a miss."""
+        """How much of the prompt the pool has now. May block; an error of the store is a miss."""
         found = self._match(keys, None)
         self._count(found)
         return found
 
     def lookup(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
-        """Starts a match and returns at once. With a hand-off in `params` it waits for P's marker first, bounded.
+        """Starts a match and returns at once; a hand-off in `params` waits for P's marker, bounded.
 
-        params: the request's `kv_transfer_params`; None, or without "pdstore": the pool as it is now.
-        Raises ValueError for a hand-off that is malformed.
+        params: the request's `kv_transfer_params`; None, or without "pdstore": the pool as it is
+        now. Raises ValueError for a hand-off that is malformed.
         """
         handoff = Handoff.of(params)
         wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
@@ -148,9 +149,11 @@ class PrefixCacheManager:
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None
     ) -> tuple[Attempt, dict[str, Json]]:
-        """P: a new hand-off of a prompt, for `KVPool.save`, and the `kv_transfer_params` of P's answer.
+        """P: a new hand-off of a prompt, for `KVPool.save`, and the `kv_transfer_params` of P's
+        answer.
 
-        params: the request's own; an attempt in them (a router that asks P and D at once) is taken over.
+        params: the request's own; an attempt in them (a router that asks P and D at once) is taken
+        over.
         """
         asked = Handoff.of(params)
         attempt = asked.attempt if asked else Attempt.new()

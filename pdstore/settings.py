@@ -19,7 +19,8 @@ _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 class Settings(BaseSettings):
     """What a user can set, by environment variable or by argument (an argument wins).
 
-    `Settings()` raises pydantic's ValidationError; call `read_settings` for errors in terms of the variables.
+    `Settings()` raises pydantic's ValidationError; call `read_settings` for errors in terms of the
+    variables.
     """
 
     model_config = SettingsConfigDict(
@@ -29,11 +30,11 @@ class Settings(BaseSettings):
     pd_transfer_via_storage: bool = Field(
         False,
         validation_alias=_SWITCH,
-        description="Hand KV over from prefill to decode through the pool. Off: pdstore does nothing.",
+        description="1: hand KV over from prefill to decode through the pool. 0: do nothing.",
     )
     store: str = Field(
         "file://",
-        description="Where the pool is. P and D need the same one. `file://` is a directory of this user.",
+        description="Where the pool is, the same for P and D. `file://`: a directory of this user.",
     )
     role: Literal["both", "prefill", "decode"] = Field(
         "both",
@@ -48,7 +49,7 @@ class Settings(BaseSettings):
     )
     hash: Literal["sha256", "xxh3_128"] = Field(
         "sha256",
-        description="Prefix hash. `xxh3_128` is faster and not safe against chosen prompts: one trusted tenant only.",
+        description="Prefix hash. `xxh3_128` is faster, and only for one trusted tenant.",
     )
     block_tokens: int = Field(
         64,
@@ -59,7 +60,7 @@ class Settings(BaseSettings):
     kv_shards: int | None = Field(
         None,
         ge=1,
-        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a common multiple, on P and D.",
+        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a common multiple.",
     )
     order: Literal["token", "head"] = Field(
         "token",
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
     )
     require_store: bool = Field(
         False,
-        description="1: refuse to start without the store. 0: start, serve, and join when it appears.",
+        description="1: refuse to start without the store. 0: serve, and join when it appears.",
     )
     staging: ByteSize = Field(
         ByteSize(1 << 30),
@@ -129,8 +130,8 @@ def variable_of(field: str) -> str:
 def read_settings(**overrides: object) -> Settings:
     """Settings from the environment; `overrides` win (for command lines and tests).
 
-    Raises ConfigError, naming the variable: for an unknown PDSTORE_* name with the nearest right one, and for a
-    value that does not fit.
+    Raises ConfigError, naming the variable: for an unknown PDSTORE_* name with the nearest right
+    one, and for a value that does not fit.
     """
     known = {variable_of(field): field for field in Settings.model_fields}
     for name in os.environ:

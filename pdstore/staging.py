@@ -16,7 +16,7 @@ _ALIGN = 4096
 
 
 def slot_bytes_for(payload_bytes: int) -> int:
-    """Size of a slot for payloads of up to `payload_bytes`: with the header, rounded up to 4 KiB."""
+    """Size of a slot for payloads up to this: with the header, rounded up to 4 KiB."""
     return -(-(HEADER_BYTES + payload_bytes) // _ALIGN) * _ALIGN
 
 
@@ -37,7 +37,7 @@ class Staging:
             need = -(-MIN_SLOTS * self.slot_bytes >> 20)
             raise ConfigError(
                 f"PDSTORE_STAGING of {num_bytes >> 20} MiB holds {self.num_slots} slots of"
-                f" {self.slot_bytes} bytes; at least {MIN_SLOTS} are needed: set it to {need}MiB or more"
+                f" {self.slot_bytes} bytes, and {MIN_SLOTS} are needed: set it to {need}MiB or more"
             )
         self.view = allocate(self.num_slots * self.slot_bytes)
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -64,10 +64,10 @@ class Staging:
         deadline: Deadline,
         is_over: Callable[[], bool],
     ) -> Iterator[list[int]]:
-        """`least` to `most` slots for the time of a `with`; waits until `least` are free for this direction.
+        """`least` to `most` slots for the time of a `with`; waits until `least` are free.
 
-        An empty list when the deadline passed or `is_over()` said that the job has ended. Nobody may wait here
-        who holds slots: so no two jobs wait for each other.
+        An empty list when the deadline passed or `is_over()` said that the job has ended. Nobody
+        may wait here who holds slots: so no two jobs wait for each other.
         """
         numbers = self._take(direction, most, least, deadline, is_over)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Union
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,7 +12,7 @@ from pdstore.errors import LayoutError
 from pdstore.keys import Part
 from pdstore.layout import Layout
 
-LayerCache = Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Piece(NamedTuple):
@@ -32,7 +32,8 @@ class Piece(NamedTuple):
 
 
 class Swap(ABC):
-    """Copies KV between an engine's paged cache and host slots. Methods block until the bytes are there.
+    """Copies KV between an engine's paged cache and host slots. Methods block until the bytes are
+    there.
 
     The native engine will be a second implementation; `TorchSwap` stays as the reference.
     """
@@ -46,14 +47,17 @@ class Swap(ABC):
 
     @abstractmethod
     def scatter(self, pieces: Sequence[Piece]) -> None:
-        """Slots -> paged cache; engine blocks that hold only tokens before `first_token` are not touched."""
+        """Slots -> paged cache; engine blocks that hold only tokens before `first_token` are not
+        touched.
+        """
 
 
 class TorchSwap(Swap):
     """Block copies by torch, on any device.
 
-    kv_caches: per layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels], channels being K
-      then V (for MLA the latent), or a pair (K, V) of such tensors. Any strides, but the last must be 1.
+    kv_caches: per layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels],
+      channels being K then V (for MLA the latent), or a pair (K, V) of such tensors. Any strides,
+      but the last must be 1.
     Raises LayoutError where a tensor does not fit the layout.
     """
 
@@ -101,7 +105,9 @@ class TorchSwap(Swap):
                     cache[ids[whole], : len(rest), heads] = rest
 
     def _layers(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each tensor of the part's layers: the cache, and its share of the payload as [token, head, bytes]."""
+        """For each tensor of the part's layers: the cache, and its share of the payload as [token,
+        head, bytes].
+        """
         layers = self._layout.groups[piece.part.group]
         heads = len(self._layout.heads_of(piece.part))
         width = sum(t.shape[3] for t in self._caches[layers[0]])

@@ -1,7 +1,7 @@
 """The queues and threads that run jobs.
 
-Locking. The condition guards queues, counts and the heap of deadlines. No job is run, ended or asked for its lock
-under it, and no I/O is done under it. A job's own lock is a leaf.
+Locking. The condition guards queues, counts and the heap of deadlines. No job is run, ended or
+asked for its lock under it, and no I/O is done under it. A job's own lock is a leaf.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _JOIN_S = 1.0
 
 
 class Transfer:
-    """Runs jobs: loads first, one worker kept for each direction, bounded queues, deadlines, a bounded close.
+    """Runs jobs: loads first, one worker kept for each direction, bounded queues, deadlines, a
+    bounded close.
 
-    A deadline ends the job; its worker stays out of service until the store call has really returned. While more
-    than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
+    A deadline ends the job; its worker stays out of service until the store call has really
+    returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
 
     Raises DeviceError when a worker cannot be put on its device.
     """
@@ -58,7 +59,9 @@ class Transfer:
         ]
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
-        """Queues a job, behind those in `after`. One that is refused comes back ended, with the reason."""
+        """Queues a job, behind those in `after`. One that is refused comes back ended, with the
+        reason.
+        """
         job.on_end(self._forget)
         refusal = self._refuse(job)
         if refusal is not None:
@@ -139,7 +142,9 @@ class Transfer:
             self._clock.wake()
 
     def _take(self, directions: Sequence[Direction]) -> Job | None:
-        """The next job for a worker that serves these directions, the first one first; None at the end."""
+        """The next job for a worker that serves these directions, the first one first; None at the
+        end.
+        """
         with self._changed:
             while True:
                 for direction in directions:

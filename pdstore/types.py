@@ -12,7 +12,7 @@ BlockKey = NewType("BlockKey", str)
 
 
 class Reason(str, enum.Enum):
-    """Why leading blocks were not found, loaded or saved: also the `reason` label of the metrics."""
+    """Why leading blocks were not found, loaded or saved; also a label of the metrics."""
 
     ABSENT = "absent"  # nobody stored the next block, or it was evicted
     LOST = "lost"  # matched, and gone when it was read

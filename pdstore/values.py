@@ -1,4 +1,6 @@
-"""What a job moves: the values of a prompt's blocks, each with its key, its header and its place in the cache."""
+"""What a job moves: the values of a prompt's blocks, each with its key, its header and its place in
+the cache.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 def weights_revision(model: str | Path, settings: Settings) -> str:
     """PDSTORE_WEIGHTS if it is set, else the hub's commit, else a digest of the weight files.
 
-    model: a checkpoint's directory. Its name and path do not matter, only what is in it. A snapshot directory of
-      the hub's cache is named by its commit. A digest is remembered by path, size, mtime and inode.
+    model: a checkpoint's directory. Its name and path do not matter, only what is in it. A snapshot
+      directory of the hub's cache is named by its commit. A digest is remembered by path, size,
+      mtime and inode.
     Raises ConfigError where there are no weight files.
     """
     if settings.weights:
@@ -31,7 +32,7 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
     files = sorted(p for p in directory.glob("*") if p.suffix in _SUFFIXES and p.is_file())
     if not files:
         raise ConfigError(
-            f"no weight files in {directory}: set PDSTORE_WEIGHTS to a name of the weights' revision"
+            f"no weight files in {directory}: name the weights' revision by PDSTORE_WEIGHTS"
         )
     remembered = _Remembered(weights_cache_file())
     digest = hashlib.sha256()
@@ -44,7 +45,7 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """sha256 of a file: whole up to 1 GiB, above that its first MiB and 256 evenly spaced samples."""
+    """sha256 of a file: whole up to 1 GiB, else of its first MiB and 256 even samples."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:

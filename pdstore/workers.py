@@ -39,10 +39,11 @@ class CudaApi:
 
 
 class DevicePin:
-    """Keeps a thread on one device. The CPU is an explicit device, for which there is nothing to do.
+    """Keeps a thread on one device. The CPU is an explicit device, for which there is nothing to
+    do.
 
-    A thread's current device is its own and starts at 0, and anyone may change it: so it is looked at before
-    every job, and the thread's current stream is put back to the default one.
+    A thread's current device is its own and starts at 0, and anyone may change it: so it is looked
+    at before every job, and the thread's current stream is put back to the default one.
 
     Raises DeviceError for a device without an index.
     """
@@ -78,8 +79,8 @@ class Task(Protocol):
 class Worker:
     """A thread that runs tasks one after the other until `take` returns None.
 
-    An exception of a task, or of pinning the device before it, goes to the task's `fail`; the worker goes on.
-    Raises DeviceError from the constructor when the device cannot be used.
+    An exception of a task, or of pinning the device before it, goes to the task's `fail`; the
+    worker goes on. Raises DeviceError from the constructor when the device cannot be used.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class Worker:
 class Ticker:
     """A thread that calls `step` again and again, until `stop`.
 
-    `step` returns the seconds to its next turn, or None to wait for `wake`. An exception of `step` is logged, and
-    the thread goes on a second later.
+    `step` returns the seconds to its next turn, or None to wait for `wake`. An exception of `step`
+    is logged, and the thread goes on a second later.
     """
 
     def __init__(self, name: str, step: Callable[[], float | None]) -> None:
@@ -155,11 +156,13 @@ class Ticker:
 
 
 class AsyncRunner(Generic[T]):
-    """Runs one function at a time beside the caller, on a thread and (on a GPU) a stream of its own.
+    """Runs one function at a time beside the caller, on a thread and (on a GPU) a stream of its
+    own.
 
-    `launch` gives it a function, `sync` takes the result. An exception is raised once, by the next `sync` or
-    `launch`. The arguments are the runner's until then: hand over copies, not state that the caller changes.
-    For one calling thread. Raises DeviceError from the constructor when the device cannot be used.
+    `launch` gives it a function, `sync` takes the result. An exception is raised once, by the next
+    `sync` or `launch`. The arguments are the runner's until then: hand over copies, not state that
+    the caller changes. For one calling thread. Raises DeviceError from the constructor when the
+    device cannot be used.
     """
 
     def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
@@ -191,10 +194,11 @@ class AsyncRunner(Generic[T]):
             self._condition.notify_all()
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
-        """Waits for the function and returns its result, None when none was launched; raises its exception.
+        """Waits for the function and returns its result, None when none was launched; raises its
+        exception.
 
-        On a GPU the caller's current stream then waits for the work that the function queued. Raises TimeoutError
-        when the function still runs after the time.
+        On a GPU the caller's current stream then waits for the work that the function queued.
+        Raises TimeoutError when the function still runs after the time.
         """
         with self._condition:
             self._wait_idle(timeout_s)

@@ -33,7 +33,7 @@ _STORES = {
 
 @dataclass
 class StoreURL:
-    """A parsed store URL. A store takes its options one by one; `finish` refuses those that are left."""
+    """A parsed store URL. A store takes its options; `finish` refuses those that are left."""
 
     text: str
     scheme: str
@@ -112,7 +112,7 @@ class StoreURL:
 
 
 def open_store(url: str, settings: Settings) -> Store:
-    """The store at a URL, not connected yet. Raises ConfigError for a bad URL, MissingExtra with the command."""
+    """The store at a URL, not connected yet. Raises ConfigError, MissingExtra with the command."""
     parsed = StoreURL.of(url)
     entry = _STORES[parsed.scheme]
     try:

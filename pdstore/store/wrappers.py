@@ -16,7 +16,8 @@ from pdstore.types import BlockKey, Slots
 
 R = TypeVar("R")
 
-# These say something about one block, one budget or one object's life, not about the store's health.
+# These say something about one block, one budget or one object's life, not about the store's
+# health.
 _HEALTHY = (WrongLength, StoreFull, StoreClosed)
 
 
@@ -93,8 +94,9 @@ class Metered(WrapperStore):
 class Guarded(WrapperStore):
     """One retry after a broken connection, and a breaker.
 
-    After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once. After
-    `open_s` one call is let through as a probe; if it fails the pause doubles, up to `max_s`.
+    After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
+    once. After `open_s` one call is let through as a probe; if it fails the pause doubles, up to
+    `max_s`.
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class Guarded(WrapperStore):
         return result
 
     def _with_retry(self, function: Callable[[], R]) -> R:
-        """A connection that the server closed while idle shows at its next use only: one retry tells."""
+        """A connection that the server closed while idle shows at its next use only: one retry
+        tells.
+        """
         try:
             return function()
         except StoreUnavailable:
@@ -163,7 +167,8 @@ class Guarded(WrapperStore):
             wait = self._closed_again_at - self._clock()
             if wait > 0 or self._probing:
                 raise StoreUnavailable(
-                    f"{self.label} failed {self._in_a_row} times in a row; next try in {max(wait, 0):.1f} s"
+                    f"{self.label} failed {self._in_a_row} times in a row;"
+                    f" next try in {max(wait, 0):.1f} s"
                 )
             self._probing = True
 
