@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     kv_shards: int | None = Field(
         None,
         ge=1,
-        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a common multiple.",
+        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a multiple.",
     )
     order: Literal["token", "head"] = Field(
         "token",

@@ -1,0 +1,81 @@
+"""Settings: from the environment, by argument, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.errors import ConfigError
+from pdstore.settings import Settings, default_pool_directory, read_settings, variable_of
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for field in Settings.model_fields:
+        monkeypatch.delenv(variable_of(field), raising=False)
+
+
+def test_off_by_default():
+    assert not read_settings().pd_transfer_via_storage
+
+
+def test_the_switch_turns_it_on(monkeypatch):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    assert read_settings().pd_transfer_via_storage
+
+
+def test_an_argument_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("PDSTORE_STORE", "redis://there")
+    assert read_settings().store == "redis://there"
+    assert read_settings(store="memory://").store == "memory://"
+
+
+def test_sizes_are_written_with_units(monkeypatch):
+    monkeypatch.setenv("PDSTORE_STAGING", "2GiB")
+    assert read_settings().staging == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("PDSTORE_SOTRE", "PDSTORE_STORE"), ("PDSTORE_BLOCK_TOKEN", "PDSTORE_BLOCK_TOKENS")],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch, name, near):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ConfigError, match=rf"unknown setting {name}: did you mean {near}\?"):
+        read_settings()
+
+
+def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
+    monkeypatch.setenv("PDSTORE_QQQQQQQQ", "x")
+    with pytest.raises(ConfigError, match="README"):
+        read_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PDSTORE_BLOCK_TOKENS", "0"),
+        ("PDSTORE_BLOCK_TOKENS", "many"),
+        ("PDSTORE_ROLE", "both_of_them"),
+        ("PDSTORE_WORKERS", "1"),
+        ("PDSTORE_STAGING", "big"),
+        ("PD_TRANSFER_VIA_STORAGE", "perhaps"),
+    ],
+)
+def test_a_bad_value_names_its_variable(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        read_settings()
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(ConfigError, match="sotre"):
+        read_settings(sotre="memory://")
+
+
+def test_the_salt_never_shows():
+    assert "tenant-secret" not in repr(read_settings(salt="tenant-secret"))
+
+
+def test_the_default_directory_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_pool_directory() == tmp_path / "pdstore" / "pool"
