@@ -35,7 +35,7 @@ _STORES = {
 class StoreURL:
     """A parsed store URL. A store takes its options; `finish` refuses those that are left."""
 
-    text: str
+    text: str = field(repr=False)
     scheme: str
     host: str
     port: int | None
@@ -59,17 +59,23 @@ class StoreURL:
             options = dict(
                 parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
             )
-        except ValueError as error:
-            raise ConfigError(f"bad store URL {_without_secret(text)!r}: {error}") from error
-        password = unquote(parts.password) if parts.password else None
+        except ValueError:
+            problem = "its port or its options cannot be read"
+        else:
+            problem = "write # as %23" if parts.fragment else ""
+        if problem:  # raised out here: the ValueError may quote a piece of the password
+            raise ConfigError(
+                f"bad store URL {_without_secret(text)!r}: {problem}"
+                " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
+            )
         return cls(
             text,
             scheme,
             parts.hostname or "",
             port,
             unquote(parts.path),
-            parts.username,
-            password,
+            unquote(parts.username) if parts.username else None,
+            unquote(parts.password) if parts.password else None,
             options,
         )
 
@@ -129,10 +135,11 @@ def open_store(url: str, settings: Settings) -> Store:
 
 
 def _without_secret(text: str) -> str:
-    """The URL with its password replaced and its options gone."""
-    head, _, _ = text.partition("?")
-    scheme, separator, rest = head.partition("://")
-    user, at, host = rest.rpartition("@")
-    if not at:
-        return head
-    return f"{scheme}{separator}{user.partition(':')[0]}:***@{host}"
+    """The URL with its password replaced and its options gone, also where it is malformed.
+
+    Only redis URLs have a user and a password: everything between `://` and the last `@`.
+    """
+    scheme, separator, rest = text.partition("://")
+    user, at, host = rest.rpartition("@") if scheme.startswith("redis") else ("", "", rest)
+    host, _, _ = host.partition("?")
+    return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from pdstore.errors import StoreClosed
 from pdstore.types import BlockKey, Slots
+
+MAX_KEY_CHARS = 200
 
 
 class Store(ABC):
@@ -19,14 +23,15 @@ class Store(ABC):
       `num_done` in them is the n of the keys served before.
     - Methods block, are batched, and may be called from any thread at once. An empty batch is 0 and
       does no I/O.
-    - The keys of one call are distinct (else ValueError). Keys are printable ASCII without `/`, at
-      most 200 long.
+    - The keys of one call are distinct. A key is 1 to 200 printable ASCII characters, none of them
+      `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
     - The caller's memory is the caller's again when the call returns or raises: nothing is kept,
       nothing comes late.
     - How long a value stays depends on its key's kind (`pdstore.keys.kind_of`). A store without a
       clock says so and relies on its eviction; a pool key is never evicted.
     - Constructing a store does little; a store that is down raises at the calls, so that an engine
       can start first.
+    - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
 
     `pdstore.testing.StoreTests` is this contract as tests.
     """
@@ -77,16 +82,57 @@ class Store(ABC):
         """Ends the store's connections; twice is fine. Later calls raise StoreClosed."""
 
 
+class Life:
+    """Whether a store may be used: until `end`, and never in the child of a fork."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._pid = os.getpid()
+        self._ended = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended or self._pid != os.getpid()
+
+    def check(self, num_done: int = 0) -> None:
+        """Raises StoreClosed if it is over."""
+        if self.is_over:
+            why = (
+                "is closed" if self._ended else "belongs to the parent process: open it again here"
+            )
+            raise StoreClosed(f"{self._label} {why}", num_done=num_done)
+
+    def end(self) -> bool:
+        """Ends it; True for the one call, in the store's own process, that has to clean up."""
+        first = not self.is_over
+        self._ended = True
+        return first
+
+
 def check_call(keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
     """The argument checks that every store makes first. Raises ValueError."""
     if len(set(keys)) != len(keys):
         raise ValueError("the keys of one call must be distinct")
-    if slots is not None and not len(keys) == len(slots.numbers) == len(slots.sizes):
+    _check_names(keys)
+    if slots is None:
+        return
+    if not len(keys) == len(slots.numbers) == len(slots.sizes):
         raise ValueError(
-            f"{len(keys)} keys go with {len(slots.numbers)} slots and {len(slots.sizes)} sizes"
+            f"{len(keys)} keys, {len(slots.numbers)} slots, {len(slots.sizes)} sizes: not as many"
         )
-    for i in range(0 if slots is None else len(slots)):
-        assert slots is not None
-        start, size = slots.numbers[i] * slots.slot_bytes, slots.sizes[i]
-        if not (0 < size <= slots.slot_bytes and start >= 0 and start + size <= len(slots.view)):
-            raise ValueError(f"slot {slots.numbers[i]} of {size} bytes is outside the buffer")
+    end = len(slots.view)
+    for number, size in zip(slots.numbers, slots.sizes, strict=True):
+        if not (0 < size <= slots.slot_bytes and 0 <= number * slots.slot_bytes <= end - size):
+            raise ValueError(f"slot {number} of {size} bytes is outside the buffer")
+
+
+def _check_names(keys: Sequence[BlockKey]) -> None:
+    if not keys:
+        return
+    text = "/" + "/".join(keys)  # all at once: a test per key costs as much as a lookup in memory
+    if (
+        not (text.isascii() and text.isprintable() and text.count("/") == len(keys))
+        or "/." in text
+        or not 0 < min(map(len, keys)) <= max(map(len, keys)) <= MAX_KEY_CHARS
+    ):
+        raise ValueError(f"bad block key among {len(keys)}, the first of them {keys[0]!r}")

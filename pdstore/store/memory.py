@@ -1,0 +1,176 @@
+"""MemoryStore: blocks in this process's memory, for tests and for P and D in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pdstore.errors import ConfigError, StoreFull, WrongLength
+from pdstore.keys import Kind, kind_of
+from pdstore.settings import Settings
+from pdstore.store import StoreURL
+from pdstore.store.base import Life, Store, check_call
+from pdstore.types import BlockKey, Slots
+
+DEFAULT_LEASE_S = 10.0
+
+
+class _Value(NamedTuple):
+    data: bytes
+    lease_end: float
+
+
+class _Shelf:
+    """The values of all stores of one name, least recently matched first."""
+
+    def __init__(self, budget: int | None, lease_s: float) -> None:
+        self.budget, self.lease_s = budget, lease_s
+        self.lock = threading.Lock()
+        self.values: dict[BlockKey, _Value] = {}
+        self._used_bytes = 0
+
+    def add(self, key: BlockKey, data: bytes) -> bool:
+        """Adds a value unless its key is there; False if there is no room for it."""
+        with self.lock:
+            if key in self.values:
+                return True
+            if not self._make_room(len(data)):
+                return False
+            self.values[key] = _Value(data, lease_end=0.0)
+            self._used_bytes += len(data)
+            return True
+
+    def lease(self, key: BlockKey, now: float) -> bool:
+        """Leases a value and counts it as used now; False if it is not there."""
+        with self.lock:
+            value = self.values.pop(key, None)
+            if value is None:
+                return False
+            self.values[key] = value._replace(lease_end=now + self.lease_s)
+            return True
+
+    def drop(self, key: BlockKey) -> None:
+        with self.lock:
+            self._drop(key)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        if self.budget is None or self._used_bytes + num_bytes <= self.budget:
+            return True
+        now = time.monotonic()
+        goal, victims = self._used_bytes + num_bytes - self.budget, []
+        for key, value in self.values.items():
+            if goal <= 0:
+                break
+            if value.lease_end < now and kind_of(key) is not Kind.POOL:
+                victims.append(key)
+                goal -= len(value.data)
+        if goal > 0:
+            return False
+        for key in victims:
+            self._drop(key)
+        return True
+
+    def _drop(self, key: BlockKey) -> None:
+        value = self.values.pop(key, None)
+        if value is not None:
+            self._used_bytes -= len(value.data)
+
+
+_shelves: weakref.WeakValueDictionary[str, _Shelf] = weakref.WeakValueDictionary()
+_shelves_lock = threading.Lock()
+
+
+class MemoryStore(Store):
+    """`memory://` is a store of its own; `memory://name` is one for all who open that name.
+
+    A name's values live until its last store is closed. Without a budget nothing is evicted; with
+    one, the values that nobody matched for longest go first, leased ones never. It keeps no clock:
+    tails and markers are evicted like blocks.
+    """
+
+    def __init__(
+        self,
+        label: str = "memory://",
+        *,
+        budget: int | None = None,
+        lease_s: float = DEFAULT_LEASE_S,
+    ) -> None:
+        self.label = label
+        self._life = Life(label)
+        if label == "memory://":
+            self._shelf = _Shelf(budget, lease_s)
+        else:
+            self._shelf = _named(label, budget, lease_s)
+
+    @classmethod
+    def open(cls, url: StoreURL, settings: Settings) -> MemoryStore:
+        budget = url.size("budget", 0) or None
+        lease_s = url.seconds("lease", DEFAULT_LEASE_S)
+        url.finish("budget, lease")
+        return cls(url.label, budget=budget, lease_s=lease_s)
+
+    @property
+    def lease_s(self) -> float:
+        return self._shelf.lease_s
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        shelf = self._enter(keys)
+        now = time.monotonic()
+        for i, key in enumerate(keys):
+            if not shelf.lease(key, now):
+                return i
+        return len(keys)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        shelf = self._enter(keys, slots)
+        for i, key in enumerate(keys):
+            value = shelf.values.get(key)
+            if value is None:
+                return i
+            if len(value.data) != slots.sizes[i]:
+                raise WrongLength(
+                    f"{self.label}: {key} has {len(value.data)} bytes, not {slots.sizes[i]}",
+                    num_done=i,
+                )
+            slots.piece(i)[:] = value.data
+        return len(keys)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        shelf = self._enter(keys, slots)
+        for i, key in enumerate(keys):
+            if key not in shelf.values and not shelf.add(key, bytes(slots.piece(i))):
+                raise StoreFull(
+                    f"{self.label}: no room for {key} in {shelf.budget} bytes", num_done=i
+                )
+        return len(keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        shelf = self._enter(keys)
+        for key in keys:
+            shelf.drop(key)
+
+    def close(self) -> None:
+        self._life.end()
+        self._shelf = _Shelf(None, self._shelf.lease_s)
+
+    def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> _Shelf:
+        shelf = self._shelf  # before the check: `close` ends the life first
+        self._life.check()
+        check_call(keys, slots)
+        return shelf
+
+
+def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:
+    """The shelf of a name. Raises ConfigError if it was opened with another budget or lease."""
+    with _shelves_lock:
+        shelf = _shelves.get(name)
+        if shelf is None:
+            shelf = _shelves[name] = _Shelf(budget, lease_s)
+    if (shelf.budget, shelf.lease_s) != (budget, lease_s):
+        raise ConfigError(
+            f"{name} is open with budget={shelf.budget} and lease={shelf.lease_s:g} already"
+        )
+    return shelf
