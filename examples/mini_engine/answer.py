@@ -1,0 +1,112 @@
+"""Tokens -> text -> OpenAI's answer, whole or in parts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from examples.mini_engine.protocol import Body
+from examples.mini_engine.request import Request, Token
+
+Json = dict[str, Any]
+
+_HALF_CHARACTER = "\ufffd"
+
+
+class Answer:
+    """The answer to one request: `add` its tokens, `part` what has come since the last part."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model: str, body: Body, request: Request
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._request = request
+        self._context: list[int] = []  # the last tokens that are text already
+        self._pending: list[int] = []  # tokens after them, which end in half a character
+        self._tokens: list[Token] = []
+        self._offsets: list[int] = []
+        self._text = ""
+        self._num_chars = 0  # of earlier parts
+        self._is_first = True
+        self._head: Json = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def add(self, token: Token) -> None:
+        self._tokens.append(token)
+        self._offsets.append(self._num_chars + len(self._text))
+        self._pending.append(token.id)
+        text = self._new_text()
+        if not text.endswith(_HALF_CHARACTER):
+            self._text += text
+            self._context, self._pending = self._pending, []
+
+    def part(self, finish_reason: str | None = None) -> Json:
+        """What was added since the last part; with a finish reason the last one, all there is."""
+        if finish_reason is not None:
+            self._text += self._new_text()
+        choice: Json = {"index": 0, "text": self._text, "finish_reason": finish_reason}
+        choice["logprobs"] = None if self._body.logprobs is None else self._logprobs()
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token.id for token in self._tokens]
+            choice["prompt_token_ids"] = self._request.prompt if self._is_first else None
+        part: Json = {**self._head, "choices": [choice]}
+        if finish_reason is not None and self._request.answer_params is not None:
+            part["kv_transfer_params"] = self._request.answer_params
+        self._num_chars += len(self._text)
+        self._text, self._tokens, self._offsets, self._is_first = "", [], [], False
+        return part
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self._body.stream)
+
+    def end(self, finish_reason: str) -> list[Json]:
+        """The last parts: of a stream, its last text, and usage if asked for; else all in one."""
+        last = self.part(finish_reason)
+        usage = {**self._head, "choices": [], "usage": self._usage()}
+        if not self.is_stream:
+            return [{**usage, **last}]
+        options = self._body.stream_options
+        return [last, usage] if options and options.include_usage else [last]
+
+    def _usage(self) -> Json:
+        request = self._request
+        num_prompt, num_output = len(request.prompt), len(request.output_ids)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": request.num_loaded},
+            "pdstore": {
+                "loaded_tokens": request.num_loaded,
+                "computed_tokens": request.num_fed,
+                "reason": request.miss_reason,
+            },
+        }
+
+    def _new_text(self) -> str:
+        """The text of the pending tokens, as it reads behind the ones before them."""
+        before = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(before) :]
+
+    def _logprobs(self) -> Json:
+        return {
+            "tokens": [self._decode([token.id]) for token in self._tokens],
+            "token_logprobs": [token.logprob for token in self._tokens],
+            "top_logprobs": [
+                {self._decode([id]): logprob for id, logprob in reversed(token.top)}
+                for token in self._tokens
+            ],
+            "text_offset": self._offsets,
+        }
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,34 @@
+"""What /metrics shows."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+from examples.mini_engine.paged_cache import PagedCache
+from examples.mini_engine.scheduler import Scheduler
+from pdstore import Metrics
+
+
+class Counters:
+    """The engine's own counts, beside pdstore's, which stay 0 while it is off."""
+
+    def __init__(self) -> None:
+        self.pdstore = Metrics()
+        self.registry = self.pdstore.registry
+        self.computed = self._counter("computed_tokens", "Tokens fed to the model")
+        self.generated = self._counter("generated_tokens", "Tokens answered")
+        self._requests = Gauge(
+            "mini_engine_requests", "Requests, by state", ["state"], registry=self.registry
+        )
+        self._free_blocks = Gauge(
+            "mini_engine_free_blocks", "Free blocks of the KV cache", registry=self.registry
+        )
+
+    def show(self, scheduler: Scheduler, cache: PagedCache) -> None:
+        """Sets the gauges, once a turn."""
+        for state in ("waiting", "loading", "running", "leaving"):
+            self._requests.labels(state).set(len(getattr(scheduler, state)))
+        self._free_blocks.set(cache.num_free)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"mini_engine_{name}", text, registry=self.registry)

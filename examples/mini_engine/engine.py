@@ -1,0 +1,173 @@
+"""The engine's loop, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from queue import Empty, SimpleQueue
+
+import torch
+
+from examples.mini_engine.adapter import Adapter
+from examples.mini_engine.attention import Chunk
+from examples.mini_engine.config import Config
+from examples.mini_engine.counters import Counters
+from examples.mini_engine.model import Model
+from examples.mini_engine.paged_cache import PagedCache
+from examples.mini_engine.request import Finish, Request, State, Token
+from examples.mini_engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.001
+_IDLE_S = 0.5
+
+
+class EngineError(RuntimeError):
+    """The engine's loop has ended; `str()` says why."""
+
+
+class Engine:
+    """Answers requests. `submit`, `abort` and `stop` are for any thread."""
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(config.threads)
+        self.config = config
+        self.model = Model(config)
+        self.cache = PagedCache(
+            self.model.num_layers,
+            self.model.num_kv_heads,
+            self.model.head_dim,
+            config.num_blocks,
+            config.block_size,
+            getattr(torch, config.dtype),
+            config.device,
+        )
+        self.counters = Counters()
+        self.adapter: Adapter | None = None
+        if config.settings.pd_transfer_via_storage:
+            self.adapter = Adapter(config, self.model, self.cache, self.counters.pdstore)
+        self.scheduler = Scheduler(config, self.cache, self.adapter)
+        self.error: str | None = None  # why the loop has ended; nothing is taken any more
+        self._ending = threading.Lock()
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._stop_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="mini-engine", daemon=True)
+        self._thread.start()
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that could never be answered."""
+        num_tokens = len(request.prompt) + request.max_tokens
+        asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
+        if num_tokens > self.model.max_model_len:
+            raise ValueError(f"{asked} are over the context of {self.model.max_model_len} tokens")
+        room = self.cache.num_blocks * self.cache.block_size
+        if num_tokens > room:
+            raise ValueError(f"{asked} are over the KV cache of {room} tokens")
+        if self.adapter:
+            self.adapter.check(request)
+
+    def submit(self, request: Request) -> None:
+        """Takes a request that passed `check`. Raises EngineError when the loop has ended."""
+        with self._ending:
+            if self.error is not None:
+                raise EngineError(self.error)
+            self._inbox.put(request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request early; nothing happens if it has ended."""
+        request.is_aborted = True
+        self._inbox.put(None)
+
+    def stop(self) -> None:
+        """Aborts what runs, waits at most the drain time for saves, and closes the pool."""
+        self._stop_at = time.monotonic() + self.config.settings.drain_s
+        self._inbox.put(None)
+        self._thread.join(self.config.settings.drain_s + 1)
+        if self.adapter:
+            self.adapter.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                self._turn()
+            self._end("the engine was stopped")
+        except Exception as error:  # whatever it was, clients must hear of it
+            log.exception("the engine's loop ended")
+            self._end(f"the engine's loop ended: {error!r}")
+
+    def _is_over(self) -> bool:
+        if self._stop_at is None:
+            return False
+        for request in self.scheduler.unfinished():
+            request.is_aborted = True
+        return self.scheduler.is_empty() or time.monotonic() > self._stop_at
+
+    def _turn(self) -> None:
+        """One turn: new requests, what the jobs did meanwhile, one step of the model."""
+        self._take_inbox(wait=not self.scheduler.running)
+        self.scheduler.advance()
+        chunks = self.scheduler.next_chunks()
+        if chunks:
+            self._step(chunks)
+        self.counters.show(self.scheduler, self.cache)
+
+    def _take_inbox(self, *, wait: bool) -> None:
+        pause = _POLL_S if self.scheduler.is_waiting_for_jobs() else _IDLE_S
+        with contextlib.suppress(Empty):
+            request = self._inbox.get(wait, pause)
+            while True:
+                if request is not None:
+                    self.scheduler.add(request)
+                request = self._inbox.get_nowait()
+
+    def _step(self, chunks: list[Chunk]) -> None:
+        try:
+            logits = self.model.forward(chunks, self.cache)
+            tokens = iter(_choose(logits, [c.request for c in chunks if c.is_last]))
+        except Exception as error:  # ends these requests, not the engine
+            log.exception("a step failed")
+            for chunk in chunks:
+                self.scheduler.finish(chunk.request, Finish("error", repr(error)))
+            return
+        for chunk in chunks:
+            request = chunk.request
+            request.num_computed = chunk.stop
+            self.counters.computed.inc(chunk.num_tokens)
+            if self.adapter and request.state is State.PREFILL:
+                self.adapter.save(request)
+            if chunk.is_last:
+                self._take_token(request, next(tokens))
+
+    def _take_token(self, request: Request, token: Token) -> None:
+        request.state = State.DECODE
+        request.token_ids.append(token.id)
+        self.counters.generated.inc()
+        request.sink(token)
+        if token.id in self.model.end_ids and not request.ignore_eos:
+            self.scheduler.finish(request, Finish("stop"))
+        elif len(request.output_ids) == request.max_tokens:
+            self.scheduler.finish(request, Finish("length"))
+
+    def _end(self, error: str) -> None:
+        """Refuses new requests and ends those there are."""
+        with self._ending:
+            self.error = error
+        self._take_inbox(wait=False)
+        for request in self.scheduler.unfinished():
+            request.sink(Finish("error", error))
+
+
+def _choose(logits: torch.Tensor, requests: list[Request]) -> list[Token]:
+    """The likeliest token of each row, with its logprob."""
+    if not requests:
+        return []
+    logprobs = logits.log_softmax(dim=-1)
+    num_top = max(1, *(request.num_logprobs or 0 for request in requests), 1)
+    values, ids = logprobs.topk(num_top, dim=-1)
+    return [
+        Token(ids[0], values[0], list(zip(ids, values, strict=True))[: request.num_logprobs or 0])
+        for request, values, ids in zip(requests, values.tolist(), ids.tolist(), strict=True)
+    ]

@@ -1,0 +1,106 @@
+"""A Hugging Face decoder that computes over our paged cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+
+from examples.mini_engine.attention import Chunk, Step, paged_attention
+from examples.mini_engine.config import Config
+from examples.mini_engine.paged_cache import PagedCache
+from pdstore.errors import ConfigError
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPES_BY_LENGTH = ("dynamic", "longrope")
+_ATTENTION = "mini_engine"
+
+
+class Model:
+    """Weights, tokenizer, and the facts of the checkpoint that the engine needs.
+
+    Raises ConfigError for a checkpoint whose KV it cannot page.
+    """
+
+    def __init__(self, config: Config) -> None:
+        if config.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"--device {config.device}: torch sees no CUDA device")
+        try:
+            self._hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
+            _check(self._hf_config)
+            AttentionInterface.register(_ATTENTION, paged_attention)
+            self._network = AutoModelForCausalLM.from_pretrained(
+                config.model,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=_ATTENTION,
+                local_files_only=True,
+            ).to(config.device)
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"--model {config.model}: {error}") from error
+        self._network.eval()
+        self.num_layers: int = self._hf_config.num_hidden_layers
+        self.num_kv_heads: int = self._hf_config.num_key_value_heads
+        self.head_dim: int = self._network.model.layers[0].self_attn.head_dim
+        self.vocab_size: int = self._hf_config.vocab_size
+        self.max_model_len = _context(self._hf_config, config.max_model_len)
+        self.end_ids = _end_ids(self._network.generation_config.eos_token_id)
+
+    @property
+    def rope(self) -> str:
+        """Canonical text of what rotates K, for the namespace."""
+        names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+        rope = {name: getattr(self._hf_config, name, None) for name in names}
+        return json.dumps(rope, sort_keys=True)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], cache: PagedCache) -> torch.Tensor:
+        """Computes the chunks' KV into the cache; logits [n, vocabulary] of the n last chunks."""
+        step = Step(chunks, cache)
+        hidden = self._network.model(
+            input_ids=step.token_ids[None],
+            position_ids=step.positions[None],
+            use_cache=False,
+            step=step,
+        ).last_hidden_state[0]
+        ends, end = [], 0
+        for chunk in chunks:
+            end += chunk.num_tokens
+            chunk.request.num_fed += max(
+                0, min(chunk.stop, len(chunk.request.prompt)) - chunk.start
+            )
+            if chunk.is_last:
+                ends.append(end - 1)
+        logits = self._network.lm_head(hidden[ends]).float()
+        if logits.is_cuda:  # else blocks of an aborted request could be lent while still written
+            torch.cuda.synchronize(logits.device)
+        return logits
+
+
+def _check(config: PretrainedConfig) -> None:
+    if config.model_type not in _FAMILIES:
+        raise ValueError(f"model type {config.model_type!r}: this engine knows {_FAMILIES}")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") in _ROPES_BY_LENGTH:
+        raise ValueError(
+            f"rope type {rope['rope_type']!r} rotates K by the length: no block of KV can be kept"
+        )
+
+
+def _context(config: PretrainedConfig, asked: int | None) -> int:
+    limit: int = config.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ConfigError(f"--max-model-len {asked} is over the model's {limit}")
+    return asked or limit
+
+
+def _end_ids(eos: int | list[int] | None) -> frozenset[int]:
+    return frozenset([eos] if isinstance(eos, int) else eos or [])

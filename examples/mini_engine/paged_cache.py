@@ -1,0 +1,47 @@
+"""The paged KV cache: one tensor per layer, and which of its blocks are free."""
+
+from __future__ import annotations
+
+import torch
+
+
+class PagedCache:
+    """KV blocks of all requests.
+
+    A layer is [num_blocks, block_size, num_kv_heads, 2 * head_dim]: K, then V, in the last one.
+    It starts as zeros, because attention multiplies what is behind a request's end by 0.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        shape = (num_blocks, block_size, num_kv_heads, 2 * head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._free = list(reversed(range(num_blocks)))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks that many tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Ids of blocks that are nobody else's now; None if there are not as many."""
+        if num_blocks > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(num_blocks)]
+
+    def free(self, block_ids: list[int]) -> None:
+        """Takes blocks back. Nothing may read or write them any more."""
+        self._free.extend(reversed(block_ids))

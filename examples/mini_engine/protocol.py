@@ -1,0 +1,67 @@
+"""What a body of /v1/completions may say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class RefusedError(Exception):
+    """A request that gets an error in OpenAI's form."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "internal_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class Body(BaseModel):
+    """OpenAI's fields with vLLM's additions. What would make an answer not greedy is refused."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    prompt: str | list[int] = Field(min_length=1)
+    max_tokens: int = Field(16, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    temperature: Zero | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    stop: None = None
+    logit_bias: None = None
+
+    @classmethod
+    def of(cls, data: bytes) -> Body:
+        """Raises RefusedError, naming the first field that is wrong."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            where = problems[0]["loc"][:1]
+            field = str(where[0]) if where else None
+            said = "; or: ".join(p["msg"] for p in problems if p["loc"][:1] == where)
+            message = f"{field or 'the body'}: {said}"
+            if field == "temperature":
+                message = "temperature must be 0 or left out: this engine's answers are greedy"
+            raise RefusedError(message, param=field) from error

@@ -1,0 +1,119 @@
+"""Which requests run, and which of their tokens are computed next."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+from examples.mini_engine.adapter import Adapter
+from examples.mini_engine.attention import Chunk
+from examples.mini_engine.config import Config
+from examples.mini_engine.paged_cache import PagedCache
+from examples.mini_engine.request import Finish, Request, State
+
+
+class Scheduler:
+    """Moves requests through their states. Only the engine's thread calls it; it never waits.
+
+    A request gets the blocks of its whole prompt and answer at once, so none is ever preempted.
+    """
+
+    def __init__(self, config: Config, cache: PagedCache, adapter: Adapter | None) -> None:
+        self._max_seqs = config.max_num_seqs
+        self._max_tokens = config.max_num_batched_tokens
+        self._cache = cache
+        self._adapter = adapter
+        self.waiting: deque[Request] = deque()  # WAITING or LOOKING_UP, in order of arrival
+        self.loading: list[Request] = []
+        self.running: list[Request] = []  # PREFILL or DECODE
+        self.leaving: list[Request] = []  # FINISHED, with blocks that a job may still use
+
+    def is_waiting_for_jobs(self) -> bool:
+        """Whether something besides a new request can change what there is to do."""
+        return bool(self.waiting or self.loading or self.leaving)
+
+    def is_empty(self) -> bool:
+        return not (self.running or self.is_waiting_for_jobs())
+
+    def unfinished(self) -> list[Request]:
+        return [*self.waiting, *self.loading, *self.running]
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def advance(self) -> None:
+        """Does what needs no computing: aborts, lookups, admission, the ends of loads and saves."""
+        for request in self.unfinished():
+            if request.is_aborted:
+                self.finish(request, Finish("abort"))
+        self._look_up()
+        self._admit()
+        self._take_loaded()
+        self._give_back()
+
+    def next_chunks(self) -> list[Chunk]:
+        """The next step, in the budget: a token of each answer, then prompts in their order."""
+        chunks: list[Chunk] = []
+        budget = self._max_tokens
+        for request in sorted(self.running, key=lambda r: r.state is State.PREFILL):
+            start = request.num_computed
+            stop = min(start + budget, len(request.token_ids))
+            if start < stop:
+                chunks.append(Chunk(request, start, stop))
+                budget -= stop - start
+        return chunks
+
+    def finish(self, request: Request, finish: Finish) -> None:
+        """Ends a request in any state. Its blocks come back when no job uses them."""
+        for place in (self.waiting, self.loading, self.running):
+            if request in place:
+                place.remove(request)
+        request.state = State.FINISHED
+        if self._adapter and finish.reason in ("abort", "error"):
+            self._adapter.cancel(request)
+        self.leaving.append(request)
+        request.sink(finish)
+
+    def _look_up(self) -> None:
+        if self._adapter is None:
+            return
+        for request in islice(self.waiting, self._max_seqs):
+            if request.state is State.WAITING:
+                request.state = State.LOOKING_UP
+                self._adapter.look_up(request)
+
+    def _admit(self) -> None:
+        """Lets requests in, in order of arrival, but past those whose lookup has no answer yet."""
+        for request in list(islice(self.waiting, self._max_seqs)):
+            if self._adapter and not self._adapter.is_looked_up(request):
+                continue
+            if len(self.running) + len(self.loading) >= self._max_seqs:
+                return
+            num_tokens = len(request.prompt) + request.max_tokens
+            block_ids = self._cache.allocate(self._cache.blocks_for(num_tokens))
+            if block_ids is None:
+                return
+            request.block_ids = block_ids
+            self.waiting.remove(request)
+            if self._adapter and self._adapter.load(request):
+                request.state = State.LOADING
+                self.loading.append(request)
+            else:
+                self._run(request)
+
+    def _take_loaded(self) -> None:
+        for request in list(self.loading):
+            if self._adapter and self._adapter.is_loaded(request):
+                self.loading.remove(request)
+                self._run(request)
+
+    def _run(self, request: Request) -> None:
+        request.state = State.PREFILL
+        self.running.append(request)
+
+    def _give_back(self) -> None:
+        for request in list(self.leaving):
+            if self._adapter is None or self._adapter.is_done(request):
+                self.leaving.remove(request)
+                self._cache.free(request.block_ids)
+                request.block_ids = []

@@ -1,0 +1,168 @@
+"""OpenAI-compatible HTTP in front of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from examples.mini_engine.answer import Answer, Json
+from examples.mini_engine.engine import Engine, EngineError
+from examples.mini_engine.protocol import Body, RefusedError
+from examples.mini_engine.request import Finish, Request, Token
+
+Events = asyncio.Queue[Token | Finish]
+
+
+def app_of(engine: Engine) -> Starlette:
+    """The application; when it ends, it stops the engine."""
+    server = Server(engine)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.stop)
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics),
+        ],
+        exception_handlers={RefusedError: _refuse, HTTPException: _refuse},
+        lifespan=lifespan,
+    )
+
+
+class Server:
+    """The handlers of one engine's interface."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._model = engine.model
+        self._name = engine.config.name
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = Body.of(await http.body())
+        events: Events = asyncio.Queue()
+        request = self._request_of(body, _sink_of(events))
+        answer = Answer(self._model.tokenizer, self._name, body, request)
+        parts = self._parts(request, answer, events)
+        async with self._aborting_when_gone(http, request):
+            first = await anext(parts)  # an error before the first token gets its status
+        if body.stream:
+            return StreamingResponse(_sse(first, parts), media_type="text/event-stream")
+        return JSONResponse(first)
+
+    async def models(self, http: HttpRequest) -> Response:
+        limit = self._model.max_model_len
+        model = {"id": self._name, "object": "model", "owned_by": "pdstore", "max_model_len": limit}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, http: HttpRequest) -> Response:
+        error = self._engine.error
+        status = {"status": "ok"} if error is None else {"status": "dead", "error": error}
+        return JSONResponse(status, 200 if error is None else 503)
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        text = generate_latest(self._engine.counters.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    def _request_of(self, body: Body, sink: Callable[[Token | Finish], None]) -> Request:
+        """The request in a body. Raises RefusedError for one that this engine can never answer."""
+        if body.model not in (None, self._name):
+            message = f"the model {body.model!r} does not exist: this is {self._name!r}"
+            raise RefusedError(message, status=404, param="model", code="model_not_found")
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = self._model.tokenizer(prompt)["input_ids"]
+        if not all(0 <= token < self._model.vocab_size for token in prompt):
+            message = f"prompt: a token id is not in [0, {self._model.vocab_size})"
+            raise RefusedError(message, param="prompt")
+        request = Request(
+            prompt=prompt,
+            max_tokens=body.max_tokens,
+            sink=sink,
+            ignore_eos=bool(body.ignore_eos),
+            num_logprobs=body.logprobs,
+            kv_transfer_params=body.kv_transfer_params,
+        )
+        try:
+            self._engine.check(request)
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+        return request
+
+    async def _parts(
+        self, request: Request, answer: Answer, events: Events
+    ) -> AsyncGenerator[Json, None]:
+        """Submits a request and yields its answer in parts. Left early, it ends the request."""
+        try:
+            self._engine.submit(request)
+            while True:
+                event = await events.get()
+                if isinstance(event, Token):
+                    answer.add(event)
+                    if answer.is_stream:
+                        yield answer.part()
+                elif event.error is not None:
+                    raise RefusedError(event.error, status=500)
+                else:
+                    break
+            for part in answer.end(event.reason):
+                yield part
+        except EngineError as error:
+            raise RefusedError(str(error), status=503) from error
+        finally:
+            self._engine.abort(request)
+
+    @contextlib.asynccontextmanager
+    async def _aborting_when_gone(self, http: HttpRequest, request: Request) -> AsyncIterator[None]:
+        async def watch() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+            self._engine.abort(request)
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+
+def _sink_of(events: Events) -> Callable[[Token | Finish], None]:
+    """Hands events from the engine's thread to this one."""
+    loop = asyncio.get_running_loop()
+
+    def sink(event: Token | Finish) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    return sink
+
+
+async def _sse(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[str]:
+    """A stream of server-sent events; an error in it is its last but one."""
+    try:
+        yield f"data: {json.dumps(first)}\n\n"
+        async for part in parts:
+            yield f"data: {json.dumps(part)}\n\n"
+    except RefusedError as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = RefusedError(error.detail, status=error.status_code)
+    assert isinstance(error, RefusedError)
+    return JSONResponse(error.body, error.status)
