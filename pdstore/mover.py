@@ -58,7 +58,7 @@ class Mover:
                     job.check()
                     return Reason.NO_SLOTS
                 window, rest = rest[: len(numbers)], rest[len(numbers) :]
-                slots = self._slots(numbers, window)
+                slots = self._slots(numbers, [value.size for value in window])
                 with job.touching():
                     self._swap.gather([v.piece(slots.piece(i)) for i, v in enumerate(window)])
                 if not rest:
@@ -82,7 +82,7 @@ class Mover:
                     return Reason.NO_SLOTS
                 window = rest[: len(numbers) // parts * parts]
                 rest = rest[len(window) :]
-                slots = self._slots(numbers, window)
+                slots = self._slots(numbers, [value.size for value in window])
                 verified, reason = self._get_verified(window, slots)
                 usable = window[: verified // parts * parts]
                 self._scatter(job, usable, slots, first_token)
@@ -96,9 +96,7 @@ class Mover:
         for shard in shards:
             with self._lend(job, 1, 1) as numbers:
                 job.check()
-                slots = self._slots(numbers, ())._replace(
-                    numbers=numbers, sizes=[block.HEADER_BYTES]
-                )
+                slots = self._slots(numbers, [block.HEADER_BYTES])
                 header = block.Header(
                     flags=block.FLAG_MARKER,
                     group=0,
@@ -152,13 +150,9 @@ class Mover:
             is_over=lambda: job.done,
         )
 
-    def _slots(self, numbers: Sequence[int], window: Sequence[Value]) -> Slots:
-        return Slots(
-            self._staging.view,
-            self._staging.slot_bytes,
-            numbers[: len(window)],
-            [value.size for value in window],
-        )
+    def _slots(self, numbers: Sequence[int], sizes: Sequence[int]) -> Slots:
+        staging = self._staging
+        return Slots(staging.view, staging.slot_bytes, numbers[: len(sizes)], sizes)
 
     def _count(self, verb: str, values: Sequence[Value]) -> None:
         """Counts the tokens of each block once, with its first part."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, NewType
+from dataclasses import dataclass, replace
+from typing import NewType
 
 BlockKey = NewType("BlockKey", str)
 """What a store sees: ASCII text that names one value. Made by `pdstore.keys` only."""
@@ -43,7 +43,8 @@ class Direction(enum.Enum):
     SAVE = "save"  # paged cache -> store
 
 
-class Slots(NamedTuple):
+@dataclass(frozen=True)
+class Slots:
     """Some slots of one staging buffer, in the order of the keys they go with.
 
     `numbers[i]` is where the i-th value starts, in units of `slot_bytes` from the start of `view`;
@@ -65,7 +66,7 @@ class Slots(NamedTuple):
 
     def part(self, start: int, stop: int) -> Slots:
         """The slots start..stop of these, for working in batches."""
-        return self._replace(numbers=self.numbers[start:stop], sizes=self.sizes[start:stop])
+        return replace(self, numbers=self.numbers[start:stop], sizes=self.sizes[start:stop])
 
 
 @dataclass(frozen=True)
