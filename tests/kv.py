@@ -1,0 +1,74 @@
+"""Small KV caches for tests: an instance with its tensors, and how to compare two of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
+from pdstore.settings import read_settings
+
+LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(2, 8))
+POISON = -7.0
+
+
+def settings_of(**changes: object) -> Settings:
+    return read_settings(
+        **{"store": "memory://", "staging": "8MiB", "handoff_wait_s": 2.0, **changes}
+    )
+
+
+def caches_of(layout: Layout, num_blocks: int = 64, fill: float | None = None) -> list:
+    """Per layer [num_blocks, engine_block_tokens, heads, channels], random unless `fill` is given."""
+    caches = []
+    for n, spec in enumerate(layout.layers):
+        shape = (num_blocks, layout.engine_block_tokens, layout.local_heads(n), spec.channels)
+        dtype = getattr(torch, layout.dtype)
+        cache = torch.randn(shape) if fill is None else torch.full(shape, fill)
+        caches.append(cache.to(dtype))
+    return caches
+
+
+class Instance:
+    """Both halves over one store, with a paged cache of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        fill: float | None = None,
+        *,
+        engine_block_tokens: int = 16,
+        layers: Sequence[LayerSpec] = LAYERS,
+        weights: str = "w",
+        **changes: object,
+    ) -> None:
+        self.settings = settings_of(**changes)
+        self.layout = Layout.of(
+            self.settings,
+            dtype="float32",
+            layers=layers,
+            engine_block_tokens=engine_block_tokens,
+        )
+        self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
+        self.caches = caches_of(self.layout, fill=fill)
+        self.cache = PrefixCacheManager(self.settings, self.namespace, store=store)
+        self.pool = KVPool(self.settings, self.layout, self.caches, self.namespace, store=store)
+
+    def tokens(self, block_ids: Sequence[int], layer: int = 0) -> torch.Tensor:
+        """The KV of a block table as [token, head, channel]."""
+        return self.caches[layer][list(block_ids)].flatten(0, 1)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.cache.close()
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> object:
+    """Waits until the condition holds and returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.001)
+    return value
