@@ -1,0 +1,45 @@
+# `make demo` and `make test` need nothing but Python 3.10 or newer: they set everything up.
+# Without a GPU: make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+VENV ?= .venv
+STORE ?= file
+ENGINE ?= mini
+PIP_ARGS ?=
+BIN := $(abspath $(VENV))/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench wheel
+
+help: ## Show these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests need
+	@command -v redis-server >/dev/null || echo "warning: no redis-server: STORE=redis and the" \
+	  "redis tests need it; as root: apt-get install redis-server" >&2
+
+demo: setup ## P and D with a pool between them, checked (STORE=file|redis, ENGINE=mini)
+	@PYTHON=$(BIN)/python examples/run_pd_storage.sh --store $(STORE) --engine $(ENGINE)
+
+test: setup ## The whole test suite
+	@$(BIN)/python -m pytest
+
+check: setup ## Lint, format and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/mypy -p pdstore -p examples.router -p examples.demo
+
+bench: setup ## The benchmarks
+	@$(BIN)/python -m benchmarks
+
+wheel: setup ## Build dist/*.whl
+	@rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "no venv for $(PYTHON); as root: apt-get install python3-venv" >&2; exit 1; }
+	@echo "setting up $(VENV): a few minutes, once" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[redis,examples,test,dev]'
+	@touch $@

@@ -1,0 +1,82 @@
+"""One instance alone, then P and D with a pool between them, then P and D without it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.demo import report
+from examples.demo.fleet import ENGINES, Fleet
+from examples.demo.pools import open_pool
+from examples.demo.processes import ROOT, DemoError, Processes, stop_on_signals
+from examples.demo.prompts import make_prompts
+from examples.demo.status import say
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when the hand-off did what it promises, 1 when not, 130 when stopped."""
+    given = _parser().parse_args(arguments)
+    stop_on_signals()
+    try:
+        return _run(given)
+    except DemoError as error:
+        say(f"FAILED: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+
+
+def _run(given: argparse.Namespace) -> int:
+    kind = given.store.split(":")[0]
+    model = given.model or _make_checkpoint()
+    say(f"checkpoint  {model}")
+    prompts = make_prompts(model)
+    with Processes() as processes, open_pool(given.store, processes) as pool:
+        on, off = Fleet(processes, given.engine, model, pool).run(prompts)
+    problems = report.problems_of(on, off)
+    say("", report.table(on.rows), "", report.control_line(off), report.verdict(on, problems))
+    if given.json:
+        result = report.as_json(kind, given.engine, on, off, problems)
+        given.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 1 if problems else 0
+
+
+def _make_checkpoint() -> Path:
+    """Trains it, or finds it in its cache; the progress bar goes to the terminal."""
+    env = dict(os.environ)
+    if not sys.stderr.isatty():
+        env.setdefault("TQDM_MININTERVAL", "10")  # a log needs no moving bar
+    command = [sys.executable, "-m", "examples.make_checkpoint"]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise DemoError(f"the checkpoint could not be made: status {done.returncode}")
+    return Path(done.stdout.splitlines()[-1])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="examples/run_pd_storage.sh",
+        description="Starts a prefill and a decode instance with a pool between them, and checks"
+        " that every answer is that of one instance alone while D computes one token of each"
+        " prompt.",
+    )
+    add = parser.add_argument
+    add(
+        "--store",
+        default="file",
+        help="file: a fresh directory (the default). redis: a fresh redis-server. Or a URL",
+    )
+    add("--engine", choices=sorted(ENGINES), default="mini", help="the engine: %(default)s")
+    add("--model", type=Path, help="a checkpoint; else a tiny one is trained, once, in a minute")
+    add("--json", type=Path, metavar="FILE", help="write the results there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

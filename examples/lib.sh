@@ -1,0 +1,90 @@
+# shellcheck shell=bash
+# What the example scripts share. Each sources it, so it sets nothing but functions and defaults.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PREFILL_PORT=${PREFILL_PORT:-8100}
+DECODE_PORT=${DECODE_PORT:-8200}
+ROUTER_PORT=${ROUTER_PORT:-8000}
+MODEL=${MODEL:-}
+MODEL_NAME=pdstore-demo
+
+die() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 2
+}
+
+# The comment at the top of the script, without its first line (#!).
+usage() {
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+}
+
+# The value of an option: value_of "$@", with $1 the option.
+value_of() {
+    [[ $# -ge 2 && -n $2 ]] || die "$1 needs a value (--help shows how)"
+    printf '%s' "$2"
+}
+
+# The python that has what the examples need: $PYTHON, an active environment, or `make setup`'s.
+find_python() {
+    local python
+    local check='import importlib.util as u, sys
+sys.exit(any(u.find_spec(m) is None for m in ("torch", "transformers", "uvicorn", "httpx")))'
+    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$ROOT/.venv/bin/python"; do
+        if [[ -n $python ]] && "$python" -c "$check" 2>/dev/null; then
+            printf '%s' "$python"
+            return
+        fi
+    done
+    die "no Python environment with the examples' packages; run once: make -C $ROOT setup"
+}
+
+need_engine() {
+    [[ $1 == mini ]] || die "unknown engine '$1': there is 'mini'"
+}
+
+need_free_port() {
+    local port=$1
+    [[ $port =~ ^[0-9]+$ && $port -ge 1 && $port -le 65535 ]] || die "not a port: '$port'"
+    if (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+        die "port $port is in use; choose another with --port"
+    fi
+}
+
+# The checkpoint's directory: the one given, or a tiny one that is trained once, in a minute.
+find_model() {
+    local python=$1
+    if [[ -z $MODEL ]]; then
+        (cd "$ROOT" && "$python" -m examples.make_checkpoint) | tail -n 1
+        return
+    fi
+    [[ -f $MODEL/config.json ]] || die "no checkpoint in '$MODEL' (no config.json there)"
+    (cd "$MODEL" && pwd)
+}
+
+# serve ROLE PORT OPTIONS...: becomes one engine instance that hands over through the pool.
+serve() {
+    local role=$1 port=$2 engine=mini python model
+    shift 2
+    while [[ $# -gt 0 ]]; do
+        case $1 in
+            -h | --help) usage; exit ;;
+            --port) port=$(value_of "$@"); shift 2 ;;
+            --store) PDSTORE_STORE=$(value_of "$@"); shift 2 ;;
+            --model) MODEL=$(value_of "$@"); shift 2 ;;
+            --engine) engine=$(value_of "$@"); shift 2 ;;
+            --) shift; break ;;
+            *) die "unknown option '$1' (--help shows them)" ;;
+        esac
+    done
+    need_engine "$engine"
+    need_free_port "$port"
+    python=$(find_python)
+    model=$(find_model "$python")
+    export PD_TRANSFER_VIA_STORAGE=1
+    [[ -z ${PDSTORE_STORE:-} ]] || export PDSTORE_STORE
+    printf '%s on http://127.0.0.1:%s with PD_TRANSFER_VIA_STORAGE=1 (set by this script)\n' \
+        "$role" "$port" >&2
+    cd "$ROOT" || die "no directory $ROOT"
+    exec "$python" -m examples.mini_engine --role "$role" --port "$port" --model "$model" \
+        --served-model-name "$MODEL_NAME" "$@"
+}

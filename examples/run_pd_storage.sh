@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The whole thing in one command: P and D with a pool between them, checked against one instance.
+#
+#   examples/run_pd_storage.sh [--store file|redis|URL] [--engine mini] [--model DIR] [--json FILE]
+#
+#   --store    file: a fresh directory (the default). redis: a fresh redis-server. Or a pool's URL
+#   --engine   mini, the only one today
+#   --model    or MODEL: a checkpoint; else a tiny one is trained, once, in a minute
+#   --json     write the results to a file, too
+#
+# Exits with 0 only if every answer is that of one instance alone, D computed one token of each
+# prompt, and with the switch off D computed everything. Logs are in logs/. Ctrl-C stops it all.
+set -euo pipefail
+# shellcheck source=examples/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+for option in "$@"; do
+    [[ $option != -h && $option != --help ]] || { usage; exit; }
+done
+[[ -z $MODEL ]] || set -- --model "$MODEL" "$@"
+python=$(find_python)
+PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m examples.demo "$@"

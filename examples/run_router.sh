@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Starts the router in front of run_prefill.sh and run_decode.sh, and shows how to ask it.
+#
+#   examples/run_router.sh [--port N] [--prefill URL]... [--decode URL]... [--mode relay|concurrent]
+#
+#   --port     or ROUTER_PORT   where it listens (8000)
+#   --prefill                   a P (http://127.0.0.1:$PREFILL_PORT, 8100); may be repeated
+#   --decode                    a D (http://127.0.0.1:$DECODE_PORT, 8200); may be repeated
+#   --mode                      relay (the default): P, then D. concurrent: both at once
+#
+# Ctrl-C stops it.
+set -euo pipefail
+# shellcheck source=examples/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+mode=relay
+prefills=()
+decodes=()
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        -h | --help) usage; exit ;;
+        --port) ROUTER_PORT=$(value_of "$@"); shift 2 ;;
+        --prefill) prefills+=(--prefill "$(value_of "$@")"); shift 2 ;;
+        --decode) decodes+=(--decode "$(value_of "$@")"); shift 2 ;;
+        --mode) mode=$(value_of "$@"); shift 2 ;;
+        *) die "unknown option '$1' (--help shows them)" ;;
+    esac
+done
+[[ $mode == relay || $mode == concurrent ]] || die "unknown mode '$mode': relay or concurrent"
+[[ ${#prefills[@]} -gt 0 ]] || prefills=(--prefill "http://127.0.0.1:$PREFILL_PORT")
+[[ ${#decodes[@]} -gt 0 ]] || decodes=(--decode "http://127.0.0.1:$DECODE_PORT")
+need_free_port "$ROUTER_PORT"
+python=$(find_python)
+
+cat >&2 <<TEXT
+router on http://127.0.0.1:$ROUTER_PORT, $mode. When P and D are up, ask it:
+
+  curl http://127.0.0.1:$ROUTER_PORT/v1/completions -H 'content-type: application/json' \\
+    -d '{"prompt": "A block holds the keys and values of", "max_tokens": 24}'
+
+TEXT
+cd "$ROOT"
+exec "$python" -m examples.router --port "$ROUTER_PORT" --mode "$mode" "${prefills[@]}" "${decodes[@]}"

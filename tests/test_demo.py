@@ -1,0 +1,296 @@
+"""The demo's parts: its judgement, its processes, its prompts. The whole is `make demo`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from examples.demo import client, pools, processes, prompts
+from examples.demo.__main__ import main
+from examples.demo.client import Answer
+from examples.demo.pools import open_pool
+from examples.demo.processes import DemoError, Processes
+from examples.demo.report import Row, Run, as_json, control_line, problems_of, table, verdict
+
+DEADLINE_S = 20
+USED = {"loaded_tokens": 8, "computed_tokens": 1, "reason": None}
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+GOOD = Row(130, 129, 1, 0.02, True, 2e-7)
+ON = Run(rows=[GOOD, GOOD], used=900, saved=130, loaded=260, fed=32, answered=32)
+OFF = Run([replace(GOOD, loaded_tokens=0, computed_tokens=130)] * 2, 0, 0, 0, 290, 32)
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_so()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(processes, "LOGS", tmp_path / "logs")
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_that_keeps_the_promise_has_no_problems() -> None:
+    assert problems_of(ON, OFF) == []
+    assert verdict(ON, []) == (
+        "OK: 2 of 2 answers are those of one instance alone; D computed 2 of 260 prompt tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "problem"),
+    [
+        (replace(ON, rows=[GOOD, replace(GOOD, same_ids=False)]), OFF, "prompt 2: the answer"),
+        (replace(ON, rows=[replace(GOOD, max_logprob_diff=2e-3), GOOD]), OFF, "prompt 1: the ans"),
+        (replace(ON, rows=[replace(GOOD, computed_tokens=2), GOOD]), OFF, "D computed 2 tokens"),
+        (replace(ON, saved=0), OFF, "saved nothing"),
+        (replace(ON, loaded=257), OFF, "counted 257 loaded tokens"),
+        (
+            replace(ON, loaded=0, rows=[replace(GOOD, loaded_tokens=0)] * 2),
+            OFF,
+            "counted 0 loaded tokens",
+        ),
+        (replace(ON, fed=33), OFF, "D fed 3 prompt tokens"),
+        (replace(ON, loaded=261), OFF, "counted 261 loaded tokens"),
+        (ON, replace(OFF, used=1), "pdstore counted 1"),
+        (ON, replace(OFF, fed=289), "D did not compute every prompt token"),
+        (ON, replace(OFF, rows=[OFF.rows[0], GOOD]), "D did not compute every prompt token"),
+        (ON, replace(OFF, rows=[replace(OFF.rows[0], same_ids=False)] * 2), "an answer differs"),
+    ],
+)
+def test_whatever_breaks_the_promise_is_said(on: Run, off: Run, problem: str) -> None:
+    (found,) = problems_of(on, off)
+    assert problem in found
+    assert verdict(on, [found]) == f"FAILED: {found}"
+
+
+def test_a_row_compares_token_ids_and_logprobs() -> None:
+    alone = Answer(token_ids=[5, 6], logprobs=[-0.5, -1.0])
+    assert Row.of(replace(alone, logprobs=[-0.5, -1.25]), alone).max_logprob_diff == 0.25
+    assert not Row.of(replace(alone, token_ids=[5, 7]), alone).same_ids
+    assert not Row.of(replace(alone, logprobs=[-0.5]), alone).is_same
+    assert not Row.of(Answer(), Answer()).is_same
+    assert Row.of(alone, alone).is_same
+
+
+def test_the_table_is_aligned_and_fits_a_terminal() -> None:
+    text = table([GOOD, replace(GOOD, prompt_tokens=12345, same_ids=False, ttft_s=12.3)])
+    widths = {len(line) for line in text.splitlines()}
+    assert len(widths) == 1
+    assert widths.pop() < 100
+    assert "NO" in text
+    many = replace(OFF, rows=OFF.rows * 5, fed=1450, answered=160)
+    assert len(control_line(many)) < 100
+
+
+def test_the_json_has_one_entry_a_prompt() -> None:
+    result = as_json("file", "mini", ON, OFF, [])
+    assert (result["store"], result["engine"], result["ok"]) == ("file", "mini", True)
+    assert result["requests"][0] == {
+        "prompt_tokens": 130,
+        "loaded_tokens": 129,
+        "computed_tokens": 1,
+        "ttft_s": 0.02,
+        "same_ids": True,
+        "max_logprob_diff": 2e-7,
+    }
+    assert as_json("file", "mini", ON, OFF, ["x"])["ok"] is False
+
+
+def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    script = f"trap '' TERM; sleep 600 & echo $! > {note}.new; mv {note}.new {note}; exit 0"
+    with Processes() as children:
+        child = children.start("child", ["bash", "-c", script], lambda: True)
+        assert eventually(note.exists)
+        grandchild = int(note.read_text())
+        assert is_alive(grandchild)
+    assert child.popen.returncode is not None
+    assert eventually(lambda: not is_alive(grandchild))
+
+
+def test_a_child_that_ends_early_fails_the_wait_with_its_log(logs: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('first'); sys.exit('no such thing')"]
+    with Processes() as children:
+        children.start("child", command, lambda: False)
+        with pytest.raises(DemoError, match=r"(?s)child ended with status 1.*no such thing"):
+            children.wait_ready(DEADLINE_S, lambda text: None)
+    assert sorted((logs / "child.log").read_text().splitlines()) == ["first", "no such thing"]
+
+
+def test_a_child_that_is_never_ready_fails_the_wait() -> None:
+    said: list[str] = []
+    with Processes() as children:
+        child = children.start("child", SLEEP, lambda: False)
+        with pytest.raises(DemoError, match="child is not ready after 0 s"):
+            children.wait_ready(0.0, said.append)
+    assert said == ["waiting for child (0 s)"]
+    assert child.popen.returncode == -signal.SIGTERM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_children_do_not_outlive_a_killed_demo(tmp_path: Path) -> None:
+    program = f"""
+import pathlib, time
+from examples.demo import processes
+processes.LOGS = pathlib.Path({str(tmp_path)!r})
+child = processes.Processes().start("child", {SLEEP!r}, lambda: True)
+print(child.popen.pid, flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=processes.ROOT) as demo:
+        assert demo.stdout is not None
+        child = int(demo.stdout.readline())
+        assert is_alive(child)
+        demo.kill()
+    assert eventually(lambda: not is_alive(child))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_signal_stops_everything(number: signal.Signals) -> None:
+    processes.stop_on_signals()
+    children = Processes()
+    child = children.start("child", SLEEP, lambda: True)
+
+    def be_stopped() -> None:
+        with children:
+            os.kill(os.getpid(), number)
+            time.sleep(DEADLINE_S)
+
+    with pytest.raises(KeyboardInterrupt):
+        be_stopped()
+    assert child.popen.returncode == -signal.SIGTERM
+
+
+def test_free_ports_are_different() -> None:
+    assert len(set(processes.free_ports(8))) == 8
+
+
+def test_a_file_pool_goes_away() -> None:
+    with Processes() as children, open_pool("file", children) as url:
+        directory = Path(url.removeprefix("file://"))
+        (directory / "block").write_bytes(b"x")
+    assert not directory.exists()
+
+
+def test_a_given_pool_is_taken_as_it_is() -> None:
+    with Processes() as children, open_pool("redis://somewhere:1/0", children) as url:
+        assert url == "redis://somewhere:1/0"
+
+
+@pytest.mark.redis
+def test_a_redis_pool_answers_and_goes_away() -> None:
+    with Processes() as children, open_pool("redis", children) as url:
+        children.wait_ready(DEADLINE_S, lambda text: None)
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        assert pools._answers_ping(port)
+        children.stop(*children._running)
+        assert not pools._answers_ping(port)
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_missing_redis_server_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("examples.demo.__main__.make_prompts", lambda model: [])
+    assert main(["--store", "redis", "--model", str(tmp_path)]) == 1
+    assert "apt-get install redis-server" in capsys.readouterr().out
+
+
+def test_prompts_have_the_lengths_that_matter(tmp_path: Path) -> None:
+    from examples.make_checkpoint import train_tokenizer
+
+    train_tokenizer([" ".join(prompts.SENTENCES)], 512).save_pretrained(tmp_path)
+    made = prompts.make_prompts(tmp_path)
+    assert len(made) >= 8
+    assert [len(prompt) for prompt in made if isinstance(prompt, list)] == [64, 128]
+    first, second = made[-2:]
+    shared = " ".join(prompts.SENTENCES[4:12])
+    assert first.startswith(shared)
+    assert second.startswith(shared)
+    assert first != second
+
+
+def test_a_stream_is_read_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [
+        {"choices": [{"text": "a", "token_ids": [7], "logprobs": {"token_logprobs": [-1]}}]},
+        {"choices": [{"text": "b", "token_ids": [8], "logprobs": {"token_logprobs": [-2]}}]},
+        {"choices": [], "usage": {"prompt_tokens": 9, "pdstore": USED}},
+    ]
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    serve(monkeypatch, httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"])))
+    answer = client.ask("http://d", "Hello", 2)
+    assert (answer.text, answer.token_ids, answer.logprobs) == ("ab", [7, 8], [-1, -2])
+    assert (answer.prompt_tokens, answer.loaded_tokens, answer.computed_tokens) == (9, 8, 1)
+    assert 0 < answer.ttft_s < DEADLINE_S
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (httpx.Response(503, text="nobody"), "HTTP 503: nobody"),
+        (httpx.Response(200, text='data: {"error": {"message": "lost"}}'), "broke off: lost"),
+    ],
+)
+def test_an_error_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, response: httpx.Response, message: str
+) -> None:
+    serve(monkeypatch, response)
+    with pytest.raises(DemoError, match=message):
+        client.ask("http://d", "Hello", 2)
+
+
+def test_counters_are_read_by_name_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """# TYPE pdstore_tokens_total counter
+pdstore_tokens_total{verb="loaded"} 5.0
+pdstore_tokens_created{verb="loaded"} 1.7e9
+# TYPE pdstore_slots_lent gauge
+pdstore_slots_lent 3.0
+"""
+    serve(monkeypatch, httpx.Response(200, text=text))
+    assert client.counters("http://d") == {"pdstore_tokens_total:loaded": 5.0}
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, response: httpx.Response) -> None:
+    """Answers every call of the demo's client."""
+    transport = httpx.MockTransport(lambda request: response)
+    with_transport = httpx.Client(transport=transport)
+    monkeypatch.setattr(client.httpx, "get", lambda url, **_: with_transport.get(url))
+    monkeypatch.setattr(
+        client.httpx, "stream", lambda verb, url, **options: with_transport.stream(verb, url)
+    )
