@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
-from pdstore.errors import ConfigError, MissingExtra
+from pdstore.errors import MissingExtra
 from pdstore.settings import Settings
 from pdstore.store.base import Store
+from pdstore.store.url import StoreURL
 
 __all__ = ["Store", "StoreURL", "open_store"]
 
@@ -31,92 +28,6 @@ _STORES = {
 }
 
 
-@dataclass
-class StoreURL:
-    """A parsed store URL. A store takes its options; `finish` refuses those that are left."""
-
-    text: str = field(repr=False)
-    scheme: str
-    host: str
-    port: int | None
-    path: str
-    username: str | None
-    password: str | None = field(repr=False)
-    options: dict[str, str]
-
-    @classmethod
-    def of(cls, text: str) -> StoreURL:
-        """Raises ConfigError with the known schemes for a text that is no store URL."""
-        scheme, separator, _ = text.partition("://")
-        if not separator or scheme not in _STORES:
-            known = ", ".join(f"{name}://" for name in _STORES)
-            raise ConfigError(
-                f"bad store URL {_without_secret(text)!r}: it must start with one of {known}"
-            )
-        try:
-            parts = urlsplit(text)
-            port = parts.port
-            options = dict(
-                parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
-            )
-        except ValueError:
-            problem = "its port or its options cannot be read"
-        else:
-            problem = "write # as %23" if parts.fragment else ""
-        if problem:  # raised out here: the ValueError may quote a piece of the password
-            raise ConfigError(
-                f"bad store URL {_without_secret(text)!r}: {problem}"
-                " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
-            )
-        return cls(
-            text,
-            scheme,
-            parts.hostname or "",
-            port,
-            unquote(parts.path),
-            unquote(parts.username) if parts.username else None,
-            unquote(parts.password) if parts.password else None,
-            options,
-        )
-
-    @property
-    def label(self) -> str:
-        return _without_secret(self.text)
-
-    def size(self, option: str, default: int) -> int:
-        """Takes an option in bytes (`20GiB`)."""
-        text = self.options.pop(option, None)
-        if text is None:
-            return default
-        try:
-            size = int(TypeAdapter(ByteSize).validate_python(text))
-        except ValidationError as error:
-            raise ConfigError(
-                f"{self.label}: {option}={text!r} is no size; write one like 20GiB"
-            ) from error
-        if size <= 0:
-            raise ConfigError(f"{self.label}: {option} must be positive")
-        return size
-
-    def seconds(self, option: str, default: float) -> float:
-        """Takes an option in seconds."""
-        text = self.options.pop(option, None)
-        try:
-            value = default if text is None else float(text)
-        except ValueError as error:
-            raise ConfigError(f"{self.label}: {option}={text!r} is no number of seconds") from error
-        if not 0 < value < 1e6:
-            raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
-        return value
-
-    def finish(self, known: str) -> None:
-        """Refuses options that nobody took; `known` lists those there are."""
-        if self.options:
-            raise ConfigError(
-                f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
-            )
-
-
 def open_store(url: str, settings: Settings) -> Store:
     """The store at a URL, not connected yet. Raises ConfigError, MissingExtra with the command."""
     parsed = StoreURL.of(url)
@@ -132,14 +43,3 @@ def open_store(url: str, settings: Settings) -> Store:
         ) from error
     store: Store = getattr(module, entry.name).open(parsed, settings)
     return store
-
-
-def _without_secret(text: str) -> str:
-    """The URL with its password replaced and its options gone, also where it is malformed.
-
-    Only redis URLs have a user and a password: everything between `://` and the last `@`.
-    """
-    scheme, separator, rest = text.partition("://")
-    user, at, host = rest.rpartition("@") if scheme.startswith("redis") else ("", "", rest)
-    host, _, _ = host.partition("?")
-    return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"

@@ -135,19 +135,14 @@ class Guarded(WrapperStore):
 
     def _call(self, function: Callable[[], R]) -> R:
         self._enter()
+        healthy = True  # also after a bad argument, which says nothing about the store
         try:
-            result = self._with_retry(function)
-        except _HEALTHY:
-            self._succeeded()
+            return self._with_retry(function)
+        except StoreError as error:
+            healthy = isinstance(error, _HEALTHY)
             raise
-        except StoreError:
-            self._failed()
-            raise
-        except BaseException:
-            self._succeeded()  # a bad argument says nothing about the store
-            raise
-        self._succeeded()
-        return result
+        finally:
+            self._leave(healthy)
 
     def _with_retry(self, function: Callable[[], R]) -> R:
         """A connection that the server closed while idle shows at its next use only: one retry
@@ -172,12 +167,11 @@ class Guarded(WrapperStore):
                 )
             self._probing = True
 
-    def _succeeded(self) -> None:
+    def _leave(self, healthy: bool) -> None:
         with self._lock:
-            self._in_a_row, self._probing, self._pause_s = 0, False, self._open_s
-
-    def _failed(self) -> None:
-        with self._lock:
+            if healthy:
+                self._in_a_row, self._probing, self._pause_s = 0, False, self._open_s
+                return
             self._in_a_row += 1
             if not self.is_open:
                 return

@@ -1,0 +1,109 @@
+"""StoreURL: what a store URL says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from pdstore.errors import ConfigError
+
+SCHEMES = ("memory", "file", "redis", "rediss", "redis+unix")
+
+
+@dataclass
+class StoreURL:
+    """A parsed store URL. A store takes its options; `finish` refuses those that are left."""
+
+    text: str = field(repr=False)
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    username: str | None
+    password: str | None = field(repr=False)
+    options: dict[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> StoreURL:
+        """Raises ConfigError with the known schemes for a text that is no store URL."""
+        scheme, separator, _ = text.partition("://")
+        if not separator or scheme not in SCHEMES:
+            known = ", ".join(f"{name}://" for name in SCHEMES)
+            raise ConfigError(
+                f"bad store URL {_without_secret(text)!r}: it must start with one of {known}"
+            )
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+            options = dict(
+                parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
+            )
+        except ValueError:
+            problem = "its port or its options cannot be read"
+        else:
+            problem = "write # as %23" if parts.fragment else ""
+        if problem:  # raised out here: the ValueError may quote a piece of the password
+            raise ConfigError(
+                f"bad store URL {_without_secret(text)!r}: {problem}"
+                " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
+            )
+        return cls(
+            text,
+            scheme,
+            parts.hostname or "",
+            port,
+            unquote(parts.path),
+            unquote(parts.username) if parts.username else None,
+            unquote(parts.password) if parts.password else None,
+            options,
+        )
+
+    @property
+    def label(self) -> str:
+        return _without_secret(self.text)
+
+    def size(self, option: str, default: int) -> int:
+        """Takes an option in bytes (`20GiB`)."""
+        text = self.options.pop(option, None)
+        if text is None:
+            return default
+        try:
+            size = int(TypeAdapter(ByteSize).validate_python(text))
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self.label}: {option}={text!r} is no size; write one like 20GiB"
+            ) from error
+        if size <= 0:
+            raise ConfigError(f"{self.label}: {option} must be positive")
+        return size
+
+    def seconds(self, option: str, default: float) -> float:
+        """Takes an option in seconds."""
+        text = self.options.pop(option, None)
+        try:
+            value = default if text is None else float(text)
+        except ValueError as error:
+            raise ConfigError(f"{self.label}: {option}={text!r} is no number of seconds") from error
+        if not 0 < value < 1e6:
+            raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
+        return value
+
+    def finish(self, known: str) -> None:
+        """Refuses options that nobody took; `known` lists those there are."""
+        if self.options:
+            raise ConfigError(
+                f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
+            )
+
+
+def _without_secret(text: str) -> str:
+    """The URL with its password replaced and its options gone, also where it is malformed.
+
+    Only redis URLs have a user and a password: everything between `://` and the last `@`.
+    """
+    scheme, separator, rest = text.partition("://")
+    user, at, host = rest.rpartition("@") if scheme.startswith("redis") else ("", "", rest)
+    host, _, _ = host.partition("?")
+    return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"
