@@ -1,166 +1,31 @@
-"""The mini engine gives the answers of transformers, however it batches, chunks or loads."""
+"""The mini engine gives the answers of transformers, however it batches and chunks."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
-import threading
-import time
-from dataclasses import dataclass, field
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from examples.make_checkpoint import train_tokenizer  # noqa: E402
-from examples.mini_engine.config import Config  # noqa: E402
-from examples.mini_engine.engine import Engine, EngineError  # noqa: E402
-from examples.mini_engine.request import Finish, Request, Token  # noqa: E402
-from pdstore import read_settings  # noqa: E402
-from pdstore.errors import ConfigError  # noqa: E402
+import torch
+from mini_engine_kit import (  # noqa: F401 - two are fixtures
+    DEADLINE_S,
+    SHAPES,
+    Gate,
+    ask,
+    assert_same,
+    checkpoints_fixture,
+    expect,
+    open_engine_fixture,
+    prompt_of,
+)
 
-DEADLINE_S = 30
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
+from examples.mini_engine.engine import EngineError
+from examples.mini_engine.request import Finish
+from pdstore.errors import ConfigError
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-SHAPES = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE, head_dim=16),
-    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=32),
-    "mistral-window": lambda: transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=20),
-}
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    """Random checkpoints whose logits are far from flat, by shape."""
-    paths = {}
-    for name, config in SHAPES.items():
-        torch.manual_seed(1)
-        paths[name] = tmp_path_factory.mktemp(name)
-        transformers.AutoModelForCausalLM.from_config(config()).save_pretrained(paths[name])
-        train_tokenizer(["some words for a tokenizer"], 270).save_pretrained(paths[name])
-    return paths
-
-
-@pytest.fixture
-def open_engine(checkpoints):
-    """Makes engines; at the end they stop, and every block must have come back."""
-    with contextlib.ExitStack() as stack:
-
-        def open_one(shape="llama", pd=None, **options):
-            options = {"num_blocks": 64, "max_num_batched_tokens": 64, **options}
-            settings = read_settings(**pd or {})
-            engine = Engine(Config(model=checkpoints[shape], settings=settings, **options))
-            stack.callback(close, engine)
-            return engine
-
-        yield open_one
-
-
-def close(engine):
-    until(lambda: engine.cache.num_free == engine.cache.num_blocks or engine.error)
-    engine.stop()
-    assert engine.cache.num_free == engine.cache.num_blocks
-    assert not engine._thread.is_alive()
-
-
-def until(condition):
-    """Waits for something to become true, with a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
-
-
-@dataclass
-class Asked:
-    """A request, and what came of it."""
-
-    request: Request
-    events: queue.Queue
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: Finish | None = None
-
-    def wait(self):
-        while self.finish is None:
-            event = self.events.get(timeout=DEADLINE_S)
-            if isinstance(event, Token):
-                self.ids.append(event.id)
-                self.logprobs.append(event.logprob)
-            else:
-                self.finish = event
-        return self
-
-
-def ask(engine, prompt, max_tokens=8, **options):
-    events = queue.Queue()
-    request = Request(prompt=prompt, max_tokens=max_tokens, sink=events.put, **options)
-    engine.submit(request)
-    return Asked(request, events)
-
-
-def prompt_of(num_tokens, seed=0):
-    generator = torch.Generator().manual_seed(1000 * seed + num_tokens)
-    return torch.randint(300, (num_tokens,), generator=generator).tolist()
-
-
-def expect(path, prompt, max_tokens=8):
-    """The greedy ids and their logprobs by transformers itself."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    logprobs = torch.stack(out.logits, dim=1)[0].log_softmax(-1)
-    ids = out.sequences[0, len(prompt) :]
-    return ids.tolist(), logprobs.gather(1, ids[:, None])[:, 0].tolist()
-
-
-def assert_same(asked, ids, logprobs):
-    assert asked.finish == Finish("length")
-    assert asked.ids == ids
-    assert asked.logprobs == pytest.approx(logprobs, abs=1e-3)
-
-
-class Gate:
-    """Stops an engine before its steps, to let them happen one by one."""
-
-    def __init__(self, engine, monkeypatch):
-        self._steps = threading.Semaphore(0)
-        self.arrived = threading.Semaphore(0)
-        forward = engine.model.forward
-
-        def gated(chunks, cache):
-            self.arrived.release()
-            assert self._steps.acquire(timeout=DEADLINE_S)
-            return forward(chunks, cache)
-
-        monkeypatch.setattr(engine.model, "forward", gated)
-
-    def wait_for_step(self):
-        assert self.arrived.acquire(timeout=DEADLINE_S)
-
-    def open(self, num_steps=10_000):
-        self._steps.release(num_steps)
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 400])
@@ -270,7 +135,6 @@ def test_a_dead_loop_ends_every_request_and_refuses_new_ones(open_engine, monkey
     assert "ZeroDivisionError" in asked[0].finish.error
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         ask(engine, prompt_of(5))
-    engine.cache.free(asked[0].request.block_ids)  # nobody else will
 
 
 def test_stop_ends_what_runs(open_engine, monkeypatch):

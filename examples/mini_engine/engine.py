@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from queue import Empty, SimpleQueue
 
 import torch
@@ -23,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.001
 _IDLE_S = 0.5
+_STOP_S = 5.0
 
 
 class EngineError(RuntimeError):
@@ -53,7 +53,7 @@ class Engine:
         self.error: str | None = None  # why the loop has ended; nothing is taken any more
         self._ending = threading.Lock()
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
-        self._stop_at: float | None = None
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="mini-engine", daemon=True)
         self._thread.start()
 
@@ -82,28 +82,32 @@ class Engine:
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """Aborts what runs, waits at most the drain time for saves, and closes the pool."""
-        self._stop_at = time.monotonic() + self.config.settings.drain_s
+        """Aborts what runs, gives saves the drain time, and closes the pool. Twice is fine."""
+        self._is_stopping = True
         self._inbox.put(None)
-        self._thread.join(self.config.settings.drain_s + 1)
-        if self.adapter:
-            self.adapter.close()
+        self._thread.join(self.config.settings.drain_s + _STOP_S)
 
     def _run(self) -> None:
+        error, finish = "the engine was stopped", Finish("abort")
         try:
-            while not self._is_over():
+            while not self._is_stopping:
                 self._turn()
-            self._end("the engine was stopped")
-        except Exception as error:  # whatever it was, clients must hear of it
+        except Exception as problem:  # whatever it was, clients must hear of it
             log.exception("the engine's loop ended")
-            self._end(f"the engine's loop ended: {error!r}")
+            error = f"the engine's loop ended: {problem!r}"
+            finish = Finish("error", error)
+        self._end(error, finish)
 
-    def _is_over(self) -> bool:
-        if self._stop_at is None:
-            return False
+    def _end(self, error: str, finish: Finish) -> None:
+        """Refuses new requests and ends those there are."""
+        with self._ending:
+            self.error = error
+        self._take_inbox(wait=False)
         for request in self.scheduler.unfinished():
-            request.is_aborted = True
-        return self.scheduler.is_empty() or time.monotonic() > self._stop_at
+            self.scheduler.finish(request, finish)
+        if self.adapter:
+            self.adapter.close()
+        self.scheduler.give_back()
 
     def _turn(self) -> None:
         """One turn: new requests, what the jobs did meanwhile, one step of the model."""
@@ -150,14 +154,6 @@ class Engine:
             self.scheduler.finish(request, Finish("stop"))
         elif len(request.output_ids) == request.max_tokens:
             self.scheduler.finish(request, Finish("length"))
-
-    def _end(self, error: str) -> None:
-        """Refuses new requests and ends those there are."""
-        with self._ending:
-            self.error = error
-        self._take_inbox(wait=False)
-        for request in self.scheduler.unfinished():
-            request.sink(Finish("error", error))
 
 
 def _choose(logits: torch.Tensor, requests: list[Request]) -> list[Token]:

@@ -32,9 +32,6 @@ class Scheduler:
         """Whether something besides a new request can change what there is to do."""
         return bool(self.waiting or self.loading or self.leaving)
 
-    def is_empty(self) -> bool:
-        return not (self.running or self.is_waiting_for_jobs())
-
     def unfinished(self) -> list[Request]:
         return [*self.waiting, *self.loading, *self.running]
 
@@ -49,7 +46,7 @@ class Scheduler:
         self._look_up()
         self._admit()
         self._take_loaded()
-        self._give_back()
+        self.give_back()
 
     def next_chunks(self) -> list[Chunk]:
         """The next step, in the budget: a token of each answer, then prompts in their order."""
@@ -73,6 +70,14 @@ class Scheduler:
             self._adapter.cancel(request)
         self.leaving.append(request)
         request.sink(finish)
+
+    def give_back(self) -> None:
+        """Frees the blocks of finished requests that no job uses any more."""
+        for request in list(self.leaving):
+            if self._adapter is None or self._adapter.is_done(request):
+                self.leaving.remove(request)
+                self._cache.free(request.block_ids)
+                request.block_ids = []
 
     def _look_up(self) -> None:
         if self._adapter is None:
@@ -110,10 +115,3 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         request.state = State.PREFILL
         self.running.append(request)
-
-    def _give_back(self) -> None:
-        for request in list(self.leaving):
-            if self._adapter is None or self._adapter.is_done(request):
-                self.leaving.remove(request)
-                self._cache.free(request.block_ids)
-                request.block_ids = []
