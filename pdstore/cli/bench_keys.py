@@ -1,0 +1,68 @@
+"""How long it takes to name the blocks of a long prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Callable
+from statistics import median
+
+from pdstore.cli.report import Report, seconds_of
+from pdstore.errors import MissingExtra
+from pdstore.keys import Namespace, Part, PromptKeys, int32_bytes
+
+NUM_TOKENS = 131_072
+_GOALS_MS = {16: 5.0, 64: 2.0}
+
+
+def bench_keys(rounds: int) -> Report:
+    """Hashes 131,072 tokens; the ways take turns. Raises MissingExtra without cbor2."""
+    listed = [random.Random(0).randrange(150_000) for _ in range(NUM_TOKENS)]
+    tokens = array("i", listed)
+    ways: dict[tuple[str, int], Callable[[], object]] = {
+        ("list -> int32", 0): lambda: int32_bytes(listed)
+    }
+    for size in _GOALS_MS:
+        for algorithm in ("sha256", "xxh3_128"):
+            namespace = Namespace({"bench": size}, (Part(0, 0),), size, algorithm)
+            keys = PromptKeys(namespace).extend(tokens)
+            ways[f"hash {algorithm}", size] = _hashing(namespace, tokens)
+            ways[f"key texts of {algorithm} hashes", size] = _texts(keys)
+        ways["sha256 over canonical CBOR", size] = _cbor_hashing(listed, size)
+    times: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, function in ways.items():
+            times[way].append(seconds_of(function) * 1e3)
+    report = Report(
+        f"{NUM_TOKENS} tokens from an int32 buffer, one core, {rounds} rounds in turn",
+        ["what", "block tokens", "median ms", "best ms", "goal ms"],
+    )
+    for (what, size), measured in times.items():
+        goal = _GOALS_MS[size] if what.startswith("hash") else ""
+        report.add(what, size or "", median(measured), min(measured), goal)
+    return report
+
+
+def _hashing(namespace: Namespace, tokens: array[int]) -> Callable[[], object]:
+    return lambda: PromptKeys(namespace).extend(tokens)
+
+
+def _texts(keys: PromptKeys) -> Callable[[], object]:
+    return lambda: keys.keys((Part(0, 0),))
+
+
+def _cbor_hashing(tokens: list[int], size: int) -> Callable[[], object]:
+    """What engines do that hash (parent, tokens, extra) as canonical CBOR."""
+    try:
+        from cbor2 import dumps
+    except ImportError as error:
+        raise MissingExtra("the comparison needs cbor2: pip install 'pdstore[bench]'") from error
+
+    def hash_all() -> None:
+        parent = b""
+        for start in range(0, len(tokens), size):
+            block = (parent, tuple(tokens[start : start + size]), None)
+            parent = hashlib.sha256(dumps(block, canonical=True)).digest()
+
+    return hash_all

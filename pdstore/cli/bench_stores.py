@@ -1,0 +1,200 @@
+"""put and get of a store, with the checksum, against the raw calls that it stands on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import NamedTuple, Protocol
+
+from pdstore import block
+from pdstore.cli.report import Report, seconds_of
+from pdstore.errors import ConfigError
+from pdstore.settings import read_settings
+from pdstore.store import open_store
+from pdstore.store.base import Store
+from pdstore.types import BlockKey, Slots
+
+_SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
+_BATCH = 16
+_COLUMNS = (
+    *("store", "value", "verb", "raw", "xxh3", "pdstore"),
+    *("of ideal", "store/raw", "p50 ms", "p99 ms"),
+)
+_NAMESPACE = b"bench".ljust(16, b"\0")
+
+
+class Raw(Protocol):
+    """The plain calls of what a store stands on, for the same values."""
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None: ...
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None: ...
+    def remove(self, keys: Sequence[BlockKey]) -> None: ...
+
+
+class RawFiles:
+    """open, write and close; open, readinto and close."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir()
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        for i, key in enumerate(keys):
+            with open(self._directory / key, "wb", buffering=0) as file:
+                file.write(slots.piece(i))
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        for i, key in enumerate(keys):
+            with open(self._directory / key, "rb", buffering=0) as file:
+                file.readinto(slots.piece(i))
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            os.unlink(self._directory / key)
+
+
+class _Case(NamedTuple):
+    """One store, one size of value, one batch."""
+
+    store: Store
+    raw: Raw
+    size: int
+    count: int
+
+
+class _Times(NamedTuple):
+    """Seconds of each way, a list entry a round."""
+
+    raw_put: list[float]
+    put: list[float]
+    raw_get: list[float]
+    get: list[float]
+    plain_get: list[float]  # get without verify: what the store alone does
+    checksum: list[float]
+
+
+def bench_stores(urls: Sequence[str], directory: Path, rounds: int) -> Report:
+    """Measures each store; in each round the ways take turns on the same buffers.
+
+    Raises ConfigError for a store whose raw calls are not known, StoreError when it does not answer.
+    """
+    report = Report(
+        f"GB/s with checksum, {rounds} rounds in turn; 'of ideal' is against 1/(1/raw + 1/xxh3)",
+        _COLUMNS,
+    )
+    with tempfile.TemporaryDirectory(prefix="pdstore-bench-", dir=directory) as temporary:
+        settings = read_settings(store="file://")
+        for url in urls or [f"file://{temporary}/store?budget=8GiB"]:
+            store = open_store(url, settings)
+            raw = _raw_of(url, store, Path(temporary))
+            for name, size in _SIZES.items():
+                for count in (_BATCH, 1):
+                    _measure(report, _Case(store, raw, size, count), name, rounds)
+            store.close()
+    return report
+
+
+def _raw_of(url: str, store: Store, temporary: Path) -> Raw:
+    scheme = url.partition(":")[0]
+    if scheme == "file":
+        return RawFiles(Path(tempfile.mkdtemp(dir=temporary)) / "raw")
+    if scheme.startswith("redis"):
+        from pdstore.store.redis import RawRedis, RedisStore
+
+        assert isinstance(store, RedisStore)
+        return RawRedis(store)
+    raise ConfigError(f"no raw calls to compare {scheme}:// with: measure file:// or redis://")
+
+
+def _measure(report: Report, case: _Case, name: str, rounds: int) -> None:
+    if case.count == 1:
+        rounds = max(rounds * 10, 100)  # for percentiles
+    times = _run(case, rounds)
+    num_bytes = case.size * case.count / 1e9
+    checksum = num_bytes / median(times.checksum)
+    label = f"{name} x {case.count}"
+    for verb, raw, ours, alone in (
+        ("put", times.raw_put, times.put, None),
+        ("get", times.raw_get, times.get, times.plain_get),
+    ):
+        raw_rate, rate = num_bytes / median(raw), num_bytes / median(ours)
+        ideal = 1 / (1 / raw_rate + 1 / checksum)
+        alone_ratio = median(raw) / median(alone) if alone else ""
+        percentiles = [p * 1e3 for p in quantiles(ours, n=100)] if len(ours) > 1 else [0.0] * 99
+        report.add(
+            case.store.label.partition("://")[0],
+            label,
+            verb,
+            raw_rate,
+            checksum,
+            rate,
+            rate / ideal,
+            alone_ratio,
+            percentiles[49],
+            percentiles[98],
+        )
+
+
+def _run(case: _Case, rounds: int) -> _Times:
+    slot_bytes = -(-case.size // 4096) * 4096
+    view = case.store.allocate(slot_bytes * case.count)
+    view[:] = secrets.token_bytes(len(view))
+    slots = Slots(view, slot_bytes, range(case.count), [case.size] * case.count)
+    times = _Times([], [], [], [], [], [])
+    for turn in range(rounds + 1):  # the first warms up
+        headers = [_header(case.size, secrets.token_bytes(16)) for _ in range(case.count)]
+        keys = [BlockKey(f"pds1:bench:{h.prefix_hash.hex()}") for h in headers]
+        one = _turn(case, slots, keys, headers, raw_first=turn % 2 == 0)
+        if turn:
+            for series, value in zip(times, one, strict=True):
+                series.append(value)
+    return times
+
+
+def _turn(
+    case: _Case,
+    slots: Slots,
+    keys: Sequence[BlockKey],
+    headers: Sequence[block.Header],
+    *,
+    raw_first: bool,
+) -> list[float]:
+    store, raw = case.store, case.raw
+
+    def seal_all() -> None:
+        for i, header in enumerate(headers):
+            block.seal(slots.piece(i), header)
+
+    def put() -> None:
+        seal_all()
+        assert store.put(keys, slots) == len(keys)
+
+    def get() -> None:
+        assert store.get(keys, slots) == len(keys)
+        for i, header in enumerate(headers):
+            assert block.verify(slots.piece(i), header) is None
+
+    seconds: dict[Callable[[], object], float] = {}
+    ways: list[Callable[[], object]] = [
+        lambda: raw.put(keys, slots),
+        put,
+        lambda: raw.get(keys, slots),
+        get,
+        lambda: store.get(keys, slots),
+        seal_all,
+    ]
+    order = ways if raw_first else [ways[1], ways[0], ways[3], ways[4], ways[2], ways[5]]
+    seal_all()
+    for way in order:
+        seconds[way] = seconds_of(way)
+    store.remove(keys)
+    raw.remove(keys)
+    return [seconds[way] for way in ways]
+
+
+def _header(size: int, prefix_hash: bytes) -> block.Header:
+    return block.Header(0, 0, 0, 1, 64, size - block.HEADER_BYTES, _NAMESPACE, prefix_hash)

@@ -1,0 +1,65 @@
+"""The commands of `python -m pdstore` and their flags."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdstore.cli.bench_keys import bench_keys
+from pdstore.cli.bench_stores import bench_stores
+from pdstore.cli.report import Report
+from pdstore.errors import PDStoreError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 when it went well, 2 and a line when the user has something to mend."""
+    asked = _parser().parse_args(arguments)
+    try:
+        report: Report = asked.run(asked)
+    except PDStoreError as error:
+        print(f"pdstore: {error}", file=sys.stderr)
+        return 2
+    print(report.text())
+    if asked.json is not None:
+        asked.json.write_text(report.json())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pdstore", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser("bench", help="measure, side by side in one run")
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+
+    keys = kinds.add_parser("keys", help="hash a long prompt into block keys")
+    keys.set_defaults(run=lambda asked: bench_keys(rounds=asked.rounds))
+
+    stores = kinds.add_parser("stores", help="put and get against the store's raw calls")
+    stores.add_argument(
+        "--store",
+        action="append",
+        metavar="URL",
+        help="a store to measure, again for more (default: a new file store in --directory)",
+    )
+    stores.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="where the default file store is made, and removed again (default: %(default)s)",
+    )
+    stores.set_defaults(
+        run=lambda asked: bench_stores(asked.store or [], asked.directory, rounds=asked.rounds)
+    )
+    for kind in (keys, stores):
+        kind.add_argument("--rounds", type=_count, default=15, help="repetitions (%(default)s)")
+        kind.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

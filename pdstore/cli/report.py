@@ -1,0 +1,66 @@
+"""What a benchmark found: a table for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+Cell = float | int | str
+
+
+@dataclass
+class Report:
+    """Rows of one benchmark. A number is printed with three digits and kept whole in the JSON."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, *cells: Cell) -> None:
+        self.rows.append(list(cells))
+
+    def text(self) -> str:
+        cells = [[_shown(cell) for cell in row] for row in self.rows]
+        widths = [
+            max(len(row[i]) for row in [list(self.columns), *cells])
+            for i in range(len(self.columns))
+        ]
+        lines = [self.title, _line(self.columns, widths), *(_line(row, widths) for row in cells)]
+        return "\n".join([*lines, *self.notes])
+
+    def json(self) -> str:
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        return json.dumps(
+            {"title": self.title, "machine": machine(), "rows": rows, "notes": self.notes}, indent=1
+        )
+
+
+def machine() -> dict[str, str | int]:
+    """What the numbers were measured on."""
+    return {
+        "cpus": os.cpu_count() or 0,
+        "processor": platform.processor() or platform.machine(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)])
+
+
+def _shown(cell: Cell) -> str:
+    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
