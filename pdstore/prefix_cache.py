@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,7 @@ class Lookup:
         self.next_poll_at = 0.0
         self.poll_s = _FIRST_POLL_S
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
+        self._answered = threading.Event()
         self._found: Match | None = None
 
     def poll(self) -> Match | None:
@@ -70,6 +72,15 @@ class Lookup:
         if self._found is None and self._deadline.is_over():
             self.finish(Match(self.keys.first(0), 0, Reason.DEADLINE))
         return self._found
+
+    def wait(self, timeout_s: float) -> Match:
+        """Waits for the match. Raises TimeoutError when there is none after the time."""
+        end = Deadline(timeout_s)
+        while (found := self.poll()) is None:
+            if end.is_over():
+                raise TimeoutError(f"no answer to the lookup after {timeout_s} s")
+            self._answered.wait(min(_LAST_POLL_S, end.remaining_s()))
+        return found
 
     def cancel(self) -> None:
         """Nobody waits for this any more."""
@@ -79,6 +90,7 @@ class Lookup:
         """The first answer counts."""
         if self._found is None:
             self._found = found
+            self._answered.set()
             self._count(found)
 
     @property

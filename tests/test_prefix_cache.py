@@ -44,8 +44,7 @@ def publish(p, tokens):
 
 
 def find(d, tokens, params=None, timeout_s=10.0):
-    lookup = d.cache.lookup(d.cache.keys(tokens), params)
-    return eventually(lookup.poll, timeout_s)
+    return d.cache.lookup(d.cache.keys(tokens), params).wait(timeout_s)
 
 
 def misses(one, reason) -> float:
@@ -180,6 +179,13 @@ def test_a_malformed_handoff_is_an_error_of_that_request(instance):
     d = instance()
     with pytest.raises(ValueError, match="attempt"):
         d.cache.lookup(d.cache.keys(range(10)), {"pdstore": {"attempt": "x"}})
+
+
+def test_waiting_for_a_lookup_is_bounded(instance):
+    d = instance(handoff_wait_s=30.0)
+    lookup = d.cache.lookup(d.cache.keys(range(10)), {"pdstore": {"attempt": "0" * 32}})
+    with pytest.raises(TimeoutError):
+        lookup.wait(0.01)
 
 
 def test_a_cancelled_lookup_ends(instance):
