@@ -11,6 +11,8 @@ from pdstore.errors import StoreClosed
 from pdstore.types import BlockKey, Slots
 
 MAX_KEY_CHARS = 200
+FRESH_S = 1.0
+"""How long a store that evicts keeps what was put: else a long prompt evicts its own beginning."""
 
 
 class Store(ABC):

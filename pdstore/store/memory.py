@@ -11,8 +11,8 @@ from typing import NamedTuple
 from pdstore.errors import ConfigError, StoreFull, WrongLength
 from pdstore.keys import Kind, kind_of
 from pdstore.settings import Settings
-from pdstore.store import StoreURL
-from pdstore.store.base import Life, Store, check_call
+from pdstore.store.base import FRESH_S, Life, Store, check_call
+from pdstore.store.url import StoreURL
 from pdstore.types import BlockKey, Slots
 
 DEFAULT_LEASE_S = 10.0
@@ -20,7 +20,7 @@ DEFAULT_LEASE_S = 10.0
 
 class _Value(NamedTuple):
     data: bytes
-    lease_end: float
+    kept_until: float
 
 
 class _Shelf:
@@ -39,7 +39,7 @@ class _Shelf:
                 return True
             if not self._make_room(len(data)):
                 return False
-            self.values[key] = _Value(data, lease_end=0.0)
+            self.values[key] = _Value(data, time.monotonic() + FRESH_S)
             self._used_bytes += len(data)
             return True
 
@@ -49,7 +49,7 @@ class _Shelf:
             value = self.values.pop(key, None)
             if value is None:
                 return False
-            self.values[key] = value._replace(lease_end=now + self.lease_s)
+            self.values[key] = value._replace(kept_until=now + self.lease_s)
             return True
 
     def drop(self, key: BlockKey) -> None:
@@ -64,7 +64,7 @@ class _Shelf:
         for key, value in self.values.items():
             if goal <= 0:
                 break
-            if value.lease_end < now and kind_of(key) is not Kind.POOL:
+            if value.kept_until < now and kind_of(key) is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)
         if goal > 0:

@@ -1,0 +1,14 @@
+"""Tests for stores, shipped so that anybody's store can run them: `StoreTests` and its doubles."""
+
+from __future__ import annotations
+
+import pytest
+
+_SUITES = ("value_tests", "prefix_tests", "thread_tests", "life_tests", "pressure_tests", "values")
+pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _SUITES])
+
+from pdstore.store.wrappers import Faulty  # noqa: E402
+from pdstore.testing.store_tests import StoreTests  # noqa: E402
+from pdstore.testing.values import content, fresh_keys  # noqa: E402
+
+__all__ = ["Faulty", "StoreTests", "content", "fresh_keys"]

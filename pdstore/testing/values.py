@@ -1,0 +1,49 @@
+"""Keys and values for tests: each value follows from its key, so any process can check it."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Sequence
+
+from pdstore.store.base import Store
+from pdstore.types import BlockKey, Slots
+
+
+def fresh_keys(count: int) -> list[BlockKey]:
+    """Block keys that no other test uses."""
+    namespace = secrets.token_hex(16)
+    return [BlockKey(f"pds1:{namespace}:0:0:{i:032x}") for i in range(count)]
+
+
+def content(key: str, size: int, version: int = 0) -> bytes:
+    """The bytes of a key's value: every part differs from every other, and from other versions'."""
+    return random.Random(f"{key}#{version}").randbytes(size)
+
+
+def empty_slots(sizes: Sequence[int], *, slot_bytes: int | None = None) -> Slots:
+    """Slots in a buffer of their own, filled with 0xEE."""
+    slot_bytes = max([*sizes, 1]) if slot_bytes is None else slot_bytes
+    view = memoryview(bytearray(b"\xee" * (slot_bytes * len(sizes))))
+    return Slots(view, slot_bytes, range(len(sizes)), sizes)
+
+
+def filled_slots(values: Sequence[bytes], *, slot_bytes: int | None = None) -> Slots:
+    """Slots that hold these values."""
+    slots = empty_slots([len(value) for value in values], slot_bytes=slot_bytes)
+    for i, value in enumerate(values):
+        slots.piece(i)[:] = value
+    return slots
+
+
+def put(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> int:
+    return store.put(keys, filled_slots(values))
+
+
+def get(store: Store, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[bytes]:
+    """The values of the leading keys that were there."""
+    slots = empty_slots(sizes)
+    n = store.get(keys, slots)
+    assert type(n) is int, "get returns how many of the first were there"
+    assert 0 <= n <= len(keys), f"get says {n} of {len(keys)}"
+    return [bytes(slots.piece(i)) for i in range(n)]
