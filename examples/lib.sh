@@ -54,6 +54,7 @@ need_free_port() {
 find_model() {
     local python=$1
     if [[ -z $MODEL ]]; then
+        [[ -t 2 ]] || export TQDM_MININTERVAL=10 # a log needs no moving bar
         (cd "$ROOT" && "$python" -m examples.make_checkpoint) | tail -n 1
         return
     fi

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import uvicorn
 
@@ -23,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prefill_timeout_s=given.prefill_timeout,
         read_timeout_s=given.read_timeout,
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # what uvicorn restores, and raises again, when it has ended
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(
@@ -32,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         access_log=False,
         timeout_graceful_shutdown=_DRAIN_S,
     )
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:
