@@ -11,24 +11,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pdstore
 from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request
-from pdstore import (
-    Attempt,
-    Handoff,
-    Job,
-    KVPool,
-    LayerSpec,
-    Layout,
-    Lookup,
-    Metrics,
-    PrefixCacheManager,
-    PromptKeys,
-    Reason,
-    weights_revision,
-)
 
 log = logging.getLogger(__name__)
 
@@ -37,41 +24,44 @@ log = logging.getLogger(__name__)
 class _Transfer:
     """What pdstore does for one request."""
 
-    keys: PromptKeys
-    lookup: Lookup
-    attempt: Attempt | None = None  # set if this instance is P for the request
-    load: Job | None = None
-    saves: list[Job] = field(default_factory=list)
-    publish: Job | None = None
+    keys: pdstore.PromptKeys
+    lookup: pdstore.Lookup
+    attempt: pdstore.Attempt | None = None  # set if this instance is P for the request
+    load: pdstore.Job | None = None
+    saves: list[pdstore.Job] = field(default_factory=list)
+    publish: pdstore.Job | None = None
     num_saved: int = 0  # leading tokens that are in the pool or on their way
 
 
 class Adapter:
-    """One engine's door to the pool. Only the engine's thread calls it, `close` excepted.
+    """One engine's door to the pool. Only the engine's thread calls it, `check` excepted.
 
     An exception of pdstore costs a request its hits or its hand-off, never more.
     """
 
-    def __init__(self, config: Config, model: Model, cache: PagedCache, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, model: Model, cache: PagedCache, metrics: pdstore.Metrics
+    ) -> None:
         settings = config.settings
-        layer = LayerSpec(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-        layout = Layout.of(
+        layer = pdstore.LayerSpec(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+        layout = pdstore.Layout.of(
             settings,
             dtype=config.dtype,
             layers=[layer] * model.num_layers,
             engine_block_tokens=config.block_size,
             rope=model.rope,
         )
-        namespace = layout.namespace(settings, weights=weights_revision(config.model, settings))
+        weights = pdstore.weights_revision(config.model, settings)
+        namespace = layout.namespace(settings, weights=weights)
         self._role = settings.role
         self._metrics = metrics
-        self._cache = PrefixCacheManager(settings, namespace, metrics=metrics)
-        self._pool = KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
+        self._cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
+        self._pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self._transfers: dict[Request, _Transfer] = {}
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a hand-off that is malformed: it comes from a client."""
-        Handoff.of(request.kv_transfer_params)
+        pdstore.Handoff.of(request.kv_transfer_params)
 
     def look_up(self, request: Request) -> None:
         """Asks how much of the prompt the pool has; D waits for its hand-off, bounded."""
@@ -176,5 +166,5 @@ class Adapter:
             yield
         except Exception:  # the border to pdstore: a fault is a miss
             log.exception("pdstore failed for a request, which goes on without it")
-            self._metrics.miss(Reason.FAULT)
-            request.miss_reason = Reason.FAULT.value
+            self._metrics.miss(pdstore.Reason.FAULT)
+            request.miss_reason = pdstore.Reason.FAULT.value

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from examples.mini_engine.paged_cache import PagedCache
@@ -52,13 +52,12 @@ class Step:
         rows, singles, row = [], [], 0
         for chunk, table in zip(chunks, tables, strict=True):
             used = table[: cache.blocks_for(chunk.stop)]
-            if chunk.num_tokens > 1:
-                self._prefills.append(
-                    (slice(row, row + chunk.num_tokens), used.to(device), chunk.stop)
-                )
-            else:
+            if chunk.num_tokens == 1:
                 rows.append(row)
                 singles.append(used)
+            else:
+                chunk_rows = slice(row, row + chunk.num_tokens)
+                self._prefills.append((chunk_rows, used.to(device), chunk.stop))
             row += chunk.num_tokens
         self._rows = torch.tensor(rows, dtype=torch.long, device=device)
         if singles:
@@ -103,7 +102,7 @@ def paged_attention(
 def _attend_chunk(query: Tensor, kv: Tensor, scaling: float, window: int | None) -> Tensor:
     """The last tokens' queries [heads, n, dim] over all tokens' K and V [kv heads, m, 2 * dim]."""
     n, m = query.shape[1], kv.shape[1]
-    mask = causal_lower_right(n, m)
+    mask: Tensor | CausalBias = causal_lower_right(n, m)
     if window is not None and m > window:
         end = torch.arange(m - n, m, device=kv.device)[:, None]
         at = torch.arange(m, device=kv.device)

@@ -161,7 +161,7 @@ def _choose(logits: torch.Tensor, requests: list[Request]) -> list[Token]:
     if not requests:
         return []
     logprobs = logits.log_softmax(dim=-1)
-    num_top = max(1, *(request.num_logprobs or 0 for request in requests), 1)
+    num_top = max(1, *(request.num_logprobs or 1 for request in requests))
     values, ids = logprobs.topk(num_top, dim=-1)
     return [
         Token(ids[0], values[0], list(zip(ids, values, strict=True))[: request.num_logprobs or 0])

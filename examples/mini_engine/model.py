@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+import transformers
 
 from examples.mini_engine.attention import Chunk, Step, paged_attention
 from examples.mini_engine.config import Config
@@ -34,19 +30,20 @@ class Model:
         if config.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device {config.device}: torch sees no CUDA device")
         try:
-            self._hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
+            load: dict[str, Any] = {
+                "pretrained_model_name_or_path": config.model,
+                "local_files_only": True,
+            }
+            self._hf_config = transformers.AutoConfig.from_pretrained(**load)
             _check(self._hf_config)
-            AttentionInterface.register(_ATTENTION, paged_attention)
-            self._network = AutoModelForCausalLM.from_pretrained(
-                config.model,
-                dtype=getattr(torch, config.dtype),
-                attn_implementation=_ATTENTION,
-                local_files_only=True,
-            ).to(config.device)
-            self.tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+            transformers.AttentionInterface.register(_ATTENTION, paged_attention)
+            self._network: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                **load, dtype=getattr(torch, config.dtype), attn_implementation=_ATTENTION
+            )
+            self._network.to(config.device).eval()
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(**load)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"--model {config.model}: {error}") from error
-        self._network.eval()
         self.num_layers: int = self._hf_config.num_hidden_layers
         self.num_kv_heads: int = self._hf_config.num_key_value_heads
         self.head_dim: int = self._network.model.layers[0].self_attn.head_dim
@@ -71,21 +68,19 @@ class Model:
             use_cache=False,
             step=step,
         ).last_hidden_state[0]
-        ends, end = [], 0
-        for chunk in chunks:
-            end += chunk.num_tokens
-            chunk.request.num_fed += max(
-                0, min(chunk.stop, len(chunk.request.prompt)) - chunk.start
-            )
+        ends = []
+        for chunk, end in zip(chunks, accumulate(c.num_tokens for c in chunks), strict=True):
+            num_prompt = min(chunk.stop, len(chunk.request.prompt)) - chunk.start
+            chunk.request.num_fed += max(0, num_prompt)
             if chunk.is_last:
                 ends.append(end - 1)
-        logits = self._network.lm_head(hidden[ends]).float()
+        logits: torch.Tensor = self._network.lm_head(hidden[ends]).float()
         if logits.is_cuda:  # else blocks of an aborted request could be lent while still written
             torch.cuda.synchronize(logits.device)
         return logits
 
 
-def _check(config: PretrainedConfig) -> None:
+def _check(config: transformers.PretrainedConfig) -> None:
     if config.model_type not in _FAMILIES:
         raise ValueError(f"model type {config.model_type!r}: this engine knows {_FAMILIES}")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -95,7 +90,7 @@ def _check(config: PretrainedConfig) -> None:
         )
 
 
-def _context(config: PretrainedConfig, asked: int | None) -> int:
+def _context(config: transformers.PretrainedConfig, asked: int | None) -> int:
     limit: int = config.max_position_embeddings
     if asked is not None and asked > limit:
         raise ConfigError(f"--max-model-len {asked} is over the model's {limit}")

@@ -61,6 +61,7 @@ class Server:
             first = await anext(parts)  # an error before the first token gets its status
         if body.stream:
             return StreamingResponse(_sse(first, parts), media_type="text/event-stream")
+        await parts.aclose()
         return JSONResponse(first)
 
     async def models(self, http: HttpRequest) -> Response:
