@@ -29,9 +29,7 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class Handoff:
-    """What `kv_transfer_params["pdstore"]` says. From a router that asks P and D at once: the
-    attempt only.
-    """
+    """What `kv_transfer_params["pdstore"]` says; the attempt only when a router made it."""
 
     attempt: Attempt
     num_tokens: int | None = None

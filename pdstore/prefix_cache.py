@@ -161,8 +161,7 @@ class PrefixCacheManager:
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None
     ) -> tuple[Attempt, dict[str, Json]]:
-        """P: a new hand-off of a prompt, for `KVPool.save`, and the `kv_transfer_params` of P's
-        answer.
+        """P: a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
         params: the request's own; an attempt in them (a router that asks P and D at once) is taken
         over.

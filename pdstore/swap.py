@@ -32,8 +32,7 @@ class Piece(NamedTuple):
 
 
 class Swap(ABC):
-    """Copies KV between an engine's paged cache and host slots. Methods block until the bytes are
-    there.
+    """Copies KV between an engine's paged cache and host slots; blocks until the bytes are there.
 
     The native engine will be a second implementation; `TorchSwap` stays as the reference.
     """
@@ -47,9 +46,7 @@ class Swap(ABC):
 
     @abstractmethod
     def scatter(self, pieces: Sequence[Piece]) -> None:
-        """Slots -> paged cache; engine blocks that hold only tokens before `first_token` are not
-        touched.
-        """
+        """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
 
 
 class TorchSwap(Swap):
@@ -105,9 +102,7 @@ class TorchSwap(Swap):
                     cache[ids[whole], : len(rest), heads] = rest
 
     def _layers(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each tensor of the part's layers: the cache, and its share of the payload as [token,
-        head, bytes].
-        """
+        """Of each tensor of the part's layers: its cache, its payload as [token, head, bytes]."""
         layers = self._layout.groups[piece.part.group]
         heads = len(self._layout.heads_of(piece.part))
         width = sum(t.shape[3] for t in self._caches[layers[0]])

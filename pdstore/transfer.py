@@ -30,8 +30,7 @@ _JOIN_S = 1.0
 
 
 class Transfer:
-    """Runs jobs: loads first, one worker kept for each direction, bounded queues, deadlines, a
-    bounded close.
+    """Runs jobs: loads first, a worker kept for each direction, bounds on queues, time and close.
 
     A deadline ends the job; its worker stays out of service until the store call has really
     returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
@@ -59,9 +58,7 @@ class Transfer:
         ]
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
-        """Queues a job, behind those in `after`. One that is refused comes back ended, with the
-        reason.
-        """
+        """Queues a job, behind those in `after`. A refused one comes back ended, with the reason."""
         job.on_end(self._forget)
         refusal = self._refuse(job)
         if refusal is not None:
@@ -142,9 +139,7 @@ class Transfer:
             self._clock.wake()
 
     def _take(self, directions: Sequence[Direction]) -> Job | None:
-        """The next job for a worker that serves these directions, the first one first; None at the
-        end.
-        """
+        """The next job for a worker that serves these directions, in order; None at the end."""
         with self._changed:
             while True:
                 for direction in directions:

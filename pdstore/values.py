@@ -1,6 +1,4 @@
-"""What a job moves: the values of a prompt's blocks, each with its key, its header and its place in
-the cache.
-"""
+"""What a job moves: values of a prompt's blocks, with key, header and place in the cache."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ class CudaApi:
 
 
 class DevicePin:
-    """Keeps a thread on one device. The CPU is an explicit device, for which there is nothing to
-    do.
+    """Keeps a thread on one device; for the CPU, an explicit device, there is nothing to do.
 
     A thread's current device is its own and starts at 0, and anyone may change it: so it is looked
     at before every job, and the thread's current stream is put back to the default one.
@@ -156,8 +155,7 @@ class Ticker:
 
 
 class AsyncRunner(Generic[T]):
-    """Runs one function at a time beside the caller, on a thread and (on a GPU) a stream of its
-    own.
+    """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
 
     `launch` gives it a function, `sync` takes the result. An exception is raised once, by the next
     `sync` or `launch`. The arguments are the runner's until then: hand over copies, not state that
@@ -194,8 +192,7 @@ class AsyncRunner(Generic[T]):
             self._condition.notify_all()
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
-        """Waits for the function and returns its result, None when none was launched; raises its
-        exception.
+        """The function's result, None when none was launched; raises its exception. Waits for it.
 
         On a GPU the caller's current stream then waits for the work that the function queued.
         Raises TimeoutError when the function still runs after the time.

@@ -53,6 +53,5 @@ def test_attempts_are_never_equal():
 def test_a_marker_is_one_attempts_shard_and_state():
     attempt = Attempt("ab" * 16)
     assert (
-        attempt.marker(NAMESPACE, 3, "done")
-        == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
+        attempt.marker(NAMESPACE, 3, "done") == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
     )

@@ -80,7 +80,7 @@ class _Times(NamedTuple):
 def bench_stores(urls: Sequence[str], directory: Path, rounds: int) -> Report:
     """Measures each store; in each round the ways take turns on the same buffers.
 
-    Raises ConfigError for a store whose raw calls are not known, StoreError when it does not answer.
+    Raises ConfigError for a store whose raw calls are unknown, StoreError when it does not answer.
     """
     report = Report(
         f"GB/s with checksum, {rounds} rounds in turn; 'of ideal' is against 1/(1/raw + 1/xxh3)",

@@ -60,8 +60,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        """Stores the i-th slot's bytes under the i-th key unless it is stored; returns how many
-        were accepted.
+        """Stores each slot's bytes under its key unless that is stored; returns how many it took.
 
         The number is a hint, not durability: `match` says what another process can read. Raises
         StoreFull when there is no room.
@@ -69,14 +68,10 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets these values, leased or not; a missing one is fine. Only for values that failed
-        verification.
-        """
+        """Forgets values that failed verification, leased or not; a missing one is fine."""
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Memory that this store moves fastest: writable, zero-filled, page-aligned, freed with its
-        last view.
-        """
+        """Memory that this store moves fastest: writable, zeroed, page-aligned; lives with its views."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
     @abstractmethod

@@ -19,8 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def connect_store(settings: Settings, metrics: Metrics) -> Store:
-    """Opens PDSTORE_STORE. A store that does not answer is a warning, and an error with
-    PDSTORE_REQUIRE_STORE=1.
+    """Opens PDSTORE_STORE; one that does not answer is a warning unless it is required.
 
     Raises ConfigError for a bad URL or a missing package; StoreError when the store is required and
     away.
@@ -43,9 +42,7 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
 
 
 def read_pool_id(store: Store) -> bytes:
-    """The random value that names this pool; writes one into a pool that has none. Raises
-    StoreError.
-    """
+    """The random value that names this pool; a pool without one gets it. Raises StoreError."""
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
     value = slots.piece(0)
     for _ in range(3):  # a value that does not verify is removed and written again

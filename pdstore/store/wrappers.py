@@ -145,9 +145,7 @@ class Guarded(WrapperStore):
             self._leave(healthy)
 
     def _with_retry(self, function: Callable[[], R]) -> R:
-        """A connection that the server closed while idle shows at its next use only: one retry
-        tells.
-        """
+        """A connection that broke while idle shows at its next use only: one retry tells."""
         try:
             return function()
         except StoreUnavailable:
