@@ -58,7 +58,7 @@ class Transfer:
         ]
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
-        """Queues a job, behind those in `after`. A refused one comes back ended, with the reason."""
+        """Queues a job, behind those in `after`. A refused one comes back ended, with a reason."""
         job.on_end(self._forget)
         refusal = self._refuse(job)
         if refusal is not None:

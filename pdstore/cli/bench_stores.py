@@ -63,7 +63,7 @@ class _Case(NamedTuple):
     store: Store
     raw: Raw
     size: int
-    count: int
+    num_values: int
 
 
 class _Times(NamedTuple):
@@ -111,12 +111,12 @@ def _raw_of(url: str, store: Store, temporary: Path) -> Raw:
 
 
 def _measure(report: Report, case: _Case, name: str, rounds: int) -> None:
-    if case.count == 1:
+    if case.num_values == 1:
         rounds = max(rounds * 10, 100)  # for percentiles
     times = _run(case, rounds)
-    num_bytes = case.size * case.count / 1e9
+    num_bytes = case.size * case.num_values / 1e9
     checksum = num_bytes / median(times.checksum)
-    label = f"{name} x {case.count}"
+    label = f"{name} x {case.num_values}"
     for verb, raw, ours, alone in (
         ("put", times.raw_put, times.put, None),
         ("get", times.raw_get, times.get, times.plain_get),
@@ -141,12 +141,12 @@ def _measure(report: Report, case: _Case, name: str, rounds: int) -> None:
 
 def _run(case: _Case, rounds: int) -> _Times:
     slot_bytes = -(-case.size // 4096) * 4096
-    view = case.store.allocate(slot_bytes * case.count)
+    view = case.store.allocate(slot_bytes * case.num_values)
     view[:] = secrets.token_bytes(len(view))
-    slots = Slots(view, slot_bytes, range(case.count), [case.size] * case.count)
+    slots = Slots(view, slot_bytes, range(case.num_values), [case.size] * case.num_values)
     times = _Times([], [], [], [], [], [])
     for turn in range(rounds + 1):  # the first warms up
-        headers = [_header(case.size, secrets.token_bytes(16)) for _ in range(case.count)]
+        headers = [_header(case.size, secrets.token_bytes(16)) for _ in range(case.num_values)]
         keys = [BlockKey(f"pds1:bench:{h.prefix_hash.hex()}") for h in headers]
         one = _turn(case, slots, keys, headers, raw_first=turn % 2 == 0)
         if turn:
