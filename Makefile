@@ -41,5 +41,5 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	  || { echo "no venv for $(PYTHON); as root: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up $(VENV): a few minutes, once" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[redis,examples,test,dev]'
+	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt -e '.[redis,examples,test,dev]'
 	@touch $@

@@ -106,11 +106,11 @@ def test_a_row_compares_token_ids_and_logprobs() -> None:
 
 
 def test_the_table_is_aligned_and_fits_a_terminal() -> None:
-    text = table([GOOD, replace(GOOD, prompt_tokens=12345, same_ids=False, ttft_s=12.3)])
-    widths = {len(line) for line in text.splitlines()}
-    assert len(widths) == 1
-    assert widths.pop() < 100
-    assert "NO" in text
+    other = replace(GOOD, prompt_tokens=12345, same_ids=False, ttft_s=12.3, text="is\nthe " * 9)
+    heading, good, bad = table([replace(GOOD, text="the store"), other]).splitlines()
+    assert heading.index("answer", 70) == good.index("the store") == bad.index("is the")
+    assert max(len(heading), len(good), len(bad)) < 100
+    assert (good.split()[5], bad.split()[5]) == ("yes", "NO")
     many = replace(OFF, rows=OFF.rows * 5, fed=1450, answered=160)
     assert len(control_line(many)) < 100
 

@@ -19,7 +19,7 @@ _HEADINGS = (
     "first token",
     "same answer",
     "logprob diff",
-    "answer".ljust(_TEXT_WIDTH),
+    "answer",
 )
 
 
@@ -63,7 +63,7 @@ class Row:
             f"{self.ttft_s * 1000:.0f} ms",
             "yes" if self.is_same else "NO",
             f"{self.max_logprob_diff:.0e}",
-            " ".join(self.text.split())[:_TEXT_WIDTH].ljust(_TEXT_WIDTH),
+            " ".join(self.text.split())[:_TEXT_WIDTH],
         )
 
     def as_json(self) -> dict[str, object]:
@@ -132,10 +132,10 @@ def problems_of(on: Run, off: Run) -> list[str]:
 def table(rows: Sequence[Row]) -> str:
     """One line a prompt, in columns."""
     lines = [_HEADINGS, *(row.cells() for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
+    numbers = range(len(_HEADINGS) - 1)
+    widths = [max(len(line[i]) for line in lines) for i in numbers]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
+        "  ".join([*(line[i].rjust(widths[i]) for i in numbers), line[-1]]) for line in lines
     )
 
 
