@@ -71,7 +71,7 @@ class Store(ABC):
         """Forgets values that failed verification, leased or not; a missing one is fine."""
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Memory that this store moves fastest: writable, zeroed, page-aligned, kept by its views."""
+        """Memory that this store moves fastest: writable, zeroed, page-aligned; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
     @abstractmethod
