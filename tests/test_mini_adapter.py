@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 
 import pytest
 
 pytest.importorskip("transformers")
 
+import torch
 from mini_engine_kit import (  # noqa: F401 - two are fixtures
+    SHAPES,
     Gate,
     ask,
     assert_same,
@@ -78,6 +81,20 @@ def test_d_computes_one_token_and_answers_the_same(open_instance, checkpoints, s
         assert_same(asked, *expect(checkpoints[shape], prompt))
         assert (asked.request.num_loaded, asked.request.num_fed) == (num_tokens - 1, 1)
         assert asked.request.miss_reason is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu_answers_and_hand_offs_are_those_of_the_cpu(open_instance, checkpoints, shape):
+    options = {"device": "cuda", "max_num_batched_tokens": 100}
+    p, d = open_instance("prefill", shape, **options), open_instance("decode", shape, **options)
+    prompts = [prompt_of(n) for n in (1, 64, 150, 200)]
+    params = [hand_over(p, prompt) for prompt in prompts]
+    asked = [ask(d, prompts[i], kv_transfer_params=params[i]) for i in range(4)]
+    for prompt, one in zip(prompts, asked, strict=True):
+        assert_same(one.wait(), *expect(checkpoints[shape], prompt))
+        assert one.request.num_fed == 1
 
 
 @pytest.mark.parametrize("chunk", [7, 100])
@@ -268,3 +285,27 @@ def test_a_malformed_hand_off_is_refused(open_instance):
     request = Request([1], 1, print, kv_transfer_params={"pdstore": {"attempt": "x"}})
     with pytest.raises(ValueError, match="attempt"):
         engine.check(request)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_right_whatever_the_store_does(open_instance, held, checkpoints, seed):
+    """Errors, misses and flipped bits at random, requests of one prompt at once, and aborts."""
+    choose = random.Random(seed)
+    p = open_instance("prefill", wait_s=0.2)
+    d = open_instance("decode", wait_s=0.2, num_blocks=48)
+    for store in held:
+        store.error_rate, store.miss_rate, store.corrupt_rate = 0.1, 0.1, 0.1
+    prompts = [prompt_of(n, seed) for n in (3, 64, 100, 190)]
+    expected = [expect(checkpoints["llama"], prompt) for prompt in prompts]
+    asked = []
+    for _ in range(30):
+        i = choose.randrange(len(prompts))
+        params = hand_over(p, prompts[i]) if choose.random() < 0.8 else None
+        asked.append((i, ask(d, prompts[i], kv_transfer_params=params)))
+        if choose.random() < 0.2:
+            d.abort(asked[-1][1].request)
+    for i, one in asked:
+        if one.wait().finish != Finish("abort"):
+            assert_same(one, *expected[i])
+    assert {one.finish.reason for _, one in asked} <= {"length", "abort"}
+    assert any(one.request.num_loaded for _, one in asked)

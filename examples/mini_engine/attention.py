@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request
@@ -33,52 +33,60 @@ class Chunk(NamedTuple):
 
 
 class Step:
-    """Where the tokens of one step, concatenated over its chunks, lie in the paged cache."""
+    """Where the tokens of one step, concatenated over its chunks, lie in the paged cache.
+
+    Chunks of one token go through attention together, longer ones each by itself.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
-        self.layers = cache.layers
+        self._layers = cache.layers
         device = cache.layers[0].device
-        ids = [chunk.request.token_ids[chunk.start : chunk.stop] for chunk in chunks]
-        positions = [torch.arange(chunk.start, chunk.stop) for chunk in chunks]
-        tables = [torch.tensor(chunk.request.block_ids) for chunk in chunks]
-        slots = [
-            table[where // cache.block_size] * cache.block_size + where % cache.block_size
-            for table, where in zip(tables, positions, strict=True)
-        ]
-        self.token_ids = torch.tensor(list(chain.from_iterable(ids))).to(device)
+        ids, positions, slots, rows, tables = [], [], [], [], []
+        self._prefills: list[tuple[slice, Tensor, int]] = []  # rows, block table, tokens so far
+        for chunk in chunks:
+            where = torch.arange(chunk.start, chunk.stop)
+            table = torch.tensor(chunk.request.block_ids[: cache.blocks_for(chunk.stop)])
+            if chunk.num_tokens == 1:
+                rows.append(len(ids))
+                tables.append(table)
+            else:
+                its_rows = slice(len(ids), len(ids) + chunk.num_tokens)
+                self._prefills.append((its_rows, table.to(device), chunk.stop))
+            ids += chunk.request.token_ids[chunk.start : chunk.stop]
+            positions.append(where)
+            slots.append(cache.slots_of(table, where))
+        self.token_ids = torch.tensor(ids).to(device)
         self.positions = torch.cat(positions).to(device)
         self._slots = torch.cat(slots).to(device)
-        self._prefills: list[tuple[slice, Tensor, int]] = []
-        rows, singles, row = [], [], 0
-        for chunk, table in zip(chunks, tables, strict=True):
-            used = table[: cache.blocks_for(chunk.stop)]
-            if chunk.num_tokens == 1:
-                rows.append(row)
-                singles.append(used)
-            else:
-                chunk_rows = slice(row, row + chunk.num_tokens)
-                self._prefills.append((chunk_rows, used.to(device), chunk.stop))
-            row += chunk.num_tokens
-        self._rows = torch.tensor(rows, dtype=torch.long, device=device)
-        if singles:
-            self._tables = torch.nn.utils.rnn.pad_sequence(singles, batch_first=True).to(device)
+        self._rows = torch.tensor(rows, dtype=torch.long).to(device)
+        self._ends = self.positions[self._rows, None]
+        self._masks: dict[int | None, Tensor] = {}
+        self._tables = pad_sequence(tables, batch_first=True).to(device) if tables else None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the step's K and V, each [kv heads, tokens, dim], into the cache."""
-        slots = self.layers[layer].flatten(0, 1)
+        slots = self._layers[layer].flatten(0, 1)
         slots[self._slots] = torch.cat([key, value], dim=-1).transpose(0, 1)
 
     def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
         """Attention of the step's queries [heads, tokens, dim] over each request's own K and V."""
         out = torch.empty_like(query)
         for rows, table, length in self._prefills:
-            kv = self.layers[layer][table].flatten(0, 1)[:length].transpose(0, 1)
+            kv = self._layers[layer][table].flatten(0, 1)[:length].transpose(0, 1)
             out[:, rows] = _attend_chunk(query[:, rows], kv, scaling, window)
-        if len(self._rows):
-            kv = self.layers[layer][self._tables].flatten(1, 2).transpose(1, 2)
-            ends = self.positions[self._rows]
-            out[:, self._rows] = _attend_singles(query[:, self._rows], kv, ends, scaling, window)
+        if self._tables is not None:
+            kv = self._layers[layer][self._tables].flatten(1, 2).transpose(1, 2)
+            mask = self._mask(kv.shape[2], window)
+            out[:, self._rows] = _attend_singles(query[:, self._rows], kv, mask, scaling)
         return out
+
+    def _mask(self, length: int, window: int | None) -> Tensor:
+        """Which of the tokens 0..length each chunk of one token sees: the same in many layers."""
+        if window not in self._masks:
+            at = torch.arange(length, device=self._ends.device)
+            seen = at <= self._ends
+            self._masks[window] = seen if window is None else seen & (at > self._ends - window)
+        return self._masks[window]
 
 
 def paged_attention(
@@ -113,21 +121,15 @@ def _attend_chunk(query: Tensor, kv: Tensor, scaling: float, window: int | None)
     )[0]
 
 
-def _attend_singles(
-    query: Tensor, kv: Tensor, ends: Tensor, scaling: float, window: int | None
-) -> Tensor:
-    """One query each of many requests [heads, requests, dim] over [requests, kv heads, m, 2 * dim].
+def _attend_singles(query: Tensor, kv: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """One query of each request [heads, n, dim] over its K and V [n, kv heads, m, 2 * dim].
 
     The heads that share a KV head stand in the place of tokens: no K or V is repeated.
     """
-    heads, requests, dim = query.shape
-    grouped = query.transpose(0, 1).reshape(requests, kv.shape[1], -1, dim)
-    at = torch.arange(kv.shape[2], device=kv.device)
-    mask = at <= ends[:, None]
-    if window is not None:
-        mask &= at > ends[:, None] - window
+    heads, n, dim = query.shape
+    grouped = query.transpose(0, 1).reshape(n, kv.shape[1], -1, dim)
     key, value = kv.chunk(2, dim=-1)
     out = scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask[:, None, None], scale=scaling
     )
-    return out.reshape(requests, heads, dim).transpose(0, 1)
+    return out.reshape(n, heads, dim).transpose(0, 1)

@@ -36,6 +36,11 @@ class PagedCache:
         """How many blocks that many tokens need."""
         return -(-num_tokens // self.block_size)
 
+    def slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens are in a layer, counted over all blocks."""
+        block_ids = block_table[positions // self.block_size]
+        return block_ids * self.block_size + positions % self.block_size
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Ids of blocks that are nobody else's now; None if there are not as many."""
         if num_blocks > len(self._free):
