@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -93,7 +94,8 @@ def test_a_run_that_keeps_the_promise_has_no_problems() -> None:
 def test_whatever_breaks_the_promise_is_said(on: Run, off: Run, problem: str) -> None:
     (found,) = problems_of(on, off)
     assert problem in found
-    assert verdict(on, [found]) == f"FAILED: {found}"
+    assert verdict(on, [found]).startswith("FAILED: 1 ")
+    assert problem in verdict(on, [found])
 
 
 def test_a_row_compares_token_ids_and_logprobs() -> None:
@@ -102,6 +104,7 @@ def test_a_row_compares_token_ids_and_logprobs() -> None:
     assert not Row.of(replace(alone, token_ids=[5, 7]), alone).same_ids
     assert not Row.of(replace(alone, logprobs=[-0.5]), alone).is_same
     assert not Row.of(Answer(), Answer()).is_same
+    assert not Row.of(replace(alone, logprobs=[-0.5, math.nan]), alone).is_same
     assert Row.of(alone, alone).is_same
 
 
@@ -116,8 +119,9 @@ def test_the_table_is_aligned_and_fits_a_terminal() -> None:
 
 
 def test_the_json_has_one_entry_a_prompt() -> None:
-    result = as_json("file", "mini", ON, OFF, [])
-    assert (result["store"], result["engine"], result["ok"]) == ("file", "mini", True)
+    result = as_json(ON, replace(OFF, rows=[replace(GOOD, max_logprob_diff=math.inf)]), [])
+    assert result["ok"] is True
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert result["requests"][0] == {
         "prompt_tokens": 130,
         "loaded_tokens": 129,
@@ -125,8 +129,9 @@ def test_the_json_has_one_entry_a_prompt() -> None:
         "ttft_s": 0.02,
         "same_ids": True,
         "max_logprob_diff": 2e-7,
+        "reason": None,
     }
-    assert as_json("file", "mini", ON, OFF, ["x"])["ok"] is False
+    assert as_json(ON, OFF, ["x"])["ok"] is False
 
 
 def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
@@ -228,8 +233,11 @@ def test_a_missing_redis_server_is_said(
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("examples.demo.__main__.make_prompts", lambda model: [])
-    assert main(["--store", "redis", "--model", str(tmp_path)]) == 1
+    note = tmp_path / "result.json"
+    assert main(["--store", "redis", "--model", str(tmp_path), "--json", str(note)]) == 1
     assert "apt-get install redis-server" in capsys.readouterr().out
+    result = json.loads(note.read_text())
+    assert (result["store"], result["engine"], result["ok"]) == ("redis", "mini", False)
 
 
 def test_prompts_have_the_lengths_that_matter(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from examples.demo import report
 from examples.demo.fleet import ENGINES, Fleet
 from examples.demo.pools import open_pool
-from examples.demo.processes import ROOT, DemoError, Processes, stop_on_signals
+from examples.demo.processes import (
+    LOGS,
+    ROOT,
+    DemoError,
+    Processes,
+    stop_on_signals,
+    tail_of,
+)
 from examples.demo.prompts import make_prompts
 from examples.demo.status import say
 
@@ -26,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(given)
     except DemoError as error:
         say(f"FAILED: {error}")
+        _write(given, {"ok": False, "problems": [str(error)], "requests": []})
         return 1
     except KeyboardInterrupt:
         say("stopped")
@@ -33,18 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    kind = given.store.split(":")[0]
     model = given.model or _make_checkpoint()
     say(f"checkpoint  {model}")
     prompts = make_prompts(model)
     with Processes() as processes, open_pool(given.store, processes) as pool:
         on, off = Fleet(processes, given.engine, model, pool).run(prompts)
     problems = report.problems_of(on, off)
-    say("", report.table(on.rows), "", report.control_line(off), report.verdict(on, problems))
-    if given.json:
-        result = report.as_json(kind, given.engine, on, off, problems)
-        given.json.write_text(json.dumps(result, indent=2) + "\n")
+    _write(given, report.as_json(on, off, problems))
+    say("", report.table(on.rows), "", report.control_line(off))
+    if problems:
+        say(*problems, *(tail_of(LOGS / f"{name}.log") for name in ("prefill", "decode")))
+    say(report.verdict(on, problems))
     return 1 if problems else 0
+
+
+def _write(given: argparse.Namespace, result: report.Json) -> None:
+    """For `--json`. The store is named without its address, which may hold a password."""
+    if given.json:
+        head = {"store": given.store.split(":")[0], "engine": given.engine}
+        given.json.write_text(json.dumps(head | result, indent=2) + "\n")
 
 
 def _make_checkpoint() -> Path:

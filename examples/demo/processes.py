@@ -40,8 +40,7 @@ class Process:
 
     def tail(self) -> str:
         """The end of its log, with its name."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "\n".join([f"--- end of {self.log}:", *lines])
+        return tail_of(self.log)
 
 
 class Processes:
@@ -123,6 +122,12 @@ class Processes:
     def tails(self, *names: str) -> str:
         """The ends of these running children's logs."""
         return "\n".join(process.tail() for process in self._running if process.name in names)
+
+
+def tail_of(log: Path) -> str:
+    """The end of a log, with its name."""
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+    return "\n".join([f"--- end of {log}:", *lines])
 
 
 def free_ports(count: int) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypeAlias
 
 from examples.demo.client import Answer
+
+Json: TypeAlias = dict[str, object]
 
 MAX_LOGPROB_DIFF = 1e-3
 MAX_COMPUTED_TOKENS = 1
@@ -33,20 +36,20 @@ class Row:
     ttft_s: float
     same_ids: bool
     max_logprob_diff: float
+    reason: str | None = None
     text: str = ""
 
     @classmethod
     def of(cls, answer: Answer, alone: Answer) -> Row:
         """Of D's answer and the one of an instance that works alone."""
-        pairs = zip(answer.logprobs, alone.logprobs, strict=False)
-        is_whole = 0 < len(answer.logprobs) == len(alone.logprobs)
         return cls(
             prompt_tokens=answer.prompt_tokens,
             loaded_tokens=answer.loaded_tokens,
             computed_tokens=answer.computed_tokens,
             ttft_s=answer.ttft_s,
             same_ids=bool(answer.token_ids) and answer.token_ids == alone.token_ids,
-            max_logprob_diff=max(abs(a - b) for a, b in pairs) if is_whole else float("inf"),
+            max_logprob_diff=_max_diff(answer.logprobs, alone.logprobs),
+            reason=answer.reason,
             text=answer.text,
         )
 
@@ -66,8 +69,12 @@ class Row:
             " ".join(self.text.split())[:_TEXT_WIDTH],
         )
 
-    def as_json(self) -> dict[str, object]:
-        return {name: value for name, value in asdict(self).items() if name != "text"}
+    def as_json(self) -> Json:
+        """Its numbers; a difference that is none (other lengths, NaN) is null."""
+        shown = {name: value for name, value in asdict(self).items() if name != "text"}
+        if math.isinf(self.max_logprob_diff):
+            shown["max_logprob_diff"] = None
+        return shown
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,12 @@ class Run:
         return self.fed - (self.answered - len(self.rows))
 
 
+def _max_diff(some: Sequence[float], others: Sequence[float]) -> float:
+    diffs = [abs(a - b) for a, b in zip(some, others, strict=False)]
+    is_number = diffs and len(some) == len(others) and not any(map(math.isnan, diffs))
+    return max(diffs) if is_number else math.inf
+
+
 def problems_of(on: Run, off: Run) -> list[str]:
     """What is wrong, in words; nothing when the hand-off did what it promises."""
     found = [
@@ -103,7 +116,10 @@ def problems_of(on: Run, off: Run) -> list[str]:
         for number, row in enumerate(on.rows, 1)
         for is_wrong, what in (
             (not row.is_same, "the answer differs from that of one instance alone"),
-            (row.computed_tokens > MAX_COMPUTED_TOKENS, f"D computed {row.computed_tokens} tokens"),
+            (
+                row.computed_tokens > MAX_COMPUTED_TOKENS,
+                f"D computed {row.computed_tokens} tokens (reason: {row.reason})",
+            ),
         )
         if is_wrong
     ]
@@ -152,18 +168,16 @@ def control_line(off: Run) -> str:
 def verdict(on: Run, problems: Sequence[str]) -> str:
     """The last line."""
     if problems:
-        return "FAILED: " + "; ".join(problems)
+        return f"FAILED: {len(problems)} of the demo's checks, first: {problems[0]}"
     return (
         f"OK: {len(on.rows)} of {len(on.rows)} answers are those of one instance alone;"
         f" D computed {on.fed_of_prompts:.0f} of {on.prompt_tokens} prompt tokens"
     )
 
 
-def as_json(store: str, engine: str, on: Run, off: Run, problems: Sequence[str]) -> dict[str, Any]:
+def as_json(on: Run, off: Run, problems: Sequence[str]) -> Json:
     """What `--json` writes."""
     return {
-        "store": store,
-        "engine": engine,
         "ok": not problems,
         "problems": list(problems),
         "requests": [row.as_json() for row in on.rows],
