@@ -234,10 +234,17 @@ def test_a_missing_redis_server_is_said(
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("examples.demo.__main__.make_prompts", lambda model: [])
     note = tmp_path / "result.json"
+    (tmp_path / "tokenizer.json").touch()
     assert main(["--store", "redis", "--model", str(tmp_path), "--json", str(note)]) == 1
     assert "apt-get install redis-server" in capsys.readouterr().out
     result = json.loads(note.read_text())
     assert (result["store"], result["engine"], result["ok"]) == ("redis", "mini", False)
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_missing_checkpoint_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--model", str(tmp_path)]) == 1
+    assert f"no checkpoint in {tmp_path}" in capsys.readouterr().out
 
 
 def test_prompts_have_the_lengths_that_matter(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(given)
     except DemoError as error:
         say(f"FAILED: {error}")
-        _write(given, {"ok": False, "problems": [str(error)], "requests": []})
+        _write(given, {"ok": False, "problems": [str(error).splitlines()[0]], "requests": []})
         return 1
     except KeyboardInterrupt:
         say("stopped")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    model = given.model or _make_checkpoint()
+    model = _existing(given.model) if given.model else _make_checkpoint()
     say(f"checkpoint  {model}")
     prompts = make_prompts(model)
     with Processes() as processes, open_pool(given.store, processes) as pool:
@@ -60,6 +60,12 @@ def _write(given: argparse.Namespace, result: report.Json) -> None:
     if given.json:
         head = {"store": given.store.split(":")[0], "engine": given.engine}
         given.json.write_text(json.dumps(head | result, indent=2) + "\n")
+
+
+def _existing(model: Path) -> Path:
+    if not (model / "tokenizer.json").is_file():
+        raise DemoError(f"no checkpoint in {model} (no tokenizer.json there)")
+    return model.resolve()
 
 
 def _make_checkpoint() -> Path:

@@ -75,6 +75,7 @@ class Fleet:
             try:
                 answers.append(ask(self._url(name), prompt, MAX_TOKENS))
             except DemoError as error:
+                self._processes.check()
                 tails = self._processes.tails(name, "prefill", "decode")
                 raise DemoError(f"prompt {number}: {error}\n{tails}") from error
         return answers
