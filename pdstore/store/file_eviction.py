@@ -55,7 +55,7 @@ class Evictor:
     def make_room(self, num_bytes: int) -> None:
         """Evicts when the disk is full, whoever filled it."""
         if not self._is_known_full():
-            self._evict(0, max(self._step, _on_disk(num_bytes)))
+            self._evict(0, _on_disk(num_bytes))
 
     def look_again(self) -> None:
         """Makes the next put look at the directory: room was made in another way."""
@@ -67,8 +67,8 @@ class Evictor:
     def _evict(self, coming: int, to_free: int) -> bool:
         """Looks and evicts; False if another thread or process is at it.
 
-        Afterwards there is room for `coming` bytes and at least `to_free` bytes are free, unless
-        all is leased.
+        Afterwards the budget has room for `coming` bytes, and at least `to_free` bytes are deleted,
+        unless all is leased.
         """
         lock = self._directory.lock()
         if lock is None:
@@ -99,7 +99,9 @@ class Evictor:
             used += _on_disk(file.size)
             if kind is not Kind.POOL and not _is_kept(file, now):
                 candidates.append(file)
-        goal = min(self.budget * 9 // 10, self.budget - coming, used + freed - to_free)
+        goal = min(self.budget * 9 // 10, self.budget - coming)
+        if freed < to_free:
+            goal = min(goal, used - max(to_free - freed, used // 10))
         if used > goal:
             candidates.sort(key=lambda f: (f.mtime_ns <= now, f.mtime_ns))
         for file in candidates:
