@@ -12,7 +12,7 @@ from pathlib import Path
 
 from examples.demo import report
 from examples.demo.fleet import ENGINES, Fleet
-from examples.demo.pools import open_pool
+from examples.demo.pools import KINDS, open_pool
 from examples.demo.processes import (
     LOGS,
     ROOT,
@@ -45,6 +45,7 @@ def _run(given: argparse.Namespace) -> int:
     say(f"checkpoint  {model}")
     prompts = make_prompts(model)
     with Processes() as processes, open_pool(given.store, processes) as pool:
+        say(f"pool        {pool if given.store in KINDS else given.store.split(':')[0]}")
         on, off = Fleet(processes, given.engine, model, pool).run(prompts)
     problems = report.problems_of(on, off)
     _write(given, report.as_json(on, off, problems))
