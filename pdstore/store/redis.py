@@ -93,6 +93,8 @@ class RedisStore(Store):
             **_without_client_info(),
         )
         if url.scheme == "redis+unix":
+            if url.host or not url.path:
+                raise ConfigError(f"{url.label}: write redis+unix:///path/redis.sock")
             pool = make(connection_class=redis.UnixDomainSocketConnection, path=url.path)
             url.finish("db, timeout")
         elif url.scheme == "rediss":
