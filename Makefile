@@ -28,8 +28,8 @@ check: setup ## Lint, format and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy -p pdstore -p examples.router -p examples.demo
 
-bench: setup ## The benchmarks
-	@$(BIN)/python -m benchmarks
+bench: setup ## How fast keys are computed and blocks put and got
+	@$(BIN)/python -m pdstore bench keys && $(BIN)/python -m pdstore bench stores
 
 wheel: setup ## Build dist/*.whl
 	@rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
