@@ -137,13 +137,27 @@ def test_a_dead_loop_ends_every_request_and_refuses_new_ones(open_engine, monkey
         ask(engine, prompt_of(5))
 
 
-def test_stop_ends_what_runs(open_engine, monkeypatch):
-    engine = open_engine()
+def test_stop_lets_requests_end_in_the_drain_time(open_engine):
+    engine = open_engine(pd={"drain_s": DEADLINE_S})
+    asked = ask(engine, prompt_of(5), max_tokens=100)
+    engine.stop()
+    assert asked.wait().finish == Finish("length")
+    with pytest.raises(EngineError, match="stopped"):
+        ask(engine, prompt_of(5))
+
+
+def test_stop_ends_what_still_runs_after_the_drain_time(open_engine):
+    engine = open_engine(pd={"drain_s": 0})
     asked = ask(engine, prompt_of(5), max_tokens=400)
     asked.events.get(timeout=DEADLINE_S)
     engine.stop()
-    assert asked.wait().finish == Finish("abort")
+    assert asked.wait().finish == Finish("error", "the engine was stopped")
     assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_a_cache_that_does_not_fit_is_refused(open_engine):
+    with pytest.raises(ConfigError, match="--num-blocks"):
+        open_engine(num_blocks=10**12)
 
 
 def test_without_the_switch_there_is_no_adapter_and_nothing_is_counted(open_engine):

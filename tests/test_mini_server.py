@@ -15,16 +15,15 @@ import pytest
 
 pytest.importorskip("transformers")
 httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 
 from mini_engine_kit import DEADLINE_S, Gate, close, until  # noqa: E402
 
 from examples.make_checkpoint import ROOT, make_checkpoint  # noqa: E402
 from examples.mini_engine.config import Config, parse  # noqa: E402
 from examples.mini_engine.engine import Engine  # noqa: E402
-from examples.mini_engine.server import app_of  # noqa: E402
-from pdstore import read_settings  # noqa: E402
-from pdstore.errors import ConfigError  # noqa: E402
+from examples.mini_engine.server import HttpServer  # noqa: E402
+from pdstore import PDStoreError, read_settings  # noqa: E402
 
 PROMPT = "A block is stored under its key"
 
@@ -47,10 +46,10 @@ class Serving:
                 num_blocks=32,
                 max_num_batched_tokens=64,
                 served_model_name="tiny",
+                port=0,
             )
         )
-        config = uvicorn.Config(app_of(self.engine), log_level="error", port=0)
-        self._server = uvicorn.Server(config)
+        self._server = HttpServer(self.engine)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         until(lambda: self._server.started)
@@ -280,7 +279,7 @@ def test_a_failure_in_a_stream_is_its_last_part(serving, monkeypatch):
 def test_a_dead_engine_says_so(checkpoint, monkeypatch):
     serving = Serving(checkpoint)
     monkeypatch.setattr(serving.engine.scheduler, "advance", lambda: 1 / 0)
-    assert serving.post().status_code == 500
+    assert serving.post().status_code == 503
     until(lambda: serving.engine.error)
     health = serving.client.get("/health")
     assert health.status_code == 503
@@ -319,7 +318,12 @@ def test_a_signal_ends_the_process_cleanly(checkpoint, number):
     with started("--model", checkpoint, "--port", port, "--num-blocks", 16) as process:
         until(lambda: is_healthy(url, process))
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
-        process.send_signal(number)
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
         assert "Traceback" not in process.communicate(timeout=DEADLINE_S)[1]
         assert process.returncode == 0
 
@@ -337,11 +341,12 @@ def test_a_bad_command_line_is_one_clear_line_and_exit_code_2():
         (["--role", "judge"], "PDSTORE_ROLE"),
         (["--store", "ftp://x"], "ftp"),
         (["--num-blocks", "0"], "1 or more"),
+        (["--block-size", "24"], "PDSTORE_BLOCK_TOKENS"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(checkpoint, option, words, capsys, monkeypatch):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
-    with pytest.raises((ConfigError, SystemExit)) as refused:
+    with pytest.raises((PDStoreError, SystemExit)) as refused:
         Engine(parse(["--model", str(checkpoint), *option]))
     assert words in capsys.readouterr().err + str(refused.value)
 

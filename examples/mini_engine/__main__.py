@@ -22,21 +22,11 @@ def main() -> None:
 
 def serve(config: Config) -> None:
     """Serves until a signal comes. Raises PDStoreError for what cannot be served."""
-    # Here, so that --help and a bad command line need not wait for torch and transformers.
-    import uvicorn
-
+    # Here, so that --help and a bad command line need not wait for transformers.
     from examples.mini_engine.engine import Engine
-    from examples.mini_engine.server import app_of
+    from examples.mini_engine.server import HttpServer
 
-    app = app_of(Engine(config))
-    drain_s = max(1, round(config.settings.drain_s))
-    uvicorn.run(
-        app,
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        timeout_graceful_shutdown=drain_s,
-    )
+    HttpServer(Engine(config)).run()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from queue import Empty, SimpleQueue
 
 import torch
@@ -26,11 +27,11 @@ _STOP_S = 5.0
 
 
 class EngineError(RuntimeError):
-    """The engine's loop has ended; `str()` says why."""
+    """The engine takes no requests; `str()` says why."""
 
 
 class Engine:
-    """Answers requests. `submit`, `abort` and `stop` are for any thread."""
+    """Answers requests. `submit`, `abort`, `drain` and `stop` are for any thread."""
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.threads)
@@ -53,7 +54,7 @@ class Engine:
         self.error: str | None = None  # why the loop has ended; nothing is taken any more
         self._ending = threading.Lock()
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
-        self._is_stopping = False
+        self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="mini-engine", daemon=True)
         self._thread.start()
 
@@ -70,10 +71,10 @@ class Engine:
             self.adapter.check(request)
 
     def submit(self, request: Request) -> None:
-        """Takes a request that passed `check`. Raises EngineError when the loop has ended."""
+        """Takes a request that passed `check`. Raises EngineError from `drain` on."""
         with self._ending:
-            if self.error is not None:
-                raise EngineError(self.error)
+            if self.error is not None or self._stop_at is not None:
+                raise EngineError(self.error or "the engine is stopping")
             self._inbox.put(request)
 
     def abort(self, request: Request) -> None:
@@ -81,30 +82,37 @@ class Engine:
         request.is_aborted = True
         self._inbox.put(None)
 
-    def stop(self) -> None:
-        """Aborts what runs, gives saves the drain time, and closes the pool. Twice is fine."""
-        self._is_stopping = True
+    def drain(self) -> None:
+        """Takes no more requests, and gives those there are the drain time. Returns at once."""
+        self._stop_at = self._stop_at or time.monotonic() + self.config.settings.drain_s
         self._inbox.put(None)
-        self._thread.join(self.config.settings.drain_s + _STOP_S)
+
+    def stop(self) -> None:
+        """Waits for the end of `drain`, and of the saves after it: each is bounded."""
+        self.drain()
+        self._thread.join(2 * self.config.settings.drain_s + _STOP_S)
 
     def _run(self) -> None:
-        error, finish = "the engine was stopped", Finish("abort")
         try:
-            while not self._is_stopping:
+            while not self._is_over():
                 self._turn()
-        except Exception as problem:  # whatever it was, clients must hear of it
+            self._end("the engine was stopped")
+        except Exception as error:  # whatever it was, clients must hear of it
             log.exception("the engine's loop ended")
-            error = f"the engine's loop ended: {problem!r}"
-            finish = Finish("error", error)
-        self._end(error, finish)
+            self._end(f"the engine's loop ended: {error!r}")
 
-    def _end(self, error: str, finish: Finish) -> None:
-        """Refuses new requests and ends those there are."""
+    def _is_over(self) -> bool:
+        if self._stop_at is None:
+            return False
+        return time.monotonic() > self._stop_at or not self.scheduler.unfinished()
+
+    def _end(self, error: str) -> None:
+        """Ends the requests there are, waits for their saves, and gives their blocks back."""
         with self._ending:
             self.error = error
         self._take_inbox(wait=False)
         for request in self.scheduler.unfinished():
-            self.scheduler.finish(request, finish)
+            self.scheduler.finish(request, Finish("error", error))
         if self.adapter:
             self.adapter.close()
         self.scheduler.give_back()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pdstore.errors import ConfigError
+
 
 class PagedCache:
     """KV blocks of all requests.
@@ -23,7 +25,11 @@ class PagedCache:
         device: str,
     ) -> None:
         shape = (num_blocks, block_size, num_kv_heads, 2 * head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        try:
+            layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        except RuntimeError as error:
+            raise ConfigError(f"--num-blocks {num_blocks}: {error}") from error
+        self.layers = layers
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._free = list(reversed(range(num_blocks)))

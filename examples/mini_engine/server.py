@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import FrameType
 
+import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,7 +27,7 @@ Events = asyncio.Queue[Token | Finish]
 
 def app_of(engine: Engine) -> Starlette:
     """The application; when it ends, it stops the engine."""
-    server = Server(engine)
+    handlers = Handlers(engine)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -33,17 +36,31 @@ def app_of(engine: Engine) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/v1/completions", server.completions, methods=["POST"]),
-            Route("/v1/models", server.models),
-            Route("/health", server.health),
-            Route("/metrics", server.metrics),
+            Route("/v1/completions", handlers.completions, methods=["POST"]),
+            Route("/v1/models", handlers.models),
+            Route("/health", handlers.health),
+            Route("/metrics", handlers.metrics),
         ],
         exception_handlers={RefusedError: _refuse, HTTPException: _refuse},
         lifespan=lifespan,
     )
 
 
-class Server:
+class HttpServer(uvicorn.Server):
+    """Runs the application. At a signal the engine hears first, so that requests can end well."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, config = engine, engine.config
+        options = uvicorn.Config(app_of(engine), config.host, config.port, log_level="warning")
+        options.timeout_graceful_shutdown = math.ceil(config.settings.drain_s) + 1
+        super().__init__(options)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._engine.drain()
+        super().handle_exit(sig, frame)
+
+
+class Handlers:
     """The handlers of one engine's interface."""
 
     def __init__(self, engine: Engine) -> None:
@@ -116,7 +133,7 @@ class Server:
                     if answer.is_stream:
                         yield answer.part()
                 elif event.error is not None:
-                    raise RefusedError(event.error, status=500)
+                    raise RefusedError(event.error, status=503 if self._engine.error else 500)
                 else:
                     break
             for part in answer.end(event.reason):
