@@ -8,7 +8,8 @@ _SUITES = ("value_tests", "prefix_tests", "thread_tests", "life_tests", "pressur
 pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _SUITES])
 
 from pdstore.store.wrappers import Faulty  # noqa: E402
+from pdstore.testing import wrong_stores  # noqa: E402
 from pdstore.testing.store_tests import StoreTests  # noqa: E402
 from pdstore.testing.values import content, fresh_keys  # noqa: E402
 
-__all__ = ["Faulty", "StoreTests", "content", "fresh_keys"]
+__all__ = ["Faulty", "StoreTests", "content", "fresh_keys", "wrong_stores"]
