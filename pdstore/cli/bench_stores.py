@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from pdstore import block
 from pdstore.cli.report import Report, seconds_of
@@ -105,8 +105,7 @@ def _raw_of(url: str, store: Store, temporary: Path) -> Raw:
     if scheme.startswith("redis"):
         from pdstore.store.redis import RawRedis, RedisStore
 
-        assert isinstance(store, RedisStore)
-        return RawRedis(store)
+        return RawRedis(cast(RedisStore, store))
     raise ConfigError(f"no raw calls to compare {scheme}:// with: measure file:// or redis://")
 
 
