@@ -33,7 +33,7 @@ need_free_port "$ROUTER_PORT"
 python=$(find_python)
 
 cat >&2 <<TEXT
-router on http://127.0.0.1:$ROUTER_PORT, $mode. When P and D are up, ask it:
+router on http://127.0.0.1:$ROUTER_PORT, $mode. When P and D are up (its /health says so), ask it:
 
   curl http://127.0.0.1:$ROUTER_PORT/v1/completions -H 'content-type: application/json' \\
     -d '{"prompt": "A block holds the keys and values of", "max_tokens": 24}'
