@@ -31,6 +31,7 @@ from pdstore.store.file import FileStore
 from pdstore.store.file_directory import PoolDirectory, try_lock
 from pdstore.store.file_eviction import default_budget
 from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import empty_slots, get, put
 from pdstore.types import BlockKey
 
@@ -88,6 +89,10 @@ def stored(store, keys):
 
 def num_temporaries(store):
     return len([p for p in (store._directory.root / "tmp").glob("*/*") if p.name != "lock"])
+
+
+def test_random_calls_agree_with_a_dict(tmp_path):
+    play_random_calls(lambda: FileStore(tmp_path / "pool"))
 
 
 # -- eviction

@@ -25,6 +25,7 @@ from pdstore.keys import POOL_ID_KEY
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import empty_slots, get, put
 from pdstore.types import BlockKey
@@ -100,6 +101,10 @@ def deadline(seconds: float = 10.0):
         yield
         time.sleep(0.005)
     raise AssertionError(f"not within {seconds} s")
+
+
+def test_random_calls_agree_with_a_dict(redis_url):
+    play_random_calls(lambda: open_store(redis_url, Settings()))
 
 
 # -- how long values stay
