@@ -10,20 +10,45 @@ import pytest
 import pdstore
 
 PACKAGE = Path(pdstore.__file__).parent
-ORDER = """
-    errors settings types keys layout block weights
-    workers swap staging metrics values handoff job
-    store.url store.base store.memory store.file store.redis store.wrappers store store.connect
-    transfer mover prefix_cache pool testing cli
-""".split()
+ORDER = [
+    "errors",
+    "settings",
+    "types",
+    "keys",
+    "layout",
+    "block",
+    "weights",
+    "workers",
+    "swap",
+    "staging",
+    "metrics",
+    "values",
+    "handoff",
+    "job",
+    "store.url",
+    "store.base",
+    "store.memory",
+    "store.file",
+    "store.redis",
+    "store.mooncake",
+    "store.wrappers",
+    "store",
+    "store.connect",
+    "transfer",
+    "mover",
+    "prefix_cache",
+    "pool",
+    "testing",
+    "cli",
+]
 DOORS = {
     "os.environ": ["settings"],
     "threading.Thread": ["workers"],
     "concurrent": ["workers"],
     "multiprocessing": [],
-    "ctypes": ["native"],
+    "ctypes": ["native", "store.mooncake_memory"],
     "redis": ["store.redis"],
-    "mooncake": ["store.mooncake"],
+    "mooncake": ["store.mooncake_library"],
     "pickle": [],
     "marshal": [],
     "torch.load": [],

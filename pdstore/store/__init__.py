@@ -25,6 +25,7 @@ _STORES = {
     "redis": _Entry("pdstore.store.redis", "RedisStore", "redis"),
     "rediss": _Entry("pdstore.store.redis", "RedisStore", "redis"),
     "redis+unix": _Entry("pdstore.store.redis", "RedisStore", "redis"),
+    "mooncake": _Entry("pdstore.store.mooncake", "MooncakeStore", "mooncake"),
 }
 
 

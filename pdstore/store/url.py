@@ -9,7 +9,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from pdstore.errors import ConfigError
 
-SCHEMES = ("memory", "file", "redis", "rediss", "redis+unix")
+SCHEMES = ("memory", "file", "redis", "rediss", "redis+unix", "mooncake")
 
 
 @dataclass
