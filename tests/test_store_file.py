@@ -435,7 +435,12 @@ for path in sys.argv[1:]:
         print(type(error).__name__, error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, *paths],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return done.stdout.splitlines()
 

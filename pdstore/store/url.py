@@ -101,9 +101,9 @@ class StoreURL:
 def _without_secret(text: str) -> str:
     """The URL with its password replaced and its options gone, also where it is malformed.
 
-    Only redis URLs have a user and a password: everything between `://` and the last `@`.
+    Everything between `://` and the last `@` may hold a password, but for the schemes without one.
     """
-    scheme, separator, rest = text.partition("://")
-    user, at, host = rest.rpartition("@") if scheme.startswith("redis") else ("", "", rest)
+    scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
+    user, at, host = ("", "", rest) if scheme in ("memory", "file") else rest.rpartition("@")
     host, _, _ = host.partition("?")
     return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"

@@ -1,0 +1,108 @@
+"""open_store: which store a URL is, what a wrong one says, and that no secret ever shows."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+
+from pdstore.errors import ConfigError, MissingExtra
+from pdstore.settings import Settings
+from pdstore.store import StoreURL, open_store
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "label"),
+    [
+        ("memory://", "MemoryStore", "memory://"),
+        ("memory://tests?budget=1MiB&lease=3", "MemoryStore", "memory://tests"),
+        ("file://{tmp}/pool?budget=1GiB&lease=3", "FileStore", "file://{tmp}/pool"),
+        ("file://{tmp}/a%20pool", "FileStore", "file://{tmp}/a pool"),
+        ("redis://", "RedisStore", "redis://"),
+        ("redis://host:7000/2?timeout=0.5", "RedisStore", "redis://host:7000/2"),
+        ("rediss://user:secret@host/1", "RedisStore", "rediss://user:***@host/1"),
+        ("redis+unix://:secret@/run/redis.sock?db=2", "RedisStore", None),
+    ],
+)
+def test_a_url_opens_its_store_without_connecting(url, name, label, tmp_path):
+    with contextlib.closing(open_store(url.format(tmp=tmp_path), Settings())) as store:
+        assert type(store).__name__ == name
+        if label is not None:
+            assert store.label == label.format(tmp=tmp_path)
+        assert "secret" not in store.label + repr(store)
+
+
+@pytest.mark.parametrize("url", ["", "memory", "file:/x", "reddis://host", "http://host", "://"])
+def test_an_unknown_scheme_names_those_there_are(url):
+    with pytest.raises(ConfigError, match=r"must start with one of memory://, file://, redis://"):
+        open_store(url, Settings())
+
+
+def test_a_missing_package_comes_with_its_install_command(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pdstore.store.redis", raising=False)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[redis\]'") as caught:
+        open_store("redis://host", Settings())
+    assert isinstance(caught.value, ImportError)
+
+
+def test_a_bug_in_a_store_is_no_missing_package(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pdstore.store.memory", raising=False)
+    monkeypatch.setitem(sys.modules, "weakref", None)
+    with pytest.raises(ImportError) as caught:
+        open_store("memory://", Settings())
+    assert not isinstance(caught.value, MissingExtra)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hush@host",
+        "redis://user:hush@host:6379/0?timeout=1",
+        "redis://:hu/sh@host",
+        "redis://:hu?sh@host",
+        "redis://:hu#sh@host",
+        "redis://:hu@sh@host",
+        "redis://:hush@host:notaport",
+        "redis://:hush@host?timeout",
+        "redis://:hush@host/notadatabase",
+        "rediss://:hush@host?what=1",
+        "reddis://:hush@host",
+        "redis:/:hush@host",
+        ":hush@host",
+        "redis+unix://:hush@/x?db=a",
+    ],
+)
+def test_no_message_shows_a_password(url):
+    shown = []
+    try:
+        shown += [repr(StoreURL.of(url)), StoreURL.of(url).label]
+        with contextlib.closing(open_store(url, Settings())) as store:
+            shown += [repr(store), store.label]
+    except ConfigError as error:
+        shown += [str(error), repr(error.__context__), repr(error.__cause__)]
+    assert shown
+    assert not any("hu" in text.replace("what", "") or "sh@" in text for text in shown), shown
+
+
+def test_names_and_passwords_are_percent_decoded():
+    url = StoreURL.of("redis://us%3Aer:p%40ss%2F%23@host:1/2?timeout=3")
+    assert (url.username, url.password, url.host, url.port) == ("us:er", "p@ss/#", "host", 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("memory://?budget=0", "budget must be positive"),
+        ("memory://?budget=many", r"budget='many' is no size; write one like 20GiB"),
+        ("memory://?lease=soon", r"lease='soon' is no number of seconds"),
+        ("memory://?lease=nan", r"lease must be a positive number of seconds"),
+        ("memory://?size=1", r"unknown option 'size'; known: budget, lease"),
+        ("memory://x#y", r"write # as %23"),
+        ("redis://host:99999", r"its port or its options cannot be read"),
+    ],
+)
+def test_a_bad_option_says_what_to_write(url, words):
+    with pytest.raises(ConfigError, match=words):
+        open_store(url, Settings())
