@@ -123,6 +123,12 @@ class KVPool:
         job = self._job(Direction.LOAD, body, keys, first_block, seconds, first_token)
         return self._transfer.submit(job)
 
+    def withdraw(self, handoff: Attempt) -> Job:
+        """P: this hand-off will not come (the request was aborted): D need not wait for it."""
+        body = partial(self._withdraw, handoff)
+        seconds = self._settings.save_deadline_s
+        return self._transfer.submit(Job(Direction.SAVE, body, num_bytes=0, seconds=seconds))
+
     def poll(self) -> list[Job]:
         """The jobs that have ended since the last call (the last 4,096 of them)."""
         return self._transfer.poll()
@@ -182,6 +188,9 @@ class KVPool:
             reason = self._mover.save(job, chain[stored:]) or Reason.LOST
         self._mover.mark(job, self.namespace, handoff, "failed")
         return reason
+
+    def _withdraw(self, handoff: Attempt, job: Job) -> None:
+        self._mover.mark(job, self.namespace, handoff, "failed")
 
     def _load(
         self,

@@ -164,7 +164,8 @@ class PrefixCacheManager:
         """P: a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
         params: the request's own; an attempt in them (a router that asks P and D at once) is taken
-        over.
+          over.
+        A read-only instance (PDSTORE_PUBLISH=0) has nothing to announce: its answer says nothing.
         """
         asked = Handoff.of(params)
         attempt = asked.attempt if asked else Attempt.new()
@@ -175,7 +176,7 @@ class PrefixCacheManager:
             pool_id=self._pool_id.hex() if self._pool_id else None,
             fields=self.namespace.describe(),
         )
-        return attempt, handoff.params()
+        return attempt, handoff.params() if self._settings.publish else {}
 
     def close(self) -> None:
         """Ends the lookups and the store's connections. Twice is fine."""

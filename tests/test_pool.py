@@ -1,4 +1,4 @@
-"""KVPool and PrefixCacheManager together: what P saves is what D has, or less, and never something else."""
+"""Both halves together: what P saves is what D has, or less, and never something else."""
 
 from __future__ import annotations
 
@@ -338,6 +338,14 @@ def test_a_full_store_says_failed_to_d(store, instance):
     assert (found.num_tokens, found.reason) == (0, Reason.HANDOFF_FAILED)
 
 
+def test_a_withdrawn_handoff_is_not_waited_for(instance):
+    p, d = instance(), instance(fill=POISON, handoff_wait_s=30.0)
+    attempt, params = p.cache.announce(p.cache.keys(range(100)))
+    lookup = d.cache.lookup(d.cache.keys(range(100)), params)
+    assert p.pool.withdraw(attempt).wait(10).reason is None
+    assert lookup.wait(5).reason is Reason.HANDOFF_FAILED
+
+
 def test_a_read_only_instance_saves_nothing(store, instance):
     p = instance(publish=False)
     result = save(p, range(100))
@@ -455,7 +463,7 @@ def test_a_store_that_is_down_refuses_only_when_it_is_required(required, caplog)
     layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16)
     namespace = layout.namespace(settings, weights="w")
     if required:
-        with pytest.raises(StoreUnavailable, match="redis.sock"):
+        with pytest.raises(StoreUnavailable, match=r"redis\.sock"):
             KVPool(settings, layout, caches_of(layout), namespace)
         return
     pool = KVPool(settings, layout, caches_of(layout), namespace)

@@ -143,6 +143,11 @@ def test_an_attempt_of_the_router_is_taken_over(instance):
     assert eventually(lookup.poll).num_tokens == 100
 
 
+def test_a_read_only_instance_announces_nothing_to_wait_for(instance):
+    p = instance(publish=False)
+    assert p.cache.announce(p.cache.keys(range(100)))[1] == {}
+
+
 def test_every_shard_must_be_done(instance, store):
     d = instance(kv_shards=2, handoff_wait_s=0.1)
     p = instance(kv_shards=2)
@@ -157,7 +162,9 @@ def test_every_shard_must_be_done(instance, store):
 
 def test_waiting_asks_for_markers_only(instance, store):
     class Watched(WrapperStore):
-        asked: list = []
+        def __init__(self, store):
+            super().__init__(store)
+            self.asked = []
 
         def match(self, keys):
             self.asked.extend(keys)
@@ -200,7 +207,7 @@ def test_many_lookups_at_once_are_all_answered(instance):
     p, d = instance(), instance(handoff_wait_s=10.0)
     lookups = []
     for i in range(40):
-        job, params = publish(p, [i, *range(99)])
+        _, params = publish(p, [i, *range(99)])
         lookups.append(d.cache.lookup(d.cache.keys([i, *range(99)]), params))
     assert [eventually(lookup.poll).num_tokens for lookup in lookups] == [100] * 40
 

@@ -136,6 +136,8 @@ class Adapter:
                 transfer.lookup.cancel()
                 if transfer.load is not None:
                     transfer.load.cancel()
+                if transfer.attempt is not None and transfer.publish is None:
+                    self._pool.withdraw(transfer.attempt)
 
     def is_done(self, request: Request) -> bool:
         """Whether no job reads or writes the request's blocks any more: they may be given back."""
