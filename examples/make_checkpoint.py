@@ -1,4 +1,4 @@
-"""Trains a tiny Llama checkpoint on this repository's own words, once, and caches it.
+"""Makes a tiny Llama checkpoint of this repository's own words, once, and caches it.
 
     python -m examples.make_checkpoint [--out DIR] [--steps N]
 
@@ -10,28 +10,15 @@ its path.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
-import math
-import random
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ("README.md", "DESIGN.md", "CHANGELOG.md")
-END = "<|endoftext|>"
-SEED = 7
+CACHE = ROOT / ".cache" / "checkpoint"
 STEPS = 500
-VOCABULARY = 1024
-WINDOWS = (64, 128, 256, 512)
-STEP_TOKENS = 1024
-LEARNING_RATE = 4e-3
 
 
 def main() -> None:
@@ -40,46 +27,41 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory to write (default: a cache)")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (%(default)s)")
     arguments = parser.parse_args()
-    disable_progress_bar()  # of saving one file: the training has its own
     print(make_checkpoint(arguments.out, arguments.steps))
 
 
 def make_checkpoint(out: Path | None = None, steps: int = STEPS) -> Path:
     """The directory of the trained checkpoint; trains it if it is not there yet.
 
-    It appears whole or not at all: an interrupted training leaves nothing behind.
+    It appears whole or not at all: an interrupted training leaves nothing behind. Of several
+    processes that want it one trains, and the others wait for it.
     """
-    documents = _documents()
-    out = out or ROOT / ".cache" / "checkpoint" / _digest(steps)
+    out = out or CACHE / _digest(steps)
     if (out / "config.json").exists():
         return out
-    out.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (CACHE, out.parent):
+        directory.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (out / "config.json").exists():
+            _train(out, steps)
+    return out
+
+
+def _train(out: Path, steps: int) -> None:
+    # Here, so that a checkpoint that is there is found without waiting for torch.
+    from transformers.utils.logging import disable_progress_bar
+
+    from examples.train_checkpoint import train_model, train_tokenizer
+
+    disable_progress_bar()  # of saving one file: the training has its own
+    documents = _documents()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".training-") as scratch:
         unfinished = Path(scratch) / "checkpoint"
         tokenizer = train_tokenizer(documents)
         tokenizer.save_pretrained(unfinished)
-        _train_model(tokenizer, documents, steps).save_pretrained(unfinished)
-        try:
-            unfinished.rename(out)
-        except OSError:
-            if not (out / "config.json").exists():  # else another process was first
-                raise
-    return out
-
-
-def train_tokenizer(documents: list[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: every text is tokens, and every token list is text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(documents, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END)
+        train_model(tokenizer, documents, steps).save_pretrained(unfinished)
+        unfinished.rename(out)
 
 
 def _documents() -> list[str]:
@@ -91,66 +73,12 @@ def _documents() -> list[str]:
 
 def _digest(steps: int) -> str:
     """Names what is trained; sources are left out, or each code change would cost a minute."""
-    digest = hashlib.sha256(Path(__file__).read_bytes() + str(steps).encode())
-    for name in DOCS:
+    digest = hashlib.sha256(str(steps).encode())
+    scripts = ("examples/make_checkpoint.py", "examples/train_checkpoint.py")
+    for name in (*scripts, *DOCS):
         if (ROOT / name).exists():
             digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _train_model(
-    tokenizer: PreTrainedTokenizerFast, documents: list[str], steps: int
-) -> LlamaForCausalLM:
-    torch.manual_seed(SEED)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in one order: the same checkpoint on every machine of a kind
-    model = LlamaForCausalLM(_config(len(tokenizer), tokenizer.eos_token_id)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    tokens = torch.tensor(tokenizer(END.join(documents))["input_ids"])
-    with tqdm(total=steps, desc="training a tiny checkpoint", unit="step") as progress:
-        for batch in _batches(tokens, steps):
-            loss = model(input_ids=batch, labels=batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            progress.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
-            progress.update()
-    torch.set_num_threads(threads)
-    return model.eval()
-
-
-def _config(vocabulary: int, end: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end,
-    )
-
-
-def _batches(tokens: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-    """Random windows; each batch has one length and about as many tokens as the others."""
-    choose = random.Random(SEED)
-    for _ in range(steps):
-        window = min(choose.choice(WINDOWS), len(tokens) - 1)
-        starts = [choose.randrange(len(tokens) - window) for _ in range(STEP_TOKENS // window)]
-        yield torch.stack([tokens[start : start + window] for start in starts])
-
-
-def _rate(step: int, steps: int) -> float:
-    """A short warm-up, then a cosine down to a twentieth."""
-    warm = min(1.0, (step + 1) / min(20, steps))
-    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from examples.make_checkpoint import train_tokenizer  # noqa: E402
-from examples.mini_engine.config import Config  # noqa: E402
-from examples.mini_engine.engine import Engine  # noqa: E402
-from examples.mini_engine.request import Finish, Request, Token  # noqa: E402
-from pdstore import read_settings  # noqa: E402
+from examples.mini_engine.config import Config
+from examples.mini_engine.engine import Engine
+from examples.mini_engine.request import Finish, Request, Token
+from examples.train_checkpoint import train_tokenizer
+from pdstore import read_settings
 
 DEADLINE_S = 30
 SHAPE = {

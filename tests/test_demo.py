@@ -248,7 +248,7 @@ def test_a_missing_checkpoint_is_said(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_prompts_have_the_lengths_that_matter(tmp_path: Path) -> None:
-    from examples.make_checkpoint import train_tokenizer
+    from examples.train_checkpoint import train_tokenizer
 
     train_tokenizer([" ".join(prompts.SENTENCES)], 512).save_pretrained(tmp_path)
     made = prompts.make_prompts(tmp_path)

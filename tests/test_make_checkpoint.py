@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from examples import make_checkpoint as maker  # noqa: E402
+from examples import make_checkpoint as maker
+from examples import train_checkpoint as trainer
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +41,13 @@ def test_training_again_gives_the_same_bytes(tmp_path):
 
 def test_it_is_trained_once(tmp_path, monkeypatch):
     path = maker.make_checkpoint(tmp_path / "once", steps=1)
-    monkeypatch.delattr(maker, "_train_model")
+    monkeypatch.delattr(trainer, "train_model")
     assert maker.make_checkpoint(tmp_path / "once", steps=1) == path
 
 
 def test_training_teaches_something(tmp_path):
     text = maker._documents()[0][:1000]
-    ids = maker.train_tokenizer(maker._documents())(text, return_tensors="pt")["input_ids"]
+    ids = trainer.train_tokenizer(maker._documents())(text, return_tensors="pt")["input_ids"]
     losses = [
         transformers.AutoModelForCausalLM.from_pretrained(
             maker.make_checkpoint(tmp_path / str(steps), steps=steps)
@@ -60,23 +61,24 @@ def test_an_interrupted_training_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(maker, "_train_model", interrupt)
+    monkeypatch.setattr(trainer, "train_model", interrupt)
     with pytest.raises(KeyboardInterrupt):
         maker.make_checkpoint(tmp_path / "out", steps=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_of_two_at_once_wins(tmp_path, monkeypatch):
-    train = maker._train_model
-
-    def overtaken(*arguments):
-        monkeypatch.setattr(maker, "_train_model", train)
-        maker.make_checkpoint(tmp_path / "out", steps=1)
-        return train(*arguments)
-
-    monkeypatch.setattr(maker, "_train_model", overtaken)
-    assert maker.make_checkpoint(tmp_path / "out", steps=1) == tmp_path / "out"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_of_two_at_once_one_trains_and_both_have_it(tmp_path):
+    command = [sys.executable, "-m", "examples.make_checkpoint", "--steps", "1", "--out"]
+    both = [
+        subprocess.Popen(
+            [*command, str(tmp_path / "out")], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [out.decode().strip() for out, _ in said] == [str(tmp_path / "out")] * 2
+    assert sum(b"training" in progress for _, progress in said) == 1
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path):

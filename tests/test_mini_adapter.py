@@ -7,9 +7,6 @@ import random
 import time
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from mini_engine_kit import (  # noqa: F401 - two are fixtures
     SHAPES,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from mini_engine_kit import (  # noqa: F401 - two are fixtures
     DEADLINE_S,

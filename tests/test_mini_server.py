@@ -11,19 +11,15 @@ import subprocess
 import sys
 import threading
 
+import httpx
 import pytest
+from mini_engine_kit import DEADLINE_S, Gate, close, until
 
-pytest.importorskip("transformers")
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
-from mini_engine_kit import DEADLINE_S, Gate, close, until  # noqa: E402
-
-from examples.make_checkpoint import ROOT, make_checkpoint  # noqa: E402
-from examples.mini_engine.config import Config, parse  # noqa: E402
-from examples.mini_engine.engine import Engine  # noqa: E402
-from examples.mini_engine.server import HttpServer  # noqa: E402
-from pdstore import PDStoreError, read_settings  # noqa: E402
+from examples.make_checkpoint import ROOT, make_checkpoint
+from examples.mini_engine.config import Config, parse
+from examples.mini_engine.engine import Engine
+from examples.mini_engine.server import HttpServer
+from pdstore import PDStoreError, read_settings
 
 PROMPT = "A block is stored under its key"
 
