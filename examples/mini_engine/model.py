@@ -29,6 +29,7 @@ class Model:
     def __init__(self, config: Config) -> None:
         if config.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device {config.device}: torch sees no CUDA device")
+        transformers.utils.logging.disable_progress_bar()  # a log needs no moving bar
         try:
             load: dict[str, Any] = {
                 "pretrained_model_name_or_path": config.model,

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import math
+import socket
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import FrameType
 
@@ -54,6 +56,13 @@ class HttpServer(uvicorn.Server):
         options = uvicorn.Config(app_of(engine), config.host, config.port, log_level="warning")
         options.timeout_graceful_shutdown = math.ceil(config.settings.drain_s) + 1
         super().__init__(options)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            config = self._engine.config
+            role = config.settings.role
+            print(f"ready: {role} on http://{config.host}:{config.port}", file=sys.stderr)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._engine.drain()
