@@ -21,7 +21,7 @@ def settings_of(**changes: object) -> Settings:
 
 
 def caches_of(layout: Layout, num_blocks: int = 64, fill: float | None = None) -> list:
-    """Per layer [num_blocks, engine_block_tokens, heads, channels], random unless `fill` is given."""
+    """Per layer [num_blocks, engine_block_tokens, heads, channels], random or `fill`."""
     caches = []
     for n, spec in enumerate(layout.layers):
         shape = (num_blocks, layout.engine_block_tokens, layout.local_heads(n), spec.channels)

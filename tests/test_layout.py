@@ -89,8 +89,10 @@ NAMESPACE_CHANGES = [
 def test_everything_that_changes_bytes_changes_the_namespace():
     namespaces = [layout(**c).namespace(SETTINGS, weights="w") for c in [{}, *NAMESPACE_CHANGES]]
     namespaces.append(layout().namespace(SETTINGS, weights="v"))
-    for change in ({"salt": "s"}, {"salt": "t"}, {"hash": "xxh3_128"}):
-        namespaces.append(layout().namespace(read_settings(**change), weights="w"))
+    namespaces += [
+        layout().namespace(read_settings(**change), weights="w")
+        for change in ({"salt": "s"}, {"salt": "t"}, {"hash": "xxh3_128"})
+    ]
     digests = {n.digest for n in namespaces}
     assert len(digests) == len(NAMESPACE_CHANGES) + 5
 

@@ -10,37 +10,13 @@ import pytest
 import pdstore
 
 PACKAGE = Path(pdstore.__file__).parent
-ORDER = [
-    "errors",
-    "settings",
-    "types",
-    "keys",
-    "layout",
-    "block",
-    "weights",
-    "workers",
-    "swap",
-    "staging",
-    "metrics",
-    "values",
-    "handoff",
-    "job",
-    "store.url",
-    "store.base",
-    "store.memory",
-    "store.file",
-    "store.redis",
-    "store.mooncake",
-    "store.wrappers",
-    "store",
-    "store.connect",
-    "transfer",
-    "mover",
-    "prefix_cache",
-    "pool",
-    "testing",
-    "cli",
-]
+ORDER = (
+    *("errors", "settings", "types", "keys", "layout", "block", "weights"),
+    *("workers", "swap", "staging", "metrics", "values", "handoff", "job"),
+    *("store.url", "store.base", "store.memory", "store.file", "store.redis", "store.mooncake"),
+    *("store.wrappers", "store", "store.connect"),
+    *("transfer", "mover", "prefix_cache", "pool", "testing", "cli"),
+)
 DOORS = {
     "os.environ": ["settings"],
     "threading.Thread": ["workers"],

@@ -159,18 +159,23 @@ def test_nothing_touches_the_cache_after_the_end(make, gate):
 
 
 def test_loads_go_first(make, gate):
-    transfer = make(workers=3)
-    for job in (held(gate, LOAD), held(gate, SAVE), held(gate, SAVE)):
-        transfer.submit(job)
-    eventually(lambda: not any(transfer._queues.values()))
+    transfer, names = make(workers=3), {}
+    own = threading.Event()  # ends the job on the worker that serves both directions
+
+    def hold(job):
+        names[job] = threading.current_thread().name
+        (own if names[job].endswith("-2") else gate).wait(30)
+
+    for direction, count in ((LOAD, 2), (SAVE, 3)):
+        for _ in range(count - (direction is SAVE) * 2):
+            transfer.submit(job_of(hold, direction))
+        eventually(lambda count=count: len(names) == count)
     order = []
-    jobs = [
-        transfer.submit(job_of(lambda job, d=d: order.append(d), d)) for d in (SAVE, LOAD, LOAD)
-    ]
-    gate.set()
+    jobs = [transfer.submit(job_of(lambda job, d=d: order.append(d), d)) for d in (SAVE, LOAD) * 3]
+    own.set()
     for job in jobs:
         job.wait(5)
-    assert order.index(LOAD) < 2
+    assert order == [LOAD] * 3 + [SAVE] * 3
 
 
 @pytest.mark.parametrize("busy", list(Direction))
@@ -213,7 +218,12 @@ def test_too_many_hung_calls_refuse_new_jobs_until_one_returns(make):
 
 def test_a_job_follows_those_it_is_after(make, gate):
     transfer, order = make(), []
-    first = transfer.submit(job_of(lambda job: (gate.wait(30), order.append(1)) and None))
+
+    def first_body(job):
+        gate.wait(30)
+        order.append(1)
+
+    first = transfer.submit(job_of(first_body))
     failed = transfer.submit(job_of(lambda job: Reason.LOST))
     last = transfer.submit(job_of(lambda job: order.append(2)), after=[first, failed])
     assert not last.done

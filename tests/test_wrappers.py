@@ -79,7 +79,7 @@ def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock)
         assert not store.is_open
         failing(store)
     assert store.is_open
-    with pytest.raises(StoreUnavailable, match="3 times in a row; next try in 1.0 s"):
+    with pytest.raises(StoreUnavailable, match=r"3 times in a row; next try in 1\.0 s"):
         store.match(KEYS)
     assert inner.num_calls == 3
 
