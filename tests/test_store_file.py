@@ -135,6 +135,13 @@ def test_a_value_is_kept_for_a_moment_after_its_put(store):
     assert 16 <= caught.value.num_done <= 20
 
 
+def test_no_room_for_a_value_evicts_nothing_for_it(store):
+    keys = fill(store, 10, age_s=100)
+    with pytest.raises(StoreFull):
+        put(store, fresh_keys(1), [b"x" * (21 * SIZE)])
+    assert stored(store, keys) == keys
+
+
 def test_a_time_far_in_the_future_is_no_lease(store):
     keys, old = fill(store, 8, age_s=-86_400), fill(store, 8, age_s=300)
     fill(store, 12)

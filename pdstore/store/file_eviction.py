@@ -15,6 +15,7 @@ from pdstore.types import BlockKey
 MAX_LEASE_S = 3600.0
 DEFAULT_BUDGET = 20 << 30
 _PAGE = 4096  # what a file takes on disk is a multiple of it
+_PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
 _S = 1_000_000_000
 
 
@@ -40,13 +41,16 @@ class Evictor:
     def admit(self, num_bytes: int) -> bool:
         """Counts bytes that are about to be put; False if there is no room for them."""
         num_bytes = _on_disk(num_bytes)
+        if num_bytes > self.budget:
+            return False
         with self._lock:
             self._used += num_bytes
             self._put_since_scan += num_bytes
             due = self._put_since_scan > self._step or self._used > self.budget
-        others_evict = due and not self._is_known_full() and not self._evict(num_bytes, 0)
+            patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
+        others_evict = due and not (self._is_known_full() or self._evict(num_bytes, 0, patience_s))
         limit = self.budget + (self._step if others_evict else 0)
-        if max(num_bytes, self._used) <= limit:
+        if self._used <= limit:
             return True
         with self._lock:
             self._used -= num_bytes
@@ -55,7 +59,7 @@ class Evictor:
     def make_room(self, num_bytes: int) -> None:
         """Evicts when the disk is full, whoever filled it."""
         if not self._is_known_full():
-            self._evict(0, _on_disk(num_bytes))
+            self._evict(0, _on_disk(num_bytes), _PATIENCE_S)
 
     def look_again(self) -> None:
         """Makes the next put look at the directory: room was made in another way."""
@@ -64,15 +68,17 @@ class Evictor:
     def _is_known_full(self) -> bool:
         return time.monotonic() < self._full_until
 
-    def _evict(self, coming: int, to_free: int) -> bool:
-        """Looks and evicts; False if another thread or process is at it.
+    def _evict(self, coming: int, to_free: int, patience_s: float) -> bool:
+        """Looks and evicts; False if another thread or process is at it for longer than that.
 
         Afterwards the budget has room for `coming` bytes, and at least `to_free` bytes are deleted,
         unless all is leased.
         """
-        lock = self._directory.lock()
-        if lock is None:
-            return False
+        start = time.monotonic()
+        while (lock := self._directory.lock()) is None:
+            if time.monotonic() - start >= patience_s:
+                return False
+            time.sleep(0.002)
         start = time.monotonic()
         try:
             used, freed = self._look_and_delete(coming, to_free)
