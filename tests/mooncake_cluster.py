@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 from kv import eventually
 
+from pdstore.errors import StoreError
 from pdstore.settings import Settings, set_missing_variables
 from pdstore.store import open_store
 from pdstore.store.mooncake import MooncakeStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put
 
-LEASE_S, CLIENT_TTL_S, DISCARD_S = 3.0, 2, 3
+LEASE_S, CLIENT_TTL_S, DISCARD_S = 3.0, 4, 3
 RPC_S = 1.0  # the library reads its time-outs once per process: shorter ones than in production
 SEGMENT = 256 << 20
 set_missing_variables(
@@ -136,6 +137,7 @@ class Cluster:
 def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """The process hangs in here: SIGSTOP, then SIGCONT."""
     process.send_signal(signal.SIGSTOP)
+    eventually(lambda: _states_of(process.pid) == {"T"})
     try:
         yield
     finally:
@@ -154,7 +156,7 @@ def wait_until_it_serves(store: MooncakeStore, timeout_s: float = 15.0) -> None:
         keys = fresh_keys(1)
         try:
             return put(store, keys, [b"x"]) == 1 and get(store, keys, [1]) == [b"x"]
-        except OSError:  # StoreUnavailable, StoreTimeout
+        except StoreError:
             return False
         finally:
             time.sleep(0.02)
@@ -185,3 +187,9 @@ def _accepts(port: int) -> bool:
         return True
     time.sleep(0.01)
     return False
+
+
+def _states_of(pid: int) -> set[str]:
+    """What the threads of a process do, as in ps(1)."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return {stat.rpartition(") ")[2][0] for stat in stats}
