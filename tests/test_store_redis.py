@@ -72,6 +72,9 @@ class TestRedisStoreThatEvicts(StoreTests):
         with opened(small_server(redis_server, "volatile-lru").url) as store:
             yield store
 
+    def write_raw(self, store, key, data):
+        store._client.set(key, data)
+
 
 def small_server(redis_server, policy):
     """A server with room for about 40 values of 64 KiB."""

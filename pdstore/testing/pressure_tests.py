@@ -30,8 +30,11 @@ class PressureTests:
         put(small_store, keys, values)
         leased_at = time.monotonic()
         assert small_store.match(keys) == 6
-        if not small_store.lease_s:
-            pytest.skip("this store promises nothing")
+        if not small_store.lease_s:  # nothing is promised: a value may go, and not change
+            _fill(small_store, 4 * MOST)
+            found = get(small_store, keys, [SIZE] * 6)
+            assert found == values[: len(found)]
+            return
         _fill(small_store, 4 * MOST)
         assert time.monotonic() - leased_at < small_store.lease_s, "too slow to tell"
         assert get(small_store, keys, [SIZE] * 6) == values
