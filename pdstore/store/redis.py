@@ -8,6 +8,7 @@ from functools import partial
 import redis
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
+from redis.connection import PythonRespSerializer
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -90,6 +91,8 @@ class RedisStore(Store):
             health_check_interval=0,
             protocol=2,
             max_connections=4096,
+            # hiredis, where it is installed, reads twice as fast, but copies what it sends
+            command_packer=PythonRespSerializer(_CHUNK, _encode),
             **_without_client_info(),
         )
         if url.scheme == "redis+unix":
@@ -107,6 +110,7 @@ class RedisStore(Store):
                 ssl_ca_certs=url.options.pop("ca", None),
                 ssl_certfile=url.options.pop("cert", None),
                 ssl_keyfile=url.options.pop("key", None),
+                redis_connect_func=_connect_and_ping,
             )
             url.finish("ca, cert, key, timeout")
         else:
@@ -287,6 +291,17 @@ def _database(url: StoreURL) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{url.label}: {text!r} is no database number")
     return int(text)
+
+
+def _encode(argument: str | int | bytes | memoryview) -> bytes | memoryview:
+    return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
+
+
+def _connect_and_ping(connection: redis.SSLConnection) -> None:
+    """Reads the session tickets of TLS 1.3, which hiredis takes for a reply to nothing."""
+    connection.on_connect()  # type: ignore[no-untyped-call]
+    connection.send_command("PING")  # type: ignore[no-untyped-call]
+    connection.read_response()
 
 
 def _without_client_info() -> dict[str, None]:
