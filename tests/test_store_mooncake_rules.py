@@ -157,14 +157,14 @@ def test_reads_that_outlive_their_lease_never_give_wrong_bytes(tmp_path):
     """Rule 5: with a lease of 5 ms and a pool that evicts all the time."""
     flags = ["--default_kv_lease_ttl=5", "--eviction_high_watermark_ratio=0.5"]
     with (
-        contextlib.closing(Cluster(tmp_path, segment=32 << 20, flags=flags)) as cluster,
+        contextlib.closing(Cluster(tmp_path, segment=16 << 20, flags=flags)) as cluster,
         cluster.open() as store,
         cluster.open() as peer,
     ):
         wait_until_it_serves(store)
-        keys, size = fresh_keys(60), 1 << 20
+        keys, size = fresh_keys(24), 1 << 20
         values = {key: content(key, size) for key in keys}
-        batches = [keys[start : start + 6] for start in range(0, 60, 6)]
+        batches = [keys[start : start + 4] for start in range(0, 24, 4)]
         num_read = 0
 
         def write():
@@ -174,8 +174,8 @@ def test_reads_that_outlive_their_lease_never_give_wrong_bytes(tmp_path):
 
         def read():
             nonlocal num_read
-            for batch in batches * 2:
-                got = get(peer, batch, [size] * 6)
+            for batch in batches:
+                got = get(peer, batch, [size] * 4)
                 num_read += len(got)
                 assert got == [values[key] for key in batch[: len(got)]]
 
