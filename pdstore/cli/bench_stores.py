@@ -16,10 +16,12 @@ from pdstore.errors import ConfigError
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Store
+from pdstore.store.url import StoreURL
 from pdstore.types import BlockKey, Slots
 
 _SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 _BATCH = 16
+_MATCH_KEYS = 1024
 _COLUMNS = (
     *("store", "value", "verb", "raw", "xxh3", "pdstore"),
     *("of ideal", "store/raw", "p50 ms", "p99 ms"),
@@ -60,6 +62,7 @@ class RawFiles:
 class _Case(NamedTuple):
     """One store, one size of value, one batch."""
 
+    name: str
     store: Store
     raw: Raw
     size: int
@@ -93,7 +96,8 @@ def bench_stores(urls: Sequence[str], directory: Path, rounds: int) -> Report:
             raw = _raw_of(url, store, Path(temporary))
             for name, size in _SIZES.items():
                 for count in (_BATCH, 1):
-                    _measure(report, _Case(store, raw, size, count), name, rounds)
+                    _measure(report, _Case(_name_of(url), store, raw, size, count), name, rounds)
+            _measure_match(report, _name_of(url), store, max(rounds * 10, 100))
             store.close()
     return report
 
@@ -106,7 +110,34 @@ def _raw_of(url: str, store: Store, temporary: Path) -> Raw:
         from pdstore.store.redis import RawRedis, RedisStore
 
         return RawRedis(cast(RedisStore, store))
-    raise ConfigError(f"no raw calls to compare {scheme}:// with: measure file:// or redis://")
+    if scheme == "mooncake":
+        from pdstore.store.mooncake import MooncakeStore, RawMooncake
+
+        return RawMooncake(cast(MooncakeStore, store))
+    raise ConfigError(
+        f"no raw calls to compare {scheme}:// with: measure file://, redis:// or mooncake://"
+    )
+
+
+def _name_of(url: str) -> str:
+    """The scheme, and which kind of Mooncake pool."""
+    parsed = StoreURL.of(url)
+    return " ".join([parsed.scheme, *parsed.options.get("topology", "").split()])
+
+
+def _measure_match(report: Report, name: str, store: Store, rounds: int) -> None:
+    """One match of 1,024 stored keys."""
+    keys = [BlockKey(f"pds1:bench:{secrets.token_hex(16)}") for _ in range(_MATCH_KEYS)]
+    slots = Slots(memoryview(bytearray(64)), 64, [0] * _MATCH_KEYS, [64] * _MATCH_KEYS)
+    assert store.put(keys, slots) == _MATCH_KEYS
+
+    def match() -> None:
+        assert store.match(keys) == _MATCH_KEYS
+
+    seconds = quantiles([seconds_of(match) for _ in range(rounds)], n=100)
+    store.remove(keys)
+    blank = [""] * 5
+    report.add(name, f"{_MATCH_KEYS} keys", "match", *blank, seconds[49] * 1e3, seconds[98] * 1e3)
 
 
 def _measure(report: Report, case: _Case, name: str, rounds: int) -> None:
@@ -125,7 +156,7 @@ def _measure(report: Report, case: _Case, name: str, rounds: int) -> None:
         alone_ratio = median(raw) / median(alone) if alone else ""
         percentiles = [p * 1e3 for p in quantiles(ours, n=100)] if len(ours) > 1 else [0.0] * 99
         report.add(
-            case.store.label.partition("://")[0],
+            case.name,
             label,
             verb,
             raw_rate,

@@ -24,7 +24,7 @@ from pdstore.types import Slots
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 1 << 20  # what is smaller is not worth a registration
+SLAB_BYTES = 64 << 10  # what is smaller is not worth a registration
 BOUNCE_BYTES = 64 << 20
 
 
