@@ -55,7 +55,7 @@ class TestFileStore(StoreTests):
             yield store
 
     def write_raw(self, store, key, data):
-        path_of(store, key).write_bytes(data)
+        planted_at(store, key).write_bytes(data)
 
 
 @pytest.fixture
@@ -67,6 +67,11 @@ def store(tmp_path):
 
 def path_of(store, key) -> Path:
     return Path(store._directory.path(key))
+
+
+def planted_at(store, key) -> Path:
+    path_of(store, key).parent.mkdir(mode=0o700, exist_ok=True)
+    return path_of(store, key)
 
 
 def fill(store, count, *, age_s=0.0):
@@ -241,7 +246,7 @@ def test_a_symbolic_link_is_not_followed(store, tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 64)
     [key] = fresh_keys(1)
-    path_of(store, key).symlink_to(secret)
+    planted_at(store, key).symlink_to(secret)
     slots = empty_slots([64])
     with pytest.raises(WrongLength):
         store.get([key], slots)
@@ -253,7 +258,7 @@ def test_a_symbolic_link_is_not_followed(store, tmp_path):
 
 def test_a_fifo_does_not_hang_a_reader(store):
     [key] = fresh_keys(1)
-    os.mkfifo(path_of(store, key))
+    os.mkfifo(planted_at(store, key))
     with pytest.raises(WrongLength):
         get(store, [key], [64])
 

@@ -196,6 +196,7 @@ class FileStore(Store):
                     done += os.write(fd, piece[done:])
             finally:
                 os.close(fd)
+            self._directory.make_place(path)
             os.link(temporary, path)  # not a rename, which would replace what is stored
         except FileExistsError:
             return False

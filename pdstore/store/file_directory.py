@@ -46,6 +46,7 @@ class PoolDirectory:
         self.root = root
         self._places = [f"{root}/{n:02x}/" for n in range(FAN_OUT)]
         self._tmp = root / "tmp"
+        self._made: set[str] = set()
         self._scratch: Scratch | None = None
         self._repair_lock = threading.Lock()
         self._check_root()
@@ -54,6 +55,14 @@ class PoolDirectory:
     def path(self, key: BlockKey) -> str:
         """Where a key's value is."""
         return self._places[zlib.crc32(key.encode()) % FAN_OUT] + key
+
+    def make_place(self, path: str) -> None:
+        """Makes the directory that a value goes to; once, because 256 at the start take 40 ms."""
+        place, _, _ = path.rpartition("/")
+        if place not in self._made:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(place, 0o700)
+            self._made.add(place)
 
     def temporary(self) -> str:
         """A new name for an unfinished value."""
@@ -77,9 +86,9 @@ class PoolDirectory:
         with self._repair_lock:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
-            for path in (str(self._tmp), *self._places):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(path, 0o700)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._tmp, 0o700)
+            self._made.clear()
             if self._scratch is None or not self._scratch.exists():
                 self.close()
                 self._scratch = Scratch(self._tmp)
