@@ -6,6 +6,7 @@ VENV ?= .venv
 STORE ?= file
 ENGINE ?= mini
 PIP_ARGS ?=
+MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 BIN := $(abspath $(VENV))/bin
 
 .DEFAULT_GOAL := help
@@ -17,8 +18,10 @@ help: ## Show these targets
 setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests need
 	@command -v redis-server >/dev/null || echo "warning: no redis-server: STORE=redis and the" \
 	  "redis tests need it; as root: apt-get install redis-server" >&2
+	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || echo "warning: STORE=mooncake and the" \
+	  "mooncake tests need Mooncake's library; as root: apt-get install libibverbs1" >&2
 
-demo: setup ## P and D with a pool between them, checked (STORE=file|redis, ENGINE=mini)
+demo: setup ## P and D with a pool between them, checked (STORE=file|redis|mooncake)
 	@PYTHON=$(BIN)/python examples/run_pd_storage.sh --store $(STORE) --engine $(ENGINE)
 
 test: setup ## The whole test suite
@@ -41,5 +44,6 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	  || { echo "no venv for $(PYTHON); as root: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up $(VENV): a few minutes, once" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt -e '.[redis,examples,test,dev]'
+	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
+	  -e '.[redis,$(MOONCAKE),examples,test,dev]'
 	@touch $@

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The whole thing in one command: P and D with a pool between them, checked against one instance.
 #
-#   examples/run_pd_storage.sh [--store file|redis|URL] [--engine mini] [--model DIR] [--json FILE]
+#   examples/run_pd_storage.sh [--store STORE] [--engine mini] [--model DIR] [--json FILE]
 #
-#   --store    file: a fresh directory (the default). redis: a fresh redis-server. Or a pool's URL
+#   --store    file (the default), redis or mooncake: a fresh one. Or the URL of a pool that runs
 #   --engine   mini, the only one today
 #   --model    or MODEL: a checkpoint; else a tiny one is trained, once, in a minute
 #   --json     write the results to a file, too

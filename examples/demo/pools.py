@@ -1,4 +1,4 @@
-"""The pool P and D meet in: a fresh directory, a fresh redis-server, or the user's own."""
+"""The pool P and D meet in: a fresh directory, redis-server or Mooncake, or the user's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import socket
 import tempfile
 from collections.abc import Iterator
 
+from examples.demo.mooncake_pool import start_mooncake
 from examples.demo.processes import DemoError, Processes, free_ports
 
-KINDS = ("file", "redis")
+KINDS = ("file", "redis", "mooncake")
 
 _PING_S = 0.5
 
@@ -22,7 +23,12 @@ def open_pool(store: str, processes: Processes) -> Iterator[str]:
         yield store
         return
     with tempfile.TemporaryDirectory(prefix="pdstore-demo-", ignore_cleanup_errors=True) as scratch:
-        yield f"file://{scratch}" if store == "file" else _start_redis(scratch, processes)
+        if store == "file":
+            yield f"file://{scratch}"
+        elif store == "redis":
+            yield _start_redis(scratch, processes)
+        else:
+            yield start_mooncake(processes)
 
 
 def _start_redis(scratch: str, processes: Processes) -> str:

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Starts a Mooncake pool: a master, and a process that holds memory for it. Ctrl-C stops both.
+#
+#   examples/run_mooncake.sh [--host IP] [--port N] [--segment SIZE] [--protocol tcp|rdma] [...]
+#   examples/run_mooncake.sh --join MASTER:PORT --host IP [--segment SIZE] [...]
+#
+#   --host          the address at which other hosts reach this one (127.0.0.1: this host only)
+#   --port          of the master (50051)
+#   --segment       memory to hold values in (4GB)
+#   --protocol      tcp (the default), or rdma with --devices
+#   --devices       NICs for rdma, comma-separated
+#   --client-port   of the holder (50052); for topology=shared on this host
+#   --metrics-port  of the master's HTTP server (9003), on 127.0.0.1
+#   --join          no master: holds memory for the one that runs there
+#
+# Then, for P and for D:  export PDSTORE_STORE=mooncake://IP:50051?lease=10
+# Logs are in logs/. What the flags are for, ports, sizes, security: deploy/mooncake.md
+set -euo pipefail
+# shellcheck source=examples/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+host=127.0.0.1 port=50051 segment=4GB protocol=tcp devices='' client_port=50052
+metrics_port=9003 join=''
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        -h | --help) usage; exit ;;
+        --host) host=$(value_of "$@"); shift 2 ;;
+        --port) port=$(value_of "$@"); shift 2 ;;
+        --segment) segment=$(value_of "$@"); shift 2 ;;
+        --protocol) protocol=$(value_of "$@"); shift 2 ;;
+        --devices) devices=$(value_of "$@"); shift 2 ;;
+        --client-port) client_port=$(value_of "$@"); shift 2 ;;
+        --metrics-port) metrics_port=$(value_of "$@"); shift 2 ;;
+        --join) join=$(value_of "$@"); shift 2 ;;
+        *) die "unknown option '$1' (--help shows them)" ;;
+    esac
+done
+
+# program NAME: the one of $PYTHON, of the active environment, of make setup, or on the PATH.
+program() {
+    local directory found
+    for directory in "${PYTHON:+$(dirname "$PYTHON")}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin}" \
+        "$ROOT/.venv/bin"; do
+        if [[ -n $directory && -x $directory/$1 ]]; then
+            printf '%s' "$directory/$1"
+            return
+        fi
+    done
+    found=$(command -v "$1") || die "no $1 here: pip install 'pdstore[mooncake]', or without a" \
+        "GPU 'pdstore[mooncake-cpu]', and as root: apt-get install libibverbs1"
+    printf '%s' "$found"
+}
+
+children=()
+stop() {
+    trap '' INT TERM HUP
+    [[ ${#children[@]} -eq 0 ]] || kill "${children[@]}" 2>/dev/null || true
+    wait
+}
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+trap stop EXIT
+
+# die_with_logs MESSAGE: with the end of each log.
+die_with_logs() {
+    tail -n 5 "$ROOT"/logs/mooncake_*.log >&2
+    die "$1"
+}
+
+# serve_at PORT COMMAND...: starts a child and returns when it accepts connections.
+serve_at() {
+    local at=$1 name tries
+    shift
+    name=$(basename "$1")
+    "$@" >"$ROOT/logs/$name.log" 2>&1 &
+    children+=($!)
+    for ((tries = 0; tries < 200; tries++)); do
+        if (: <"/dev/tcp/$host/$at") 2>/dev/null; then
+            return
+        fi
+        kill -0 "${children[-1]}" 2>/dev/null || die_with_logs "$name ended"
+        sleep 0.1
+    done
+    die_with_logs "$name does not answer on port $at"
+}
+
+mkdir -p "$ROOT/logs"
+need_free_port "$client_port"
+master=$(program mooncake_master)
+holder=$(program mooncake_client)
+export MC_LOG_LEVEL=${MC_LOG_LEVEL:-WARNING} MC_TCP_BIND_ADDRESS=$host
+if [[ -z $join ]]; then
+    need_free_port "$port"
+    need_free_port "$metrics_port"
+    serve_at "$port" "$master" --rpc_port="$port" --rpc_address="$host" \
+        --rpc_thread_num="$(($(nproc) > 3 ? $(nproc) / 2 : 2))" \
+        --metrics_port="$metrics_port" --metrics_host=127.0.0.1 \
+        --default_kv_lease_ttl=10000 --client_ttl=5 --put_start_discard_timeout_sec=10 \
+        --eviction_high_watermark_ratio=0.85 --eviction_ratio=0.1
+fi
+serve_at "$client_port" "$holder" --host="$host" --port="$client_port" \
+    --global_segment_size="$segment" --master_server_address="${join:-$host:$port}" \
+    --metadata_server=P2PHANDSHAKE --protocol="$protocol" --device_names="$devices"
+url="mooncake://${join:-$host:$port}?lease=10&discard=10"
+cat >&2 <<END
+ready: holds $segment on this host. For P and for D:
+  export PDSTORE_STORE='$url'
+On this host, for speed without RDMA:
+  export PDSTORE_STORE='$url&topology=shared&client=$host:$client_port'
+END
+wait -n || true
+die_with_logs "one of the two ended"
