@@ -111,12 +111,17 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-@pytest.fixture
-def pair(cluster):
-    """P and D that have worked already."""
+@pytest.fixture(scope="module")
+def one_pair(cluster):
     with contextlib.closing(Pair(cluster)) as pair:
-        pair.assert_heals()
         yield pair
+
+
+@pytest.fixture
+def pair(one_pair):
+    """P and D that live through all the faults, and work now."""
+    one_pair.assert_heals()
+    return one_pair
 
 
 def test_without_a_fault_everything_arrives(pair):
@@ -245,16 +250,19 @@ def test_a_writer_killed_in_the_middle_of_a_put_blocks_its_keys_for_a_bounded_ti
     values = [content(key, size) for key in keys]
     with cluster.open() as store:
         wait_until_it_serves(store)
-        with stopped(cluster.holder):
-            writer = subprocess.Popen(
-                [sys.executable, "-c", _WRITER, cluster.url, keys[1], str(size)],
-                stdout=subprocess.PIPE,
-                cwd=Path(__file__).parent,
-            )
-            assert writer.stdout.readline() == b"putting\n"
-            eventually(lambda: store._size_of(keys[1]) == -703)
-            kill(writer)
-            writer.stdout.close()
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, cluster.url, keys[1], str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parent,
+        )
+        with writer:
+            assert writer.stdout.readline() == b"connected\n"
+            with stopped(cluster.holder):
+                writer.stdin.write(b"go\n")
+                writer.stdin.flush()
+                eventually(lambda: store._size_of(keys[1]) == -703)
+                writer.kill()
         eventually(lambda: put(store, keys[:1], values[:1]) == 1)
         start = time.monotonic()
         assert put(store, keys, values) == 1
@@ -274,8 +282,9 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing.values import put
 store = open_store(sys.argv[1], Settings())
-store._data.call().__enter__()
-print("putting", flush=True)
+with store._data.call():
+    print("connected", flush=True)
+sys.stdin.readline()
 put(store, [sys.argv[2]], [b"x" * int(sys.argv[3])])
 """
 
