@@ -24,8 +24,8 @@ class Evictor:
 
     Each process counts the bytes it puts, and looks at the whole directory after every 5 % of the
     budget. Whoever looks holds the directory's lock, and deletes tails and markers past their time,
-    then the values with the oldest modification time that are not leased, down to 90 % of the
-    budget. With n processes the pool may so pass its budget by (n - 2) * 5 %.
+    then the values with the oldest modification time that are neither leased nor fresh, down to
+    90 % of the budget. With n processes the pool may so pass its budget by (n - 2) * 5 %.
     """
 
     def __init__(self, directory: PoolDirectory, budget: int | None, handoff_ttl_s: float) -> None:

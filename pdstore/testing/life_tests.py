@@ -14,7 +14,7 @@ from pdstore.errors import StoreClosed, StoreError
 from pdstore.store.base import Store
 from pdstore.testing.prefix_tests import Verb, every_verb
 from pdstore.testing.threads import run_together, start_background
-from pdstore.testing.values import content, fresh_keys, get, put
+from pdstore.testing.values import assert_values, content, fresh_keys, get, put
 
 SIZE = 4096
 
@@ -76,7 +76,7 @@ class LifeTests:
             _exit_with_outcome(store)
         assert _exit_code(child, self.deadline_s) == 0, "the child's call must raise StoreClosed"
         assert store.match(keys) == 3
-        assert get(store, keys, [SIZE] * 3) == values
+        assert_values(get(store, keys, [SIZE] * 3), values)
 
 
 def _exit_with_outcome(store: Store) -> None:

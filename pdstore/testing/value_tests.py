@@ -9,7 +9,15 @@ import pytest
 
 from pdstore.errors import WrongLength
 from pdstore.store.base import MAX_KEY_CHARS, Store
-from pdstore.testing.values import content, empty_slots, filled_slots, fresh_keys, get, put
+from pdstore.testing.values import (
+    assert_values,
+    content,
+    empty_slots,
+    filled_slots,
+    fresh_keys,
+    get,
+    put,
+)
 from pdstore.types import BlockKey, Slots
 
 SIZE = 4096
@@ -26,28 +34,28 @@ class ValueTests:
         keys = fresh_keys(5)
         values = [content(key, SIZE) for key in keys]
         assert put(store, keys, values) == 5
-        assert get(store, keys, [SIZE] * 5) == values
+        assert_values(get(store, keys, [SIZE] * 5), values)
 
     def test_another_user_of_the_pool_gets_what_was_put(self, store: Store, peer: Store) -> None:
         keys = fresh_keys(3)
         values = [content(key, SIZE) for key in keys]
         put(store, keys, values)
         assert peer.match(keys) == 3
-        assert get(peer, keys, [SIZE] * 3) == values
+        assert_values(get(peer, keys, [SIZE] * 3), values)
 
     def test_a_stored_key_keeps_its_bytes(self, store: Store) -> None:
         keys = fresh_keys(2)
         first = [content(key, SIZE) for key in keys]
         put(store, keys, first)
         put(store, keys, [content(key, SIZE, version=1) for key in keys])
-        assert get(store, keys, [SIZE] * 2) == first
+        assert_values(get(store, keys, [SIZE] * 2), first)
 
     def test_a_stored_key_keeps_its_length(self, store: Store) -> None:
         keys = fresh_keys(1)
         first = [content(key, SIZE) for key in keys]
         put(store, keys, first)
         put(store, keys, [content(key, SIZE // 2, version=1) for key in keys])
-        assert get(store, keys, [SIZE]) == first
+        assert_values(get(store, keys, [SIZE]), first)
 
     def test_put_of_stored_keys_accepts_them_all(self, store: Store) -> None:
         keys = fresh_keys(6)
@@ -55,7 +63,7 @@ class ValueTests:
         put(store, keys[1:4], values[1:4])
         assert put(store, keys, values) == 6
         assert put(store, keys, values) == 6
-        assert get(store, keys, [SIZE] * 6) == values
+        assert_values(get(store, keys, [SIZE] * 6), values)
 
     def test_put_does_not_keep_the_callers_memory(self, store: Store) -> None:
         keys = fresh_keys(2)
@@ -63,7 +71,7 @@ class ValueTests:
         slots = filled_slots(values)
         store.put(keys, slots)
         slots.view[:] = b"\0" * len(slots.view)
-        assert get(store, keys, [SIZE] * 2) == values
+        assert_values(get(store, keys, [SIZE] * 2), values)
 
     def test_get_does_not_lend_the_stores_memory(self, store: Store) -> None:
         keys = fresh_keys(2)
@@ -72,20 +80,20 @@ class ValueTests:
         slots = empty_slots([SIZE] * 2)
         store.get(keys, slots)
         slots.view[:] = b"\0" * len(slots.view)
-        assert get(store, keys, [SIZE] * 2) == values
+        assert_values(get(store, keys, [SIZE] * 2), values)
 
     def test_values_may_have_odd_sizes(self, store: Store) -> None:
         sizes = [1, 2, 3, 63, 64, 65, 4095, 4097, 65535, 65536, 65537, 262143, 262145, 300001]
         keys = fresh_keys(len(sizes))
         values = [content(key, size) for key, size in zip(keys, sizes, strict=True)]
         assert put(store, keys, values) == len(sizes)
-        assert get(store, keys, sizes) == values
+        assert_values(get(store, keys, sizes), values)
 
     def test_values_may_have_4_mib(self, store: Store) -> None:
         keys, size = fresh_keys(5), 4 << 20
         values = [content(key, size) for key in keys]
         assert put(store, keys, values) == 5
-        assert get(store, keys, [size] * 5) == values
+        assert_values(get(store, keys, [size] * 5), values)
 
     def test_the_ith_value_goes_with_the_ith_slot(self, store: Store) -> None:
         keys, numbers = fresh_keys(4), [6, 0, 3, 1]
@@ -95,10 +103,10 @@ class ValueTests:
         for i, value in enumerate(values):
             slots.piece(i)[:] = value
         store.put(keys, slots)
-        assert get(store, keys, slots.sizes) == values
+        assert_values(get(store, keys, slots.sizes), values)
         back = replace(slots, view=memoryview(bytearray(8 * SIZE)), numbers=[2, 7, 0, 5])
         assert store.get(keys, back) == 4
-        assert [bytes(back.piece(i)) for i in range(4)] == values
+        assert_values([bytes(back.piece(i)) for i in range(4)], values)
 
     def test_get_writes_nothing_outside_the_sizes(self, store: Store) -> None:
         keys, sizes = fresh_keys(3), [1, 100, SIZE - 1]
@@ -113,7 +121,7 @@ class ValueTests:
         keys, sizes = fresh_keys(2), [1, 100]
         values = [content(key, size) for key, size in zip(keys, sizes, strict=True)]
         store.put(keys, filled_slots(values, slot_bytes=SIZE))
-        assert get(store, keys, sizes) == values
+        assert_values(get(store, keys, sizes), values)
         with pytest.raises(WrongLength):
             store.get(keys, empty_slots([SIZE, SIZE]))
 
@@ -122,7 +130,7 @@ class ValueTests:
         keys = [BlockKey(stem + last) for last in "0123456789abcdef"] + [BlockKey(stem)]
         values = [content(key, 64) for key in keys]
         put(store, keys, values)
-        assert get(store, keys, [64] * len(keys)) == values
+        assert_values(get(store, keys, [64] * len(keys)), values)
 
     def test_a_tail_is_not_its_block(self, store: Store) -> None:
         [block] = fresh_keys(1)
@@ -132,7 +140,7 @@ class ValueTests:
         put(store, keys[:2], values[:2])
         assert store.match(keys[2:]) == 0
         put(store, keys[2:], values[2:])
-        assert get(store, keys, [64] * 5) == values
+        assert_values(get(store, keys, [64] * 5), values)
 
     def test_markers_are_values_like_any(self, store: Store) -> None:
         stem = f"pds1:{secrets.token_hex(16)}:handoff:{secrets.token_hex(16)}"
@@ -162,7 +170,7 @@ class ValueTests:
         value = content(keys[0], SIZE)
         self.write_raw(store, keys[0], value)
         assert store.match(keys) == 1
-        assert get(store, keys, [SIZE]) == [value]
+        assert_values(get(store, keys, [SIZE]), [value])
 
     @pytest.mark.parametrize("where", range(4))
     def test_wrong_length_counts_the_values_before_it(self, store: Store, where: int) -> None:
@@ -173,7 +181,7 @@ class ValueTests:
         with pytest.raises(WrongLength) as caught:
             store.get(keys, slots)
         assert caught.value.num_done == where
-        assert [bytes(slots.piece(i)) for i in range(where)] == values[:where]
+        assert_values([bytes(slots.piece(i)) for i in range(where)], values[:where])
 
     def test_remove_heals_a_wrong_length(self, store: Store) -> None:
         keys = fresh_keys(3)
@@ -182,16 +190,16 @@ class ValueTests:
         with pytest.raises(WrongLength):
             get(store, keys, [SIZE] * 3)
         store.remove(keys[1:2])
-        assert get(store, keys, [SIZE] * 3) == values[:1]
+        assert_values(get(store, keys, [SIZE] * 3), values[:1])
         put(store, keys, values)
-        assert get(store, keys, [SIZE] * 3) == values
+        assert_values(get(store, keys, [SIZE] * 3), values)
 
     def test_remove_forgets_what_was_put(self, store: Store) -> None:
         keys = fresh_keys(3)
         put(store, keys, [content(key, SIZE) for key in keys])
         store.remove(keys)
         assert [store.match([key]) for key in keys] == [0, 0, 0]
-        assert get(store, keys, [SIZE] * 3) == []
+        assert_values(get(store, keys, [SIZE] * 3), [])
 
     def test_remove_forgets_a_leased_value(self, store: Store) -> None:
         keys = fresh_keys(2)
@@ -215,7 +223,7 @@ class ValueTests:
         put(store, [*keys, tail], values)
         store.remove([keys[1]])
         rest = [keys[0], keys[2], tail]
-        assert get(store, rest, [SIZE] * 3) == [values[0], values[2], values[3]]
+        assert_values(get(store, rest, [SIZE] * 3), [values[0], values[2], values[3]])
 
     def test_a_removed_key_takes_new_bytes(self, store: Store) -> None:
         keys = fresh_keys(1)
@@ -223,4 +231,4 @@ class ValueTests:
         store.remove(keys)
         new = content(keys[0], SIZE, version=1)
         assert put(store, keys, [new]) == 1
-        assert get(store, keys, [SIZE]) == [new]
+        assert_values(get(store, keys, [SIZE]), [new])

@@ -47,3 +47,17 @@ def get(store: Store, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[by
     assert type(n) is int, "get returns how many of the first were there"
     assert 0 <= n <= len(keys), f"get says {n} of {len(keys)}"
     return [bytes(slots.piece(i)) for i in range(n)]
+
+
+def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:
+    """These values; a short message if they are not, because a diff of megabytes helps nobody."""
+    for i, (value, right) in enumerate(zip(found, expected, strict=False)):
+        if value != right:
+            pairs = enumerate(zip(value, right, strict=False))
+            same = next((n for n, (a, b) in pairs if a != b), min(len(value), len(right)))
+            raise AssertionError(
+                f"value {i} of {len(expected)} is wrong from byte {same} on:"
+                f" {len(value)} bytes, {len(right)} expected"
+            )
+    if len(found) != len(expected):
+        raise AssertionError(f"{len(found)} values, {len(expected)} expected")
