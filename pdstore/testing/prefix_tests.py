@@ -65,13 +65,14 @@ class PrefixTests:
         put(store, keys[:3], values[:3])
         assert_values(get(store, keys, [SIZE] * 6), values)
 
-    @pytest.mark.parametrize("gap", [1, 31, 32, 33, 63, 64, 128, 159, 160, 161, 511, 671, 672, 699])
-    def test_match_of_many_keys_stops_at_the_first_gap(self, store: Store, gap: int) -> None:
+    def test_match_of_many_keys_stops_at_the_first_gap(self, store: Store) -> None:
         keys = fresh_keys(700)
         put(store, keys, [b"x"] * 700)
         assert store.match(keys) == 700
-        store.remove([keys[gap]])
-        assert store.match(keys) == gap
+        for gap in (1, 31, 32, 33, 63, 64, 128, 159, 160, 161, 511, 671, 672, 699):
+            store.remove([keys[gap]])
+            assert store.match(keys) == gap
+            put(store, [keys[gap]], [b"x"])
 
     def test_a_batch_may_have_2000_keys(self, store: Store) -> None:
         keys = fresh_keys(2000)
