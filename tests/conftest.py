@@ -38,9 +38,11 @@ class RedisServer:
     def start(self) -> None:
         port = [] if "--tls-port" in self.options else ["--port", str(self.port)]
         self.process = subprocess.Popen(
-            [self.binary, *port, "--bind", "127.0.0.1", "--unixsocket", self.socket]
-            + ["--dir", str(self.directory), "--logfile", "redis.log", "--save", ""]
-            + ["--appendonly", "no", *self.options],
+            [
+                *(self.binary, *port, "--bind", "127.0.0.1", "--unixsocket", self.socket),
+                *("--dir", str(self.directory), "--logfile", "redis.log", "--save", ""),
+                *("--appendonly", "no", *self.options),
+            ],
             stdout=subprocess.DEVNULL,
         )
         self._num_starts += 1
@@ -89,7 +91,7 @@ def redis_url(tmp_path_factory):
 
 @pytest.fixture
 def redis_server(tmp_path_factory):
-    """Makes servers for one test to stop, pause and configure: `redis_server("--maxmemory", "3mb")`."""
+    """Servers for one test to stop, pause, configure: `redis_server("--maxmemory", "3mb")`."""
     with contextlib.ExitStack() as stack:
 
         def make(*options: str) -> RedisServer:
