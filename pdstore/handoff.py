@@ -22,9 +22,13 @@ class Attempt(NamedTuple):
     def new(cls) -> Attempt:
         return cls(secrets.token_hex(HASH_BYTES))
 
-    def marker(self, namespace: Namespace, shard: int, state: str) -> BlockKey:
-        """The key whose existence says that a shard of this hand-off is `done` or `failed`."""
-        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:{state}")
+    def done(self, namespace: Namespace, shard: int) -> BlockKey:
+        """The key whose existence says that a shard of the prompt is durable."""
+        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")
+
+    def failed(self, namespace: Namespace) -> BlockKey:
+        """The key whose existence says that some shard will not come."""
+        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Handoff:
             num_tokens=num_tokens,
             namespace=_hex_of(said, "namespace"),
             pool_id=_hex_of(said, "pool_id"),
-            fields={str(name)[:40]: str(value)[:80] for name, value in fields.items()},
+            fields={_plain(name): _plain(value) for name, value in fields.items()},
         )
 
     def params(self) -> dict[str, Json]:
@@ -77,6 +81,11 @@ class Handoff:
         if self.fields:
             said["fields"] = dict(self.fields)
         return {_NAME: said}
+
+
+def _plain(value: object) -> str:
+    """A client's text, fit for a line of a log."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:80])
 
 
 def _hex_of(said: Mapping[str, Json], name: str) -> str | None:

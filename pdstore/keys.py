@@ -32,6 +32,7 @@ from pdstore.types import BlockKey
 FORMAT_VERSION = 1
 HASH_BYTES = 16
 POOL_ID_KEY = BlockKey("pds1:pool")
+_INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
 Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
@@ -74,6 +75,7 @@ class Namespace:
     parts: tuple[Part, ...]
     block_tokens: int
     algorithm: str = "sha256"
+    num_shards: int = 1
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,9 +104,9 @@ class Namespace:
         """A line for each field in which `described` (another instance's `describe()`) differs."""
         ours = self.describe()
         return [
-            f"{name}: {described.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
-            for name in sorted(set(ours) | set(described))
-            if ours.get(name) != described.get(name)
+            f"{name}: {described.get(name, 'missing')} there, {ours[name]} here"
+            for name in sorted(ours)
+            if ours[name] != described.get(name)
         ]
 
 
@@ -225,25 +227,35 @@ class PromptKeys:
         return b"".join(
             _prefixed(item.content_hash + struct.pack("<i", item.offset - first))
             for item in self._items
-            if item.offset < first + num_tokens and first < item.offset + item.length
+            if item.length > 0
+            and item.offset < first + num_tokens
+            and first < item.offset + item.length
         )
 
 
 def int32_bytes(token_ids: Tokens) -> bytes:
-    """Token ids as little-endian 32-bit bytes. A buffer of 32-bit ints is taken unchecked.
+    """Token ids as little-endian int32 bytes; a buffer of 32-bit ints is taken without a copy.
 
     Raises ValueError for an id that is negative or does not fit, TypeError for what is no int.
     """
-    if isinstance(token_ids, (array, memoryview)) and token_ids.itemsize == 4:
-        words = array("I", bytes(token_ids)) if sys.byteorder == "big" else token_ids
+    if isinstance(token_ids, (bytes, bytearray)):
+        raise TypeError("token ids are ints, not bytes")
+    if isinstance(token_ids, memoryview) and token_ids.format in _INT32:
+        words = array("i", token_ids.tobytes())
+    elif isinstance(token_ids, array) and token_ids.typecode in _INT32:
+        words = token_ids
     else:
         try:
-            words = array("I", token_ids)  # unsigned: the conversion itself refuses negative ids
+            words = array("i", token_ids)
         except OverflowError as error:
-            raise ValueError("a token id is negative or does not fit 31 bits") from error
+            raise ValueError("a token id does not fit 31 bits") from error
     if sys.byteorder == "big":
-        cast("array[int]", words).byteswap()
-    return words.tobytes()
+        words = words[:]
+        words.byteswap()
+    data = words.tobytes()
+    if not data[3::4].isascii():  # a highest bit is set
+        raise ValueError("a token id is negative or does not fit 31 bits")
+    return data
 
 
 def _xxh3_128(data: bytes) -> bytes:

@@ -15,6 +15,7 @@ from pdstore.errors import ConfigError
 
 _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
+_DAY_S = 86_400.0
 _MOONCAKE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
 _MOONCAKE_OTHERS = frozenset({"LOCAL_HOSTNAME", *_MOONCAKE_FILES})
 
@@ -37,6 +38,7 @@ class Settings(BaseSettings):
     )
     store: str = Field(
         "file://",
+        repr=False,  # it may hold a password
         description="Where the pool is, the same for P and D. `file://`: a directory of this user.",
     )
     role: Literal["both", "prefill", "decode"] = Field(
@@ -94,18 +96,40 @@ class Settings(BaseSettings):
         description="Bytes of all waiting jobs per direction; more are dropped and counted.",
     )
     handoff_wait_s: float = Field(
-        10.0, gt=0, description="How long D waits for P's marker before it computes."
+        10.0,
+        gt=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
+        description="How long D waits for P's marker before it computes.",
     )
     save_deadline_s: float = Field(
-        5.0, gt=0, description="Time of a save, plus one second per GB of it."
+        5.0,
+        gt=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
+        description="Time of a save, plus one second per GB of it.",
     )
     load_deadline_s: float = Field(
-        5.0, gt=0, description="Time of a load, plus one second per GB of it."
+        5.0,
+        gt=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
+        description="Time of a load, plus one second per GB of it.",
     )
     lookup_wait_s: float = Field(
-        1.0, gt=0, description="How long a prompt without a hand-off waits for the store's answer."
+        1.0,
+        gt=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
+        description="How long a prompt without a hand-off waits for the store's answer.",
     )
-    drain_s: float = Field(5.0, ge=0, description="How long a stop waits for running jobs.")
+    drain_s: float = Field(
+        5.0,
+        ge=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
+        description="How long a stop waits for running jobs.",
+    )
     block_ttl_s: int = Field(
         1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
     )
@@ -120,9 +144,13 @@ class Settings(BaseSettings):
     breaker_open_s: float = Field(
         1.0,
         gt=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
         description="First pause of the breaker before it lets a probe through; it doubles.",
     )
-    breaker_max_s: float = Field(10.0, gt=0, description="Longest pause of the breaker.")
+    breaker_max_s: float = Field(
+        10.0, gt=0, le=_DAY_S, allow_inf_nan=False, description="Longest pause of the breaker."
+    )
 
 
 def variable_of(field: str) -> str:
@@ -138,8 +166,8 @@ def read_settings(**overrides: object) -> Settings:
     """
     known = {variable_of(field): field for field in Settings.model_fields}
     for name in os.environ:
-        if name.startswith(_PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        if name.upper().startswith(_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else "see the table of settings in the README"
             raise ConfigError(f"unknown setting {name}: {hint}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from pathlib import Path
 
 from pdstore.errors import ConfigError
@@ -67,9 +68,10 @@ class _Remembered:
         self._path = path
         self._changed = False
         try:
-            self._digests: dict[str, str] = json.loads(path.read_text())
+            read = json.loads(path.read_text())
         except (OSError, ValueError):
-            self._digests = {}
+            read = None
+        self._digests: dict[str, str] = read if isinstance(read, dict) else {}
 
     def digest_of(self, path: Path) -> str:
         stat = path.stat()
@@ -84,7 +86,7 @@ class _Remembered:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(".new")
+            temporary = self._path.with_suffix(f".{secrets.token_hex(4)}")
             temporary.write_text(json.dumps(self._digests))
             temporary.replace(self._path)
         except OSError:

@@ -50,8 +50,13 @@ def test_attempts_are_never_equal():
     assert len({Attempt.new() for _ in range(1000)}) == 1000
 
 
+def test_what_a_client_says_is_one_plain_line():
+    fields = {"dtype\n": "x\nWARNING forged", "long": "y" * 500}
+    handoff = Handoff.of({"pdstore": {"attempt": "0" * 32, "fields": fields}})
+    assert handoff.fields == {"dtype?": "x?WARNING forged", "long": "y" * 80}
+
+
 def test_a_marker_is_one_attempts_shard_and_state():
     attempt = Attempt("ab" * 16)
-    assert (
-        attempt.marker(NAMESPACE, 3, "done") == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
-    )
+    assert attempt.done(NAMESPACE, 3) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
+    assert attempt.failed(NAMESPACE) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:0:failed"

@@ -164,6 +164,7 @@ def test_a_tail_of_n_tokens_is_not_the_block_that_begins_with_them():
         (Item(3, 6, b"x"), {0, 1, 2}),
         (Item(8, 2, b"x"), {2}),
         (Item(10, 3, b"x"), set()),
+        (Item(5, 0, b"x"), set()),
     ],
 )
 def test_an_item_touches_the_blocks_that_it_covers_and_the_tail(item, touched):
@@ -190,21 +191,26 @@ def test_lists_and_int32_buffers_give_the_same_keys():
     assert PromptKeys(NAMESPACE).extend(array("q", tokens)).keys(PARTS) == want
 
 
-@pytest.mark.parametrize("bad", [[-1], [2**32], [1, -5]])
+@pytest.mark.parametrize(
+    "bad", [[-1], [2**31], [2**32 - 1], [2**32], [1, -5], array("i", [3, -1]), array("q", [2**31])]
+)
 def test_ids_that_do_not_fit_are_refused(bad):
     with pytest.raises(ValueError, match="token id"):
         int32_bytes(bad)
 
 
-def test_ids_that_are_no_ints_are_refused():
+@pytest.mark.parametrize(
+    "bad", [[1.5], array("f", [1.0]), memoryview(array("f", [1.0])), b"abcd", bytearray(4)]
+)
+def test_ids_that_are_no_ints_are_refused(bad):
     with pytest.raises(TypeError):
-        int32_bytes([1.5])
+        int32_bytes(bad)
 
 
 def test_kinds():
     keys = PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS[:1])
     assert [kind_of(k) for k in keys] == [Kind.BLOCK, Kind.TAIL]
-    assert kind_of(Attempt.new().marker(NAMESPACE, 0, "done")) is Kind.HANDOFF
+    assert kind_of(Attempt.new().done(NAMESPACE, 0)) is Kind.HANDOFF
     assert kind_of(POOL_ID_KEY) is Kind.POOL
 
 

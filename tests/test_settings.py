@@ -36,7 +36,12 @@ def test_sizes_are_written_with_units(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("PDSTORE_SOTRE", "PDSTORE_STORE"), ("PDSTORE_BLOCK_TOKEN", "PDSTORE_BLOCK_TOKENS")],
+    [
+        ("PDSTORE_SOTRE", "PDSTORE_STORE"),
+        ("PDSTORE_BLOCK_TOKEN", "PDSTORE_BLOCK_TOKENS"),
+        ("pdstore_store", "PDSTORE_STORE"),
+        ("Pdstore_Sotre", "PDSTORE_STORE"),
+    ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch, name, near):
     monkeypatch.setenv(name, "x")
@@ -59,6 +64,9 @@ def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
         ("PDSTORE_WORKERS", "1"),
         ("PDSTORE_STAGING", "big"),
         ("PD_TRANSFER_VIA_STORAGE", "perhaps"),
+        ("PDSTORE_DRAIN_S", "inf"),
+        ("PDSTORE_DRAIN_S", "1e300"),
+        ("PDSTORE_LOAD_DEADLINE_S", "nan"),
     ],
 )
 def test_a_bad_value_names_its_variable(monkeypatch, name, value):
@@ -72,8 +80,10 @@ def test_an_unknown_argument_is_refused():
         read_settings(sotre="memory://")
 
 
-def test_the_salt_never_shows():
-    assert "tenant-secret" not in repr(read_settings(salt="tenant-secret"))
+def test_secrets_never_show():
+    settings = read_settings(salt="tenant-secret", store="redis://me:password@there/0")
+    assert "tenant-secret" not in repr(settings)
+    assert "password" not in repr(settings)
 
 
 def test_the_default_directory_is_the_users(monkeypatch, tmp_path):

@@ -69,6 +69,13 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeyp
     assert weights_revision(checkpoint(tmp_path / "a"), SETTINGS).startswith("sha256:")
 
 
+@pytest.mark.parametrize("text", ["[1]", "not json", "7"])
+def test_a_damaged_cache_costs_a_second_look(tmp_path, text):
+    (tmp_path / "cache" / "pdstore").mkdir(parents=True)
+    (tmp_path / "cache" / "pdstore" / "weights.json").write_text(text)
+    assert weights_revision(checkpoint(tmp_path / "a"), SETTINGS).startswith("sha256:")
+
+
 def test_a_big_file_is_sampled_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "_WHOLE_UP_TO", 1 << 20)
     path = tmp_path / "big.safetensors"
