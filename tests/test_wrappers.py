@@ -138,6 +138,38 @@ def test_only_one_caller_probes(clock):
     assert store.match(KEYS) == 1
 
 
+def test_an_empty_call_says_nothing_about_the_store(clock):
+    store = Guarded(Scripted(*[StoreTimeout("slow")] * 3), failures=3, clock=clock)
+    for _ in range(3):
+        failing(store)
+    assert store.match([]) == 1
+    assert store.is_open
+
+
+def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
+    """It began while the breaker was closed, and fails while the probe is on its way."""
+    store, outer = None, []
+
+    class Slow(Scripted):
+        def match(self, keys):
+            self.num_calls += 1
+            if self.num_calls == 1:  # the old call: meanwhile the breaker opens and a probe starts
+                for _ in range(3):
+                    failing(store)
+                clock.now += 1.01
+                outer.append("probe begins")
+                store._enter()
+                raise StoreTimeout("slow")
+            raise StoreTimeout("slow")
+
+    store = Guarded(Slow(), failures=3, open_s=1.0, clock=clock)
+    failing(store)
+    assert outer == ["probe begins"]
+    with pytest.raises(StoreUnavailable, match="in a row"):
+        store.match(KEYS)
+    assert store._pause_s == 1.0
+
+
 @pytest.mark.parametrize("error", [StoreFull("full"), ValueError("bad call")])
 def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock):
     store = Guarded(Scripted(*[error] * 10), failures=3, clock=clock)

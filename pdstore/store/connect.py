@@ -24,13 +24,12 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
     Raises ConfigError for a bad URL or a missing package; StoreError when the store is required and
     away.
     """
-    guarded = Guarded(
-        open_store(settings.store, settings),
+    store = Guarded(
+        Metered(open_store(settings.store, settings), metrics),
         failures=settings.breaker_failures,
         open_s=settings.breaker_open_s,
         max_s=settings.breaker_max_s,
     )
-    store = Metered(guarded, metrics)
     try:
         store.match([POOL_ID_KEY])
     except StoreError as error:

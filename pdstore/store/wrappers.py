@@ -122,19 +122,21 @@ class Guarded(WrapperStore):
         return self._in_a_row >= self._failures
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        return self._call(lambda: self._store.match(keys))
+        return self._call(keys, lambda: self._store.match(keys))
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._call(lambda: self._store.get(keys, slots))
+        return self._call(keys, lambda: self._store.get(keys, slots))
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._call(lambda: self._store.put(keys, slots))
+        return self._call(keys, lambda: self._store.put(keys, slots))
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        return self._call(lambda: self._store.remove(keys))
+        return self._call(keys, lambda: self._store.remove(keys))
 
-    def _call(self, function: Callable[[], R]) -> R:
-        self._enter()
+    def _call(self, keys: Sequence[BlockKey], function: Callable[[], R]) -> R:
+        if not keys:  # no I/O, so it says nothing about the store
+            return function()
+        is_probe = self._enter()
         healthy = True  # also after a bad argument, which says nothing about the store
         try:
             return self._with_retry(function)
@@ -142,7 +144,7 @@ class Guarded(WrapperStore):
             healthy = isinstance(error, _HEALTHY)
             raise
         finally:
-            self._leave(healthy)
+            self._leave(healthy, is_probe)
 
     def _with_retry(self, function: Callable[[], R]) -> R:
         """A connection that broke while idle shows at its next use only: one retry tells."""
@@ -153,10 +155,11 @@ class Guarded(WrapperStore):
                 raise
             return function()
 
-    def _enter(self) -> None:
+    def _enter(self) -> bool:
+        """Whether this call is the probe of an open breaker. Raises for every other one then."""
         with self._lock:
             if not self.is_open:
-                return
+                return False
             wait = self._closed_again_at - self._clock()
             if wait > 0 or self._probing:
                 raise StoreUnavailable(
@@ -164,19 +167,21 @@ class Guarded(WrapperStore):
                     f" next try in {max(wait, 0):.1f} s"
                 )
             self._probing = True
+            return True
 
-    def _leave(self, healthy: bool) -> None:
+    def _leave(self, healthy: bool, is_probe: bool) -> None:
         with self._lock:
+            was_open = self.is_open
+            if is_probe:
+                self._probing = False
             if healthy:
-                self._in_a_row, self._probing, self._pause_s = 0, False, self._open_s
+                self._in_a_row, self._pause_s = 0, self._open_s
                 return
             self._in_a_row += 1
-            if not self.is_open:
-                return
-            if self._probing:
+            if is_probe:
                 self._pause_s = min(2 * self._pause_s, self._max_s)
-            self._probing = False
-            self._closed_again_at = self._clock() + self._pause_s
+            if is_probe or (self.is_open and not was_open):
+                self._closed_again_at = self._clock() + self._pause_s
 
 
 class Faulty(WrapperStore):
