@@ -18,6 +18,7 @@ The tree:
     + JobDeadline (TimeoutError)
     + JobCancelled
     + QueueFull
+    + ReadOnly
     + PoolClosed
 """
 
@@ -90,6 +91,10 @@ class JobCancelled(JobError):
 
 class QueueFull(JobError):
     """The queue is at its bound of jobs or bytes, so the job was not taken."""
+
+
+class ReadOnly(JobError):
+    """This instance does not write to the pool (PDSTORE_PUBLISH=0)."""
 
 
 class PoolClosed(JobError):

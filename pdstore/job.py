@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from pdstore.errors import (
     JobCancelled,
@@ -14,6 +15,7 @@ from pdstore.errors import (
     JobError,
     PoolClosed,
     QueueFull,
+    ReadOnly,
     StoreClosed,
     StoreDenied,
     StoreError,
@@ -22,7 +24,7 @@ from pdstore.errors import (
     StoreUnavailable,
 )
 from pdstore.types import Direction, JobResult, Reason
-from pdstore.workers import Deadline
+from pdstore.workers import Deadline, call_each
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
     (JobDeadline, Reason.DEADLINE),
     (JobCancelled, Reason.CANCELLED),
     (QueueFull, Reason.QUEUE_FULL),
+    (ReadOnly, Reason.READ_ONLY),
     (PoolClosed, Reason.CLOSED),
 )
 
@@ -74,7 +77,7 @@ class Job:
         self._watchers: list[Callable[[Job], None]] = []
         self._captured = False
         self._touching = False
-        self._running = False
+        self._in_store = False
         self._late_end: tuple[Reason, Exception] | None = None  # asked for during a block copy
 
     @property
@@ -99,9 +102,14 @@ class Job:
         return self._result if self.done else None
 
     @property
+    def is_in_store(self) -> bool:
+        """Its worker is in a store call, whether the job has ended or not."""
+        return self._in_store
+
+    @property
     def is_hung(self) -> bool:
-        """The job has ended and its worker is still inside it, in a store call."""
-        return self._running and self._result is not None
+        """The job's time is up, and its worker is still in a store call."""
+        return self._in_store and self.done and self.deadline.is_over()
 
     def wait(self, timeout_s: float) -> JobResult:
         """Waits for the end. Raises TimeoutError when the job still runs after the time."""
@@ -120,7 +128,7 @@ class Job:
             if self._result is None:
                 self._watchers.append(watcher)
                 return
-        watcher(self)
+        call_each([partial(watcher, self)])
 
     # What follows is for the body, the worker and the queue.
 
@@ -153,6 +161,17 @@ class Job:
             if late is not None:
                 self._announce()
 
+    @contextlib.contextmanager
+    def asking_store(self) -> Iterator[None]:
+        """Around every call of the store. Raises JobError before or after it when the job ended."""
+        self.check()
+        self._in_store = True
+        try:
+            yield
+        finally:
+            self._in_store = False
+        self.check()
+
     def check(self) -> None:
         """Raises JobError when the job has ended: the body then only gives back what it holds."""
         with self._lock:
@@ -171,13 +190,8 @@ class Job:
             body, self._body = self._body, None
             if body is None or self._result is not None:
                 return
-            self._running = True
-        try:
-            reason = body(self)
-        finally:
-            del body  # what the body holds is released before anyone hears that the job is done
-            with self._lock:
-                self._running = False
+        reason = body(self)
+        del body  # what the body holds is released before anyone hears that the job is done
         self.end(reason)
 
     def fail(self, error: Exception) -> None:
@@ -195,8 +209,7 @@ class Job:
         self._ended.set()
         with self._lock:
             watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher(self)
+        call_each(partial(watcher, self) for watcher in watchers)
 
     def _raise_if_ended(self) -> None:
         if self._result is not None:

@@ -62,7 +62,7 @@ class Layout:
     layers: tuple[LayerSpec, ...]
     block_tokens: int
     engine_block_tokens: int
-    rope: str = ""
+    rope: str
     quantization: str | None = None
     order: Order = "token"
     num_shards: int = 1
@@ -78,7 +78,7 @@ class Layout:
         dtype: str,
         layers: Sequence[LayerSpec],
         engine_block_tokens: int,
-        rope: str = "",
+        rope: str,
         quantization: str | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
@@ -118,7 +118,8 @@ class Layout:
             if spec.kind != "mla" and spec.num_kv_heads % self.num_shards:
                 raise LayoutError(
                     f"{spec.num_kv_heads} KV heads do not split into {self.num_shards} shards:"
-                    " set PDSTORE_KV_SHARDS to a divisor of them"
+                    " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
+                    " ranks hold copies of are not supported)"
                 )
 
     @cached_property
@@ -142,9 +143,21 @@ class Layout:
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
         """The parts that this rank saves and loads; an MLA group belongs to every rank."""
-        per_rank = self.num_shards // self.tp_size
-        mine = range(self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank)
+        mine = self.owned_shards
         return tuple(p for p in self.parts if p.shard in mine or self.shards_of(p.group) == 1)
+
+    @cached_property
+    def grid_shards(self) -> int:
+        """Shards of a whole block: 1 when all groups are MLA, whatever the TP size."""
+        return max(self.shards_of(group) for group in range(len(self.groups)))
+
+    @cached_property
+    def owned_shards(self) -> range:
+        """The shards that this rank marks in a hand-off, because all their parts are its own."""
+        if self.grid_shards == 1:
+            return range(1)
+        per_rank = self.num_shards // self.tp_size
+        return range(self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank)
 
     def shards_of(self, group: int) -> int:
         return 1 if self._spec(group).kind == "mla" else self.num_shards
@@ -186,12 +199,14 @@ class Layout:
             "rope": self.rope,
             "block_tokens": self.block_tokens,
             "order": self.order,
-            "shards": self.num_shards,
+            "shards": self.grid_shards,
             "draft_layers": self.draft_layers,
             "hash": settings.hash,
             "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
         }
-        return Namespace(fields, self.parts, self.block_tokens, settings.hash)
+        return Namespace(
+            fields, self.parts, self.block_tokens, settings.hash, num_shards=self.grid_shards
+        )
 
     def _spec(self, group: int) -> LayerSpec:
         return self.layers[self.groups[group][0]]

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from pdstore import block
-from pdstore.errors import LayoutError, WrongLength
-from pdstore.handoff import Attempt
+from pdstore.errors import LayoutError, StoreError, WrongLength
 from pdstore.job import Job
-from pdstore.keys import Namespace
 from pdstore.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.staging import Staging
 from pdstore.store.base import Store
 from pdstore.swap import Swap
-from pdstore.types import Reason, Slots
+from pdstore.types import BlockKey, Reason, Slots
 from pdstore.values import Value
 
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 64 << 20
+
+
+class _Got(NamedTuple):
+    """What a get brought: the values that are right, and why there are not more."""
+
+    num_verified: int
+    reason: Reason | None
+    error: StoreError | None
+
+
+def _nothing() -> None:
+    pass
 
 
 class Mover:
@@ -45,12 +56,18 @@ class Mover:
             )
         self._window = max(len(self._parts), min(_WINDOW_BYTES // staging.slot_bytes, largest))
 
-    def num_stored(self, values: Sequence[Value]) -> int:
+    def num_stored(self, job: Job, values: Sequence[Value]) -> int:
         """How many of the first values are in the store; renews their leases."""
-        return self._store.match([value.key for value in values])
+        with job.asking_store():
+            return self._store.match([value.key for value in values])
 
-    def save(self, job: Job, values: Sequence[Value]) -> Reason | None:
-        """Stores values: gather, seal, put. Why not all of them, or None."""
+    def save(
+        self, job: Job, values: Sequence[Value], gathered: Callable[[], None] = _nothing
+    ) -> Reason | None:
+        """Stores values: gather, seal, put. Why not all of them, or None.
+
+        gathered: called when the last of them is copied out of the paged cache.
+        """
         rest = values
         while rest:
             with self._lend(job, len(rest), 1) as numbers:
@@ -62,12 +79,12 @@ class Mover:
                 with job.touching():
                     self._swap.gather([v.piece(slots.piece(i)) for i, v in enumerate(window)])
                 if not rest:
-                    job.set_captured()
+                    gathered()
                 for i, value in enumerate(window):
                     block.seal(slots.piece(i), value.header)
-                accepted = self._store.put([value.key for value in window], slots)
-                self._count("saved", window[:accepted])
-                job.check()
+                with job.asking_store():
+                    accepted = self._store.put([value.key for value in window], slots)
+                    self._count("saved", window[:accepted])
                 if accepted < len(window):
                     return Reason.STORE_ERROR
         return None
@@ -83,51 +100,60 @@ class Mover:
                 window = rest[: len(numbers) // parts * parts]
                 rest = rest[len(window) :]
                 slots = self._slots(numbers, [value.size for value in window])
-                verified, reason = self._get_verified(window, slots)
-                usable = window[: verified // parts * parts]
+                got = self._get_verified(job, window, slots)
+                usable = window[: got.num_verified // parts * parts]
                 self._scatter(job, usable, slots, first_token)
-                if reason is not None:
-                    return reason
+                if got.error is not None:
+                    raise got.error
+                if got.reason is not None:
+                    return got.reason
         return None
 
-    def mark(self, job: Job, namespace: Namespace, handoff: Attempt, state: str) -> None:
-        """Puts this rank's markers of a hand-off: one for each of its shards."""
-        shards = sorted({part.shard for part in self._parts})
-        for shard in shards:
-            with self._lend(job, 1, 1) as numbers:
+    def mark(self, job: Job, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
+        """Puts markers, values of a header alone; why D cannot see all of them, or None."""
+        keys = list(markers)
+        with self._lend(job, len(keys), len(keys)) as numbers:
+            if not numbers:
                 job.check()
-                slots = self._slots(numbers, [block.HEADER_BYTES])
-                header = block.Header(
-                    flags=block.FLAG_MARKER,
-                    group=0,
-                    shard=shard,
-                    num_shards=len(shards),
-                    num_tokens=job.progress,
-                    payload_bytes=0,
-                    namespace=namespace.digest,
-                    prefix_hash=bytes.fromhex(handoff.hex),
-                )
-                block.seal(slots.piece(0), header)
-                self._store.put([handoff.marker(namespace, shard, state)], slots)
+                return Reason.NO_SLOTS
+            slots = self._slots(numbers, [block.HEADER_BYTES] * len(keys))
+            for i, header in enumerate(markers.values()):
+                block.seal(slots.piece(i), header)
+            with job.asking_store():
+                self._store.put(keys, slots)
+                stored = self._store.match(keys)
+        return None if stored == len(keys) else Reason.LOST
 
-    def _get_verified(self, window: Sequence[Value], slots: Slots) -> tuple[int, Reason | None]:
-        """Fills the slots and verifies them: how many of the first are right, and why not all."""
+    def _get_verified(self, job: Job, window: Sequence[Value], slots: Slots) -> _Got:
+        """Fills the slots and verifies them."""
         keys = [value.key for value in window]
         reason: Reason | None = None
-        try:
-            found = self._store.get(keys, slots)
-            reason = None if found == len(keys) else Reason.LOST
-        except WrongLength as error:
-            found, reason = error.num_done, Reason.CORRUPT
+        failure: StoreError | None = None
+        with job.asking_store():
+            try:
+                found = self._store.get(keys, slots)
+                reason = None if found == len(keys) else Reason.LOST
+            except WrongLength as error:
+                found, reason = error.num_done, Reason.CORRUPT
+            except StoreError as error:  # what came before it is good
+                found, failure = error.num_done, error
         for i in range(found):
             wrong = block.verify(slots.piece(i), window[i].header)
             if wrong is not None:
                 found, reason = i, wrong
                 break
         if reason in (Reason.CORRUPT, Reason.FOREIGN):
-            log.warning("%s: %s is %s; removed", self._store.label, keys[found], reason.value)
-            self._store.remove([keys[found]])
-        return found, reason
+            self._remove(job, keys[found], reason)
+        return _Got(found, reason, failure)
+
+    def _remove(self, job: Job, key: BlockKey, reason: Reason) -> None:
+        """Forgets a value that must not be used, so that the next save heals it."""
+        log.warning("%s: %s is %s and is removed", self._store.label, key, reason.value)
+        with job.asking_store():
+            try:
+                self._store.remove([key])
+            except StoreError as error:
+                log.warning("it could not be removed: %s", error)
 
     def _scatter(self, job: Job, usable: Sequence[Value], slots: Slots, first_token: int) -> None:
         pieces = [

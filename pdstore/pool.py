@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from pdstore.errors import JobError, LayoutError, StoreError
+from pdstore.block import FLAG_MARKER, Header
+from pdstore.errors import LayoutError, ReadOnly
 from pdstore.handoff import Attempt
 from pdstore.job import Body, Job
 from pdstore.keys import Namespace, PromptKeys
@@ -41,6 +42,7 @@ class KVPool:
 
     layout, kv_caches: as `TorchSwap` takes them.
     namespace: `layout.namespace(...)`; keys of another one are refused.
+    store: the caller's, who closes it; None opens PDSTORE_STORE.
     Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
     DeviceError, and StoreError when the store is required and does not answer.
     """
@@ -58,13 +60,18 @@ class KVPool:
         self.layout, self.namespace = layout, namespace
         self.metrics = metrics or Metrics()
         self._settings = settings
-        swap = TorchSwap(layout, kv_caches)
-        self._num_blocks = swap.num_blocks
-        self._store = store or connect_store(settings, self.metrics)
-        staging = Staging(self._store.allocate, layout.largest_payload_bytes, int(settings.staging))
-        self.metrics.slots_lent.set_function(lambda: staging.num_lent)
-        self._mover = Mover(layout, swap, staging, self._store, self.metrics)
-        self._transfer = Transfer(settings, DevicePin(swap.device), self.metrics)
+        with contextlib.ExitStack() as undo:
+            swap = TorchSwap(layout, kv_caches)
+            self._num_blocks = swap.num_blocks
+            if store is None:
+                store = connect_store(settings, self.metrics)
+                undo.callback(store.close)
+            staging = Staging(store.allocate, layout.largest_payload_bytes, int(settings.staging))
+            self.metrics.slots_lent.set_function(lambda: staging.num_lent)
+            undo.callback(self.metrics.slots_lent.set_function, lambda: 0)
+            self._mover = Mover(layout, swap, staging, store, self.metrics)
+            self._transfer = Transfer(settings, DevicePin(swap.device), self.metrics)
+            self._resources = undo.pop_all()
 
     def save(
         self,
@@ -94,10 +101,11 @@ class KVPool:
         )
         job = self._job(Direction.SAVE, body, keys, first_block, self._settings.save_deadline_s)
         if not self._settings.publish:
-            self.metrics.drop(Reason.READ_ONLY)
-            job.end(Reason.READ_ONLY)
-            return job
-        return self._transfer.submit(job, after)
+            return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
+        self._transfer.submit(job, after)
+        if handoff is not None:
+            job.on_end(partial(self._withdraw_if_failed, handoff))
+        return job
 
     def load(self, keys: PromptKeys, block_ids: Sequence[int], *, first_token: int = 0) -> Job:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
@@ -124,14 +132,15 @@ class KVPool:
         return self._transfer.submit(job)
 
     def withdraw(self, handoff: Attempt) -> Job:
-        """P: this hand-off will not come (the request was aborted): D need not wait for it."""
-        body = partial(self._withdraw, handoff)
-        seconds = self._settings.save_deadline_s
-        return self._transfer.submit(Job(Direction.SAVE, body, num_bytes=0, seconds=seconds))
+        """P: this hand-off will not come (its request was aborted): D need not wait for it.
 
-    def poll(self) -> list[Job]:
-        """The jobs that have ended since the last call (the last 4,096 of them)."""
-        return self._transfer.poll()
+        A save with a hand-off that fails is withdrawn by itself.
+        """
+        body = partial(self._mark_failed, handoff)
+        job = Job(Direction.SAVE, body, num_bytes=0, seconds=self._settings.save_deadline_s)
+        if not self._settings.publish:
+            return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
+        return self._transfer.submit(job)
 
     @property
     def num_jobs(self) -> int:
@@ -141,7 +150,7 @@ class KVPool:
     def close(self) -> None:
         """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine."""
         self._transfer.close(self._settings.drain_s)
-        self._store.close()
+        self._resources.close()
 
     def _save(
         self,
@@ -154,18 +163,15 @@ class KVPool:
     ) -> Reason | None:
         if ready is not None:
             ready.synchronize()
-        if handoff is None:
-            values = values_of(self.layout, keys, block_ids, first_block)
-            reason = self._mover.save(job, values[self._mover.num_stored(values) :])
-            job.set_captured()
-            job.progress = keys.num_tokens if reason is None else 0
-            return reason
-        try:
+        if handoff is not None:
             return self._publish(keys, block_ids, first_block, handoff, job)
-        except StoreError:
-            with contextlib.suppress(StoreError, JobError):
-                self._mover.mark(job, self.namespace, handoff, "failed")
-            raise
+        values = values_of(self.layout, keys, block_ids, first_block)
+        new = values[self._mover.num_stored(job, values) :]
+        reason = self._mover.save(job, new, gathered=job.set_captured)
+        job.set_captured()
+        stored = self._mover.num_stored(job, values)
+        job.progress = keys.end_of(first_block + stored // len(self.layout.owned_parts))
+        return reason or (None if stored == len(values) else Reason.LOST)
 
     def _publish(
         self,
@@ -175,22 +181,42 @@ class KVPool:
         handoff: Attempt,
         job: Job,
     ) -> Reason | None:
-        """Saves what is new, then what the store lost meanwhile; then says to D how it is."""
+        """Saves what is new, then what the store lost meanwhile; tells D when all is durable."""
         chain = values_of(self.layout, keys, block_ids, 0)
         parts = len(self.layout.owned_parts)
         reason = self._mover.save(job, chain[first_block * parts :])
-        for _ in range(2):
-            stored = self._mover.num_stored(chain)
+        for saves_left in (2, 1, 0):
+            stored = self._mover.num_stored(job, chain)
             job.progress = keys.end_of(stored // parts)
             if stored == len(chain):
-                self._mover.mark(job, self.namespace, handoff, "done")
-                return None
-            reason = self._mover.save(job, chain[stored:]) or Reason.LOST
-        self._mover.mark(job, self.namespace, handoff, "failed")
-        return reason
+                markers = {
+                    handoff.done(self.namespace, shard): self._marker(handoff, shard, job.progress)
+                    for shard in self.layout.owned_shards
+                }
+                return self._mover.mark(job, markers)
+            if saves_left:
+                reason = self._mover.save(job, chain[stored:])
+        return reason or Reason.LOST
 
-    def _withdraw(self, handoff: Attempt, job: Job) -> None:
-        self._mover.mark(job, self.namespace, handoff, "failed")
+    def _withdraw_if_failed(self, handoff: Attempt, job: Job) -> None:
+        if not job.durable:
+            self.withdraw(handoff)
+
+    def _mark_failed(self, handoff: Attempt, job: Job) -> Reason | None:
+        failed = handoff.failed(self.namespace)
+        return self._mover.mark(job, {failed: self._marker(handoff, 0, 0)})
+
+    def _marker(self, handoff: Attempt, shard: int, num_tokens: int) -> Header:
+        return Header(
+            flags=FLAG_MARKER,
+            group=0,
+            shard=shard,
+            num_shards=self.layout.grid_shards,
+            num_tokens=num_tokens,
+            payload_bytes=0,
+            namespace=self.namespace.digest,
+            prefix_hash=bytes.fromhex(handoff.hex),
+        )
 
     def _load(
         self,

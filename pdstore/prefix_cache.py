@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,9 @@ from pdstore.workers import Deadline, Ticker
 log = logging.getLogger(__name__)
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.020
+_POLLS_PER_FAILED = 3  # polls for `done` between two for `failed`, which is rare
 _POOL_ID_AGE_S = 10.0
+_SILENCE_S = 600.0
 _MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for its marker
 
 
@@ -63,6 +66,7 @@ class Lookup:
         self.marker_deadline = Deadline(wait_s)
         self.next_poll_at = 0.0
         self.poll_s = _FIRST_POLL_S
+        self.num_polls = 0
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
         self._answered = threading.Event()
         self._found: Match | None = None
@@ -101,6 +105,7 @@ class Lookup:
 class PrefixCacheManager:
     """Makes keys and finds out how much of a prompt the pool has. For one thread, the scheduler's.
 
+    store: the caller's, who closes it; None opens PDSTORE_STORE.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
     """
@@ -116,11 +121,16 @@ class PrefixCacheManager:
         self.namespace = namespace
         self.metrics = metrics or Metrics()
         self._settings = settings
+        self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
         self._lookups: deque[Lookup] = deque()
         self._pool_id: bytes | None = None
         self._pool_id_deadline = Deadline(0.0)
-        self._said: set[str] = set()
+        self._said: OrderedDict[str, Deadline] = OrderedDict()
+        self._next_words = Deadline(0.0)
+        self._closed = False
+        self._pid = os.getpid()
+        self._turn_deadline: Deadline | None = None  # while the thread is in a store call
         self._thread = Ticker("pdstore-lookups", self._turn)
 
     def keys(
@@ -154,6 +164,10 @@ class PrefixCacheManager:
             self._say_namespace(handoff)
             lookup.finish(Match(keys.first(0), 0, Reason.NAMESPACE))
             return lookup
+        refusal = self._refuse()
+        if refusal is not None:
+            lookup.finish(Match(keys.first(0), 0, refusal))
+            return lookup
         self._lookups.append(lookup)
         self._thread.wake()
         return lookup
@@ -179,58 +193,81 @@ class PrefixCacheManager:
         return attempt, handoff.params() if self._settings.publish else {}
 
     def close(self) -> None:
-        """Ends the lookups and the store's connections. Twice is fine."""
+        """Ends the lookups and the connections that are its own. Twice is fine."""
+        self._closed = True
         self._thread.stop(1.0)
-        for lookup in self._lookups:
-            lookup.cancel()
-        self._store.close()
+        while self._lookups:
+            self._lookups.popleft().finish(Match(PromptKeys(self.namespace), 0, Reason.CLOSED))
+        if self._owns_store:
+            self._store.close()
+
+    def _refuse(self) -> Reason | None:
+        """Why a lookup cannot be answered now: then it need not wait for its deadline."""
+        if self._closed or os.getpid() != self._pid:
+            return Reason.CLOSED
+        turn = self._turn_deadline
+        return Reason.STORE_SLOW if turn is not None and turn.is_over() else None
 
     def _turn(self) -> float | None:
         """One turn of the thread: each lookup that is due makes one step."""
+        self._turn_deadline = Deadline(self._settings.lookup_wait_s)
         self._refresh_pool_id()
-        now = time.monotonic()
-        for lookup in [self._lookups.popleft() for _ in range(len(self._lookups))]:
-            if lookup.next_poll_at <= now:
-                found = self._step(lookup)
-                if found is not None:
-                    lookup.finish(found)
-            if not lookup.is_over:
-                self._lookups.append(lookup)
+        due = [self._lookups.popleft() for _ in range(len(self._lookups))]
+        due.sort(key=lambda lookup: lookup.handoff is not None)  # who only matches need not wait
+        try:
+            while due:
+                self._turn_deadline = Deadline(self._settings.lookup_wait_s)
+                self._advance(due.pop(0))
+        finally:
+            self._lookups.extend(due)
+            self._turn_deadline = None
         if not self._lookups:
             return self._pool_id_deadline.remaining_s()
         return max(0.0, min(lookup.next_poll_at for lookup in self._lookups) - time.monotonic())
 
+    def _advance(self, lookup: Lookup) -> None:
+        """Answers a lookup or puts it back; one that cannot even be asked about is a fault."""
+        found: Match | None = Match(lookup.keys.first(0), 0, Reason.FAULT)
+        try:
+            found = self._step(lookup) if lookup.next_poll_at <= time.monotonic() else None
+        finally:
+            if found is not None:
+                lookup.finish(found)
+            if not lookup.is_over:
+                self._lookups.append(lookup)
+
     def _step(self, lookup: Lookup) -> Match | None:
+        """Asks the store what this lookup waits for next; None: it goes on waiting."""
+        handoff = lookup.handoff
         if lookup.is_over:
             return None
-        handoff = lookup.handoff
         if handoff is None:
             return self._match(lookup.keys, None)
         if not self._is_same_pool(handoff):
             return Match(lookup.keys.first(0), 0, Reason.OTHER_POOL)
         try:
-            state = self._state_of(handoff)
+            is_over, because = self._look_for_markers(lookup, handoff)
         except StoreError as error:
             return Match(lookup.keys.first(0), 0, reason_of(error))
-        if state == "done":
-            self.metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
-            return self._match(lookup.keys, None)
-        if state == "failed":
-            return self._match(lookup.keys, Reason.HANDOFF_FAILED)
-        if lookup.marker_deadline.is_over():
-            return self._match(lookup.keys, Reason.HANDOFF_LATE)
+        if is_over:
+            return self._match(lookup.keys, because)
         lookup.next_poll_at = time.monotonic() + lookup.poll_s
         lookup.poll_s = min(lookup.poll_s * 1.3, _LAST_POLL_S)
         return None
 
-    def _state_of(self, handoff: Handoff) -> str | None:
-        """What P's markers say: done when all shards are, failed when one is, else None."""
-        shards = sorted({part.shard for part in self.namespace.parts})
-        done = [handoff.attempt.marker(self.namespace, shard, "done") for shard in shards]
+    def _look_for_markers(self, lookup: Lookup, handoff: Handoff) -> tuple[bool, Reason | None]:
+        """Whether there is nothing left to wait for, and why the prompt may not be whole then."""
+        attempt, namespace = handoff.attempt, self.namespace
+        done = [attempt.done(namespace, shard) for shard in range(namespace.num_shards)]
         if self._store.match(done) == len(done):
-            return "done"
-        failed = [handoff.attempt.marker(self.namespace, shard, "failed") for shard in shards]
-        return "failed" if any(self._store.match([marker]) for marker in failed) else None
+            self.metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
+            return True, None
+        lookup.num_polls += 1
+        if lookup.num_polls % _POLLS_PER_FAILED == 0 and self._store.match(
+            [attempt.failed(namespace)]
+        ):
+            return True, Reason.HANDOFF_FAILED
+        return lookup.marker_deadline.is_over(), Reason.HANDOFF_LATE
 
     def _match(self, keys: PromptKeys, because: Reason | None) -> Match:
         """Matches whole blocks; `because` says why some may be missing, if that is known."""
@@ -276,7 +313,12 @@ class PrefixCacheManager:
         self._say("the prefill instance's KV does not fit this one: " + "; ".join(differences))
 
     def _say(self, message: str) -> None:
-        """Logs a standing mismatch once, not once per request."""
-        if message not in self._said and len(self._said) < 64:
-            self._said.add(message)
-            log.warning(message)
+        """Logs a standing mismatch once in a while, however often clients make one."""
+        last = self._said.get(message)
+        if (last is not None and not last.is_over()) or not self._next_words.is_over():
+            return
+        self._next_words = Deadline(1.0)
+        self._said[message] = Deadline(_SILENCE_S)
+        while len(self._said) > 64:
+            self._said.popitem(last=False)
+        log.warning(message)

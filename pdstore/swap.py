@@ -100,6 +100,8 @@ class TorchSwap(Swap):
                 if piece.num_tokens > max(whole, first) * step:
                     rest = payload[whole * step :].to(self.device)
                     cache[ids[whole], : len(rest), heads] = rest
+        if self.device.type == "cuda":  # the writes above are only queued
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _layers(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each tensor of the part's layers: its cache, its payload as [token, head, bytes]."""

@@ -16,7 +16,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pdstore.errors import JobDeadline, PoolClosed, QueueFull, StoreTimeout
+from pdstore.errors import (
+    JobDeadline,
+    JobError,
+    PoolClosed,
+    QueueFull,
+    StoreError,
+    StoreTimeout,
+)
 from pdstore.job import Job
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
@@ -43,39 +50,42 @@ class Transfer:
         self._metrics = metrics
         self._changed = threading.Condition()
         self._queues: dict[Direction, deque[Job]] = {d: deque() for d in Direction}
-        self._queued_bytes = dict.fromkeys(Direction, 0)
+        self._waiting: dict[Job, int] = {}  # accepted and not yet taken, with their bytes
         self._alive: set[Job] = set()
-        self._hung: set[Job] = set()
-        self._ended: deque[Job] = deque(maxlen=4096)
+        self._in_store: set[Job] = set()  # ended, and their worker is still in a store call
         self._deadlines: list[tuple[float, int, Job]] = []
         self._num_queued = 0
         self._closed = False
         self._pid = os.getpid()
+        metrics.hung_calls.set_function(lambda: self.num_hung)
+        self._workers: list[Worker] = []
         self._clock = Ticker("pdstore-deadlines", self._end_late_jobs)
-        self._workers = [
-            Worker(f"pdstore-worker-{i}", partial(self._take, _directions_of(i)), pin)
-            for i in range(settings.workers)
-        ]
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, 0.0)
+            for i in range(settings.workers):
+                take = partial(self._take, _directions_of(i))
+                self._workers.append(Worker(f"pdstore-worker-{i}", take, pin))
+            undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
         """Queues a job, behind those in `after`. A refused one comes back ended, with a reason."""
-        job.on_end(self._forget)
+        if os.getpid() != self._pid:  # a lock may have been held when the process forked
+            job.fail(PoolClosed("the pool belongs to the parent process: open one after the fork"))
+            return job
         refusal = self._refuse(job)
         if refusal is not None:
-            job.fail(refusal)
-            return job
+            return self.reject(job, refusal)
+        job.on_end(self._forget)
         waiting = _Countdown(len(after), partial(self._enqueue, job))
         for earlier in after:
             earlier.on_end(waiting.count)
         return job
 
-    def poll(self) -> list[Job]:
-        """The jobs that have ended since the last call."""
-        ended = []
-        with contextlib.suppress(IndexError):
-            while True:
-                ended.append(self._ended.popleft())
-        return ended
+    def reject(self, job: Job, error: JobError | StoreError) -> Job:
+        """Ends a job that was not taken, and counts it."""
+        job.on_end(self._count)
+        job.fail(error)
+        return job
 
     @property
     def num_alive(self) -> int:
@@ -84,9 +94,10 @@ class Transfer:
 
     @property
     def num_hung(self) -> int:
-        """Jobs that have ended while their worker is still in a store call."""
+        """Store calls that go on although their job's time is up."""
         with self._changed:
-            return self._count_hung()
+            self._in_store = {job for job in self._in_store if job.is_in_store}
+            return sum(job.is_hung for job in self._in_store)
 
     def close(self, drain_s: float) -> None:
         """Lets jobs run for up to `drain_s`, ends the rest, stops the threads. Twice is fine."""
@@ -103,25 +114,24 @@ class Transfer:
             self._changed.notify_all()
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(_JOIN_S)
+        self._metrics.hung_calls.set_function(lambda: 0)  # the metrics live longer than the pool
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
 
-    def _refuse(self, job: Job) -> Exception | None:
-        if os.getpid() != self._pid:
-            return PoolClosed("the pool belongs to the parent process: open one after the fork")
+    def _refuse(self, job: Job) -> JobError | StoreError | None:
+        num_hung = self.num_hung
+        if num_hung > MAX_HUNG_CALLS:
+            return StoreTimeout(f"{num_hung} store calls hang; waiting for one to return")
         with self._changed:
             if self._closed:
                 return PoolClosed("the pool was closed")
-            if self._count_hung() > MAX_HUNG_CALLS:
-                return StoreTimeout(
-                    f"{len(self._hung)} store calls hang; waiting for one to return"
-                )
-            waiting = self._queues[job.direction]
+            waiting = [b for j, b in self._waiting.items() if j.direction is job.direction]
             too_many = len(waiting) >= self._settings.queue_jobs
-            num_bytes = self._queued_bytes[job.direction] + job.num_bytes
-            if too_many or (waiting and num_bytes > self._settings.queue_bytes):
+            too_big = waiting and sum(waiting) + job.num_bytes > self._settings.queue_bytes
+            if job.num_bytes and (too_many or too_big):  # a marker is always taken
                 return QueueFull(f"{len(waiting)} {job.direction.value} jobs wait already")
             self._alive.add(job)
+            self._waiting[job] = job.num_bytes
         return None
 
     def _enqueue(self, job: Job) -> None:
@@ -130,7 +140,6 @@ class Transfer:
             if job not in self._alive:
                 return
             self._queues[job.direction].append(job)
-            self._queued_bytes[job.direction] += job.num_bytes
             self._num_queued += 1
             heapq.heappush(self._deadlines, (job.deadline.at, self._num_queued, job))
             is_next = self._deadlines[0][2] is job
@@ -145,7 +154,7 @@ class Transfer:
                 for direction in directions:
                     if self._queues[direction]:
                         job = self._queues[direction].popleft()
-                        self._queued_bytes[direction] -= job.num_bytes
+                        self._waiting.pop(job, None)
                         return job
                 if self._closed and not self._alive:
                     return None
@@ -153,24 +162,21 @@ class Transfer:
 
     def _forget(self, job: Job) -> None:
         """The end of a job, whoever ended it."""
-        result = job.result
-        assert result is not None
-        self._metrics.job_ended(job.direction, result.reason, time.monotonic() - job.submitted_at)
+        self._count(job)
         with self._changed:
             self._alive.discard(job)
+            self._waiting.pop(job, None)
             with contextlib.suppress(ValueError):
                 self._queues[job.direction].remove(job)
-                self._queued_bytes[job.direction] -= job.num_bytes
-            if job.is_hung:
-                self._hung.add(job)
-            self._count_hung()
+            if job.is_in_store:
+                self._in_store.add(job)
             self._changed.notify_all()
-        self._ended.append(job)
 
-    def _count_hung(self) -> int:
-        self._hung = {job for job in self._hung if job.is_hung}
-        self._metrics.hung_calls.set(len(self._hung))
-        return len(self._hung)
+    def _count(self, job: Job) -> None:
+        result = job.result
+        assert result is not None
+        seconds = time.monotonic() - job.submitted_at
+        self._metrics.job_ended(job.direction, result.reason, seconds)
 
     def _end_late_jobs(self) -> float | None:
         now, late, pause = time.monotonic(), [], None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -66,6 +66,19 @@ class DevicePin:
             self._api.reset_stream(index)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise DeviceError(f"cannot use {self.device}: {error}") from error
+
+
+def call_each(functions: Iterable[Callable[[], None]]) -> None:
+    """Calls all of them; an exception of one is logged and keeps no other from its turn."""
+    for function in functions:
+        _call_logged(function)
+
+
+def _call_logged(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:
+        log.exception("%r failed", function)
 
 
 class Task(Protocol):
@@ -157,7 +170,8 @@ class Ticker:
 class AsyncRunner(Generic[T]):
     """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
 
-    `launch` gives it a function, `sync` takes the result. An exception is raised once, by the next
+    `launch` gives it a function, `sync` takes the result; on a GPU it runs after what the caller's
+    stream has queued at `launch`. An exception is raised once, by the next
     `sync` or `launch`. The arguments are the runner's until then: hand over copies, not state that
     the caller changes. For one calling thread. Raises DeviceError from the constructor when the
     device cannot be used.
@@ -166,6 +180,8 @@ class AsyncRunner(Generic[T]):
     def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
         self._condition = threading.Condition()
         self._task: Callable[[], T] | None = None
+        self._device = device
+        self._asked: torch.cuda.Event | None = None  # what the caller's stream had queued
         self._busy = False
         self._closed = False
         self._result: T | None = None
@@ -188,6 +204,8 @@ class AsyncRunner(Generic[T]):
             self._raise_kept()
             if self._closed:
                 raise RuntimeError("the runner is closed")
+            if self._stream is not None:
+                self._asked = torch.cuda.current_stream(self._device).record_event()
             self._task, self._busy, self._result = function, True, None
             self._condition.notify_all()
 
@@ -227,8 +245,9 @@ class AsyncRunner(Generic[T]):
             if not self._busy:
                 return None
             function, self._task = self._task, None
+            asked, self._asked = self._asked, None
         assert function is not None
-        return _RunnerTask(function, self._stream, self._finish)
+        return _RunnerTask(function, self._stream, asked, self._finish)
 
     def _finish(
         self, result: T | None, error: Exception | None, ready: torch.cuda.Event | None
@@ -246,10 +265,11 @@ class _RunnerTask(Generic[T]):
         self,
         function: Callable[[], T],
         stream: torch.cuda.Stream | None,
+        asked: torch.cuda.Event | None,
         finish: Callable[[T | None, Exception | None, torch.cuda.Event | None], None],
     ) -> None:
         self._function: Callable[[], T] | None = function
-        self._stream, self._finish = stream, finish
+        self._stream, self._asked, self._finish = stream, asked, finish
 
     def run(self) -> None:
         function, self._function = self._function, None
@@ -259,6 +279,8 @@ class _RunnerTask(Generic[T]):
             result = function()
         else:
             with torch.cuda.stream(self._stream):
+                if self._asked is not None:
+                    self._stream.wait_event(self._asked)
                 result = function()
                 event = self._stream.record_event()
         del function

@@ -50,6 +50,7 @@ class Instance:
             dtype="float32",
             layers=layers,
             engine_block_tokens=engine_block_tokens,
+            rope="",
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, fill=fill)

@@ -24,6 +24,7 @@ def layout(**changes) -> Layout:
             "layers": (FULL, SLIDING, FULL),
             "block_tokens": 64,
             "engine_block_tokens": 16,
+            "rope": "",
             **changes,
         }
     )

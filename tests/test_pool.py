@@ -8,13 +8,19 @@ import pytest
 import torch
 from kv import LAYERS, POISON, Instance, caches_of, eventually, settings_of
 
-from pdstore import KVPool, LayerSpec, Layout
+from pdstore import Job, JobResult, KVPool, LayerSpec, Layout, PrefixCacheManager
 from pdstore.block import HEADER_BYTES
-from pdstore.errors import ConfigError, LayoutError, StoreFull, StoreUnavailable
+from pdstore.errors import (
+    ConfigError,
+    LayoutError,
+    StoreDenied,
+    StoreFull,
+    StoreUnavailable,
+)
 from pdstore.handoff import Attempt
 from pdstore.store import open_store
 from pdstore.store.wrappers import Faulty, WrapperStore
-from pdstore.types import Reason, Slots
+from pdstore.types import Direction, Reason, Slots
 
 
 @pytest.fixture
@@ -103,16 +109,17 @@ def test_p_and_d_may_have_another_tp_size(instance, store):
             dtype="float32",
             layers=LAYERS,
             engine_block_tokens=16,
+            rope="",
             tp_rank=rank,
             tp_size=2,
         )
         namespace = layout.namespace(settings, weights="w")
         caches = caches_of(layout, fill=POISON)
-        pool = KVPool(settings, layout, caches, namespace, store=WrapperStore(store))
+        pool = KVPool(settings, layout, caches, namespace, store=store)
         assert pool.load(p.cache.keys(range(100)), D_BLOCKS).wait(10).num_tokens == 100
         got = caches[0][D_BLOCKS].flatten(0, 1)[:100]
         assert torch.equal(got, p.tokens(P_BLOCKS)[:100, rank : rank + 1])
-        pool._transfer.close(0)
+        pool.close()
 
 
 def test_two_groups_are_two_values_of_each_block(instance, store):
@@ -231,11 +238,12 @@ def test_a_damaged_value_is_a_miss_is_removed_and_heals(p, d, store, block, dama
 
 
 def test_swapped_values_are_misses(instance, store):
-    p, d = (instance(fill=f, kv_shards=2) for f in (None, POISON))
+    layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
+    p, d = (instance(fill=f, kv_shards=2, layers=layers) for f in (None, POISON))
     save(p, range(128))
     keys = p.cache.keys(range(128)).keys(p.layout.parts)
     values = raw(store)
-    for a, b in ((0, 2), (0, 1)):  # two blocks, two shards
+    for a, b in ((0, 4), (0, 1), (0, 2)):  # two blocks, two shards, two groups
         plant(store, keys[a], values[keys[b]])
         assert load(d, range(128)).reason is Reason.FOREIGN
         assert (d.tokens(D_BLOCKS) == POISON).all()
@@ -300,6 +308,42 @@ def test_a_block_lost_before_the_check_is_saved_again(store, instance):
     assert_loaded(p, d, 200)
 
 
+def test_a_handoffs_blocks_are_not_captured_before_it_is_over(store, instance):
+    """Blocks that were lost are copied again from the same place, which must not be reused."""
+
+    class Watched(WrapperStore):
+        captured: tuple = ()
+
+        def match(self, keys):
+            if len(keys) > 1:
+                self.captured += (job.captured,)
+                if len(self.captured) == 1:
+                    super().remove(keys[1:2])
+            return super().match(keys)
+
+    watched = Watched(store)
+    p, d = instance(over=watched), instance(fill=POISON)
+    keys = p.cache.keys(range(200))
+    attempt, _ = p.cache.announce(keys)
+    job = p.pool.save(keys.first(0), P_BLOCKS)
+    job = p.pool.save(keys, P_BLOCKS, handoff=attempt, after=[job])
+    assert job.wait(10).reason is None
+    assert watched.captured == (False, False)
+    load(d, range(200))
+    assert_loaded(p, d, 200)
+
+
+def test_what_a_save_says_is_durable_is_there(store, instance):
+    class Liar(WrapperStore):
+        def put(self, keys, slots):
+            return len(keys)
+
+    p = instance(over=Liar(store))
+    job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
+    assert job.wait(10) == JobResult(0, Reason.LOST)
+    assert not job.durable
+
+
 def test_done_is_said_only_of_a_whole_chain(store, instance):
     class Sieve(WrapperStore):
         """Accepts everything and keeps only the first block and markers."""
@@ -318,8 +362,8 @@ def test_done_is_said_only_of_a_whole_chain(store, instance):
     attempt, _ = p.cache.announce(keys)
     result = p.pool.save(keys, P_BLOCKS, handoff=attempt).wait(10)
     assert (result.num_tokens, result.reason) == (64, Reason.LOST)
-    assert store.match([attempt.marker(p.namespace, 0, "done")]) == 0
-    assert store.match([attempt.marker(p.namespace, 0, "failed")]) == 1
+    assert store.match([attempt.done(p.namespace, 0)]) == 0
+    eventually(lambda: store.match([attempt.failed(p.namespace)]) == 1)
 
 
 def test_a_full_store_says_failed_to_d(store, instance):
@@ -336,6 +380,74 @@ def test_a_full_store_says_failed_to_d(store, instance):
     assert job.wait(10).reason is Reason.STORE_FULL
     found = eventually(d.cache.lookup(d.cache.keys(range(100)), params).poll, 5)
     assert (found.num_tokens, found.reason) == (0, Reason.HANDOFF_FAILED)
+
+
+class NotReady:
+    def synchronize(self):
+        raise RuntimeError("the event is of another device")
+
+
+@pytest.mark.parametrize("why", ["fault", "queue_full", "deadline", "cancelled", "no_marker"])
+def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why):
+    class Store(WrapperStore):
+        hold = threading.Event()
+
+        def put(self, keys, slots):
+            if why == "deadline" and ":handoff:" not in keys[0]:
+                self.hold.wait(0.3)
+            if why == "no_marker" and ":done" in keys[0]:
+                return 0
+            return super().put(keys, slots)
+
+    limits = {"deadline": {"save_deadline_s": 0.1}, "queue_full": {"queue_jobs": 1}}
+    p = instance(over=Store(store), **limits.get(why, {}))
+    d = instance(fill=POISON, handoff_wait_s=30.0)
+    keys = p.cache.keys(range(100))
+    attempt, params = p.cache.announce(keys)
+    lookup = d.cache.lookup(d.cache.keys(range(100)), params)
+    if why == "queue_full":
+        gate = Job(Direction.SAVE, lambda job: Reason.LOST, num_bytes=1, seconds=60)
+        p.pool.save(p.cache.keys(range(50)), P_BLOCKS, after=[gate])
+    ready = NotReady() if why == "fault" else None
+    job = p.pool.save(keys, P_BLOCKS, handoff=attempt, ready=ready)
+    if why == "cancelled":
+        job.cancel()
+    assert job.wait(10).reason is not None
+    found = lookup.wait(5)
+    assert found.reason in (Reason.HANDOFF_FAILED, None)
+
+
+def test_two_ranks_mark_their_own_shards_only(instance, store):
+    """An MLA group is every rank's; the hand-off is over when the slower rank has said so."""
+    mla = LayerSpec(1, 24, value_dim=0, kind="mla")
+    settings = settings_of(kv_shards=2)
+    ranks = [
+        Layout.of(
+            settings,
+            dtype="float32",
+            layers=(mla, LayerSpec(2, 8)),
+            engine_block_tokens=16,
+            rope="",
+            tp_rank=rank,
+            tp_size=2,
+        )
+        for rank in range(2)
+    ]
+    namespace = ranks[0].namespace(settings, weights="w")
+    pools = [KVPool(settings, r, caches_of(r), namespace, store=store) for r in ranks]
+    d = PrefixCacheManager(settings, namespace, store=store)
+    keys = d.keys(range(100))
+    attempt, params = d.announce(keys)
+    lookup = d.lookup(keys, params)
+    assert pools[1].save(keys, P_BLOCKS, handoff=attempt).wait(10).reason is None
+    assert store.match([attempt.done(namespace, 1)]) == 1
+    assert store.match([attempt.done(namespace, 0)]) == 0
+    assert lookup.poll() is None
+    pools[0].save(keys, P_BLOCKS, handoff=attempt)
+    assert lookup.wait(5).num_tokens == 100
+    d.close()
+    for pool in pools:
+        pool.close()
 
 
 def test_a_withdrawn_handoff_is_not_waited_for(instance):
@@ -393,8 +505,9 @@ def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_under_random_faults_d_has_a_right_prefix_and_nothing_leaks(store, instance, seed):
-    faulty = Faulty(store, seed=seed, error_rate=0.08, miss_rate=0.1, corrupt_rate=0.1)
+    faulty = Faulty(store, seed=seed, error_rate=0.05, miss_rate=0.05, corrupt_rate=0.05)
     p, d = instance(over=faulty), instance(fill=POISON, over=faulty)
+    num_loaded = 0
     for length in (5, 64, 100, 200, 320, 317):
         tokens = [seed, length, *range(length - 2)]
         save(p, tokens)
@@ -404,6 +517,8 @@ def test_under_random_faults_d_has_a_right_prefix_and_nothing_leaks(store, insta
         result = d.pool.load(found.keys, D_BLOCKS).wait(10)
         assert result.num_tokens <= length
         assert_loaded(p, d, result.num_tokens)
+        num_loaded += result.num_tokens
+    assert num_loaded > 0
     for one in (p, d):
         assert one.pool.num_jobs == 0
         assert one.pool.metrics.registry.get_sample_value("pdstore_slots_lent") == 0
@@ -436,6 +551,51 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_moves(p, verb, ar
     assert p.pool.num_jobs == 0
 
 
+def test_what_came_before_an_error_of_the_store_is_used(store, instance):
+    class Partial(WrapperStore):
+        def get(self, keys, slots):
+            super().get(keys[:2], slots.part(0, 2))
+            raise StoreUnavailable("gone", num_done=2)
+
+    p = instance()
+    save(p, range(200))
+    d = instance(fill=POISON, over=Partial(store))
+    result = load(d, range(200))
+    assert (result.num_tokens, result.reason) == (128, Reason.STORE_DOWN)
+    assert_loaded(p, d, 128)
+
+
+def test_a_value_that_cannot_be_removed_is_still_only_a_miss(store, instance):
+    class ReadOnlyUser(WrapperStore):
+        def remove(self, keys):
+            raise StoreDenied("no right to remove")
+
+    p, d = instance(), instance(fill=POISON, over=ReadOnlyUser(store))
+    save(p, range(200))
+    key = p.cache.keys(range(200)).keys(p.layout.parts)[1]
+    plant(store, key, flip(raw(store)[key], 100))
+    result = load(d, range(200))
+    assert (result.num_tokens, result.reason) == (64, Reason.CORRUPT)
+    assert_loaded(p, d, 64)
+
+
+def test_a_constructor_that_fails_leaves_nothing_open(store, monkeypatch):
+    closed = []
+
+    class Watched(WrapperStore):
+        def close(self):
+            closed.append(1)
+
+    monkeypatch.setattr("pdstore.pool.connect_store", lambda settings, metrics: Watched(store))
+    settings = settings_of(staging="64KiB")
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError):
+        KVPool(settings, layout, caches_of(layout), layout.namespace(settings, weights="w"))
+    assert closed == [1]
+    assert set(threading.enumerate()) <= before
+
+
 def test_a_load_from_inside_an_engine_block_is_refused(d):
     with pytest.raises(LayoutError, match="multiple of 16"):
         d.pool.load(d.cache.keys(range(100)), D_BLOCKS, first_token=17)
@@ -460,7 +620,7 @@ def test_too_little_staging_is_refused_at_the_start(store, instance):
 @pytest.mark.parametrize("required", [True, False])
 def test_a_store_that_is_down_refuses_only_when_it_is_required(required, caplog):
     settings = settings_of(store="redis+unix:///nowhere/redis.sock", require_store=required)
-    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16)
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
     namespace = layout.namespace(settings, weights="w")
     if required:
         with pytest.raises(StoreUnavailable, match=r"redis\.sock"):

@@ -9,10 +9,11 @@ from kv import Instance, eventually, settings_of
 
 from pdstore import PrefixCacheManager
 from pdstore.handoff import Attempt
+from pdstore.keys import POOL_ID_KEY
 from pdstore.store import open_store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.wrappers import Faulty, WrapperStore
-from pdstore.types import Reason
+from pdstore.types import Reason, Slots
 
 BLOCKS = list(range(20))
 
@@ -128,6 +129,11 @@ def test_another_pool_is_said_at_once(instance, caplog):
 def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
     first = read_pool_id(store)
     assert read_pool_id(store) == first
+    store.remove([POOL_ID_KEY])
+    store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [64]))
+    healed = read_pool_id(store)
+    assert healed != bytes(16)
+    assert read_pool_id(store) == healed
     other = open_store("memory://", settings_of())
     assert read_pool_id(other) != first
 
@@ -154,7 +160,7 @@ def test_every_shard_must_be_done(instance, store):
     job, params = publish(p, range(100))
     job.wait(10)
     attempt = Attempt(params["pdstore"]["attempt"])
-    store.remove([attempt.marker(p.namespace, 1, "done")])
+    store.remove([attempt.done(p.namespace, 1)])
     store.remove([p.cache.keys(range(100)).keys(p.layout.parts)[2]])
     found = find(d, range(100), params)
     assert (found.num_tokens, found.reason) == (64, Reason.HANDOFF_LATE)
@@ -203,6 +209,40 @@ def test_a_cancelled_lookup_ends(instance):
     eventually(lambda: not d.cache._lookups)
 
 
+def test_while_the_store_hangs_later_lookups_are_answered_at_once(instance, store):
+    faulty = Faulty(store)
+    d = instance(over=faulty, lookup_wait_s=0.05)
+    eventually(lambda: d.cache._pool_id)
+    faulty.hold()
+    assert find(d, range(100)).reason is Reason.DEADLINE
+    eventually(lambda: d.cache.lookup(d.cache.keys(range(9))).poll())
+    lookup = d.cache.lookup(d.cache.keys(range(9)))
+    assert lookup.poll().reason is Reason.STORE_SLOW
+    assert len(d.cache._lookups) <= 2
+    faulty.release()
+
+
+def test_a_fault_in_one_lookup_costs_no_other_its_answer(instance, store):
+    class Odd(WrapperStore):
+        def match(self, keys):
+            if any(self.odd in key for key in keys):
+                raise RuntimeError("a bug")
+            return super().match(keys)
+
+        odd = "nothing"
+
+    odd = Odd(store)
+    p, d = instance(), instance(over=odd, lookup_wait_s=10.0)
+    for i in range(3):
+        publish(p, [i, *range(99)])[0].wait(10)
+    keys = [d.cache.keys([i, *range(99)]) for i in range(3)]
+    odd.odd = keys[1].hash_of(0).hex()
+    lookups = [d.cache.lookup(k) for k in keys]
+    found = [lookup.wait(5) for lookup in lookups]
+    assert [f.num_tokens for f in found] == [100, 0, 100]
+    assert found[1].reason is Reason.FAULT
+
+
 def test_many_lookups_at_once_are_all_answered(instance):
     p, d = instance(), instance(handoff_wait_s=10.0)
     lookups = []
@@ -214,9 +254,10 @@ def test_many_lookups_at_once_are_all_answered(instance):
 
 def test_close_ends_waiting_lookups(store):
     one = Instance(store)
-    manager = PrefixCacheManager(one.settings, one.namespace, store=WrapperStore(store))
+    manager = PrefixCacheManager(one.settings, one.namespace, store=store)
     lookup = manager.lookup(manager.keys(range(9)), {"pdstore": {"attempt": "0" * 32}})
     manager.close()
     manager.close()
-    assert lookup.poll() is not None
+    assert lookup.poll().reason is Reason.CLOSED
+    assert manager.lookup(manager.keys(range(9))).poll().reason is Reason.CLOSED
     one.close()

@@ -25,6 +25,7 @@ def layout_of(**changes) -> Layout:
             "layers": (LayerSpec(4, 6), LayerSpec(4, 6)),
             "block_tokens": 8,
             "engine_block_tokens": 4,
+            "rope": "",
             **changes,
         }
     )

@@ -8,9 +8,10 @@ import time
 import weakref
 
 import pytest
+import torch
 from kv import eventually, settings_of
 
-from pdstore.errors import JobError, StoreUnavailable
+from pdstore.errors import DeviceError, JobError, StoreUnavailable
 from pdstore.job import Job
 from pdstore.metrics import Metrics
 from pdstore.transfer import MAX_HUNG_CALLS, Transfer
@@ -40,7 +41,12 @@ def job_of(body=lambda job: None, direction=LOAD, seconds=30.0, num_bytes=1) -> 
 
 def held(gate: threading.Event, direction=LOAD, seconds=30.0, num_bytes=1) -> Job:
     """A job that stays inside its store call until the gate opens."""
-    return job_of(lambda job: gate.wait(30) and None, direction, seconds, num_bytes)
+
+    def body(job):
+        with job.asking_store():
+            gate.wait(30)
+
+    return job_of(body, direction, seconds, num_bytes)
 
 
 @pytest.fixture
@@ -272,21 +278,66 @@ def test_no_thread_is_left_after_close(make):
     assert set(threading.enumerate()) <= before
 
 
-def test_poll_gives_each_ended_job_once(make):
-    transfer = make()
-    jobs = [transfer.submit(job_of()) for _ in range(5)]
+def test_cancelled_jobs_in_a_store_call_do_not_count_as_hung(make, gate):
+    transfer = make(workers=6)
+    jobs = [transfer.submit(held(gate)) for _ in range(MAX_HUNG_CALLS + 2)]
+    eventually(lambda: all(job.is_in_store for job in jobs))
     for job in jobs:
+        job.cancel()
+    assert transfer.num_hung == 0
+    assert transfer.submit(job_of()).wait(5).reason is None
+
+
+def test_jobs_that_wait_for_others_count_in_the_bounds(make, gate):
+    transfer = make(queue_jobs=3)
+    first = transfer.submit(held(gate))
+    jobs = [transfer.submit(job_of(), after=[first]) for _ in range(10)]
+    refused = [job for job in jobs if job.done]
+    assert len(refused) >= 7
+    assert {job.result.reason for job in refused} == {Reason.QUEUE_FULL}
+
+
+def test_a_watcher_that_fails_keeps_no_other_from_hearing_and_no_worker_from_working(make, caplog):
+    transfer, heard = make(workers=2), []
+    for _ in range(3):
+        job = job_of(lambda job: 1 // 0)
+        job.on_end(lambda job: 1 // 0)
+        job.on_end(heard.append)
+        transfer.submit(job)
         job.wait(5)
-    polled = []
-    eventually(lambda: polled.extend(transfer.poll()) or len(polled) == 5)
-    assert set(polled) == set(jobs)
-    assert transfer.poll() == []
+    eventually(lambda: len(heard) == 3)
+    assert "failed" in caplog.text
+    assert transfer.submit(job_of()).wait(5).reason is None
+
+
+def test_a_pin_that_fails_leaves_no_thread(make):
+    class Api:
+        num_calls = 0
+
+        def current_device(self):
+            Api.num_calls += 1
+            if Api.num_calls > 6:
+                raise RuntimeError("no device")
+            return 1
+
+        def set_device(self, index):
+            pass
+
+        def reset_stream(self, index):
+            pass
+
+    before = set(threading.enumerate())
+    pin = DevicePin(torch.device("cuda:1"), Api())
+    with pytest.raises(DeviceError):
+        Transfer(settings_of(workers=8), pin, Metrics())
+    eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_forked_child_is_refused(make):
     transfer = make()
     read, write = os.pipe()
-    pid = os.fork()
+    with transfer._changed:  # as another thread may at the time of the fork
+        pid = os.fork()
     if pid == 0:
         result = transfer.submit(job_of()).result
         os.write(write, result.reason.value.encode() if result else b"none")
