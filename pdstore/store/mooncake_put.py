@@ -62,7 +62,8 @@ class Doubts:
 class Putter:
     """Puts batches for one store.
 
-    num_stored: how many of the first keys are there; leases them.
+    num_stored: how many of the first keys are there; leases them. Its second argument is what its
+      errors count from.
     size_of: the size of a stored value, or the code that says why there is none.
     doubt_s: how long the master keeps a key for a writer that is gone.
     """
@@ -71,7 +72,7 @@ class Putter:
         self,
         label: str,
         batches: Batches,
-        num_stored: Callable[[Sequence[BlockKey]], int],
+        num_stored: Callable[[Sequence[BlockKey], int], int],
         size_of: Callable[[BlockKey], int],
         doubt_s: float,
     ) -> None:
@@ -88,16 +89,16 @@ class Putter:
         for i, code in enumerate(codes):
             if is_outage(code):
                 raise self._error(code, keys[i], num_done + i)
-        stored = self._num_stored(keys)
+        stored = self._num_stored(keys, num_done)
         for _ in range(len(PAUSES_S)):
             if stored == len(keys) or codes[stored] < 0 or keys[stored] in self.doubts:
                 break
-            stored = self._wait_for_writer(keys, stored)
+            stored = self._wait_for_writer(keys, stored, num_done)
             if stored == len(keys) or keys[stored] in self.doubts:
                 break
             rest = slots.part(stored, len(keys))  # what was put was evicted before it was leased
             codes[stored:] = self._try_all(keys[stored:], rest, config)
-            stored += self._num_stored(keys[stored:])
+            stored += self._num_stored(keys[stored:], num_done + stored)
         self.doubts.forget(keys[:stored])
         if stored == len(keys) or keys[stored] in self.doubts:
             return stored
@@ -152,14 +153,14 @@ class Putter:
                 return
             which = [i for i in which if codes[i] == TRANSFER_FAILED]
 
-    def _wait_for_writer(self, keys: Sequence[BlockKey], stored: int) -> int:
+    def _wait_for_writer(self, keys: Sequence[BlockKey], stored: int, num_done: int) -> int:
         """Waits while another writer of the first missing key is at work; how many are stored then.
 
         A key whose writer does not come to an end is in doubt from then on.
         """
         end, pause = time.monotonic() + WRITER_S, 0.002
         while stored < len(keys) and self._size_of(keys[stored]) != ABSENT:
-            stored += self._num_stored(keys[stored:])
+            stored += self._num_stored(keys[stored:], num_done + stored)
             if stored == len(keys):
                 break
             if time.monotonic() > end:
