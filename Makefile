@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer: they set everything up.
-# Without a GPU: make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+# Without a GPU elsewhere: PIP_ARGS names an index of CPU builds of torch, or pip takes gigabytes.
 
 PYTHON ?= python3
 VENV ?= .venv
