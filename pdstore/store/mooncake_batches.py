@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pdstore.keys import POOL_ID_KEY
 from pdstore.store.mooncake_client import Client
+from pdstore.store.mooncake_codes import INVALID
 from pdstore.store.mooncake_memory import (
     BOUNCE_BYTES,
     Memory,
@@ -15,6 +17,8 @@ from pdstore.store.mooncake_memory import (
     packed,
 )
 from pdstore.types import BlockKey, Slots
+
+log = logging.getLogger(__name__)
 
 FEW_KEYS, FEW_BYTES = 16, 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
@@ -65,6 +69,8 @@ class Batches:
             codes = self._get(keys, addresses_of(slots, base), slots.sizes)
         else:
             codes = self._get_through_bounce(keys, slots)
+        if INVALID in codes and not self._any_memory:
+            codes = self._again(codes, lambda: self._get_through_bounce(keys, slots))
         num_bytes = sum(code for code in codes if code > 0)
         if num_bytes >= _MEASURABLE_BYTES:
             seen = num_bytes / max(time.monotonic() - start, 1e-6)
@@ -75,7 +81,30 @@ class Batches:
         """Writes one batch: 0 or a code for each value. 0 is also for a key that was taken."""
         base = address_of(slots.view)
         if self._is_movable(slots, base):
-            return self._put(keys, addresses_of(slots, base), slots.sizes, config)
+            codes = self._put(keys, addresses_of(slots, base), slots.sizes, config)
+        else:
+            codes = self._put_through_bounce(keys, slots, config)
+        if INVALID in codes and not self._any_memory:
+            codes = self._again(codes, lambda: self._put_through_bounce(keys, slots, config))
+        return codes
+
+    def _again(self, codes: list[int], through_bounce: Callable[[], list[int]]) -> list[int]:
+        """Refused. Was the process replaced that shares our memory, then it does not know it: the
+        library notices only an absence of a second. New memory it will know.
+        """
+        self._memory.drop_bounce()
+        again = through_bounce()
+        if again.count(INVALID) < codes.count(INVALID):
+            log.warning("mooncake: values are copied from now on: the other process was replaced")
+            self._memory.forget_slabs()
+        return again
+
+    def _is_movable(self, slots: Slots, base: int) -> bool:
+        return self._any_memory or self._memory.holds(slots, base)
+
+    def _put_through_bounce(
+        self, keys: Sequence[BlockKey], slots: Slots, config: object
+    ) -> list[int]:
         with self._memory.bounce_lock:
             starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
@@ -83,9 +112,6 @@ class Batches:
                 bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.piece(i)
             base = address_of(bounce)
             return self._put(keys, [base + start for start in starts[:-1]], slots.sizes, config)
-
-    def _is_movable(self, slots: Slots, base: int) -> bool:
-        return self._any_memory or self._memory.holds(slots, base)
 
     def _get_through_bounce(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         with self._memory.bounce_lock:

@@ -101,6 +101,17 @@ class Memory:
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
         return self._bounce
 
+    def drop_bounce(self) -> None:
+        """The next bounce is a new slab."""
+        with self.bounce_lock:
+            self._bounce = None
+
+    def forget_slabs(self) -> None:
+        """All but the bounce cannot be moved any more: what is in them goes through it."""
+        bounce = 0 if self._bounce is None else address_of(self._bounce)
+        with self._lock:
+            self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
+
     def _take_from_library(self, allocator: Allocator, num_bytes: int) -> tuple[memoryview, _Slab]:
         address = allocator.alloc(num_bytes)
         if not address:
@@ -114,7 +125,7 @@ class Memory:
         while self._dropped:
             slab = self._dropped.popleft()
             with self._lock:
-                self._slabs.remove(slab)
+                self._slabs = [each for each in self._slabs if each != slab]
                 if self._raw is not None:
                     self._raw.unregister_buffer(slab.address)
             if self._allocator is not None:
