@@ -405,8 +405,8 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     keys = p.cache.keys(range(100))
     attempt, params = p.cache.announce(keys)
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
+    gate = Job(Direction.SAVE, lambda job: Reason.LOST, num_bytes=1, seconds=60)
     if why == "queue_full":
-        gate = Job(Direction.SAVE, lambda job: Reason.LOST, num_bytes=1, seconds=60)
         p.pool.save(p.cache.keys(range(50)), P_BLOCKS, after=[gate])
     ready = NotReady() if why == "fault" else None
     job = p.pool.save(keys, P_BLOCKS, handoff=attempt, ready=ready)
@@ -415,6 +415,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     assert job.wait(10).reason is not None
     found = lookup.wait(5)
     assert found.reason in (Reason.HANDOFF_FAILED, None)
+    gate.cancel()
 
 
 def test_two_ranks_mark_their_own_shards_only(instance, store):
