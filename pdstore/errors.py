@@ -5,8 +5,10 @@ The tree:
 * PDStoreError
   x ConfigError (ValueError)          a setting, a URL or an argument of a constructor is wrong
     + MissingExtra (ImportError)      a package of an extra is not installed
+    + NativeError                     the native library is missing or cannot be built or loaded
   x LayoutError (ValueError)          KV tensors, block ids or token counts do not fit the layout
   x DeviceError (RuntimeError)        a thread could not be put on its device
+  x SwapError (RuntimeError)          a block copy failed, or host memory could not be pinned
   x StoreError                        about the store; a missing block is a number, never an error
     + StoreUnavailable (ConnectionError)
     + StoreTimeout (TimeoutError)
@@ -37,12 +39,36 @@ class MissingExtra(ConfigError, ImportError):
     """A package that this feature needs is not installed; the message holds the install command."""
 
 
+class NativeError(ConfigError):
+    """The native library is missing, or cannot be built or loaded."""
+
+
 class LayoutError(PDStoreError, ValueError):
     """KV tensors, block ids or token counts do not fit the layout."""
 
 
 class DeviceError(PDStoreError, RuntimeError):
     """A thread could not be put on its device, so nothing ran there."""
+
+
+class SwapError(PDStoreError, RuntimeError):
+    """A device call of a block copy or of pinning failed: which, with what, in which slice.
+
+    poisoned: the device's context is broken for good, so nothing will work here any more.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        device_code: int = 0,
+        call: str = "",
+        slice_number: int = -1,
+        poisoned: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.device_code, self.call, self.slice_number = device_code, call, slice_number
+        self.poisoned = poisoned
 
 
 class StoreError(PDStoreError):

@@ -82,6 +82,14 @@ class Settings(BaseSettings):
         ByteSize(1 << 30),
         description="Host memory that blocks pass through, for all requests together.",
     )
+    native: Literal["auto", "off", "require"] = Field(
+        "auto",
+        description="Block copies by the native library: `auto` if there is one, `off`, `require`.",
+    )
+    native_mode: Literal["serving", "throughput"] = Field(
+        "serving",
+        description="`serving` spares a running model; `throughput` fills the link.",
+    )
     workers: int = Field(
         4,
         ge=2,
@@ -219,6 +227,11 @@ def set_missing_variables(defaults: Mapping[str, str]) -> None:
     """Sets a library's own variables, before it is imported, where the user did not."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def native_cache_directory() -> Path:
+    """Where a checkout keeps the native library that it built."""
+    return _cache_directory() / "native"
 
 
 def _cache_directory() -> Path:

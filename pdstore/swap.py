@@ -31,10 +31,19 @@ class Piece(NamedTuple):
     payload: memoryview
 
 
+class PiecePlan(NamedTuple):
+    """How payloads of a part with this many tokens move, and why so."""
+
+    part: Part
+    num_tokens: int
+    path: str
+    why: str
+
+
 class Swap(ABC):
     """Copies KV between an engine's paged cache and host slots; blocks until the bytes are there.
 
-    The native engine will be a second implementation; `TorchSwap` stays as the reference.
+    `NativeSwap` is for speed; `TorchSwap` is the reference, and for machines without the library.
     """
 
     device: torch.device
@@ -48,6 +57,13 @@ class Swap(ABC):
     def scatter(self, pieces: Sequence[Piece]) -> None:
         """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
 
+    @abstractmethod
+    def plan(self) -> list[PiecePlan]:
+        """Which path each part's blocks take, and why."""
+
+    def close(self) -> None:
+        """Frees what the copies need; nothing may be copied any more. Twice is fine."""
+
 
 class TorchSwap(Swap):
     """Block copies by torch, on any device.
@@ -59,18 +75,10 @@ class TorchSwap(Swap):
     """
 
     def __init__(self, layout: Layout, kv_caches: Sequence[LayerCache]) -> None:
-        if len(kv_caches) != len(layout.layers):
-            raise LayoutError(f"{len(kv_caches)} cache tensors for {len(layout.layers)} layers")
         self._layout = layout
-        self._caches = [_as_bytes(layout, n, cache) for n, cache in enumerate(kv_caches)]
+        self._caches = caches_as_bytes(layout, kv_caches)
         self.device = self._caches[0][0].device
         self.num_blocks = self._caches[0][0].shape[0]
-        if any(
-            t.shape[0] != self.num_blocks or t.device != self.device
-            for c in self._caches
-            for t in c
-        ):
-            raise LayoutError("all layers' caches must have as many blocks and be on one device")
 
     def gather(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -103,6 +111,10 @@ class TorchSwap(Swap):
         if self.device.type == "cuda":  # the writes above are only queued
             torch.cuda.current_stream(self.device).synchronize()
 
+    def plan(self) -> list[PiecePlan]:
+        tokens = self._layout.block_tokens
+        return [PiecePlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
+
     def _layers(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each tensor of the part's layers: its cache, its payload as [token, head, bytes]."""
         layers = self._layout.groups[piece.part.group]
@@ -134,6 +146,19 @@ class TorchSwap(Swap):
     def _head_slice(self, part: Part) -> slice:
         heads = self._layout.heads_of(part)
         return slice(heads.start, heads.stop)
+
+
+def caches_as_bytes(
+    layout: Layout, kv_caches: Sequence[LayerCache]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Each layer's cache tensors as bytes. Raises LayoutError where they do not fit the layout."""
+    if len(kv_caches) != len(layout.layers):
+        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(layout.layers)} layers")
+    caches = [_as_bytes(layout, n, cache) for n, cache in enumerate(kv_caches)]
+    one = caches[0][0]
+    if any(t.shape[0] != one.shape[0] or t.device != one.device for c in caches for t in c):
+        raise LayoutError("all layers' caches must have as many blocks and be on one device")
+    return caches
 
 
 def _as_bytes(layout: Layout, layer: int, cache: LayerCache) -> tuple[torch.Tensor, ...]:

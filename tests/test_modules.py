@@ -12,7 +12,7 @@ import pdstore
 PACKAGE = Path(pdstore.__file__).parent
 ORDER = (
     *("errors", "settings", "types", "keys", "layout", "block", "weights"),
-    *("workers", "swap", "staging", "metrics", "values", "handoff", "job"),
+    *("workers", "native", "swap", "staging", "metrics", "values", "handoff", "job"),
     *("store.url", "store.base", "store.memory", "store.file", "store.redis", "store.mooncake"),
     *("store.wrappers", "store", "store.connect"),
     *("transfer", "mover", "prefix_cache", "pool", "testing", "cli"),

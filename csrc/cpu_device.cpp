@@ -1,0 +1,101 @@
+// The CPU form: a device whose memory is the host's and whose streams do everything at once.
+//
+// Decision: no GPU is needed to test validation, the slice walk, descriptors of all three paths,
+// tickets, order and errors; hosts without a GPU use the very same engine.
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "device.h"
+
+namespace pds {
+namespace {
+
+void *pointer(uint64_t address) { return reinterpret_cast<void *>(address); }
+
+void copy(Direction direction, uint64_t cache, uint64_t host, size_t bytes) {
+  if (direction == Direction::kOut) {
+    std::memcpy(pointer(host), pointer(cache), bytes);
+  } else {
+    std::memcpy(pointer(cache), pointer(host), bytes);
+  }
+}
+
+void stage_piece(Direction direction, const Shape &shape, const Block &block, uint64_t base,
+                 int32_t layer) {
+  const Rows rows = rows_of(shape, block);
+  for (int32_t token = 0; token < rows.tokens; ++token) {
+    for (int32_t head = 0; head < rows.heads; ++head) {
+      copy(direction, base + cache_offset(shape, block, token, head),
+           block.payload + payload_offset(shape, block, layer, token, head), rows.bytes);
+    }
+  }
+}
+
+class CpuDevice final : public Device {
+ public:
+  int enter() override { return 0; }
+  int relax_capture() override { return 0; }
+  int push() override { return 0; }
+  void pop() override {}
+
+  int allocate(size_t bytes, void **memory) override {
+    *memory = std::malloc(bytes);
+    return *memory == nullptr ? PDS_ERR_MEMORY : 0;
+  }
+  void release(void *memory) override { std::free(memory); }
+  int open_stream(Stream *stream) override { return *stream = this, 0; }
+  void close_stream(Stream) override {}
+  int open_event(Event *event, bool) override { return *event = this, 0; }
+  void close_event(Event) override {}
+
+  int record(Event, Stream) override { return 0; }
+  int wait(Stream, Event) override { return 0; }
+  int synchronize(Event, int64_t) override { return 0; }
+  int drain(Stream) override { return 0; }
+  int is_capturing(Stream, bool *capturing) override { return *capturing = false, 0; }
+
+  bool has_batch() const override { return true; }
+  bool needs_registered_host() const override { return false; }
+
+  int copy_batch(Stream, Direction direction, const Copies &copies) override {
+    for (size_t i = 0; i < copies.size(); ++i) {
+      copy(direction, copies.cache[i], copies.host[i], copies.bytes[i]);
+    }
+    return 0;
+  }
+
+  int copy_strided(Stream, Direction direction, const Strided &s) override {
+    for (int64_t i = 0; i < s.layers; ++i) {
+      copy(direction, s.cache + i * s.cache_step, s.host + i * s.host_step, s.bytes);
+    }
+    return 0;
+  }
+
+  int stage(Stream, Direction direction, const StageParams &p) override {
+    for (int32_t b = 0; b < p.num_blocks; ++b) {
+      for (int32_t r = 0; r < p.num_regions; ++r) {
+        stage_piece(direction, p.shape, p.blocks[b], p.bases[r], p.layers[r]);
+      }
+    }
+    return 0;
+  }
+
+  int recover(Stream) override { return 0; }
+  const char *describe(int) const override { return "injected"; }
+  int register_host(uint64_t, size_t) override { return 0; }
+  int unregister_host(uint64_t) override { return 0; }
+};
+
+}  // namespace
+
+std::unique_ptr<Device> open_cpu_device() { return std::make_unique<CpuDevice>(); }
+
+std::unique_ptr<Device> open_device(int32_t index) {
+  auto device = index == PDS_CPU ? open_cpu_device() : open_cuda_device(index);
+  return device == nullptr ? nullptr : with_faults(std::move(device));
+}
+
+}  // namespace pds

@@ -1,0 +1,118 @@
+// What the engine needs of a device, as one table of calls.
+//
+// Decision: the engine is written once, over this table. The CPU form is a device whose streams do
+// everything at once; a test build puts a table in front that fails the call it was told to. Calls
+// return 0 or the device's own error code and never wait, but for synchronize and drain.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "geometry.h"
+#include "pdstore.h"
+
+namespace pds {
+
+enum class Direction : int32_t { kOut = PDS_OUT, kIn = PDS_IN };
+
+// Contiguous copies, as the copy engines take them.
+struct Copies {
+  std::vector<uint64_t> cache, host;
+  std::vector<size_t> bytes;
+
+  void clear() { cache.clear(), host.clear(), bytes.clear(); }
+  void add(uint64_t in_cache, uint64_t in_host, int64_t num_bytes) {
+    cache.push_back(in_cache), host.push_back(in_host), bytes.push_back(num_bytes);
+  }
+  size_t size() const { return bytes.size(); }
+};
+
+// One piece of each of several layers.
+struct Strided {
+  uint64_t cache, host;
+  int64_t bytes, layers;
+  int64_t cache_step, host_step;  // from layer to layer
+  int64_t block_stride;
+};
+
+constexpr int32_t kStageRegions = 256;
+constexpr int32_t kStageBlocks = 1024;
+
+// One launch of the gather or scatter kernel; travels by value as its parameter.
+struct StageParams {
+  Shape shape;
+  int32_t num_blocks, num_regions;
+  uint64_t bases[kStageRegions];
+  int32_t layers[kStageRegions];
+  Block blocks[kStageBlocks];
+};
+static_assert(sizeof(StageParams) <= 32764, "kernel parameters have room for this much");
+
+using Stream = void *;
+using Event = void *;
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // For a thread of the engine: puts it on the device for good.
+  virtual int enter() = 0;
+  // The calling thread no longer disturbs captures of other threads.
+  virtual int relax_capture() = 0;
+  // For a caller's thread: on the device, and back to whatever it was on.
+  virtual int push() = 0;
+  virtual void pop() = 0;
+
+  virtual int allocate(size_t bytes, void **memory) = 0;
+  virtual void release(void *memory) = 0;
+  virtual int open_stream(Stream *stream) = 0;
+  virtual void close_stream(Stream stream) = 0;
+  virtual int open_event(Event *event, bool for_host) = 0;
+  virtual void close_event(Event event) = 0;
+
+  virtual int record(Event event, Stream stream) = 0;
+  virtual int wait(Stream stream, Event event) = 0;
+  virtual int synchronize(Event event, int64_t spin_ns) = 0;
+  virtual int drain(Stream stream) = 0;
+  virtual int is_capturing(Stream stream, bool *capturing) = 0;
+
+  virtual bool has_batch() const = 0;
+  virtual bool needs_registered_host() const = 0;
+  virtual int copy_batch(Stream stream, Direction direction, const Copies &copies) = 0;
+  virtual int copy_strided(Stream stream, Direction direction, const Strided &strided) = 0;
+  virtual int stage(Stream stream, Direction direction, const StageParams &params) = 0;
+
+  // Forgets the last error; 0 if the device still works.
+  virtual int recover(Stream stream) = 0;
+  virtual const char *describe(int code) const = 0;
+
+  virtual int register_host(uint64_t address, size_t bytes) = 0;
+  virtual int unregister_host(uint64_t address) = 0;
+};
+
+// Runs something on the device from a caller's thread.
+class OnDevice {
+ public:
+  explicit OnDevice(Device &device) : device_(device), code_(device.push()) {}
+  ~OnDevice() {
+    if (code_ == 0) device_.pop();
+  }
+  OnDevice(const OnDevice &) = delete;
+  OnDevice &operator=(const OnDevice &) = delete;
+  int code() const { return code_; }
+
+ private:
+  Device &device_;
+  int code_;
+};
+
+// Null where there is no such device. In a test build faults can be told to it.
+std::unique_ptr<Device> open_device(int32_t index);
+std::unique_ptr<Device> open_cpu_device();
+std::unique_ptr<Device> open_cuda_device(int32_t index);
+std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);
+int32_t count_cuda_devices();
+bool built_with_cuda();
+
+}  // namespace pds

@@ -1,0 +1,184 @@
+#include "engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace pds {
+namespace {
+
+constexpr int64_t kCopySlice = 8 << 20;
+constexpr int64_t kStageOut = 16 << 20;
+constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
+constexpr int64_t kMaxPieces = 256;
+
+SliceSizes sizes_of(const pds_options &options, Direction direction, int64_t layer_bytes) {
+  const bool out = direction == Direction::kOut;
+  const int64_t asked = out ? options.stage_out_bytes : options.stage_in_bytes;
+  const int64_t stage = asked > 0 ? asked : (out ? kStageOut : kStageIn);
+  const int64_t copy = options.copy_slice_bytes > 0 ? options.copy_slice_bytes : kCopySlice;
+  return {copy, in_ring(std::max(stage, layer_bytes)), kMaxPieces};
+}
+
+std::string text(const char *before, int64_t number, const char *after) {
+  return before + std::to_string(number) + after;
+}
+
+}  // namespace
+
+std::unique_ptr<Engine> Engine::open(const pds_options &options, const pds_part *parts,
+                                     const pds_region *regions, pds_error *error) {
+  std::unique_ptr<Engine> engine(new Engine);
+  engine->process_ = getpid();
+  const auto refuse = [&](const pds_error &why) { return *error = why, nullptr; };
+  if (options.abi != PDS_ABI) return refuse(error_of(PDS_ERR_ARGUMENT, "another ABI version"));
+  const std::string why = engine->layout_.assign(options, parts, regions);
+  if (!why.empty()) return refuse(error_of(PDS_ERR_ARGUMENT, why));
+  if (options.device < PDS_CPU || options.device >= std::max(count_cuda_devices(), 0)) {
+    return refuse(error_of(PDS_ERR_NO_DEVICE, text("there is no CUDA device ", options.device, "")));
+  }
+  engine->device_ = open_device(options.device);
+  if (engine->device_ == nullptr) {
+    return refuse(error_of(PDS_ERR_NO_DEVICE, text("cannot use CUDA device ", options.device, "")));
+  }
+  for (const Direction direction : {Direction::kOut, Direction::kIn}) {
+    const SliceSizes sizes = sizes_of(options, direction, engine->layout_.largest_layer_bytes());
+    auto &pump = direction == Direction::kOut ? engine->out_ : engine->in_;
+    pump = std::make_unique<Pump>(*engine->device_, engine->layout_, direction, sizes,
+                                  engine->poisoned_);
+    const pds_error failed = pump->start();
+    if (failed.code != PDS_OK) return refuse(failed);
+  }
+  return engine;
+}
+
+Engine::~Engine() {
+  if (out_ != nullptr) out_->stop();
+  if (in_ != nullptr) in_->stop();
+}
+
+bool Engine::is_of_this_process() const { return process_ == getpid(); }
+
+int32_t Engine::add_host(uint64_t address, int64_t bytes) {
+  if (address == 0 || bytes < 1) return PDS_ERR_ARGUMENT;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::pair<uint64_t, uint64_t> range{address, address + bytes};
+  hosts_.insert(std::upper_bound(hosts_.begin(), hosts_.end(), range), range);
+  return PDS_OK;
+}
+
+// Whether the bytes are in one registered range.
+bool Engine::is_host(uint64_t address, int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (hosts_.empty()) return !device_->needs_registered_host();
+  auto after = std::upper_bound(hosts_.begin(), hosts_.end(), std::make_pair(address, UINT64_MAX));
+  return after != hosts_.begin() && address + bytes <= (--after)->second;
+}
+
+std::string Engine::check_ids(const JobItems &job, const pds_item &item, const Item &place,
+                              std::vector<bool> *taken) const {
+  const int64_t num_blocks = layout_.num_blocks();
+  std::vector<int64_t> ids(job.ids.begin() + place.first_id,
+                           job.ids.begin() + place.first_id + item.num_ids);
+  for (const int64_t id : ids) {
+    if (id < 0 || id >= num_blocks) {
+      return text("block id ", id, text(" is outside the cache of ", num_blocks, " blocks").c_str());
+    }
+  }
+  if (job.direction == Direction::kOut) return "";
+  int32_t begin = 0, end = 0;
+  layout_.blocks_of(place, &begin, &end);
+  for (int32_t n = begin; n < end; ++n) {
+    const int64_t bit = item.part * num_blocks + ids[n];
+    if ((*taken)[bit]) return text("a load names block ", ids[n], " twice");
+    (*taken)[bit] = true;
+  }
+  std::sort(ids.begin(), ids.end());
+  const auto twice = std::adjacent_find(ids.begin(), ids.end());
+  return twice == ids.end() ? "" : text("a load names block ", *twice, " twice");
+}
+
+// Empty, or what is wrong with a job.
+std::string Engine::check(const JobItems &job, const pds_item *items, int64_t num_ids) {
+  const int32_t step = layout_.block_tokens();
+  std::vector<bool> taken;
+  if (job.direction == Direction::kIn) taken.resize(layout_.num_parts() * layout_.num_blocks());
+  for (size_t i = 0; i < job.items.size(); ++i) {
+    const pds_item &item = items[i];
+    const Item &place = job.items[i];
+    if (item.part < 0 || item.part >= layout_.num_parts()) return text("no part ", item.part, "");
+    if (item.num_tokens < 1 || item.num_tokens > layout_.max_tokens() || item.num_ids < 0) {
+      return text("a payload of ", item.num_tokens, " tokens is not one of this layout");
+    }
+    if (place.first_id + item.num_ids > num_ids) return "fewer ids than the items say";
+    if (int64_t{item.num_ids} * step < item.num_tokens) {
+      return text("", item.num_ids, text(" engine blocks cannot hold ", item.num_tokens, " tokens").c_str());
+    }
+    if (item.first_token < 0 || item.first_token % step != 0 ||
+        item.first_token > item.num_tokens) {
+      return text("first_token ", item.first_token, text(" is not on an engine block of ", step, "").c_str());
+    }
+    if (place.first_token != 0 && job.direction == Direction::kOut) return "a save of a part of a block";
+    if (item.payload == 0 ||
+        !is_host(item.payload, layout_.payload_bytes(item.part, item.num_tokens))) {
+      return "a payload is not inside one registered range of host memory";
+    }
+    std::string why = check_ids(job, item, place, &taken);
+    if (!why.empty()) return why;
+  }
+  return "";
+}
+
+// What the copy has to follow: the caller's event, or one that is recorded now.
+pds_error Engine::order(Job *job, Stream stream, Event ready) {
+  job->ready = ready;
+  if (stream == nullptr) return {};
+  const OnDevice scope(*device_);
+  const auto failed = [&](const char *call, int code) {
+    return error_of(PDS_ERR_DEVICE, device_->describe(code), code, call);
+  };
+  if (scope.code() != 0) return failed("cuCtxPushCurrent", scope.code());
+  bool capturing = false;
+  if (const int code = device_->is_capturing(stream, &capturing)) {
+    return failed("cudaStreamIsCapturing", code);
+  }
+  if (capturing) return error_of(PDS_ERR_CAPTURE, "the stream is being captured into a graph");
+  if (ready != nullptr) return {};
+  if (const int code = device_->open_event(&job->ready, false)) return failed("cudaEventCreate", code);
+  if (const int code = device_->record(job->ready, stream)) {
+    device_->close_event(job->ready);
+    return failed("cudaEventRecord", code);
+  }
+  job->owns_ready = true;
+  return {};
+}
+
+pds_error Engine::submit(Direction direction, const pds_item *items, int64_t num_items,
+                         const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
+                         std::shared_ptr<Ticket> *ticket) {
+  if (!is_of_this_process()) return error_of(PDS_ERR_CLOSED, "the engine belongs to the parent process");
+  if (poisoned_) return error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context");
+  const auto job = std::make_shared<Job>();
+  job->work.direction = direction;
+  job->work.ids.assign(ids, ids + num_ids);
+  job->work.items.reserve(num_items);
+  int64_t first_id = 0;
+  for (int64_t i = 0; i < num_items; ++i) {
+    const pds_item &item = items[i];
+    job->work.items.push_back(
+        {item.payload, item.part, item.num_tokens, item.first_token, first_id});
+    first_id += std::max(item.num_ids, 0);
+  }
+  const std::string why = check(job->work, items, num_ids);
+  if (!why.empty()) return error_of(PDS_ERR_ARGUMENT, why);
+  const pds_error error = order(job.get(), stream, ready);
+  if (error.code != PDS_OK) return error;
+  job->ticket = *ticket = std::make_shared<Ticket>();
+  if (!pump(direction).push(job)) {
+    if (job->owns_ready) device_->close_event(job->ready);
+    return error_of(PDS_ERR_CLOSED, "the engine was closed");
+  }
+  return {};
+}
+
+}  // namespace pds

@@ -1,0 +1,52 @@
+// The swap engine of one device and one layout: checks a job, then gives it to a pump.
+//
+// Decision: everything a copy needs belongs to this object and is freed with it: two threads, four
+// streams, four device rings of a fixed size. What a caller gave is copied before the call returns.
+// Ids and addresses are checked before anything moves.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "pump.h"
+
+namespace pds {
+
+class Engine {
+ public:
+  // Null, and `error` says why.
+  static std::unique_ptr<Engine> open(const pds_options &options, const pds_part *parts,
+                                      const pds_region *regions, pds_error *error);
+  ~Engine();
+
+  int32_t add_host(uint64_t address, int64_t bytes);
+  pds_error submit(Direction direction, const pds_item *items, int64_t num_items,
+                   const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
+                   std::shared_ptr<Ticket> *ticket);
+  Plan explain(int32_t part, int32_t num_tokens) const {
+    return layout_.explain(part, num_tokens, device_->has_batch());
+  }
+  const Layout &layout() const { return layout_; }
+  pds_stats stats(Direction direction) { return pump(direction).stats(); }
+  bool is_of_this_process() const;
+
+ private:
+  Engine() = default;
+  Pump &pump(Direction direction) { return direction == Direction::kOut ? *out_ : *in_; }
+  std::string check(const JobItems &job, const pds_item *items, int64_t num_ids);
+  std::string check_ids(const JobItems &job, const pds_item &item, const Item &place,
+                        std::vector<bool> *taken) const;
+  bool is_host(uint64_t address, int64_t bytes);
+  pds_error order(Job *job, Stream stream, Event ready);
+
+  Layout layout_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Pump> out_, in_;
+  std::atomic<bool> poisoned_{false};
+  std::mutex mutex_;  // guards hosts_
+  std::vector<std::pair<uint64_t, uint64_t>> hosts_;  // registered ranges, sorted by begin
+  int32_t process_ = 0;
+};
+
+}  // namespace pds

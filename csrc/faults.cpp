@@ -1,0 +1,136 @@
+// A device in front of another that fails the call it was told to, and counts what lives.
+//
+// Decision: the table is the seam, so every call of the engine can fail in a test, with or without
+// a GPU, and the engine itself knows nothing of tests. Only test builds contain this file.
+#include <unistd.h>
+
+#include <atomic>
+
+#include "device.h"
+
+namespace pds {
+namespace {
+
+std::atomic<int32_t> armed_call{-1}, armed_code{0}, armed_sticky{0};
+std::atomic<int64_t> calls_left{0}, delay_us{0};
+std::atomic<int64_t> allocations{0}, streams{0}, events{0};
+std::atomic<bool> broken{false};
+
+// The code that a call has to fail with, or 0.
+int fault(int32_t call) {
+  if (broken) return armed_code;
+  if (call != armed_call || calls_left.fetch_sub(1) != 0) return 0;
+  if (armed_sticky) broken = true;
+  return armed_code;
+}
+
+void delay() {
+  const int64_t us = delay_us;
+  if (us > 0) usleep(us);
+}
+
+class FaultyDevice final : public Device {
+ public:
+  explicit FaultyDevice(std::unique_ptr<Device> device) : device_(std::move(device)) {}
+
+  int enter() override {
+    const int code = fault(PDS_CALL_ENTER);
+    return code ? code : device_->enter();
+  }
+  int relax_capture() override { return device_->relax_capture(); }
+  int push() override { return device_->push(); }
+  void pop() override { device_->pop(); }
+  int allocate(size_t bytes, void **memory) override {
+    return counted(PDS_CALL_ALLOCATE, allocations, [&] { return device_->allocate(bytes, memory); });
+  }
+  void release(void *memory) override { --allocations, device_->release(memory); }
+  int open_stream(Stream *stream) override {
+    return counted(PDS_CALL_STREAM, streams, [&] { return device_->open_stream(stream); });
+  }
+  void close_stream(Stream stream) override { --streams, device_->close_stream(stream); }
+  int open_event(Event *event, bool for_host) override {
+    return counted(PDS_CALL_EVENT, events, [&] { return device_->open_event(event, for_host); });
+  }
+  void close_event(Event event) override { --events, device_->close_event(event); }
+  int record(Event event, Stream stream) override {
+    const int code = fault(PDS_CALL_RECORD);
+    return code ? code : device_->record(event, stream);
+  }
+  int wait(Stream stream, Event event) override {
+    const int code = fault(PDS_CALL_WAIT);
+    return code ? code : device_->wait(stream, event);
+  }
+  int synchronize(Event event, int64_t spin_ns) override {
+    const int code = fault(PDS_CALL_SYNCHRONIZE);
+    return code ? code : device_->synchronize(event, spin_ns);
+  }
+  int drain(Stream stream) override {
+    const int code = fault(PDS_CALL_DRAIN);
+    return code ? code : device_->drain(stream);
+  }
+  int is_capturing(Stream stream, bool *capturing) override {
+    const int code = fault(PDS_CALL_CAPTURING);
+    return code ? code : device_->is_capturing(stream, capturing);
+  }
+  bool has_batch() const override { return device_->has_batch(); }
+  bool needs_registered_host() const override { return device_->needs_registered_host(); }
+  int copy_batch(Stream stream, Direction direction, const Copies &copies) override {
+    delay();
+    const int code = fault(PDS_CALL_BATCH);
+    return code ? code : device_->copy_batch(stream, direction, copies);
+  }
+  int copy_strided(Stream stream, Direction direction, const Strided &strided) override {
+    delay();
+    const int code = fault(PDS_CALL_STRIDED);
+    return code ? code : device_->copy_strided(stream, direction, strided);
+  }
+  int stage(Stream stream, Direction direction, const StageParams &params) override {
+    delay();
+    const int code = fault(PDS_CALL_STAGE);
+    return code ? code : device_->stage(stream, direction, params);
+  }
+  int recover(Stream stream) override {
+    const int code = device_->recover(stream);
+    return broken ? armed_code.load() : code;
+  }
+  const char *describe(int code) const override { return device_->describe(code); }
+  int register_host(uint64_t address, size_t bytes) override {
+    return device_->register_host(address, bytes);
+  }
+  int unregister_host(uint64_t address) override { return device_->unregister_host(address); }
+
+ private:
+  template <typename Open>
+  int counted(int32_t call, std::atomic<int64_t> &count, Open open) {
+    int code = fault(call);
+    if (code == 0) code = open();
+    if (code == 0) ++count;
+    return code;
+  }
+
+  std::unique_ptr<Device> device_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device) {
+  return std::make_unique<FaultyDevice>(std::move(device));
+}
+
+}  // namespace pds
+
+extern "C" int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code, int32_t sticky) {
+  pds::broken = false;
+  pds::armed_call = -1;
+  pds::calls_left = nth, pds::armed_code = device_code, pds::armed_sticky = sticky;
+  pds::armed_call = call;
+  return PDS_OK;
+}
+
+extern "C" int32_t pds_test_delay(int64_t microseconds) { return pds::delay_us = microseconds, PDS_OK; }
+
+extern "C" int32_t pds_test_live(pds_live *live) {
+  if (live == nullptr) return PDS_ERR_ARGUMENT;
+  *live = {pds::allocations, pds::streams, pds::events};
+  return PDS_OK;
+}

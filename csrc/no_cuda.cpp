@@ -1,0 +1,10 @@
+// What a build without CUDA says when it is asked for a GPU.
+#include "device.h"
+
+namespace pds {
+
+std::unique_ptr<Device> open_cuda_device(int32_t) { return nullptr; }
+int32_t count_cuda_devices() { return 0; }
+bool built_with_cuda() { return false; }
+
+}  // namespace pds

@@ -1,0 +1,152 @@
+// libpdstore: block copies between a paged KV cache and host slots. The plain C interface.
+//
+// Decision: addresses and numbers only, so one library serves every Python, torch and engine. Every
+// function returns an int32_t: 0, or one of the codes below; those that can say more fill a
+// pds_error. Everything belongs to an engine; there is no state of the process. Structs are copied
+// during the call. Any thread may call; nothing here waits for the device but pds_wait, pds_close
+// and pds_register.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#pragma GCC visibility push(default)
+#endif
+
+enum { PDS_ABI = 1 };
+
+enum {
+  PDS_OK = 0,
+  PDS_PENDING = 1,      // the time was up and the copy still runs
+  PDS_ERR_ARGUMENT = 2, // an argument does not fit; nothing was copied
+  PDS_ERR_DEVICE = 3,   // a device call failed: device_code, call and slice say which
+  PDS_ERR_POISONED = 4, // an earlier device error broke the device's context for good
+  PDS_ERR_CLOSED = 5,   // the engine was closed, or belongs to the parent process
+  PDS_ERR_CAPTURE = 6,  // the stream is being captured into a graph
+  PDS_ERR_NO_DEVICE = 7,// no such device, no driver, or a build without CUDA
+  PDS_ERR_MEMORY = 8,   // host memory ran out
+};
+
+enum { PDS_OUT = 0, PDS_IN = 1 };                // paged cache -> slots, slots -> paged cache
+enum { PDS_TOKEN_MAJOR = 0, PDS_HEAD_MAJOR = 1 };// [layer][token][head] or [layer][head][token]
+enum { PDS_SERVING = 0, PDS_THROUGHPUT = 1 };
+enum { PDS_PATH_AUTO = 0, PDS_PATH_BATCH = 1, PDS_PATH_STRIDED = 2, PDS_PATH_STAGE = 3 };
+enum { PDS_CPU = -1 };                           // as a device: host memory, no GPU
+
+typedef struct pds_engine pds_engine;
+typedef struct pds_ticket pds_ticket;
+
+typedef struct {
+  int32_t code;         // one of the codes above
+  int32_t device_code;  // CUDA's, or 0
+  int64_t slice;        // the slice of the job that failed, or -1
+  char call[40];        // the device call that failed, or empty
+  char message[200];    // for people
+} pds_error;
+
+typedef struct {
+  int32_t abi;
+  int32_t has_cuda;     // built with CUDA
+  int32_t num_devices;  // that can be used; 0 also without a driver
+  int32_t has_faults;   // a test build
+} pds_info_t;
+
+// One cache tensor of one layer, at the part's first head. Strides and sizes in bytes.
+typedef struct {
+  uint64_t base;
+  int64_t block_stride, token_stride, head_stride;
+  int64_t width;        // contiguous bytes per token and head
+  int64_t start;        // where they are in the payload's cell of a token and head
+  int32_t layer;        // which layer of the payload
+  int32_t part;
+} pds_region;
+
+// One kind of payload: [layer][token][head][cell], or with head and token exchanged.
+typedef struct {
+  int32_t num_layers, num_heads;
+  int64_t cell;         // bytes per token and head: K and V
+} pds_part;
+
+typedef struct {
+  int32_t abi;          // PDS_ABI of the caller
+  int32_t device;       // CUDA ordinal, or PDS_CPU
+  int64_t num_blocks;   // engine blocks in the paged cache
+  int32_t block_tokens; // tokens of an engine block
+  int32_t max_tokens;   // of a payload
+  int32_t order, mode, path;
+  int32_t num_parts, num_regions, reserved;
+  int64_t copy_slice_bytes;                    // of copy-engine paths; 0: default
+  int64_t stage_out_bytes, stage_in_bytes;     // device ring of a lane; 0: default
+} pds_options;
+
+// One payload and the engine blocks that its tokens are in.
+typedef struct {
+  uint64_t payload;
+  int32_t part;
+  int32_t num_tokens;
+  int32_t first_token;  // PDS_IN: tokens before it are not written
+  int32_t num_ids;      // how many of the job's ids are this item's
+} pds_item;
+
+typedef struct {
+  int32_t path;
+  int32_t num_pieces;   // contiguous pieces of an engine block
+  int64_t piece_bytes;  // the smallest of them
+  int64_t block_bytes;  // of an engine block
+  char why[104];
+} pds_plan;
+
+typedef struct {
+  int64_t bytes, slices;  // submitted to the device so far
+  int64_t cpu_ns;         // of the pump thread
+} pds_stats;
+
+int32_t pds_info(pds_info_t *info);
+
+int32_t pds_open(const pds_options *options, const pds_part *parts, const pds_region *regions,
+                 pds_engine **engine, pds_error *error);
+// Ends what is queued with PDS_ERR_CLOSED, waits for the device, frees everything.
+int32_t pds_close(pds_engine *engine);
+// Payloads must lie in one such range each; on a GPU it must be registered. Without any, the CPU
+// form takes every address.
+int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes);
+int32_t pds_explain(const pds_engine *engine, int32_t part, int32_t num_tokens, pds_plan *plan);
+int32_t pds_get_stats(pds_engine *engine, int32_t direction, pds_stats *stats);
+
+// Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until
+// the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted).
+int32_t pds_submit(pds_engine *engine, int32_t direction, const pds_item *items, int64_t num_items,
+                   const int64_t *ids, int64_t num_ids, uint64_t stream, uint64_t ready,
+                   pds_ticket **ticket, pds_error *error);
+// 0 when the copy is done, PDS_PENDING after the time, or what it failed with. A negative timeout
+// is 0. After anything but PDS_PENDING no device touches the copy's memory any more.
+int32_t pds_wait(pds_ticket *ticket, int64_t timeout_us, pds_error *error);
+int32_t pds_free_ticket(pds_ticket *ticket);
+
+// Pins host memory for a device's copies, in one piece; PDS_CPU: nothing to do.
+int32_t pds_register(int32_t device, uint64_t address, int64_t bytes, pds_error *error);
+int32_t pds_unregister(int32_t device, uint64_t address, pds_error *error);
+// Makes the pages of a range present, so that registering them is quick.
+int32_t pds_populate(uint64_t address, int64_t bytes);
+// The calling thread no longer disturbs graph captures of other threads.
+int32_t pds_relax_capture(int32_t device);
+
+// Test builds only (has_faults).
+enum {
+  PDS_CALL_ALLOCATE, PDS_CALL_STREAM, PDS_CALL_EVENT, PDS_CALL_RECORD, PDS_CALL_WAIT,
+  PDS_CALL_SYNCHRONIZE, PDS_CALL_DRAIN, PDS_CALL_BATCH, PDS_CALL_STRIDED, PDS_CALL_STAGE,
+  PDS_CALL_ENTER, PDS_CALL_CAPTURING, PDS_NUM_CALLS
+};
+typedef struct {
+  int64_t allocations, streams, events;  // that live now
+} pds_live;
+// The nth call (from 0, counted from now) of this kind fails; sticky: and every later call too.
+int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code, int32_t sticky);
+// Every batch, strided or stage call takes this much longer; a way to have work queued.
+int32_t pds_test_delay(int64_t microseconds);
+int32_t pds_test_live(pds_live *live);
+
+#ifdef __cplusplus
+#pragma GCC visibility pop
+}
+#endif

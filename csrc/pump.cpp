@@ -1,0 +1,195 @@
+#include "pump.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#include <future>
+
+namespace pds {
+namespace {
+
+constexpr int64_t kSpinBytes = 4 << 20;  // a slice this small is worth waiting for awake
+constexpr int64_t kSpinNs = 150'000;
+
+}  // namespace
+
+pds_error Pump::start() {
+  std::promise<pds_error> started;
+  auto result = started.get_future();
+  thread_ = std::thread([this, &started] {
+    pthread_setname_np(pthread_self(), direction_ == Direction::kOut ? "pdstore-out" : "pdstore-in");
+    const pds_error error = open_lanes();
+    started.set_value(error);
+    if (error.code == PDS_OK) loop();
+    close_lanes();
+  });
+  const pds_error error = result.get();
+  if (error.code != PDS_OK) thread_.join();
+  return error;
+}
+
+pds_error Pump::open_lanes() {
+  if (const int code = device_.enter()) return failed("cudaSetDevice", code, -1);
+  for (Lane &lane : lanes_) {
+    if (const int code = device_.open_stream(&lane.stream)) return failed("cudaStreamCreate", code, -1);
+    if (const int code = device_.open_event(&lane.done, true)) return failed("cudaEventCreate", code, -1);
+    if (const int code = device_.allocate(sizes_.stage_bytes, &lane.ring)) {
+      return failed("cudaMalloc", code, -1);
+    }
+  }
+  return {};
+}
+
+void Pump::close_lanes() {
+  for (Lane &lane : lanes_) {
+    if (lane.stream != nullptr) device_.drain(lane.stream);
+    if (lane.ring != nullptr) device_.release(lane.ring);
+    if (lane.done != nullptr) device_.close_event(lane.done);
+    if (lane.stream != nullptr) device_.close_stream(lane.stream);
+    lane = Lane{};
+  }
+}
+
+bool Pump::push(const JobPtr &job) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_) return false;
+    queue_.push_back(job);
+  }
+  changed_.notify_one();
+  return true;
+}
+
+void Pump::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+pds_stats Pump::stats() {
+  pds_stats stats{bytes_.load(), slices_.load(), 0};
+  clockid_t clock;
+  timespec time{};
+  if (thread_.joinable() && pthread_getcpuclockid(thread_.native_handle(), &clock) == 0 &&
+      clock_gettime(clock, &time) == 0) {
+    stats.cpu_ns = int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+  }
+  return stats;
+}
+
+bool Pump::is_busy() const {
+  for (const Lane &lane : lanes_) {
+    if (lane.owner != nullptr) return true;
+  }
+  return false;
+}
+
+// The next job; null when there is none and a lane is in flight, or at the end.
+JobPtr Pump::take() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+  if (queue_.empty()) return nullptr;
+  JobPtr job = std::move(queue_.front());
+  queue_.pop_front();
+  return job;
+}
+
+void Pump::loop() {
+  for (;;) {
+    if (JobPtr job = take()) {
+      run(job);
+    } else if (is_busy()) {
+      settle_oldest();
+    } else {
+      return;
+    }
+  }
+}
+
+void Pump::run(const JobPtr &job) {
+  SliceWalk walk(layout_, job->work, sizes_, device_.has_batch());
+  Slice slice;
+  while (job->error.code == PDS_OK && walk.next(&slice)) {
+    Lane &lane = lanes_[turn_++ % kLanes];
+    settle(lane);
+    bool stopping;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping = stopping_;
+    }
+    if (job->error.code != PDS_OK) break;
+    if (poisoned_) {
+      fail(*job, error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context"));
+    } else if (stopping) {
+      fail(*job, error_of(PDS_ERR_CLOSED, "the engine was closed"));
+    } else if (const pds_error error = submit(lane, slice, *job); error.code != PDS_OK) {
+      fail(*job, error);
+      recover(error);
+    } else {
+      lane.owner = job, lane.bytes = slice.bytes;
+      ++job->in_flight, ++job->num_slices;
+      bytes_ += slice.bytes, ++slices_;
+    }
+  }
+  job->submitted = true;
+  if (job->in_flight == 0) finish(job);
+}
+
+// Waits for the slice in flight on a lane.
+void Pump::settle(Lane &lane) {
+  if (lane.owner == nullptr) return;
+  const JobPtr job = std::move(lane.owner);
+  lane.owner = nullptr;
+  const int64_t spin = lane.bytes <= kSpinBytes && job->submitted ? kSpinNs : 0;
+  if (const int code = device_.synchronize(lane.done, spin)) {
+    const pds_error error = failed("cudaEventSynchronize", code, job->num_slices - job->in_flight);
+    fail(*job, error);
+    recover(error);
+  }
+  if (--job->in_flight == 0 && job->submitted) finish(job);
+}
+
+void Pump::settle_oldest() {
+  for (int i = 0; i < kLanes; ++i) {
+    Lane &lane = lanes_[(turn_ + i) % kLanes];
+    if (lane.owner != nullptr) return settle(lane);
+  }
+}
+
+pds_error Pump::failed(const char *call, int code, int64_t slice) const {
+  return error_of(PDS_ERR_DEVICE, device_.describe(code), code, call, slice);
+}
+
+void Pump::fail(Job &job, const pds_error &error) {
+  if (job.error.code == PDS_OK) job.error = error;
+}
+
+// After a failure: nothing of this pump is in flight any more, or the device is known to be lost.
+void Pump::recover(const pds_error &cause) {
+  for (Lane &lane : lanes_) {
+    const int first = device_.drain(lane.stream);
+    const int again = first == 0 ? 0 : device_.drain(lane.stream);
+    if (again != 0 || device_.recover(lane.stream) != 0) poisoned_ = true;
+  }
+  if (!poisoned_) return;
+  for (Lane &lane : lanes_) {
+    if (lane.owner == nullptr) continue;
+    const JobPtr job = std::move(lane.owner);
+    lane.owner = nullptr;
+    fail(*job, cause);
+    if (--job->in_flight == 0 && job->submitted) finish(job);
+  }
+}
+
+void Pump::finish(const JobPtr &job) {
+  if (job->owns_ready) device_.close_event(job->ready);
+  job->owns_ready = false;
+  const auto ticket = std::move(job->ticket);
+  job->work = JobItems{};
+  ticket->end(job->error);
+}
+
+}  // namespace pds

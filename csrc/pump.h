@@ -1,0 +1,97 @@
+// One thread per direction that keeps two lanes of the device filled.
+//
+// Decision: a lane is a stream with at most one slice in flight. A stream that never drains starves
+// every other copy of the process (a token's readback waited for a second behind it); two lanes of
+// 8 MiB reach 98 % of the link and let others in after 0.3 ms. The thread waits for the older lane
+// on a blocking event, so it costs a few percent of a core. Only this thread touches its lanes.
+#pragma once
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "slices.h"
+#include "ticket.h"
+
+namespace pds {
+
+// A submitted copy. `ticket` ends after everything else of it is gone.
+struct Job {
+  JobItems work;
+  std::shared_ptr<Ticket> ticket;
+  Event ready = nullptr;
+  bool owns_ready = false;
+  bool submitted = false;  // all slices are on the device, or never will be
+  int64_t num_slices = 0, in_flight = 0;
+  pds_error error{};
+};
+using JobPtr = std::shared_ptr<Job>;
+
+class Pump {
+ public:
+  Pump(Device &device, const Layout &layout, Direction direction, SliceSizes sizes,
+       std::atomic<bool> &poisoned)
+      : device_(device), layout_(layout), direction_(direction), sizes_(sizes),
+        poisoned_(poisoned), params_(std::make_unique<StageParams>()) {}
+
+  // Starts the thread; what failed, if its lanes cannot be made.
+  pds_error start();
+  // False when the pump is stopping: then the job is not taken.
+  bool push(const JobPtr &job);
+  // Ends what is queued, waits for the device, joins the thread.
+  void stop();
+  pds_stats stats();
+
+ private:
+  static constexpr int kLanes = 2;
+  struct Lane {
+    Stream stream = nullptr;
+    Event done = nullptr;
+    void *ring = nullptr;
+    int64_t bytes = 0;  // of the slice in flight
+    JobPtr owner;
+  };
+
+  void loop();
+  pds_error open_lanes();
+  void close_lanes();
+  JobPtr take();
+  bool is_busy() const;
+  void run(const JobPtr &job);
+  void settle(Lane &lane);
+  void settle_oldest();
+  pds_error submit(Lane &lane, const Slice &slice, const Job &job);
+  pds_error copy(Lane &lane, const Slice &slice, const Job &job);
+  pds_error stage(Lane &lane, const Slice &slice, const Job &job);
+  pds_error launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
+                   const std::vector<uint64_t> &rings);
+  pds_error batch(Lane &lane, int64_t slice);
+  pds_error failed(const char *call, int code, int64_t slice) const;
+  void fail(Job &job, const pds_error &error);
+  void recover(const pds_error &cause);
+  void finish(const JobPtr &job);
+
+  Device &device_;
+  const Layout &layout_;
+  const Direction direction_;
+  const SliceSizes sizes_;
+  std::atomic<bool> &poisoned_;
+
+  std::mutex mutex_;  // guards queue_ and stopping_
+  std::condition_variable changed_;
+  std::deque<JobPtr> queue_;
+  bool stopping_ = false;
+
+  std::array<Lane, kLanes> lanes_;
+  int turn_ = 0;
+  Copies copies_;
+  std::vector<Strided> strided_;
+  std::unique_ptr<StageParams> params_;
+  std::atomic<int64_t> bytes_{0}, slices_{0};
+  std::thread thread_;
+};
+
+}  // namespace pds

@@ -1,0 +1,69 @@
+// A job cut into slices, and a slice as descriptors.
+//
+// Decision: a slice is what one lane has in flight, so its size bounds how long somebody else's
+// small copy waits. It holds whole items where they fit, and a range of one item's layers where
+// they do not; one path per slice.
+#pragma once
+#include <vector>
+
+#include "plan.h"
+
+namespace pds {
+
+struct JobItems {
+  Direction direction;
+  std::vector<Item> items;
+  std::vector<int64_t> ids;
+};
+
+// Some layers of one item.
+struct Segment {
+  int64_t item;
+  int32_t layer0, layer1;
+};
+
+struct Slice {
+  Path path = Path::kStage;
+  int64_t bytes = 0;
+  std::vector<Segment> segments;
+};
+
+// Segments begin at multiples of this in a lane's ring.
+constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+struct SliceSizes {
+  int64_t copy_bytes, stage_bytes;
+  int64_t max_pieces;  // of a batch
+};
+
+class SliceWalk {
+ public:
+  SliceWalk(const Layout &layout, const JobItems &job, SliceSizes sizes, bool has_batch)
+      : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
+
+  // The next slice into `slice`; false at the end.
+  bool next(Slice *slice);
+
+ private:
+  const Plan &plan_of(const Item &item);
+
+  const Layout &layout_;
+  const JobItems &job_;
+  const SliceSizes sizes_;
+  const bool has_batch_;
+  int64_t item_ = 0;
+  int32_t layer_ = 0;
+  int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is of
+  Plan plan_;
+};
+
+// The contiguous pieces of a segment.
+void add_pieces(const Layout &layout, const JobItems &job, const Segment &segment, Copies *copies);
+// The strided copies of a segment.
+void add_strided(const Layout &layout, const JobItems &job, const Segment &segment,
+                 std::vector<Strided> *copies);
+// Where a segment's bytes are in its payload.
+void span_of(const Layout &layout, const JobItems &job, const Segment &segment, int64_t *offset,
+             int64_t *bytes);
+
+}  // namespace pds

@@ -1,0 +1,338 @@
+"""libpdstore as Python sees it: its structs, calls and errors; the only user of ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import logging
+import threading
+from collections.abc import Sequence
+from ctypes import byref, c_char, c_int32, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from pdstore.errors import ConfigError, DeviceError, LayoutError, NativeError, SwapError
+from pdstore.native_build import find_library
+from pdstore.settings import Settings
+
+log = logging.getLogger(__name__)
+
+ABI = 1
+CPU = -1
+CALLS = (
+    "allocate stream event record wait synchronize drain batch strided stage enter capturing"
+).split()
+"""The device calls that a test build can make fail, in the order of the header."""
+
+
+class CopyPath(enum.IntEnum):
+    """How a payload's bytes move; AUTO lets the engine choose."""
+
+    AUTO = 0
+    BATCH = 1
+    STRIDED = 2
+    STAGE = 3
+
+
+class _Code(enum.IntEnum):
+    OK = 0
+    PENDING = 1
+    ARGUMENT = 2
+    DEVICE = 3
+    POISONED = 4
+    CLOSED = 5
+    CAPTURE = 6
+    NO_DEVICE = 7
+    MEMORY = 8
+
+
+class CopyPlan(NamedTuple):
+    """Which path a payload takes, and why."""
+
+    path: str
+    num_pieces: int  # contiguous pieces of an engine block
+    piece_bytes: int  # the smallest of them
+    block_bytes: int  # of an engine block
+    why: str
+
+
+class PumpStats(NamedTuple):
+    """What one direction's thread has done so far."""
+
+    num_bytes: int
+    num_slices: int
+    cpu_s: float
+
+
+_KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64}
+
+
+def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """A struct of pdstore.h from its fields as `name:type`; a number is the length of a text."""
+    pairs = [word.split(":") for word in fields.split()]
+    kinds = [(n, c_char * int(k) if k.isdigit() else _KINDS[k]) for n, k in pairs]
+    return type(name, (ctypes.Structure,), {"_fields_": kinds})
+
+
+Region = _struct(
+    "Region",
+    "base:u64 block_stride:i64 token_stride:i64 head_stride:i64 width:i64 start:i64 layer:i32"
+    " part:i32",
+)
+PartShape = _struct("PartShape", "num_layers:i32 num_heads:i32 cell:i64")
+Options = _struct(
+    "Options",
+    "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 order:i32 mode:i32 path:i32"
+    " num_parts:i32 num_regions:i32 reserved:i32 copy_slice_bytes:i64 stage_out_bytes:i64"
+    " stage_in_bytes:i64",
+)
+Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
+_Error = _struct("_Error", "code:i32 device_code:i32 slice:i64 call:40 message:200")
+_Info = _struct("_Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
+_Plan = _struct("_Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
+_Stats = _struct("_Stats", "bytes:i64 slices:i64 cpu_ns:i64")
+_Live = _struct("_Live", "allocations:i64 streams:i64 events:i64")
+
+
+class Library:
+    """A loaded libpdstore. Raises NativeError for a file that is none, or of another ABI."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.calls = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeError(f"cannot load {path}: {error}") from error
+        self.path = path
+        for name, kinds in _SIGNATURES.items():
+            getattr(self.calls, name).argtypes = kinds
+        info = _Info()
+        self.calls.pds_info(byref(info))
+        if info.abi != ABI:
+            raise NativeError(f"{path} has ABI {info.abi}, expected {ABI}: build it again")
+        self.has_cuda = bool(info.has_cuda)
+        self.num_devices = int(info.num_devices)
+        self.has_faults = bool(info.has_faults)
+
+    def register(self, device: int, address: int, num_bytes: int) -> None:
+        """Pins host memory for a device, in one piece. Raises SwapError or DeviceError."""
+        error = _Error()
+        self.calls.pds_register(device, address, num_bytes, byref(error))
+        _raise(error)
+
+    def unregister(self, device: int, address: int) -> None:
+        """Undoes one `register`. Raises SwapError."""
+        error = _Error()
+        self.calls.pds_unregister(device, address, byref(error))
+        _raise(error)
+
+    def populate(self, address: int, num_bytes: int) -> None:
+        """Makes the pages of a range present; several threads at once are faster."""
+        self.calls.pds_populate(address, num_bytes)
+
+    def relax_capture(self, device: int) -> None:
+        """The calling thread no longer disturbs graph captures of other threads."""
+        self.calls.pds_relax_capture(device)
+
+    def fail(self, call: str, nth: int, code: int, *, sticky: bool = False) -> None:
+        """Of a test build: the nth call of this kind from now on fails; `none` disarms."""
+        number = CALLS.index(call) if call != "none" else -1
+        self.calls.pds_test_fail(number, nth, code, sticky)
+
+    def delay(self, microseconds: int) -> None:
+        """Of a test build: every copy call takes this much longer."""
+        self.calls.pds_test_delay(microseconds)
+
+    def live(self) -> tuple[int, int, int]:
+        """Of a test build: device allocations, streams and events that live now."""
+        live = _Live()
+        self.calls.pds_test_live(byref(live))
+        return live.allocations, live.streams, live.events
+
+
+class Engine:
+    """One engine: block copies of one device and one layout. Any thread may call it.
+
+    options: of the struct's fields, those that are not 0.
+    Raises LayoutError, DeviceError or SwapError.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        options: dict[str, int],
+        parts: Sequence[ctypes.Structure],
+        regions: Sequence[ctypes.Structure],
+    ) -> None:
+        self._library, self._calls = library, library.calls
+        self._lock = threading.Lock()  # nobody may be in a call when the handle ends
+        self._handle = c_void_p()
+        counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
+        error = _Error()
+        self._calls.pds_open(
+            byref(Options(**counts, **options)),
+            (PartShape * len(parts))(*parts),
+            (Region * len(regions))(*regions),
+            byref(self._handle),
+            byref(error),
+        )
+        _raise(error)
+
+    def add_host(self, address: int, num_bytes: int) -> None:
+        """From now on payloads lie in one of the added ranges each."""
+        with self._lock:
+            self._calls.pds_add_host(self._open(), address, num_bytes)
+
+    def explain(self, part: int, num_tokens: int) -> CopyPlan:
+        """The path of payloads of a part with this many tokens."""
+        plan = _Plan()
+        with self._lock:
+            code = self._calls.pds_explain(self._open(), part, num_tokens, byref(plan))
+        if code:
+            raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
+        path = CopyPath(plan.path).name
+        return CopyPlan(path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode())
+
+    def stats(self, direction: int) -> PumpStats:
+        """What the thread of a direction (0: cache -> slots) has done."""
+        stats = _Stats()
+        with self._lock:
+            self._calls.pds_get_stats(self._open(), direction, byref(stats))
+        return PumpStats(stats.bytes, stats.slices, stats.cpu_ns / 1e9)
+
+    def submit(
+        self,
+        direction: int,
+        items: bytes,
+        ids: bytes,
+        *,
+        stream: int = 0,
+        ready: int = 0,
+    ) -> Ticket:
+        """Starts a copy; `items` and `ids` are packed `Item` and int64. Raises as the class does."""
+        handle, error = c_void_p(), _Error()
+        num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
+        out = byref(handle), byref(error)
+        with self._lock:
+            self._calls.pds_submit(
+                self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
+            )
+        _raise(error)
+        return Ticket(self._library, handle)
+
+    def close(self) -> None:
+        """Ends what is queued, waits for the device, frees everything. Twice is fine."""
+        with self._lock:
+            handle, self._handle = self._handle, c_void_p()
+            if handle:
+                self._calls.pds_close(handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()
+
+    def _open(self) -> c_void_p:
+        if not self._handle:
+            raise SwapError("the swap engine is closed")
+        return self._handle
+
+
+class Ticket:
+    """A copy that was started. It goes on when this is dropped."""
+
+    def __init__(self, library: Library, handle: c_void_p) -> None:
+        self._calls, self._handle = library.calls, handle
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when the copy is done, False after the time; raises SwapError when it failed."""
+        error = _Error()
+        code = self._calls.pds_wait(self._handle, int(timeout_s * 1e6), byref(error))
+        if code == _Code.PENDING:
+            return False
+        _raise(error)
+        return True
+
+    @property
+    def done(self) -> bool:
+        """The copy is done; raises SwapError when it failed."""
+        return self.wait(0)
+
+    def __del__(self) -> None:
+        self._calls.pds_free_ticket(self._handle)
+
+
+def address_of(view: memoryview) -> int:
+    """Where a writable buffer's first byte is."""
+    return ctypes.addressof(c_char.from_buffer(view))
+
+
+def load_library(settings: Settings, *, for_gpu: bool) -> Library | None:
+    """The native library, as PDSTORE_NATIVE says; None: there is none, and a line says why.
+
+    for_gpu: the copies are of a GPU's memory; else the CPU form, quicker to build, will do.
+
+    Raises ConfigError where it is required and missing.
+    """
+    if settings.native == "off":
+        return None
+    try:
+        library = _load(for_gpu)
+        if for_gpu and not library.num_devices:
+            why = "sees no GPU (driver older than its CUDA?)" if library.has_cuda else "is for CPUs"
+            raise NativeError(f"{library.path} {why}")
+        return library
+    except NativeError as error:
+        if settings.native == "require":
+            raise ConfigError(f"PDSTORE_NATIVE=require: {error}") from error
+        _say_once(str(error))
+        return None
+
+
+@cache
+def _load(for_gpu: bool) -> Library:
+    return Library(find_library(with_cuda=for_gpu))
+
+
+@cache
+def _say_once(why: str) -> None:
+    log.warning("block copies go through torch: %s", why)
+
+
+def _raise(error: ctypes.Structure) -> None:
+    code, message = _Code(error.code), error.message.decode(errors="replace")
+    if code is _Code.OK:
+        return
+    if code is _Code.ARGUMENT:
+        raise LayoutError(message)
+    if code is _Code.NO_DEVICE:
+        raise DeviceError(message)
+    call = error.call.decode()
+    place = f" (error {error.device_code} of {call}, slice {error.slice})" if call else ""
+    raise SwapError(
+        message + place,
+        device_code=error.device_code,
+        call=call,
+        slice_number=error.slice,
+        poisoned=code is _Code.POISONED,
+    )
+
+
+_P = c_void_p
+_SIGNATURES: dict[str, list[object]] = {
+    "pds_info": [_P],
+    "pds_open": [_P, _P, _P, _P, _P],
+    "pds_close": [_P],
+    "pds_add_host": [_P, c_uint64, c_int64],
+    "pds_explain": [_P, c_int32, c_int32, _P],
+    "pds_get_stats": [_P, c_int32, _P],
+    "pds_submit": [_P, c_int32, _P, c_int64, _P, c_int64, c_uint64, c_uint64, _P, _P],
+    "pds_wait": [_P, c_int64, _P],
+    "pds_free_ticket": [_P],
+    "pds_register": [c_int32, c_uint64, c_int64, _P],
+    "pds_unregister": [c_int32, c_uint64, _P],
+    "pds_populate": [c_uint64, c_int64],
+    "pds_relax_capture": [c_int32],
+    "pds_test_fail": [c_int32, c_int64, c_int32, c_int32],
+    "pds_test_delay": [c_int64],
+    "pds_test_live": [_P],
+}

@@ -1,0 +1,171 @@
+"""NativeSwap: block copies by libpdstore, beside the model and at the speed of the link."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.keys import Part
+from pdstore.layout import Layout
+from pdstore.native import (
+    CPU,
+    CopyPath,
+    Engine,
+    Library,
+    PartShape,
+    PumpStats,
+    Region,
+    Ticket,
+    address_of,
+)
+from pdstore.swap import LayerCache, Piece, PiecePlan, Swap, caches_as_bytes
+from pdstore.types import Direction
+
+log = logging.getLogger(__name__)
+
+_ITEM = struct.Struct("=Qiiii")
+_LEGACY_STREAM = 1  # CUDA's name for the default stream, which torch calls 0
+_WAIT_S = 30.0
+
+
+class NativeSwap(Swap):
+    """Block copies by the native engine, on one GPU or in host memory. Any thread may call it.
+
+    kv_caches: as `TorchSwap` takes them; they are kept until `close`.
+    mode, path, sizes: the engine's options; the defaults are for serving.
+    A copy follows what the calling thread's current stream holds at the call. On a GPU payloads
+    must lie in memory that `add_host` was told. Raises LayoutError, DeviceError or SwapError.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        layout: Layout,
+        kv_caches: Sequence[LayerCache],
+        *,
+        throughput: bool = False,
+        path: CopyPath = CopyPath.AUTO,
+        sizes: dict[str, int] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._caches = caches_as_bytes(layout, kv_caches)
+        self.device = self._caches[0][0].device
+        self.num_blocks = self._caches[0][0].shape[0]
+        self._library = library
+        self._parts = {part: number for number, part in enumerate(layout.owned_parts)}
+        options = {
+            "device": CPU if self.device.type == "cpu" else self.device.index,
+            "num_blocks": self.num_blocks,
+            "block_tokens": layout.engine_block_tokens,
+            "max_tokens": layout.block_tokens,
+            "order": int(layout.order == "head"),
+            "mode": int(throughput),
+            "path": int(path),
+            **(sizes or {}),
+        }
+        shapes = [self._shape(part) for part in layout.owned_parts]
+        regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
+        self._engine = Engine(library, options, shapes, regions)
+
+    def gather(self, pieces: Sequence[Piece]) -> None:
+        self._finish(self.start(Direction.SAVE, pieces))
+
+    def scatter(self, pieces: Sequence[Piece]) -> None:
+        self._finish(self.start(Direction.LOAD, pieces))
+
+    def start(self, direction: Direction, pieces: Sequence[Piece], *, ready: int = 0) -> Ticket:
+        """Starts a copy. The caches' blocks and the payloads must stay until it is done.
+
+        ready: a CUDA event's handle to follow in place of the current stream; it must live on too.
+        """
+        ids = array("q")
+        items = []
+        for piece in pieces:
+            ids.extend(piece.block_ids)
+            items.append(self._item(direction, piece))
+        stream = self._stream()
+        return self._engine.submit(
+            int(direction is Direction.LOAD),
+            b"".join(items),
+            ids.tobytes(),
+            stream=stream,
+            ready=ready,
+        )
+
+    def add_host(self, address: int, num_bytes: int) -> None:
+        """From now on a payload must lie in one of the ranges that were added."""
+        self._engine.add_host(address, num_bytes)
+
+    def plan(self) -> list[PiecePlan]:
+        """The path of a whole block, and of a tail of one token, for each part."""
+        tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
+        return [
+            PiecePlan(part, n, plan.path, f"{plan.why} ({plan.num_pieces} x {plan.piece_bytes} B)")
+            for part, number in self._parts.items()
+            for n in tokens
+            for plan in [self._engine.explain(number, n)]
+        ]
+
+    def stats(self, direction: Direction) -> PumpStats:
+        """Bytes, slices and CPU time of one direction's thread."""
+        return self._engine.stats(int(direction is Direction.LOAD))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _item(self, direction: Direction, piece: Piece) -> bytes:
+        number = self._parts.get(piece.part)
+        if number is None:
+            raise LayoutError(f"{piece.part} is not one of this rank")
+        need = self._layout.payload_bytes(piece.part, piece.num_tokens)
+        if len(piece.payload) != need:
+            raise LayoutError(f"a payload of {len(piece.payload)} bytes, expected {need}")
+        first = piece.first_token if direction is Direction.LOAD else 0
+        return _ITEM.pack(
+            address_of(piece.payload), number, piece.num_tokens, first, len(piece.block_ids)
+        )
+
+    def _stream(self) -> int:
+        if self.device.type == "cpu":
+            return 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream) or _LEGACY_STREAM
+
+    def _finish(self, ticket: Ticket) -> None:
+        """Waits for the end, whenever that is: until then the device may write to the payloads."""
+        while not ticket.wait(_WAIT_S):
+            log.warning("a block copy still runs after %d s", _WAIT_S)
+
+    def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
+        layers = self._layout.groups[part.group]
+        cell = sum(t.shape[3] for t in self._caches[layers[0]])
+        return PartShape(num_layers=len(layers), num_heads=len(self._layout.heads_of(part)), cell=cell)
+
+    def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
+        """The part's cache tensors from its first head on, a tensor's K or V after the other."""
+        first_head = self._layout.heads_of(part).start
+        regions = []
+        for n, layer in enumerate(self._layout.groups[part.group]):
+            start = 0
+            for cache in self._caches[layer]:
+                block, token, head, _ = cache.stride()
+                regions.append(
+                    Region(
+                        base=cache.data_ptr() + first_head * head,
+                        block_stride=block,
+                        token_stride=token,
+                        head_stride=head,
+                        width=cache.shape[3],
+                        start=start,
+                        layer=n,
+                        part=number,
+                    )
+                )
+                start += cache.shape[3]
+        return regions
+
+

@@ -1,0 +1,27 @@
+"""open_swap: the fastest block copies that this machine and these tensors allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdstore.layout import Layout
+from pdstore.native import load_library
+from pdstore.settings import Settings
+from pdstore.swap import LayerCache, Swap, TorchSwap, caches_as_bytes
+from pdstore.swap_native import NativeSwap
+
+
+def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache]) -> Swap:
+    """The native engine where PDSTORE_NATIVE and the machine allow it, else torch.
+
+    Raises ConfigError where it is required and missing, LayoutError for tensors that do not fit
+    the layout, DeviceError or SwapError when the device does not give what the engine needs.
+    """
+    device = caches_as_bytes(layout, kv_caches)[0][0].device
+    library = None
+    if device.type in ("cpu", "cuda"):
+        library = load_library(settings, for_gpu=device.type == "cuda")
+    if library is None:
+        return TorchSwap(layout, kv_caches)
+    throughput = settings.native_mode == "throughput"
+    return NativeSwap(library, layout, kv_caches, throughput=throughput)
