@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 ABI = 1
 CPU = -1
 CALLS = (
-    "allocate stream event record wait synchronize drain batch strided stage enter capturing"
-).split()
+    *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
+    *("batch", "strided", "stage", "enter", "capturing"),
+)
 """The device calls that a test build can make fail, in the order of the header."""
 
 
@@ -191,7 +192,9 @@ class Engine:
         if code:
             raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
         path = CopyPath(plan.path).name
-        return CopyPlan(path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode())
+        return CopyPlan(
+            path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
+        )
 
     def stats(self, direction: int) -> PumpStats:
         """What the thread of a direction (0: cache -> slots) has done."""
@@ -209,7 +212,7 @@ class Engine:
         stream: int = 0,
         ready: int = 0,
     ) -> Ticket:
-        """Starts a copy; `items` and `ids` are packed `Item` and int64. Raises as the class does."""
+        """Starts a copy; `items` and `ids` are packed `Item` and int64."""
         handle, error = c_void_p(), _Error()
         num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
         out = byref(handle), byref(error)

@@ -38,7 +38,9 @@ def find_library(*, with_cuda: bool) -> Path:
     return build_library(_SOURCES, () if with_cuda else ("-DPDSTORE_CUDA=OFF",))
 
 
-def build_library(sources: Path, options: Sequence[str] = (), directory: Path | None = None) -> Path:
+def build_library(
+    sources: Path, options: Sequence[str] = (), directory: Path | None = None
+) -> Path:
     """Builds `sources` with CMake into a cache keyed by their content; quick when it is there.
 
     options: CMake's, for example `-DPDSTORE_TESTING=ON`; part of the key.

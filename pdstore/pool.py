@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from pdstore.block import FLAG_MARKER, Header
-from pdstore.errors import LayoutError, ReadOnly
+from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.handoff import Attempt
 from pdstore.job import Body, Job
 from pdstore.keys import Namespace, PromptKeys
@@ -20,7 +22,8 @@ from pdstore.settings import Settings
 from pdstore.staging import Staging
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
-from pdstore.swap import LayerCache, TorchSwap
+from pdstore.swap import LayerCache
+from pdstore.swap_open import open_swap
 from pdstore.transfer import Transfer
 from pdstore.types import Direction, Reason
 from pdstore.values import bytes_of, values_of
@@ -29,6 +32,7 @@ from pdstore.workers import DevicePin
 log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
+_PIN_S = 30.0
 
 
 class ReadyEvent(Protocol):
@@ -40,7 +44,8 @@ class ReadyEvent(Protocol):
 class KVPool:
     """Saves prompts' KV blocks to the pool and loads them from it. Any thread may call it.
 
-    layout, kv_caches: as `TorchSwap` takes them.
+    layout, kv_caches: as `TorchSwap` takes them. The constructor returns when staging is pinned:
+      graphs may be captured from then on, also while saves and loads run.
     namespace: `layout.namespace(...)`; keys of another one are refused.
     store: the caller's, who closes it; None opens PDSTORE_STORE.
     Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
@@ -61,16 +66,28 @@ class KVPool:
         self.metrics = metrics or Metrics()
         self._settings = settings
         with contextlib.ExitStack() as undo:
-            swap = TorchSwap(layout, kv_caches)
+            self._swap = swap = open_swap(settings, layout, kv_caches)
+            undo.callback(swap.close)
             self._num_blocks = swap.num_blocks
             if store is None:
                 store = connect_store(settings, self.metrics)
                 undo.callback(store.close)
-            staging = Staging(store.allocate, layout.largest_payload_bytes, int(settings.staging))
+            staging = Staging(
+                store.allocate,
+                layout.largest_payload_bytes,
+                int(settings.staging),
+                swap.registrar,
+            )
+            undo.callback(staging.close)
+            undo.callback(swap.close)  # before the memory that it copies to is unpinned
             self.metrics.slots_lent.set_function(lambda: staging.num_lent)
             undo.callback(self.metrics.slots_lent.set_function, lambda: 0)
             self._mover = Mover(layout, swap, staging, store, self.metrics)
-            self._transfer = Transfer(settings, DevicePin(swap.device), self.metrics)
+            for plan in swap.plan():
+                log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
+            staging.ready(_PIN_S + int(settings.staging) / _BYTES_PER_S)
+            pin = DevicePin(swap.device, swap.device_api)
+            self._transfer = Transfer(settings, pin, self.metrics)
             self._resources = undo.pop_all()
 
     def save(
@@ -91,13 +108,19 @@ class KVPool:
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order.
           first_token: tokens before it are stored or on their way already.
-          ready: an event after which the paged cache holds these tokens; None: it does now.
+          ready: an event after which the paged cache holds these tokens; None: after what the
+            calling thread's current stream has queued.
           handoff: publish the whole prompt under this name: D is told when all of it is durable.
           after: saves that this one follows.
         """
         first_block = self._check(keys, block_ids, first_token)
         body = partial(
-            self._save, keys.first(keys.num_tokens), tuple(block_ids), first_block, ready, handoff
+            self._save,
+            keys.first(keys.num_tokens),
+            tuple(block_ids),
+            first_block,
+            ready or self._order(),
+            handoff,
         )
         job = self._job(Direction.SAVE, body, keys, first_block, self._settings.save_deadline_s)
         if not self._settings.publish:
@@ -110,6 +133,7 @@ class KVPool:
     def load(self, keys: PromptKeys, block_ids: Sequence[int], *, first_token: int = 0) -> Job:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
+        They are written after what the calling thread's current stream has queued.
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
         first `job.result.num_tokens` tokens are there; what is missing was not stored any more, or
         did not verify.
@@ -125,7 +149,12 @@ class KVPool:
                 f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
             )
         body = partial(
-            self._load, keys.first(keys.num_tokens), tuple(block_ids), first_block, first_token
+            self._load,
+            keys.first(keys.num_tokens),
+            tuple(block_ids),
+            first_block,
+            first_token,
+            self._order(),
         )
         seconds = self._settings.load_deadline_s
         job = self._job(Direction.LOAD, body, keys, first_block, seconds, first_token)
@@ -224,10 +253,26 @@ class KVPool:
         block_ids: Sequence[int],
         first_block: int,
         first_token: int,
+        ready: ReadyEvent | None,
         job: Job,
     ) -> Reason | None:
+        if ready is not None:
+            ready.synchronize()
         values = values_of(self.layout, keys, block_ids, first_block)
         return self._mover.load(job, values, first_token)
+
+    def _order(self) -> ReadyEvent | None:
+        """An event behind what the caller's stream has queued; None where there are no streams."""
+        device = self._swap.device
+        if device.type != "cuda":
+            return None
+        stream = torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise SwapError("KVPool cannot be called while its stream is being captured")
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def _job(
         self,

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdstore.block import HEADER_BYTES
 from pdstore.errors import ConfigError
+from pdstore.native import address_of
+from pdstore.staging_pin import PIECE_BYTES, PinnedMemory, spans_of
+from pdstore.swap import Registrar
 from pdstore.types import Direction
 from pdstore.workers import Deadline
 
@@ -25,11 +28,17 @@ class Staging:
 
     allocate: where the memory comes from (`Store.allocate`).
     num_bytes: what the user allows; as many whole slots as fit are made.
+    registrar: who pins the memory, from now on; None: it stays as it is.
     Raises ConfigError, with the size needed, when fewer than 16 fit.
     """
 
     def __init__(
-        self, allocate: Callable[[int], memoryview], payload_bytes: int, num_bytes: int
+        self,
+        allocate: Callable[[int], memoryview],
+        payload_bytes: int,
+        num_bytes: int,
+        registrar: Registrar | None = None,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.slot_bytes = slot_bytes_for(payload_bytes)
         self.num_slots = num_bytes // self.slot_bytes
@@ -40,10 +49,24 @@ class Staging:
                 f" {self.slot_bytes} bytes, and {MIN_SLOTS} are needed: set it to {need}MiB or more"
             )
         self.view = allocate(self.num_slots * self.slot_bytes)
+        self._pinned: PinnedMemory | None = None
+        if registrar is not None:
+            spans = spans_of(address_of(self.view), len(self.view), self.slot_bytes, piece_bytes)
+            self._pinned = PinnedMemory(registrar, spans)
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._lent = dict.fromkeys(Direction, 0)
         self._reserved = self.num_slots // 4
         self._changed = threading.Condition()
+
+    def ready(self, timeout_s: float) -> None:
+        """Waits until the memory is pinned. Raises why it cannot be, or TimeoutError."""
+        if self._pinned is not None:
+            self._pinned.ready(timeout_s)
+
+    def close(self) -> None:
+        """Unpins the memory; no copy may be on its way. Twice is fine."""
+        if self._pinned is not None:
+            self._pinned.close()
 
     @property
     def num_lent(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from pdstore.errors import LayoutError
 from pdstore.keys import Part
 from pdstore.layout import Layout
+from pdstore.workers import DeviceApi
 
 LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -40,14 +41,30 @@ class PiecePlan(NamedTuple):
     why: str
 
 
+class Registrar(Protocol):
+    """Who pins host memory for a device's copies."""
+
+    def populate(self, address: int, num_bytes: int) -> None:
+        """Makes the memory present, so that registering it is quick."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins a piece; a payload must lie in one piece. Raises SwapError."""
+
+    def unregister(self, address: int) -> None:
+        """Unpins the piece that begins here. Raises SwapError."""
+
+
 class Swap(ABC):
     """Copies KV between an engine's paged cache and host slots; blocks until the bytes are there.
 
+    What the model has still to write or read in these blocks must be done before the call.
     `NativeSwap` is for speed; `TorchSwap` is the reference, and for machines without the library.
     """
 
     device: torch.device
     num_blocks: int
+    device_api: DeviceApi | None = None
+    """How threads that copy are put on the device; None: the usual way."""
 
     @abstractmethod
     def gather(self, pieces: Sequence[Piece]) -> None:
@@ -57,11 +74,16 @@ class Swap(ABC):
     def scatter(self, pieces: Sequence[Piece]) -> None:
         """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
 
+    @property
+    def registrar(self) -> Registrar | None:
+        """Who has to pin the memory of payloads; None: it may be any."""
+        return None
+
     @abstractmethod
     def plan(self) -> list[PiecePlan]:
         """Which path each part's blocks take, and why."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to free
         """Frees what the copies need; nothing may be copied any more. Twice is fine."""
 
 

@@ -7,8 +7,6 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-import torch
-
 from pdstore.errors import LayoutError
 from pdstore.keys import Part
 from pdstore.layout import Layout
@@ -23,14 +21,27 @@ from pdstore.native import (
     Ticket,
     address_of,
 )
-from pdstore.swap import LayerCache, Piece, PiecePlan, Swap, caches_as_bytes
+from pdstore.swap import LayerCache, Piece, PiecePlan, Registrar, Swap, caches_as_bytes
 from pdstore.types import Direction
+from pdstore.workers import CudaApi
 
 log = logging.getLogger(__name__)
 
 _ITEM = struct.Struct("=Qiiii")
-_LEGACY_STREAM = 1  # CUDA's name for the default stream, which torch calls 0
 _WAIT_S = 30.0
+FOLLOW_NOTHING = 0
+DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
+
+
+class RelaxedCudaApi(CudaApi):
+    """Puts threads on a device so that they do not disturb other threads' graph captures."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def reset_stream(self, index: int) -> None:
+        super().reset_stream(index)
+        self._library.relax_capture(index)
 
 
 class NativeSwap(Swap):
@@ -38,8 +49,8 @@ class NativeSwap(Swap):
 
     kv_caches: as `TorchSwap` takes them; they are kept until `close`.
     mode, path, sizes: the engine's options; the defaults are for serving.
-    A copy follows what the calling thread's current stream holds at the call. On a GPU payloads
-    must lie in memory that `add_host` was told. Raises LayoutError, DeviceError or SwapError.
+    On a GPU payloads must lie in memory that `register` pinned, or that `add_host` was told.
+    Raises LayoutError, DeviceError or SwapError.
     """
 
     def __init__(
@@ -57,9 +68,12 @@ class NativeSwap(Swap):
         self.device = self._caches[0][0].device
         self.num_blocks = self._caches[0][0].shape[0]
         self._library = library
+        self._ordinal = CPU if self.device.type == "cpu" else self.device.index
+        if self.device.type == "cuda":
+            self.device_api = RelaxedCudaApi(library)
         self._parts = {part: number for number, part in enumerate(layout.owned_parts)}
         options = {
-            "device": CPU if self.device.type == "cpu" else self.device.index,
+            "device": self._ordinal,
             "num_blocks": self.num_blocks,
             "block_tokens": layout.engine_block_tokens,
             "max_tokens": layout.block_tokens,
@@ -78,17 +92,25 @@ class NativeSwap(Swap):
     def scatter(self, pieces: Sequence[Piece]) -> None:
         self._finish(self.start(Direction.LOAD, pieces))
 
-    def start(self, direction: Direction, pieces: Sequence[Piece], *, ready: int = 0) -> Ticket:
+    def start(
+        self,
+        direction: Direction,
+        pieces: Sequence[Piece],
+        *,
+        stream: int = FOLLOW_NOTHING,
+        ready: int = 0,
+    ) -> Ticket:
         """Starts a copy. The caches' blocks and the payloads must stay until it is done.
 
-        ready: a CUDA event's handle to follow in place of the current stream; it must live on too.
+        stream: the copy follows what this CUDA stream (its handle) has queued; `FOLLOW_NOTHING`.
+        ready: a CUDA event's handle to follow; it must live on too.
+        Raises SwapError when the stream is being captured into a graph.
         """
         ids = array("q")
         items = []
         for piece in pieces:
             ids.extend(piece.block_ids)
             items.append(self._item(direction, piece))
-        stream = self._stream()
         return self._engine.submit(
             int(direction is Direction.LOAD),
             b"".join(items),
@@ -96,6 +118,23 @@ class NativeSwap(Swap):
             stream=stream,
             ready=ready,
         )
+
+    @property
+    def registrar(self) -> Registrar | None:
+        return None if self._ordinal == CPU else self
+
+    def populate(self, address: int, num_bytes: int) -> None:
+        """Makes host memory present."""
+        self._library.populate(address, num_bytes)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins host memory; from now on payloads may lie in it. Raises SwapError."""
+        self._library.register(self._ordinal, address, num_bytes)
+        self.add_host(address, num_bytes)
+
+    def unregister(self, address: int) -> None:
+        """Unpins what was registered from this address on; no copy may use it any more."""
+        self._library.unregister(self._ordinal, address)
 
     def add_host(self, address: int, num_bytes: int) -> None:
         """From now on a payload must lie in one of the ranges that were added."""
@@ -130,11 +169,6 @@ class NativeSwap(Swap):
             address_of(piece.payload), number, piece.num_tokens, first, len(piece.block_ids)
         )
 
-    def _stream(self) -> int:
-        if self.device.type == "cpu":
-            return 0
-        return int(torch.cuda.current_stream(self.device).cuda_stream) or _LEGACY_STREAM
-
     def _finish(self, ticket: Ticket) -> None:
         """Waits for the end, whenever that is: until then the device may write to the payloads."""
         while not ticket.wait(_WAIT_S):
@@ -143,7 +177,9 @@ class NativeSwap(Swap):
     def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
         layers = self._layout.groups[part.group]
         cell = sum(t.shape[3] for t in self._caches[layers[0]])
-        return PartShape(num_layers=len(layers), num_heads=len(self._layout.heads_of(part)), cell=cell)
+        return PartShape(
+            num_layers=len(layers), num_heads=len(self._layout.heads_of(part)), cell=cell
+        )
 
     def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
         """The part's cache tensors from its first head on, a tensor's K or V after the other."""
@@ -167,5 +203,3 @@ class NativeSwap(Swap):
                 )
                 start += cache.shape[3]
         return regions
-
-

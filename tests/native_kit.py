@@ -15,9 +15,8 @@ from pdstore.native_build import build_library
 
 SOURCES = Path(pdstore.__file__).parents[1] / "csrc"
 HAS_GPU = torch.cuda.is_available()
-DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
-
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
+DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_gpu])]
 
 
 @cache

@@ -262,9 +262,7 @@ def test_a_block_written_by_two_pieces_of_one_load_is_refused(library):
     case = Case.of(layout, 9, "cpu", **PLAIN)
     host = host_memory(case.host_bytes(2), "cpu")
     with pytest.raises(LayoutError, match="block 1 twice"):
-        native_of(library, case, "cpu").scatter(
-            case.pieces([[0, 1], [1, 2]], 32, view_of(host))
-        )
+        native_of(library, case, "cpu").scatter(case.pieces([[0, 1], [1, 2]], 32, view_of(host)))
 
 
 def test_a_payload_that_straddles_two_ranges_of_host_memory_is_refused(library):
