@@ -162,8 +162,7 @@ extern "C" int32_t pds_populate(uint64_t address, int64_t bytes) {
   return PDS_OK;
 }
 
-extern "C" int32_t pds_relax_capture(int32_t device) {
-  pds_error error;
-  return on_device(device, "cudaThreadExchangeStreamCaptureMode", &error,
-                   [](pds::Device &d) { return d.relax_capture(); });
+extern "C" int32_t pds_exchange_capture_mode(int32_t *mode) {
+  if (mode == nullptr || *mode < 0 || *mode > PDS_RELAXED) return PDS_ERR_ARGUMENT;
+  return pds::exchange_capture_mode(mode) == 0 ? PDS_OK : PDS_ERR_DEVICE;
 }

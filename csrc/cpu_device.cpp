@@ -37,7 +37,6 @@ void stage_piece(Direction direction, const Shape &shape, const Block &block, ui
 class CpuDevice final : public Device {
  public:
   int enter() override { return 0; }
-  int relax_capture() override { return 0; }
   int push() override { return 0; }
   void pop() override {}
 

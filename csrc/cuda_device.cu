@@ -76,9 +76,6 @@ class CudaDevice final : public Device {
 
   int enter() override {
     if (const int code = checked(cudaSetDevice(index_))) return code;
-    return relax_capture();
-  }
-  int relax_capture() override {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     return checked(cudaThreadExchangeStreamCaptureMode(&mode));
   }
@@ -219,6 +216,13 @@ int CudaDevice::register_host(uint64_t address, size_t bytes) {
 std::unique_ptr<Device> open_cuda_device(int32_t index) {
   auto device = std::make_unique<CudaDevice>(index);
   return device->open() ? std::move(device) : nullptr;
+}
+
+int exchange_capture_mode(int32_t *mode) {
+  auto wanted = static_cast<cudaStreamCaptureMode>(*mode);
+  const int code = checked(cudaThreadExchangeStreamCaptureMode(&wanted));
+  *mode = wanted;
+  return code;
 }
 
 int32_t count_cuda_devices() {

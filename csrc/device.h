@@ -58,8 +58,6 @@ class Device {
 
   // For a thread of the engine: puts it on the device for good.
   virtual int enter() = 0;
-  // The calling thread no longer disturbs captures of other threads.
-  virtual int relax_capture() = 0;
   // For a caller's thread: on the device, and back to whatever it was on.
   virtual int push() = 0;
   virtual void pop() = 0;
@@ -112,6 +110,7 @@ std::unique_ptr<Device> open_device(int32_t index);
 std::unique_ptr<Device> open_cpu_device();
 std::unique_ptr<Device> open_cuda_device(int32_t index);
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);
+int exchange_capture_mode(int32_t *mode);
 int32_t count_cuda_devices();
 bool built_with_cuda();
 

@@ -37,7 +37,6 @@ class FaultyDevice final : public Device {
     const int code = fault(PDS_CALL_ENTER);
     return code ? code : device_->enter();
   }
-  int relax_capture() override { return device_->relax_capture(); }
   int push() override { return device_->push(); }
   void pop() override { device_->pop(); }
   int allocate(size_t bytes, void **memory) override {

@@ -128,8 +128,10 @@ int32_t pds_register(int32_t device, uint64_t address, int64_t bytes, pds_error 
 int32_t pds_unregister(int32_t device, uint64_t address, pds_error *error);
 // Makes the pages of a range present, so that registering them is quick.
 int32_t pds_populate(uint64_t address, int64_t bytes);
-// The calling thread no longer disturbs graph captures of other threads.
-int32_t pds_relax_capture(int32_t device);
+// Sets the calling thread's capture mode and gives the one before. PDS_RELAXED: what it calls does
+// not disturb graph captures of other threads.
+enum { PDS_RELAXED = 2 };
+int32_t pds_exchange_capture_mode(int32_t *mode);
 
 // Test builds only (has_faults).
 enum {

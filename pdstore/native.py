@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 ABI = 1
 CPU = -1
+RELAXED = 2
+"""The capture mode of threads that do not disturb other threads' graph captures."""
 CALLS = (
     *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
     *("batch", "strided", "stage", "enter", "capturing"),
@@ -131,9 +133,11 @@ class Library:
         """Makes the pages of a range present; several threads at once are faster."""
         self.calls.pds_populate(address, num_bytes)
 
-    def relax_capture(self, device: int) -> None:
-        """The calling thread no longer disturbs graph captures of other threads."""
-        self.calls.pds_relax_capture(device)
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Sets the calling thread's capture mode (RELAXED or an earlier result); the one before."""
+        before = c_int32(mode)
+        self.calls.pds_exchange_capture_mode(byref(before))
+        return before.value
 
     def fail(self, call: str, nth: int, code: int, *, sticky: bool = False) -> None:
         """Of a test build: the nth call of this kind from now on fails; `none` disarms."""
@@ -143,6 +147,16 @@ class Library:
     def delay(self, microseconds: int) -> None:
         """Of a test build: every copy call takes this much longer."""
         self.calls.pds_test_delay(microseconds)
+
+    def baseline(
+        self, method: int, to: int, source: int, n: int, num_bytes: int, per_block: int, stream: int
+    ) -> None:
+        """Of a benchmark build: another way to move n pieces, by tables of their addresses."""
+        call = self.calls.pds_bench_copy
+        call.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_uint64]
+        code = call(method, to, source, n, num_bytes, per_block, stream)
+        if code:
+            raise SwapError(f"baseline {method} failed with {code}", device_code=code)
 
     def live(self) -> tuple[int, int, int]:
         """Of a test build: device allocations, streams and events that live now."""
@@ -334,7 +348,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "pds_register": [c_int32, c_uint64, c_int64, _P],
     "pds_unregister": [c_int32, c_uint64, _P],
     "pds_populate": [c_uint64, c_int64],
-    "pds_relax_capture": [c_int32],
+    "pds_exchange_capture_mode": [_P],
     "pds_test_fail": [c_int32, c_int64, c_int32, c_int32],
     "pds_test_delay": [c_int64],
     "pds_test_live": [_P],

@@ -24,6 +24,13 @@ _PACKAGE = Path(__file__).parent
 _SOURCES = _PACKAGE.parent / "csrc"
 
 
+def checkout_sources() -> Path:
+    """The C++ sources of a checkout. Raises NativeError in an installed package."""
+    if not (_SOURCES / "CMakeLists.txt").exists():
+        raise NativeError("this installation has no native library: it was made without a compiler")
+    return _SOURCES
+
+
 def find_library(*, with_cuda: bool) -> Path:
     """The library of the installed package; in a checkout the built one, built now if need be.
 
@@ -33,9 +40,7 @@ def find_library(*, with_cuda: bool) -> Path:
     packaged = _PACKAGE / _FILE
     if packaged.exists():
         return packaged
-    if not (_SOURCES / "CMakeLists.txt").exists():
-        raise NativeError("this installation has no native library: it was made without a compiler")
-    return build_library(_SOURCES, () if with_cuda else ("-DPDSTORE_CUDA=OFF",))
+    return build_library(checkout_sources(), () if with_cuda else ("-DPDSTORE_CUDA=OFF",))
 
 
 def build_library(
@@ -85,7 +90,7 @@ def _run(command: list[str]) -> None:
 def _digest(sources: Path, options: Sequence[str]) -> str:
     digest = hashlib.sha256(repr(sorted(options)).encode())
     digest.update(str(shutil.which("nvcc")).encode())  # with it the build is another one
-    for path in sorted(sources.glob("*")):
+    for path in sorted(sources.rglob("*")):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]

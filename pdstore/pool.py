@@ -266,13 +266,12 @@ class KVPool:
         device = self._swap.device
         if device.type != "cuda":
             return None
-        stream = torch.cuda.current_stream(device)
-        with torch.cuda.stream(stream):
+        with self._swap.relaxed(), torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 raise SwapError("KVPool cannot be called while its stream is being captured")
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream())
+            return event
 
     def _job(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -82,6 +84,10 @@ class Swap(ABC):
     @abstractmethod
     def plan(self) -> list[PiecePlan]:
         """Which path each part's blocks take, and why."""
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """While it lasts, the calling thread disturbs no other thread's graph capture."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to free
         """Frees what the copies need; nothing may be copied any more. Twice is fine."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pdstore.errors import LayoutError
 from pdstore.keys import Part
 from pdstore.layout import Layout
 from pdstore.native import (
     CPU,
+    RELAXED,
     CopyPath,
     Engine,
     Library,
@@ -33,6 +36,13 @@ FOLLOW_NOTHING = 0
 DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
 
 
+class Packed(NamedTuple):
+    """Pieces in the engine's form; their payloads must stay."""
+
+    items: bytes
+    ids: bytes
+
+
 class RelaxedCudaApi(CudaApi):
     """Puts threads on a device so that they do not disturb other threads' graph captures."""
 
@@ -41,7 +51,7 @@ class RelaxedCudaApi(CudaApi):
 
     def reset_stream(self, index: int) -> None:
         super().reset_stream(index)
-        self._library.relax_capture(index)
+        self._library.exchange_capture_mode(RELAXED)
 
 
 class NativeSwap(Swap):
@@ -106,18 +116,23 @@ class NativeSwap(Swap):
         ready: a CUDA event's handle to follow; it must live on too.
         Raises SwapError when the stream is being captured into a graph.
         """
+        return self.submit(direction, self.pack(direction, pieces), stream=stream, ready=ready)
+
+    def pack(self, direction: Direction, pieces: Sequence[Piece]) -> Packed:
+        """The pieces as the engine takes them; for a copy that is made again and again."""
         ids = array("q")
         items = []
         for piece in pieces:
             ids.extend(piece.block_ids)
             items.append(self._item(direction, piece))
-        return self._engine.submit(
-            int(direction is Direction.LOAD),
-            b"".join(items),
-            ids.tobytes(),
-            stream=stream,
-            ready=ready,
-        )
+        return Packed(b"".join(items), ids.tobytes())
+
+    def submit(
+        self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
+    ) -> Ticket:
+        """`start` of packed pieces."""
+        way = int(direction is Direction.LOAD)
+        return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
 
     @property
     def registrar(self) -> Registrar | None:
@@ -153,6 +168,14 @@ class NativeSwap(Swap):
     def stats(self, direction: Direction) -> PumpStats:
         """Bytes, slices and CPU time of one direction's thread."""
         return self._engine.stats(int(direction is Direction.LOAD))
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        before = self._library.exchange_capture_mode(RELAXED)
+        try:
+            yield
+        finally:
+            self._library.exchange_capture_mode(before)
 
     def close(self) -> None:
         self._engine.close()

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdstore.cli.bench_keys import bench_keys
+from pdstore.cli.bench_start import bench_start
 from pdstore.cli.bench_stores import bench_stores
+from pdstore.cli.bench_swap import bench_swap
 from pdstore.cli.report import Report
 from pdstore.errors import PDStoreError
 
@@ -52,7 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     stores.set_defaults(
         run=lambda asked: bench_stores(asked.store or [], asked.directory, rounds=asked.rounds)
     )
-    for kind in (keys, stores):
+    swap = kinds.add_parser("swap", help="block copies between a GPU and pinned slots")
+    swap.add_argument("--alone", action="store_true", help="without a model beside them")
+    swap.set_defaults(run=lambda asked: bench_swap(asked.rounds, beside=not asked.alone))
+
+    start = kinds.add_parser("start", help="how long staging takes to be ready, and who waits")
+    start.set_defaults(run=lambda asked: bench_start(asked.rounds))
+    for kind in (keys, stores, swap, start):
         kind.add_argument("--rounds", type=_count, default=15, help="repetitions (%(default)s)")
         kind.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     return parser

@@ -1,0 +1,75 @@
+"""How long staging takes to be pinned, and how long a kernel launch waits meanwhile."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from statistics import median
+
+import torch
+
+from pdstore.cli.bench_swap import open_bench_library
+from pdstore.cli.bench_swap_rig import seconds
+from pdstore.cli.report import Report
+from pdstore.native import Library, address_of
+from pdstore.staging_pin import PinnedMemory, spans_of
+
+_SLOT_BYTES = (2 << 20) + 4096
+_GIB = 1 << 30
+
+
+class _Pins:
+    """Pins for the current device."""
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._device = library, torch.cuda.current_device()
+
+    def populate(self, address: int, num_bytes: int) -> None:
+        self._library.populate(address, num_bytes)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._library.register(self._device, address, num_bytes)
+
+    def unregister(self, address: int) -> None:
+        self._library.unregister(self._device, address)
+
+
+def bench_start(rounds: int) -> Report:
+    """Pins 1 and 8 GiB in one call, in pieces of 256 MiB and of 16 MiB."""
+    pins = _Pins(open_bench_library())
+    report = Report(
+        f"{torch.cuda.get_device_name()}: until staging is ready; {rounds} rounds at most",
+        ["GiB", "piece MiB", "ready s", "longest launch ms", "median launch ms"],
+    )
+    for gib in (1, 8):
+        for piece_mib in (gib << 10, 256, 16):
+            ready, longest, middle = [], [], []
+            for _ in range(min(rounds, 3)):
+                took, launches = _pin(pins, gib * _GIB, piece_mib << 20)
+                ready.append(took)
+                longest.append(max(launches) * 1e3)
+                middle.append(median(launches) * 1e3)
+            report.add(gib, piece_mib, median(ready), median(longest), median(middle))
+    return report
+
+
+def _pin(pins: _Pins, num_bytes: int, piece_bytes: int) -> tuple[float, list[float]]:
+    """Seconds until ready, and those of launches meanwhile."""
+    num_bytes -= num_bytes % _SLOT_BYTES
+    memory = memoryview(mmap.mmap(-1, num_bytes))
+    x = torch.zeros(1, device="cuda")
+
+    def launch() -> None:
+        x.add_(1)
+        torch.cuda.synchronize()
+
+    launch()
+    start = time.perf_counter()
+    pinned = PinnedMemory(pins, spans_of(address_of(memory), num_bytes, _SLOT_BYTES, piece_bytes))
+    launches = [seconds(launch)]
+    while pinned.progress < 1 and time.perf_counter() < start + 60:
+        launches.append(seconds(launch))
+    pinned.ready(60)
+    took = time.perf_counter() - start
+    pinned.close()
+    return took, launches

@@ -1,0 +1,148 @@
+"""How fast blocks move between a GPU and pinned slots, next to other ways, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from pdstore.cli.bench_swap_beside import measure_beside
+from pdstore.cli.bench_swap_rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
+from pdstore.cli.report import Report
+from pdstore.errors import ConfigError
+from pdstore.native import CopyPath, Library
+from pdstore.native_build import build_library, checkout_sources
+from pdstore.swap_native import NativeSwap
+from pdstore.types import Direction
+
+SHAPES = (
+    SwapShape("8B", 64, 32 << 10),
+    SwapShape("8B, K and V fused", 32, 64 << 10),
+    SwapShape("70B TP8, 16 tokens", 160, 4 << 10),
+    SwapShape("70B TP8, 64 tokens", 160, 16 << 10),
+    SwapShape("MLA bf16", 61, 72 << 10),
+    SwapShape("MLA fp8", 61, 41_984),
+    SwapShape("one piece of 2 MiB", 1, 2 << 20),
+    SwapShape("one piece of 640 KiB", 1, 640 << 10),
+    SwapShape("odd pieces", 64, 32_769),
+    SwapShape("256 KiB pieces", 16, 256 << 10),
+)
+_COMPARED = ("8B", "70B TP8, 16 tokens", "70B TP8, 64 tokens", "one piece of 2 MiB")
+_LEAST_BYTES = 512 << 20
+_SMALL = (1, 16, 64)
+_GOALS = {
+    (CopyPath.STAGE, OUT): 0.95,
+    (CopyPath.STAGE, IN): 0.94,
+    (CopyPath.STRIDED, OUT): 0.91,
+    (CopyPath.STRIDED, IN): 0.91,
+    (CopyPath.BATCH, OUT): 0.95,
+    (CopyPath.BATCH, IN): 0.95,
+}
+_COLUMNS = ["what", "shape", "blocks", "way", "path", "value", "unit", "of contiguous", "goal"]
+
+
+def bench_swap(rounds: int, *, beside: bool) -> Report:
+    """Measures every shape both ways; `beside`: and what a running model feels of it.
+
+    Raises ConfigError without a GPU or without the sources of the other ways.
+    """
+    library = open_bench_library()
+    contiguous = Contiguous(1 << 30)
+    name = torch.cuda.get_device_name()
+    report = Report(f"{name}: cache <-> pinned slots, medians of {rounds} in turn", _COLUMNS)
+    for shape in SHAPES:
+        n = max(512, -(-_LEAST_BYTES // shape.block_bytes))
+        rig = Rig(library, shape, min(n, (1 << 30) // shape.block_bytes))
+        _measure_shape(report, rig, contiguous, rounds)
+        if shape.name == _COMPARED[0] and beside:
+            measure_beside(report.add, rig, contiguous)
+        rig.close()
+        del rig
+        torch.cuda.empty_cache()
+    return report
+
+
+def open_bench_library() -> Library:
+    """The library with the other ways in it, for this GPU. Raises ConfigError or NativeError."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench swap needs a GPU")
+    major, minor = torch.cuda.get_device_capability()
+    options = ["-DPDSTORE_BENCH=ON", f"-DCMAKE_CUDA_ARCHITECTURES={major}{minor}-real"]
+    return Library(build_library(checkout_sources(), options))
+
+
+def _measure_shape(report: Report, rig: Rig, contiguous: Contiguous, rounds: int) -> None:
+    swaps = {"serving": rig.serving, "throughput": rig.swap(throughput=True)}
+    paths = {mode: CopyPath[swap.plan()[0].path] for mode, swap in swaps.items()}
+    for swap in swaps.values():
+        rig.check(lambda d, s=swap: rig.native(s, d, rig.n)())  # type: ignore[misc]
+    for direction in (OUT, IN):
+        ways: dict[str, Callable[[], None]] = {
+            mode: rig.native(swap, direction, rig.n) for mode, swap in swaps.items()
+        }
+        if rig.shape.name in _COMPARED:
+            ways |= {m: rig.baseline(m, direction, rig.n) for m in METHODS}
+        num_bytes = rig.n * rig.shape.block_bytes
+        limit = contiguous.copy(direction, num_bytes)
+        for way, copy in ways.items():
+            speed, ratio = _speed(limit, copy, num_bytes, rounds)
+            path = paths.get(way)
+            goal = _goal(rig.shape, path, direction)
+            name = path.name if path else ""
+            row = (rig.shape.name, rig.n, f"{way} {direction.value}", name)
+            report.add("throughput", *row, speed, "GB/s", ratio, goal)
+        for n in _SMALL:
+            _measure_small(report, rig, rig.serving, direction, n, rounds)
+    _measure_both(report, rig, rig.serving, rounds)
+    swaps["throughput"].close()
+
+
+def _goal(shape: SwapShape, path: CopyPath | None, direction: Direction) -> float | str:
+    if path is None or shape.block_bytes < 640 << 10:
+        return ""
+    return 0.97 if shape.num_regions == 1 and path == CopyPath.BATCH else _GOALS[path, direction]
+
+
+def _speed(
+    limit: Callable[[], None], copy: Callable[[], None], num_bytes: int, rounds: int
+) -> tuple[float, float]:
+    """GB/s, and as a part of the contiguous copy's just before."""
+    copy()
+    limits, times = [], []
+    for _ in range(rounds):
+        limits.append(seconds(limit))
+        times.append(seconds(copy))
+    return num_bytes / median(times) / 1e9, median(limits) / median(times)
+
+
+def _measure_small(
+    report: Report, rig: Rig, swap: NativeSwap, direction: Direction, n: int, rounds: int
+) -> None:
+    copy = rig.native(swap, direction, n)
+    times = [seconds(copy) * 1e6 for _ in range(10 * rounds)]
+    path = swap.plan()[0].path
+    goal = 80 if n == 1 and rig.shape.block_bytes == 2 << 20 else ""
+    row = ("submit to done", rig.shape.name, n, direction.value, path)
+    report.add(*row, median(times), "us", "", goal)
+
+
+def _measure_both(report: Report, rig: Rig, swap: NativeSwap, rounds: int) -> None:
+    """Both directions at once: halves of the blocks, so that no block is in both."""
+    half = rig.n // 2
+    out = rig.pack(OUT, half)
+    into = rig.pack_rest(IN, half)
+    times = []
+    for _ in range(rounds):
+
+        def copy() -> None:
+            tickets = [swap.submit(OUT, out), swap.submit(IN, into)]
+            for ticket in tickets:
+                while not ticket.wait(10):
+                    pass
+
+        times.append(seconds(copy))
+    num_bytes = 2 * half * rig.shape.block_bytes
+    row = ("both directions", rig.shape.name, 2 * half, "save and load", swap.plan()[0].path)
+    goal = 85 if rig.shape.name == _COMPARED[0] else ""
+    report.add(*row, num_bytes / median(times) / 1e9, "GB/s", "", goal)

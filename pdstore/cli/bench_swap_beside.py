@@ -1,0 +1,246 @@
+"""What a running model and its small copies feel while blocks move, and what the mover costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch.nn import functional
+
+from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
+from pdstore.native import CopyPath
+from pdstore.swap_native import NativeSwap, Packed
+from pdstore.types import Direction
+from pdstore.workers import Worker
+
+Add = Callable[..., None]
+_PROBES = 300
+_SECONDS = 0.5  # of each measured point
+
+
+class Background:
+    """Repeats a copy on a thread until `stop`; counts."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy, self._stopped = copy, False
+        self.count = 0
+        self._until = time.monotonic() + 30  # whatever it starves
+        self._worker = Worker("pdstore-bench", self._take)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._worker.join(30)
+
+    def run(self) -> None:
+        self._copy()
+        self.count += 1
+
+    def fail(self, error: Exception) -> None:
+        self._stopped = True
+
+    def _take(self) -> Background | None:
+        return None if self._stopped or time.monotonic() > self._until else self
+
+
+def measure_beside(add: Add, rig: Rig, contiguous: Contiguous) -> None:
+    """Adds rows about a model beside the copies of one rig's shape."""
+    works = {"decode graph": decode(), "prefill graph": prefill(), "8k GEMM": gemm()}
+    swaps = {path: rig.swap(path) for path in (CopyPath.STRIDED, CopyPath.BATCH, CopyPath.STAGE)}
+    num_bytes = rig.n * rig.shape.block_bytes
+    for direction in (OUT, IN):
+        ways = {p.name: keep_busy(rig, s, direction) for p, s in swaps.items()}
+        ways["contiguous memcpy"] = contiguous.copy(direction, num_bytes)
+        for what, work in works.items():
+            others = {}
+            if what == "decode graph":
+                for name in ("a thread block per KV block", "2 thread blocks, zero-copy"):
+                    others[name] = rig.baseline(name, direction, rig.n)
+            for way, copy in {**ways, **others}.items():
+                slower, speed = beside(work, copy, num_bytes)
+                row = (rig.shape.name, rig.n, f"{way} {direction.value}", f"{speed:.1f} GB/s")
+                add(f"slows {what}", *row, slower, "%", "", goal_of(what, way, direction))
+        for path, swap in swaps.items():
+            readback(add, rig, ways[path.name], path, direction)
+            pump(add, rig, swap, path, direction)
+    for swap in swaps.values():
+        swap.close()
+    caller(add, rig)
+
+
+def keep_busy(rig: Rig, swap: NativeSwap, direction: Direction) -> Callable[[], None]:
+    """One copy after the other without a gap: the next one is queued while one runs."""
+    packed, queued = rig.pack(direction, rig.n), []
+
+    def copy() -> None:
+        queued.append(swap.submit(direction, packed))
+        while len(queued) > 1 and not queued[0].wait(10):
+            pass
+        if len(queued) > 1:
+            queued.pop(0)
+
+    return copy
+
+
+def goal_of(what: str, way: str, direction: Direction) -> object:
+    if way not in CopyPath.__members__:
+        return ""
+    if way == "STAGE":
+        return {OUT: 4, IN: 7}[direction] if what == "decode graph" else ""
+    if what == "decode graph":
+        return 1.5 if direction is OUT else "memcpy + 1"
+    return 2
+
+
+def beside(
+    work: Callable[[], None], copy: Callable[[], None], num_bytes: int
+) -> tuple[float, float]:
+    """Percent that the copy slows the work, and the copy's GB/s meanwhile."""
+    before = pace(work)
+    background = Background(copy)
+    pace(work, 0.1)
+    count, start = background.count, time.monotonic()
+    during = pace(work)
+    speed = (background.count - count) * num_bytes / (time.monotonic() - start) / 1e9
+    background.stop()
+    torch.cuda.synchronize()
+    after = pace(work)
+    return 100 * (during / ((before + after) / 2) - 1), speed
+
+
+def pace(work: Callable[[], None], for_s: float = _SECONDS) -> float:
+    """Seconds per call, on the device's clock."""
+    work()
+    torch.cuda.current_stream().synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def once() -> None:
+        work()
+        torch.cuda.current_stream().synchronize()
+
+    one = max(seconds(once), 1e-4)
+    calls = max(3, int(for_s / one))
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+def readback(
+    add: Add, rig: Rig, copy: Callable[[], None], path: CopyPath, direction: Direction
+) -> None:
+    """A 4 KiB copy to the host on another stream, as a token's is."""
+    device = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    host = torch.zeros(4096, dtype=torch.uint8).pin_memory()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def probe() -> None:
+        with torch.cuda.stream(stream):
+            host.copy_(device, non_blocking=True)
+        stream.synchronize()
+
+    background = Background(copy)
+    while background.count < 2:
+        time.sleep(0.001)
+    times = sorted(seconds(probe) * 1e3 for _ in range(_PROBES))
+    background.stop()
+    goal = "" if direction is IN else (0.7 if path is CopyPath.STAGE else 0.5)
+    row = (rig.shape.name, rig.n, direction.value, path.name)
+    add("longest 4 KiB readback", *row, times[-1], "ms", "", goal)
+    add("median 4 KiB readback", *row, median(times), "ms", "", "")
+
+
+def pump(add: Add, rig: Rig, swap: NativeSwap, path: CopyPath, direction: Direction) -> None:
+    """CPU of the engine's thread at full rate."""
+    background = Background(keep_busy(rig, swap, direction))
+    while background.count < 2:
+        time.sleep(0.001)
+    first, start = swap.stats(direction), time.monotonic()
+    time.sleep(_SECONDS)
+    last, end = swap.stats(direction), time.monotonic()
+    background.stop()
+    busy = 100 * (last.cpu_s - first.cpu_s) / (end - start)
+    speed = (last.num_bytes - first.num_bytes) / (end - start) / 1e9
+    row = (rig.shape.name, rig.n, direction.value, f"{path.name}, {speed:.1f} GB/s")
+    add("CPU of the pump", *row, busy, "% of a core", "", 50 if path is CopyPath.BATCH else 15)
+
+
+def caller(add: Add, rig: Rig) -> None:
+    """What the calling thread spends: in the engine's call, and in packing the pieces before it."""
+    n = min(1024, rig.n)
+    pieces = [rig.piece(i) for i in range(n)]
+    packing = median(seconds(lambda: rig.serving.pack(OUT, pieces)) * 1e6 for _ in range(9))
+    packed = rig.pack(OUT, n)
+    times = [submit_us(rig.serving, packed) for _ in range(9)]
+    row = (rig.shape.name, n, "save", "")
+    add("caller, engine's call", *row, median(times), "us", "", 50)
+    add("caller, packing in Python", *row, packing, "us", "", "")
+
+
+def submit_us(swap: NativeSwap, packed: Packed) -> float:
+    start = time.perf_counter()
+    ticket = swap.submit(OUT, packed)
+    took = (time.perf_counter() - start) * 1e6
+    while not ticket.wait(10):
+        pass
+    return took
+
+
+def decode() -> Callable[[], None]:
+    """Sixteen times a 64 x 8192 x 8192 product and a norm, as a graph."""
+    weights = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
+    x = torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        y = x
+        for weight in weights:
+            y = functional.rms_norm(y @ weight, (8192,))
+
+    return captured(step)
+
+
+def prefill() -> Callable[[], None]:
+    """Four layers of an 8B model on 2,048 tokens, as a graph."""
+    sizes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+    layers = [
+        [torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.01 for size in sizes]
+        for _ in range(4)
+    ]
+    x = torch.randn(1, 2048, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        y = x
+        for qkv, out, up, down in layers:
+            mixed = functional.rms_norm(y, (4096,)) @ qkv
+            heads = mixed.view(1, 2048, 48, 128).transpose(1, 2)
+            q, k, v = heads[:, :32], heads[:, 32:40], heads[:, 40:]
+            k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = y + mixed.transpose(1, 2).reshape(1, 2048, 4096) @ out
+            gate, value = (functional.rms_norm(y, (4096,)) @ up).chunk(2, -1)
+            y = y + (functional.silu(gate) * value) @ down
+
+    return captured(step)
+
+
+def gemm() -> Callable[[], None]:
+    """One 8192 x 8192 x 8192 product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        torch.matmul(a, b, out=out)
+
+    return product
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
