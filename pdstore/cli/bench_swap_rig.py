@@ -135,7 +135,7 @@ class Rig:
         shape = self.shape
 
         def copy() -> None:
-            assert len(kept) in (0, 2)
+            assert len(to) == len(source) and len(kept) in (0, 2)  # and so all of them live
             self._library.baseline(
                 number,
                 first,
