@@ -135,7 +135,8 @@ class Rig:
         shape = self.shape
 
         def copy() -> None:
-            assert len(to) == len(source) and len(kept) in (0, 2)  # and so all of them live
+            assert len(to) == len(source)  # and so all that the addresses are of lives on
+            assert len(kept) in (0, 2)
             self._library.baseline(
                 number,
                 first,
