@@ -243,4 +243,9 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    keep = step, graph  # a replay reads the step's tensors, and does not hold them
+
+    def replay() -> None:
+        keep[1].replay()
+
+    return replay
