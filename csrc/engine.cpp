@@ -78,12 +78,10 @@ bool Engine::is_host(uint64_t address, int64_t bytes) {
 std::string Engine::check_ids(const JobItems &job, const pds_item &item, const Item &place,
                               std::vector<bool> *taken) const {
   const int64_t num_blocks = layout_.num_blocks();
-  std::vector<int64_t> ids(job.ids.begin() + place.first_id,
-                           job.ids.begin() + place.first_id + item.num_ids);
-  for (const int64_t id : ids) {
-    if (id < 0 || id >= num_blocks) {
-      return text("block id ", id, text(" is outside the cache of ", num_blocks, " blocks").c_str());
-    }
+  const int64_t *ids = job.ids.data() + place.first_id;
+  for (int32_t n = 0; n < item.num_ids; ++n) {
+    if (ids[n] >= 0 && ids[n] < num_blocks) continue;
+    return text("block id ", ids[n], text(" is outside the cache of ", num_blocks, " blocks").c_str());
   }
   if (job.direction == Direction::kOut) return "";
   int32_t begin = 0, end = 0;
@@ -93,9 +91,11 @@ std::string Engine::check_ids(const JobItems &job, const pds_item &item, const I
     if ((*taken)[bit]) return text("a load names block ", ids[n], " twice");
     (*taken)[bit] = true;
   }
-  std::sort(ids.begin(), ids.end());
-  const auto twice = std::adjacent_find(ids.begin(), ids.end());
-  return twice == ids.end() ? "" : text("a load names block ", *twice, " twice");
+  if (end - begin == item.num_ids) return "";
+  std::vector<int64_t> sorted(ids, ids + item.num_ids);
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  return twice == sorted.end() ? "" : text("a load names block ", *twice, " twice");
 }
 
 // Empty, or what is wrong with a job.

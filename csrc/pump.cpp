@@ -3,13 +3,20 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
+#include <chrono>
 #include <future>
 
 namespace pds {
 namespace {
 
-constexpr int64_t kSpinBytes = 4 << 20;  // a slice this small is worth waiting for awake
-constexpr int64_t kSpinNs = 150'000;
+constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
+
+int64_t now_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+int64_t duration_ns(int64_t bytes) { return bytes * 1000 / kBytesPerUs; }
 
 }  // namespace
 
@@ -129,7 +136,8 @@ void Pump::run(const JobPtr &job) {
       fail(*job, error);
       recover(error);
     } else {
-      lane.owner = job, lane.bytes = slice.bytes;
+      expect(lane, slice.bytes);
+      lane.owner = job;
       ++job->in_flight, ++job->num_slices;
       bytes_ += slice.bytes, ++slices_;
     }
@@ -143,13 +151,25 @@ void Pump::settle(Lane &lane) {
   if (lane.owner == nullptr) return;
   const JobPtr job = std::move(lane.owner);
   lane.owner = nullptr;
-  const int64_t spin = lane.bytes <= kSpinBytes && job->submitted ? kSpinNs : 0;
-  if (const int code = device_.synchronize(lane.done, spin)) {
+  const int code = device_.synchronize(lane.done, std::max<int64_t>(0, lane.due_ns - now_ns()));
+  if (code != 0) {
     const pds_error error = failed("cudaEventSynchronize", code, job->num_slices - job->in_flight);
     fail(*job, error);
     recover(error);
   }
+  for (Lane &other : lanes_) {
+    if (other.owner != nullptr) other.due_ns = now_ns() + duration_ns(other.bytes);
+  }
   if (--job->in_flight == 0 && job->submitted) finish(job);
+}
+
+// A slice begins when those of the other lanes are done.
+void Pump::expect(Lane &lane, int64_t bytes) {
+  int64_t begin = now_ns();
+  for (const Lane &other : lanes_) {
+    if (other.owner != nullptr) begin = std::max(begin, other.due_ns);
+  }
+  lane.bytes = bytes, lane.due_ns = begin + duration_ns(bytes);
 }
 
 void Pump::settle_oldest() {

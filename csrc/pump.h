@@ -2,8 +2,8 @@
 //
 // Decision: a lane is a stream with at most one slice in flight. A stream that never drains starves
 // every other copy of the process (a token's readback waited for a second behind it); two lanes of
-// 8 MiB reach 98 % of the link and let others in after 0.3 ms. The thread waits for the older lane
-// on a blocking event, so it costs a few percent of a core. Only this thread touches its lanes.
+// 8 MiB reach 98 % of the link and let others in after 0.3 ms. The thread sleeps until the
+// older lane is nearly done, so it costs a few percent of a core. Only this thread touches its lanes.
 #pragma once
 #include <array>
 #include <atomic>
@@ -51,7 +51,8 @@ class Pump {
     Stream stream = nullptr;
     Event done = nullptr;
     void *ring = nullptr;
-    int64_t bytes = 0;  // of the slice in flight
+    int64_t bytes = 0;   // of the slice in flight
+    int64_t due_ns = 0;  // when it is expected to be done
     JobPtr owner;
   };
 
@@ -63,6 +64,7 @@ class Pump {
   void run(const JobPtr &job);
   void settle(Lane &lane);
   void settle_oldest();
+  void expect(Lane &lane, int64_t bytes);
   pds_error submit(Lane &lane, const Slice &slice, const Job &job);
   pds_error copy(Lane &lane, const Slice &slice, const Job &job);
   pds_error stage(Lane &lane, const Slice &slice, const Job &job);
