@@ -21,7 +21,7 @@ namespace pds {
 namespace {
 
 constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;
-constexpr int64_t kAwakeNs = 60'000;  // so short a wait is not worth sleeping
+constexpr int64_t kAwakeNs = 60'000;  // nobody stays awake for longer than this after it was due
 constexpr int64_t kEarlyNs = 15'000;
 constexpr int64_t kShortestNs = 8'000, kLongestNs = 100'000;
 constexpr int64_t kPatienceNs = 5'000'000;
@@ -118,7 +118,7 @@ class CudaDevice final : public Device {
   int wait(Stream stream, Event event) override {
     return checked(cudaStreamWaitEvent(of(stream), event_of(event), 0));
   }
-  int synchronize(Event event, int64_t expected_ns) override;
+  int synchronize(Event event, int64_t expected_ns, bool awake) override;
   int drain(Stream stream) override { return checked(cudaStreamSynchronize(of(stream))); }
   int is_capturing(Stream stream, bool *capturing) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -160,10 +160,10 @@ class CudaDevice final : public Device {
 
 // Sleeps until the event is nearly due, then looks at it often, and less and less often. An
 // interrupt wakes this thread 0.2 ms late in a virtual machine, which is more than a slice takes.
-int CudaDevice::synchronize(Event event, int64_t expected_ns) {
+int CudaDevice::synchronize(Event event, int64_t expected_ns, bool awake) {
   using std::chrono::nanoseconds;
   const auto due = std::chrono::steady_clock::now() + nanoseconds(expected_ns);
-  if (expected_ns > kAwakeNs + kEarlyNs) {
+  if (!awake && expected_ns > kEarlyNs) {
     std::this_thread::sleep_for(nanoseconds(expected_ns - kEarlyNs));
   }
   for (;;) {
@@ -171,7 +171,7 @@ int CudaDevice::synchronize(Event event, int64_t expected_ns) {
     if (code != cudaErrorNotReady) return checked(code);
     const int64_t late = nanoseconds(std::chrono::steady_clock::now() - due).count();
     if (late > kPatienceNs) return checked(cudaEventSynchronize(event_of(event)));
-    if (expected_ns > kAwakeNs || late > kAwakeNs) {
+    if (!awake || late > kAwakeNs) {
       std::this_thread::sleep_for(nanoseconds(std::clamp(late / 8, kShortestNs, kLongestNs)));
     }
   }

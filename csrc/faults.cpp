@@ -59,9 +59,9 @@ class FaultyDevice final : public Device {
     const int code = fault(PDS_CALL_WAIT);
     return code ? code : device_->wait(stream, event);
   }
-  int synchronize(Event event, int64_t expected_ns) override {
+  int synchronize(Event event, int64_t expected_ns, bool awake) override {
     const int code = fault(PDS_CALL_SYNCHRONIZE);
-    return code ? code : device_->synchronize(event, expected_ns);
+    return code ? code : device_->synchronize(event, expected_ns, awake);
   }
   int drain(Stream stream) override {
     const int code = fault(PDS_CALL_DRAIN);

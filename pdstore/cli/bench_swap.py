@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -42,7 +42,7 @@ _GOALS = {
 _COLUMNS = ["what", "shape", "blocks", "way", "path", "value", "unit", "of contiguous", "goal"]
 
 
-def bench_swap(rounds: int, *, beside: bool) -> Report:
+def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Report:
     """Measures every shape both ways; `beside`: and what a running model feels of it.
 
     Raises ConfigError without a GPU or without the sources of the other ways.
@@ -52,6 +52,8 @@ def bench_swap(rounds: int, *, beside: bool) -> Report:
     name = torch.cuda.get_device_name()
     report = Report(f"{name}: cache <-> pinned slots, medians of {rounds} in turn", _COLUMNS)
     for shape in SHAPES:
+        if names and shape.name not in names:
+            continue
         n = max(512, -(-_LEAST_BYTES // shape.block_bytes))
         rig = Rig(library, shape, min(n, (1 << 30) // shape.block_bytes))
         _measure_shape(report, rig, contiguous, rounds)

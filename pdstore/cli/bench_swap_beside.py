@@ -17,7 +17,9 @@ from pdstore.workers import Worker
 
 Add = Callable[..., None]
 _PROBES = 300
-_SECONDS = 0.5  # of each measured point
+_SECONDS = 0.25  # of each measured point
+_TURNS = 3
+_AHEAD = 4  # calls that are queued at once, as an engine's steps are
 
 
 class Background:
@@ -97,16 +99,17 @@ def beside(
     work: Callable[[], None], copy: Callable[[], None], num_bytes: int
 ) -> tuple[float, float]:
     """Percent that the copy slows the work, and the copy's GB/s meanwhile."""
-    before = pace(work)
-    background = Background(copy)
-    pace(work, 0.1)
-    count, start = background.count, time.monotonic()
-    during = pace(work)
-    speed = (background.count - count) * num_bytes / (time.monotonic() - start) / 1e9
-    background.stop()
-    torch.cuda.synchronize()
-    after = pace(work)
-    return 100 * (during / ((before + after) / 2) - 1), speed
+    alone, during, speeds = [pace(work)], [], []
+    for _ in range(_TURNS):
+        background = Background(copy)
+        pace(work, 0.05)
+        count, start = background.count, time.monotonic()
+        during.append(pace(work))
+        speeds.append((background.count - count) * num_bytes / (time.monotonic() - start) / 1e9)
+        background.stop()
+        torch.cuda.synchronize()
+        alone.append(pace(work))
+    return 100 * (median(during) / median(alone) - 1), median(speeds)
 
 
 def pace(work: Callable[[], None], for_s: float = _SECONDS) -> float:
@@ -122,8 +125,12 @@ def pace(work: Callable[[], None], for_s: float = _SECONDS) -> float:
     one = max(seconds(once), 1e-4)
     calls = max(3, int(for_s / one))
     begin.record()
+    queued: list[torch.cuda.Event] = []
     for _ in range(calls):
         work()
+        queued.append(torch.cuda.current_stream().record_event())
+        if len(queued) > _AHEAD:
+            queued.pop(0).synchronize()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / calls

@@ -56,7 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     swap = kinds.add_parser("swap", help="block copies between a GPU and pinned slots")
     swap.add_argument("--alone", action="store_true", help="without a model beside them")
-    swap.set_defaults(run=lambda asked: bench_swap(asked.rounds, beside=not asked.alone))
+    swap.add_argument("--shape", action="append", help="one of the shapes' names, again for more")
+    swap.set_defaults(
+        run=lambda asked: bench_swap(asked.rounds, beside=not asked.alone, names=asked.shape or [])
+    )
 
     start = kinds.add_parser("start", help="how long staging takes to be ready, and who waits")
     start.set_defaults(run=lambda asked: bench_start(asked.rounds))
