@@ -10,7 +10,7 @@ MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 BIN := $(abspath $(VENV))/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench wheel
+.PHONY: help setup native demo test check bench wheel
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests n
 	  "redis tests need it; as root: apt-get install redis-server" >&2
 	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || echo "warning: STORE=mooncake and the" \
 	  "mooncake tests need Mooncake's library; as root: apt-get install libibverbs1" >&2
+
+native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say what it is
+	@$(BIN)/python -m pdstore native
 
 demo: setup ## P and D with a pool between them, checked (STORE=file|redis|mooncake)
 	@PYTHON=$(BIN)/python examples/run_pd_storage.sh --store $(STORE) --engine $(ENGINE)
