@@ -58,7 +58,13 @@ def test_without_a_library_auto_is_torch_and_require_is_an_error(monkeypatch, ca
 
 @pytest.mark.parametrize("device", [-2, 99, 2**31 - 1])
 def test_a_device_that_is_not_there_fails_the_constructor(device):
-    layout = Layout(dtype="uint8", layers=(LayerSpec(1, 4),), block_tokens=1, engine_block_tokens=1)
+    layout = Layout(
+        dtype="uint8",
+        rope="",
+        layers=(LayerSpec(1, 4),),
+        block_tokens=1,
+        engine_block_tokens=1,
+    )
     with pytest.raises(DeviceError, match="no CUDA device"):
         NativeSwap(
             native_kit.library(), layout, caches_of(layout, 2, fill=0), sizes={"device": device}

@@ -100,6 +100,7 @@ def layouts(draw) -> tuple[Layout, dict]:
     layers = draw(st.lists(st.sampled_from(specs), min_size=1, max_size=9))
     layout = Layout(
         dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
+        rope="",
         layers=tuple(layers),
         block_tokens=engine * draw(st.sampled_from([1, 2, 4])),
         engine_block_tokens=engine,
@@ -175,6 +176,7 @@ def layout_of(**changes) -> Layout:
     return Layout(
         **{
             "dtype": "bfloat16",
+            "rope": "",
             "layers": (LayerSpec(4, 64),) * 4,
             "block_tokens": 32,
             "engine_block_tokens": 16,

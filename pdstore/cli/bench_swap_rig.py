@@ -54,6 +54,7 @@ class Rig:
         self._library = library
         self.layout = Layout(
             dtype="uint8",
+            rope="",
             layers=(LayerSpec(1, shape.piece_bytes, value_dim=0, kind="mla"),) * shape.num_regions,
             block_tokens=1,
             engine_block_tokens=1,
