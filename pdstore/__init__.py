@@ -4,20 +4,21 @@ cache = pdstore.PrefixCacheManager(settings, namespace)     # the scheduler's ha
 pool = pdstore.KVPool(settings, layout, kv_caches, namespace)   # the worker's half
 """
 
+from pdstore.async_runner import AsyncRunner
 from pdstore.errors import PDStoreError
 from pdstore.handoff import Attempt, Handoff
 from pdstore.job import Job
 from pdstore.keys import Item, Namespace, PromptKeys
 from pdstore.layout import LayerSpec, Layout
+from pdstore.lookup import Lookup, Match
 from pdstore.metrics import Metrics
 from pdstore.pool import KVPool
-from pdstore.prefix_cache import Lookup, Match, PrefixCacheManager
+from pdstore.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Store
 from pdstore.types import JobResult, Reason, Slots
 from pdstore.weights import weights_revision
-from pdstore.workers import AsyncRunner
 
 __all__ = [
     "AsyncRunner",

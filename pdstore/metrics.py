@@ -14,67 +14,19 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self.tokens = Counter(
-            "pdstore_tokens",
-            "Tokens matched in the pool, loaded from it, saved to it",
-            ["verb"],
-            registry=self.registry,
+        self.tokens = self._counter("tokens", "Tokens matched in the pool, loaded, saved", "verb")
+        self.bytes = self._counter("bytes", "Bytes to and from the store", "direction")
+        self.jobs = self._counter("jobs", "Jobs ended, by outcome", "direction", "outcome")
+        self.misses = self._counter("misses", "Lookups and loads cut short, by reason", "reason")
+        self.drops = self._counter("drops", "Saves not made or not finished, by reason", "reason")
+        self.store_calls = self._counter("store_calls", "Calls of the store", "verb", "outcome")
+        self.store_seconds = self._seconds("store_seconds", "Time of a store call", "verb")
+        self.job_seconds = self._seconds("job_seconds", "Time of a job", "direction")
+        self.handoff_wait_seconds = self._seconds(
+            "handoff_wait_seconds", "From D's lookup to P's marker"
         )
-        self.bytes = Counter(
-            "pdstore_bytes",
-            "Bytes moved to and from the store",
-            ["direction"],
-            registry=self.registry,
-        )
-        self.jobs = Counter(
-            "pdstore_jobs",
-            "Jobs ended, by outcome",
-            ["direction", "outcome"],
-            registry=self.registry,
-        )
-        self.misses = Counter(
-            "pdstore_misses",
-            "Lookups and loads cut short, by reason",
-            ["reason"],
-            registry=self.registry,
-        )
-        self.drops = Counter(
-            "pdstore_drops",
-            "Saves not made or not finished, by reason",
-            ["reason"],
-            registry=self.registry,
-        )
-        self.store_calls = Counter(
-            "pdstore_store_calls", "Calls of the store", ["verb", "outcome"], registry=self.registry
-        )
-        self.store_seconds = Histogram(
-            "pdstore_store_seconds",
-            "Time of a store call",
-            ["verb"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.handoff_wait_seconds = Histogram(
-            "pdstore_handoff_wait_seconds",
-            "From D's lookup to P's marker",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.job_seconds = Histogram(
-            "pdstore_job_seconds",
-            "Time of a job",
-            ["direction"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.hung_calls = Gauge(
-            "pdstore_hung_store_calls",
-            "Store calls that outlived their job",
-            registry=self.registry,
-        )
-        self.slots_lent = Gauge(
-            "pdstore_slots_lent", "Staging slots in use", registry=self.registry
-        )
+        self.hung_calls = self._gauge("hung_store_calls", "Store calls that outlived their job")
+        self.slots_lent = self._gauge("slots_lent", "Staging slots in use")
 
     def miss(self, reason: Reason) -> None:
         self.misses.labels(reason.value).inc()
@@ -97,3 +49,12 @@ class Metrics:
             for sample in metric.samples
             if sample.name.endswith("_total")
         )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pdstore_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"pdstore_{name}", text, registry=self.registry)
+
+    def _seconds(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"pdstore_{name}", text, labels, buckets=_SECONDS, registry=self.registry)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from pdstore.errors import StoreError
 from pdstore.handoff import Attempt, Handoff
 from pdstore.job import reason_of
 from pdstore.keys import Item, Json, Namespace, PromptKeys, Tokens
+from pdstore.lookup import LAST_POLL_S, Lookup, Match
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Store
@@ -28,78 +27,9 @@ from pdstore.workers import Deadline, Ticker
 
 log = logging.getLogger(__name__)
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.020
 _POLLS_PER_FAILED = 3  # polls for `done` between two for `failed`, which is rare
 _POOL_ID_AGE_S = 10.0
 _SILENCE_S = 600.0
-_MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for its marker
-
-
-@dataclass(frozen=True)
-class Match:
-    """How much of a prompt the pool has.
-
-    keys: the blocks that are stored; what `KVPool.load` takes.
-    num_tokens: tokens in them.
-    reason: why it is not the whole prompt; None if it is.
-    """
-
-    keys: PromptKeys
-    num_tokens: int
-    reason: Reason | None
-
-
-class Lookup:
-    """A match on its way. Ends by itself: with the answer, or when its time is up."""
-
-    def __init__(
-        self,
-        keys: PromptKeys,
-        handoff: Handoff | None,
-        wait_s: float,
-        count: Callable[[Match], None],
-    ) -> None:
-        self.keys = keys
-        self._count = count
-        self.handoff = handoff
-        self.started_at = time.monotonic()
-        self.marker_deadline = Deadline(wait_s)
-        self.next_poll_at = 0.0
-        self.poll_s = _FIRST_POLL_S
-        self.num_polls = 0
-        self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
-        self._answered = threading.Event()
-        self._found: Match | None = None
-
-    def poll(self) -> Match | None:
-        """The match, or None: ask again later. Never blocks; never None after the deadline."""
-        if self._found is None and self._deadline.is_over():
-            self.finish(Match(self.keys.first(0), 0, Reason.DEADLINE))
-        return self._found
-
-    def wait(self, timeout_s: float) -> Match:
-        """Waits for the match. Raises TimeoutError when there is none after the time."""
-        end = Deadline(timeout_s)
-        while (found := self.poll()) is None:
-            if end.is_over():
-                raise TimeoutError(f"no answer to the lookup after {timeout_s} s")
-            self._answered.wait(min(_LAST_POLL_S, end.remaining_s()))
-        return found
-
-    def cancel(self) -> None:
-        """Nobody waits for this any more."""
-        self.finish(Match(self.keys.first(0), 0, Reason.CANCELLED))
-
-    def finish(self, found: Match) -> None:
-        """The first answer counts."""
-        if self._found is None:
-            self._found = found
-            self._answered.set()
-            self._count(found)
-
-    @property
-    def is_over(self) -> bool:
-        return self.poll() is not None
 
 
 class PrefixCacheManager:
@@ -252,7 +182,7 @@ class PrefixCacheManager:
         if is_over:
             return self._match(lookup.keys, because)
         lookup.next_poll_at = time.monotonic() + lookup.poll_s
-        lookup.poll_s = min(lookup.poll_s * 1.3, _LAST_POLL_S)
+        lookup.poll_s = min(lookup.poll_s * 1.3, LAST_POLL_S)
         return None
 
     def _look_for_markers(self, lookup: Lookup, handoff: Handoff) -> tuple[bool, Reason | None]:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -14,7 +14,6 @@ from pdstore.errors import DeviceError
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 class DeviceApi(Protocol):
@@ -165,130 +164,6 @@ class Ticker:
                 pause = 1.0
             self._wake.wait(pause)
             self._wake.clear()
-
-
-class AsyncRunner(Generic[T]):
-    """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
-
-    `launch` gives it a function, `sync` takes the result; on a GPU it runs after what the caller's
-    stream has queued at `launch`. An exception is raised once, by the next
-    `sync` or `launch`. The arguments are the runner's until then: hand over copies, not state that
-    the caller changes. For one calling thread. Raises DeviceError from the constructor when the
-    device cannot be used.
-    """
-
-    def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
-        self._condition = threading.Condition()
-        self._task: Callable[[], T] | None = None
-        self._device = device
-        self._asked: torch.cuda.Event | None = None  # what the caller's stream had queued
-        self._busy = False
-        self._closed = False
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._stream = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else None
-        )
-        self._ready: torch.cuda.Event | None = None
-        self._worker = Worker(name, self._next, DevicePin(device, api))
-
-    def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
-        """Starts a function when the one before is done; raises the exception of the one before.
-
-        Raises TimeoutError when that one still runs after the time.
-        """
-        with self._condition:
-            self._wait_idle(timeout_s)
-            self._raise_kept()
-            if self._closed:
-                raise RuntimeError("the runner is closed")
-            if self._stream is not None:
-                self._asked = torch.cuda.current_stream(self._device).record_event()
-            self._task, self._busy, self._result = function, True, None
-            self._condition.notify_all()
-
-    def sync(self, timeout_s: float = 30.0) -> T | None:
-        """The function's result, None when none was launched; raises its exception. Waits for it.
-
-        On a GPU the caller's current stream then waits for the work that the function queued.
-        Raises TimeoutError when the function still runs after the time.
-        """
-        with self._condition:
-            self._wait_idle(timeout_s)
-            self._raise_kept()
-            result, self._result = self._result, None
-            if self._ready is not None:
-                torch.cuda.current_stream().wait_event(self._ready)
-            return result
-
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """Lets the running function end and stops; False if it still runs after the time."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        return self._worker.join(timeout_s)
-
-    def _wait_idle(self, timeout_s: float) -> None:
-        if not self._condition.wait_for(lambda: not self._busy, timeout_s):
-            raise TimeoutError(f"the function still runs after {timeout_s} s")
-
-    def _raise_kept(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _next(self) -> Task | None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._busy or self._closed)
-            if not self._busy:
-                return None
-            function, self._task = self._task, None
-            asked, self._asked = self._asked, None
-        assert function is not None
-        return _RunnerTask(function, self._stream, asked, self._finish)
-
-    def _finish(
-        self, result: T | None, error: Exception | None, ready: torch.cuda.Event | None
-    ) -> None:
-        with self._condition:
-            self._result, self._error, self._ready = result, error, ready
-            self._busy = False
-            self._condition.notify_all()
-
-
-class _RunnerTask(Generic[T]):
-    """A launched function; forgets it before it says that it is done."""
-
-    def __init__(
-        self,
-        function: Callable[[], T],
-        stream: torch.cuda.Stream | None,
-        asked: torch.cuda.Event | None,
-        finish: Callable[[T | None, Exception | None, torch.cuda.Event | None], None],
-    ) -> None:
-        self._function: Callable[[], T] | None = function
-        self._stream, self._asked, self._finish = stream, asked, finish
-
-    def run(self) -> None:
-        function, self._function = self._function, None
-        assert function is not None
-        event = None
-        if self._stream is None:
-            result = function()
-        else:
-            with torch.cuda.stream(self._stream):
-                if self._asked is not None:
-                    self._stream.wait_event(self._asked)
-                result = function()
-                event = self._stream.record_event()
-        del function
-        self._finish(result, None, event)
-
-    def fail(self, error: Exception) -> None:
-        self._function = None
-        self._finish(None, error.with_traceback(None), None)
 
 
 class Deadline:

@@ -12,10 +12,20 @@ import pdstore
 PACKAGE = Path(pdstore.__file__).parent
 ORDER = (
     *("errors", "settings", "types", "keys", "layout", "block", "weights"),
-    *("workers", "native", "swap", "staging", "metrics", "values", "handoff", "job"),
+    *(
+        "workers",
+        "async_runner",
+        "native",
+        "swap",
+        "staging",
+        "metrics",
+        "values",
+        "handoff",
+        "job",
+    ),
     *("store.url", "store.base", "store.memory", "store.file", "store.redis", "store.mooncake"),
     *("store.wrappers", "store", "store.connect"),
-    *("transfer", "mover", "prefix_cache", "pool", "testing", "cli"),
+    *("transfer", "mover", "lookup", "prefix_cache", "pool", "testing", "cli"),
 )
 DOORS = {
     "os.environ": ["settings"],

@@ -10,8 +10,9 @@ from collections import deque
 import pytest
 import torch
 
+from pdstore.async_runner import AsyncRunner
 from pdstore.errors import DeviceError
-from pdstore.workers import AsyncRunner, DevicePin, Ticker, Worker
+from pdstore.workers import DevicePin, Ticker, Worker
 
 GPU1 = torch.device("cuda:1")
 

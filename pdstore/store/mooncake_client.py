@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Protocol
 
+from pdstore.async_runner import AsyncRunner
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.store.base import Life
 from pdstore.store.mooncake_codes import is_outage, name_of
-from pdstore.workers import AsyncRunner
 
 log = logging.getLogger(__name__)
 
