@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable, Iterator, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 
 from pdstore.types import Direction, Reason
 
@@ -14,6 +18,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self._codes: list[Callable[[], Mapping[str, int]]] = []
         self.tokens = self._counter("tokens", "Tokens matched in the pool, loaded, saved", "verb")
         self.bytes = self._counter("bytes", "Bytes to and from the store", "direction")
         self.jobs = self._counter("jobs", "Jobs ended, by outcome", "direction", "outcome")
@@ -27,6 +32,24 @@ class Metrics:
         )
         self.hung_calls = self._gauge("hung_store_calls", "Store calls that outlived their job")
         self.slots_lent = self._gauge("slots_lent", "Staging slots in use")
+
+    def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
+        """Shows a store's error codes too; those of several stores are added up."""
+        if not self._codes:
+            self.registry.register(self)
+        self._codes.append(codes)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What the registry asks for: the codes now."""
+        family = CounterMetricFamily(
+            "pdstore_store_codes", "Error codes of the store's library", labels=["code"]
+        )
+        total: collections.Counter[str] = collections.Counter()
+        for codes in self._codes:
+            total.update(codes())
+        for code, count in sorted(total.items()):
+            family.add_metric([code], count)
+        yield family
 
     def miss(self, reason: Reason) -> None:
         self.misses.labels(reason.value).inc()

@@ -27,7 +27,7 @@ from mooncake_cluster import (
 )
 
 from pdstore.errors import StoreError, StoreUnavailable
-from pdstore.prefix_cache import Match
+from pdstore.lookup import Match
 from pdstore.store.wrappers import Guarded
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import content, get, put

@@ -23,8 +23,10 @@ from mooncake_cluster import (
     wait_until_it_serves,
 )
 
+from pdstore.cli.main import main
 from pdstore.errors import StoreClosed, StoreFull
 from pdstore.keys import POOL_ID_KEY
+from pdstore.metrics import Metrics
 from pdstore.store.connect import read_pool_id
 from pdstore.store.mooncake_codes import ABSENT
 from pdstore.testing import content, fresh_keys
@@ -288,3 +290,19 @@ def test_the_json_file_of_another_program_is_enough(cluster, tmp_path, monkeypat
     monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
     with cluster.open("mooncake://") as store:
         assert put(store, fresh_keys(1), [b"x"]) == 1
+
+
+def test_error_codes_are_counted_and_shown(cluster):
+    """Rule 11."""
+    store, metrics = cluster.connect(cluster.url), Metrics()
+    metrics.add_codes(store.codes)
+    with contextlib.closing(store):
+        get(store, fresh_keys(2), [4096, 4096])
+        shown = {s.labels["code"]: s.value for f in metrics.collect() for s in f.samples}
+    assert shown == {"not stored (-704)": 2}
+
+
+def test_the_doctor_tries_a_real_pool(cluster, capsys):
+    """Rule 11."""
+    assert main(["doctor", "--store", cluster.url]) == 0
+    assert "get and verify" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from pdstore.cli.bench_keys import bench_keys
 from pdstore.cli.bench_start import bench_start
 from pdstore.cli.bench_stores import bench_stores
 from pdstore.cli.bench_swap import bench_swap
+from pdstore.cli.doctor import doctor
 from pdstore.cli.native_report import native_report
 from pdstore.cli.report import Report
 from pdstore.errors import PDStoreError
@@ -35,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     native = commands.add_parser("native", help="build or find the native library")
     native.set_defaults(run=lambda asked: native_report(), json=None)
+    check = commands.add_parser("doctor", help="try the store: is it there, right, and how fast")
+    check.add_argument("--store", metavar="URL", help="default: PDSTORE_STORE")
+    check.set_defaults(run=lambda asked: doctor(asked.store), json=None)
     bench = commands.add_parser("bench", help="measure, side by side in one run")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
 

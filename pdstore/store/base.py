@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdstore.errors import StoreClosed
 from pdstore.types import BlockKey, Slots
@@ -73,6 +73,10 @@ class Store(ABC):
     def allocate(self, num_bytes: int) -> memoryview:
         """Memory that this store moves fastest: writable, zeroed, page-aligned; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))
+
+    def codes(self) -> Mapping[str, int]:
+        """How often the library underneath gave each error code; empty where it has none."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -30,6 +30,7 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
         open_s=settings.breaker_open_s,
         max_s=settings.breaker_max_s,
     )
+    metrics.add_codes(store.codes)
     try:
         store.match([POOL_ID_KEY])
     except StoreError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreTimeout, WrongLength
 from pdstore.keys import POOL_ID_KEY
@@ -125,6 +125,9 @@ class MooncakeStore(Store):
 
     def allocate(self, num_bytes: int) -> memoryview:
         return self._memory.allocate(num_bytes)
+
+    def codes(self) -> Mapping[str, int]:
+        return self._lookup.codes + self._data.codes
 
     def close(self) -> None:
         if self._life.end():

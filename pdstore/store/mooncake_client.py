@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Protocol
@@ -74,6 +75,7 @@ class Client:
         self._raw: Raw | None = None
         self._num_calls = 0
         self._is_suspect = False
+        self.codes: Counter[str] = Counter()
         _ALL.add(self)
 
     @property
@@ -94,7 +96,8 @@ class Client:
                 self._changed.notify_all()
 
     def note(self, codes: Sequence[int]) -> None:
-        """Looks at the results of a call: after an outage the next call asks the server first."""
+        """Counts the codes of a call; after an outage the next call asks the server first."""
+        self.codes.update(name_of(code) for code in codes if code < 0)
         if any(is_outage(code) for code in codes):
             self._is_suspect = True
 

@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable, WrongLength
@@ -46,6 +46,9 @@ class WrapperStore(Store):
 
     def allocate(self, num_bytes: int) -> memoryview:
         return self._store.allocate(num_bytes)
+
+    def codes(self) -> Mapping[str, int]:
+        return self._store.codes()
 
     def close(self) -> None:
         self._store.close()

@@ -1,0 +1,65 @@
+"""Tries a store the way P and D use it, with one small value of its own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from pdstore import block
+from pdstore.cli.report import Report, seconds_of
+from pdstore.errors import StoreError
+from pdstore.keys import HASH_BYTES
+from pdstore.settings import read_settings
+from pdstore.store import open_store
+from pdstore.store.base import Store
+from pdstore.store.connect import read_pool_id
+from pdstore.types import BlockKey, Slots
+
+_SIZE = 4096
+
+
+def doctor(url: str | None) -> Report:
+    """Puts, matches, gets, verifies and removes a value, and times each.
+
+    url: None takes PDSTORE_STORE.
+    Raises ConfigError for a bad URL, StoreError at the first step that does not do what it must.
+    """
+    settings = read_settings(**({"store": url} if url else {}))
+    store = open_store(settings.store, settings)
+    try:
+        return _try(store)
+    finally:
+        store.close()
+
+
+def _try(store: Store) -> Report:
+    name = secrets.token_bytes(HASH_BYTES)
+    keys = [BlockKey(f"pds1:doctor:{name.hex()}")]
+    slots = Slots(store.allocate(_SIZE), _SIZE, [0], [_SIZE])
+    header = block.Header(0, 0, 0, 1, 1, _SIZE - block.HEADER_BYTES, bytes(HASH_BYTES), name)
+    block.seal(slots.piece(0), header)
+    report = Report(store.label, ["step", "ms"])
+
+    def step(what: str, function: Callable[[], bool]) -> None:
+        def checked() -> None:
+            if not function():
+                raise StoreError(f"{store.label}: {what} did not do what it must")
+
+        report.add(what, seconds_of(checked) * 1e3)
+
+    def verified() -> bool:
+        slots.view[:] = bytes(_SIZE)
+        return store.get(keys, slots) == 1 and block.verify(slots.piece(0), header) is None
+
+    def removed() -> bool:
+        store.remove(keys)
+        return store.match(keys) == 0
+
+    step("connect, match of what is not there", lambda: store.match(keys) == 0)
+    step("put 4 KiB", lambda: store.put(keys, slots) == 1)
+    step("match", lambda: store.match(keys) == 1)
+    step("get and verify", verified)
+    step("remove", removed)
+    report.notes.append(f"pool {read_pool_id(store).hex()[:8]}, lease {store.lease_s:g} s")
+    report.notes += [f"{count} x {code}" for code, count in sorted(store.codes().items())]
+    return report
