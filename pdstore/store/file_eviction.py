@@ -62,8 +62,10 @@ class Evictor:
             self._evict(0, _on_disk(num_bytes), _PATIENCE_S)
 
     def look_again(self) -> None:
-        """Makes the next put look at the directory: room was made in another way."""
-        self._put_since_scan, self._full_until = self.budget, 0.0
+        """Room was made in another way: a put that would find none looks at the directory first."""
+        self._full_until = 0.0
+        if self._used + self._step > self.budget:
+            self._put_since_scan = self.budget
 
     def _is_known_full(self) -> bool:
         return time.monotonic() < self._full_until
