@@ -55,8 +55,12 @@ class Doubts:
             for key in keys:
                 self._until.pop(key, None)
 
-    def __contains__(self, key: object) -> bool:
-        return bool(self._until) and self._until.get(key, 0.0) > time.monotonic()  # type: ignore[call-overload]
+    def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        now = time.monotonic()
+        with self._lock:
+            return (
+                {key for key in keys if self._until.get(key, 0.0) > now} if self._until else set()
+            )
 
 
 class Putter:
@@ -85,22 +89,23 @@ class Putter:
         """How many of the first keys of a batch can be read now. Raises StoreError, counting from
         `num_done`.
         """
-        codes = self._try_all(keys, slots, config)
+        doubted = self.doubts.among(keys)  # once: what is left alone is not waited for either
+        codes = self._try_all(keys, slots, config, doubted)
         for i, code in enumerate(codes):
             if is_outage(code):
                 raise self._error(code, keys[i], num_done + i)
         stored = self._num_stored(keys, num_done)
         for _ in range(len(PAUSES_S)):
-            if stored == len(keys) or codes[stored] < 0 or keys[stored] in self.doubts:
+            if stored == len(keys) or codes[stored] < 0 or keys[stored] in doubted:
                 break
-            stored = self._wait_for_writer(keys, stored, num_done)
-            if stored == len(keys) or keys[stored] in self.doubts:
+            stored = self._wait_for_writer(keys, stored, num_done, doubted)
+            if stored == len(keys) or keys[stored] in doubted:
                 break
             rest = slots.part(stored, len(keys))  # what was put was evicted before it was leased
-            codes[stored:] = self._try_all(keys[stored:], rest, config)
+            codes[stored:] = self._try_all(keys[stored:], rest, config, doubted)
             stored += self._num_stored(keys[stored:], num_done + stored)
         self.doubts.forget(keys[:stored])
-        if stored == len(keys) or keys[stored] in self.doubts:
+        if stored == len(keys) or keys[stored] in doubted:
             return stored
         if codes[stored] < 0:
             raise self._error(codes[stored], keys[stored], num_done + stored)
@@ -109,11 +114,13 @@ class Putter:
             num_done=num_done + stored,
         )
 
-    def _try_all(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
+    def _try_all(
+        self, keys: Sequence[BlockKey], slots: Slots, config: object, doubted: set[BlockKey]
+    ) -> list[int]:
         """Puts the keys that are not in doubt; again those for which trying again helps."""
         codes = [0] * len(keys)
         self._try(
-            [i for i, key in enumerate(keys) if key not in self.doubts], codes, keys, slots, config
+            [i for i, key in enumerate(keys) if key not in doubted], codes, keys, slots, config
         )
         for pause in () if time.monotonic() < self._pressure_until else PAUSES_S:
             if NO_ROOM not in codes:
@@ -153,10 +160,12 @@ class Putter:
                 return
             which = [i for i in which if codes[i] == TRANSFER_FAILED]
 
-    def _wait_for_writer(self, keys: Sequence[BlockKey], stored: int, num_done: int) -> int:
+    def _wait_for_writer(
+        self, keys: Sequence[BlockKey], stored: int, num_done: int, doubted: set[BlockKey]
+    ) -> int:
         """Waits while another writer of the first missing key is at work; how many are stored then.
 
-        A key whose writer does not come to an end is in doubt from then on.
+        A key whose writer does not come to an end is in doubt from then on, and in `doubted`.
         """
         end, pause = time.monotonic() + WRITER_S, 0.002
         while stored < len(keys) and self._size_of(keys[stored]) != ABSENT:
@@ -165,6 +174,7 @@ class Putter:
                 break
             if time.monotonic() > end:
                 self.doubts.add([keys[stored]])
+                doubted.add(keys[stored])
                 log.warning(
                     "%s: %s is half-written by another client; not put again for a while",
                     self._label,
