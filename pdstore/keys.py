@@ -69,6 +69,7 @@ class Namespace:
 
     fields: the document; made by `Layout.namespace`.
     parts: the (group, shard) pairs whose values together are one block, in key order.
+    windows: tokens of the sliding window of each KV group that has one.
     """
 
     fields: Mapping[str, Json]
@@ -76,6 +77,7 @@ class Namespace:
     block_tokens: int
     algorithm: str = "sha256"
     num_shards: int = 1
+    windows: Mapping[int, int] = field(default_factory=dict)
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:

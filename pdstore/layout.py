@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,7 +14,7 @@ from pdstore.errors import LayoutError
 from pdstore.keys import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import Settings
 
-Order = Literal["token", "head"]
+Order = Literal["token", "head", "page"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LayerSpec:
     head_dim: elements of K per head and token; for MLA the latent with its rope part.
     value_dim: elements of V; None means as many as K, 0 means none (MLA).
     window: tokens of a sliding window; None for full attention.
+    table: which of the engine's block tables names its blocks, for engines with several.
     """
 
     num_kv_heads: int
@@ -32,6 +33,7 @@ class LayerSpec:
     value_dim: int | None = None
     kind: Literal["full", "sliding", "mla"] = "full"
     window: int | None = None
+    table: int = 0
 
     @property
     def channels(self) -> int:
@@ -50,8 +52,10 @@ class Layout:
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
-    order: payload order, token-major [layer][token][head][K|V] or head-major
-    [layer][head][token][K|V].
+    order: payload order, token-major [layer][token][head][K|V], head-major
+    [layer][head][token][K|V], or [layer][head][page]: an engine's block of one head as it is, for
+    engines that pack tokens in ways of their own. Then a tail is a whole page too.
+    page: how such an engine packs a page, in words; a namespace field.
     num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
 
@@ -65,6 +69,7 @@ class Layout:
     rope: str
     quantization: str | None = None
     order: Order = "token"
+    page: str | None = None
     num_shards: int = 1
     tp_rank: int = 0
     tp_size: int = 1
@@ -80,19 +85,29 @@ class Layout:
         engine_block_tokens: int,
         rope: str,
         quantization: str | None = None,
+        page: str | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         draft_layers: int = 0,
     ) -> Layout:
-        """The layout with block size, order and shards from the settings."""
+        """The layout with block size, order and shards from the settings.
+
+        With `page` given, the pool's block is the engine's, and the order is that of pages.
+        """
+        if page is not None and settings.salt is not None:
+            raise LayoutError(
+                "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
+                " what an earlier request left in them: they cannot be used together"
+            )
         return cls(
             dtype=dtype,
             layers=tuple(layers),
-            block_tokens=settings.block_tokens,
+            block_tokens=settings.block_tokens if page is None else engine_block_tokens,
             engine_block_tokens=engine_block_tokens,
             rope=rope,
             quantization=quantization,
-            order=settings.order,
+            order=settings.order if page is None else "page",
+            page=page,
             num_shards=settings.kv_shards or tp_size,
             tp_rank=tp_rank,
             tp_size=tp_size,
@@ -104,7 +119,11 @@ class Layout:
             raise LayoutError("a layout needs at least one layer")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise LayoutError(f"{self.dtype!r} is no torch dtype")
-        if self.block_tokens % self.engine_block_tokens:
+        if (self.order == "page") != (self.page is not None):
+            raise LayoutError("the order is that of pages if, and only if, `page` says how")
+        if self.block_tokens % self.engine_block_tokens or (
+            self.order == "page" and self.block_tokens != self.engine_block_tokens
+        ):
             raise LayoutError(
                 f"PDSTORE_BLOCK_TOKENS={self.block_tokens} must be a multiple of the engine's block"
                 f" of {self.engine_block_tokens} tokens"
@@ -134,6 +153,19 @@ class Layout:
         for number, spec in enumerate(self.layers):
             groups.setdefault(spec, []).append(number)
         return tuple(tuple(numbers) for numbers in groups.values())
+
+    @cached_property
+    def num_tables(self) -> int:
+        """Block tables of a request."""
+        return 1 + max(spec.table for spec in self.layers)
+
+    def has_window(self, table: int) -> bool:
+        """Whether the engine may hold fewer blocks there than a prompt has."""
+        return any(spec.table == table and spec.window for spec in self.layers)
+
+    def table_of(self, part: Part) -> int:
+        """Which block table names a part's blocks."""
+        return self._spec(part.group).table
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -176,8 +208,32 @@ class Layout:
     def payload_bytes(self, part: Part, num_tokens: int) -> int:
         """Bytes of one part of a block of `num_tokens` tokens."""
         spec = self._spec(part.group)
+        if self.order == "page":
+            num_tokens = -(-num_tokens // self.block_tokens) * self.block_tokens
         heads = spec.num_kv_heads // self.shards_of(part.group)
         return len(self.groups[part.group]) * num_tokens * heads * spec.channels * self.itemsize
+
+    @cached_property
+    def cells(self) -> Layout:
+        """The layout as block copies see it: a page is one token of that many channels."""
+        if self.order != "page":
+            return self
+        layers = [
+            replace(spec, head_dim=spec.channels * self.block_tokens, value_dim=0)
+            for spec in self.layers
+        ]
+        return replace(
+            self,
+            layers=tuple(layers),
+            block_tokens=1,
+            engine_block_tokens=1,
+            order="token",
+            page=None,
+        )
+
+    def cells_of(self, num_tokens: int) -> int:
+        """How many of the tokens that block copies see are in a block of `num_tokens` tokens."""
+        return 1 if self.order == "page" else num_tokens
 
     @cached_property
     def largest_payload_bytes(self) -> int:
@@ -199,13 +255,25 @@ class Layout:
             "rope": self.rope,
             "block_tokens": self.block_tokens,
             "order": self.order,
+            "page": self.page,
+            "tables": [spec.table for spec in self.layers],
             "shards": self.grid_shards,
             "draft_layers": self.draft_layers,
             "hash": settings.hash,
             "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
         }
+        windows = {
+            group: window
+            for group in range(len(self.groups))
+            if (window := self._spec(group).window) is not None
+        }
         return Namespace(
-            fields, self.parts, self.block_tokens, settings.hash, num_shards=self.grid_shards
+            fields,
+            self.parts,
+            self.block_tokens,
+            settings.hash,
+            num_shards=self.grid_shards,
+            windows=windows,
         )
 
     def _spec(self, group: int) -> LayerSpec:

@@ -16,7 +16,7 @@ from pdstore.staging import Staging
 from pdstore.store.base import Store
 from pdstore.swap import Swap
 from pdstore.types import BlockKey, Reason, Slots
-from pdstore.values import Value
+from pdstore.values import Value, whole_blocks
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +97,11 @@ class Mover:
                 if not numbers:
                     job.check()
                     return Reason.NO_SLOTS
-                window = rest[: len(numbers) // parts * parts]
+                window = rest[: whole_blocks(rest, len(numbers))]
                 rest = rest[len(window) :]
                 slots = self._slots(numbers, [value.size for value in window])
                 got = self._get_verified(job, window, slots)
-                usable = window[: got.num_verified // parts * parts]
+                usable = window[: whole_blocks(window, got.num_verified)]
                 self._scatter(job, usable, slots, first_token)
                 if got.error is not None:
                     raise got.error
@@ -181,6 +181,6 @@ class Mover:
         return Slots(staging.view, staging.slot_bytes, numbers[: len(sizes)], sizes)
 
     def _count(self, verb: str, values: Sequence[Value]) -> None:
-        """Counts the tokens of each block once, with its first part."""
-        tokens = sum(v.header.num_tokens for v in values if v.part == self._parts[0])
+        """Counts the tokens of each block once."""
+        tokens = sum(v.header.num_tokens for v in values if v.leads)
         self._metrics.tokens.labels(verb).inc(tokens)

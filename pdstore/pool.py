@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from pdstore.swap import LayerCache
 from pdstore.swap_open import open_swap
 from pdstore.transfer import Transfer
 from pdstore.types import Direction, Reason
-from pdstore.values import bytes_of, values_of
+from pdstore.values import NO_BLOCK, BlockTables, Value, bytes_of, values_of
 from pdstore.workers import DevicePin
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class KVPool:
     def save(
         self,
         keys: PromptKeys,
-        block_ids: Sequence[int],
+        block_ids: Sequence[int] | BlockTables,
         *,
         first_token: int = 0,
         ready: ReadyEvent | None = None,
@@ -106,18 +106,20 @@ class KVPool:
         `job.done`, because blocks that the store lost meanwhile are saved again.
 
         Args:
-          block_ids: the engine blocks of the prompt from its first token on, in order.
+          block_ids: the engine blocks of the prompt from its first token on, in order,
+            `values.NO_BLOCK` where a window has moved on; a list for each block table if the
+            layout has several.
           first_token: tokens before it are stored or on their way already.
           ready: an event after which the paged cache holds these tokens; None: after what the
             calling thread's current stream has queued.
           handoff: publish the whole prompt under this name: D is told when all of it is durable.
           after: saves that this one follows.
         """
-        first_block = self._check(keys, block_ids, first_token)
+        tables, first_block = self._check(keys, block_ids, first_token)
         body = partial(
             self._save,
             keys.first(keys.num_tokens),
-            tuple(block_ids),
+            tables,
             first_block,
             ready or self._order(),
             handoff,
@@ -130,7 +132,13 @@ class KVPool:
             job.on_end(partial(self._withdraw_if_failed, handoff))
         return job
 
-    def load(self, keys: PromptKeys, block_ids: Sequence[int], *, first_token: int = 0) -> Job:
+    def load(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int] | BlockTables,
+        *,
+        first_token: int = 0,
+    ) -> Job:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
         They are written after what the calling thread's current stream has queued.
@@ -139,11 +147,11 @@ class KVPool:
         did not verify.
 
         Args:
-          block_ids: the engine blocks of the prompt from its first token on, in order.
+          block_ids: as in `save`; nothing is loaded for NO_BLOCK.
           first_token: tokens before it are there already, and their engine blocks are not written
             (they may be shared): a multiple of the engine's block.
         """
-        first_block = self._check(keys, block_ids, first_token)
+        tables, first_block = self._check(keys, block_ids, first_token)
         if first_token % self.layout.engine_block_tokens:
             raise LayoutError(
                 f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
@@ -151,7 +159,7 @@ class KVPool:
         body = partial(
             self._load,
             keys.first(keys.num_tokens),
-            tuple(block_ids),
+            tables,
             first_block,
             first_token,
             self._order(),
@@ -184,7 +192,7 @@ class KVPool:
     def _save(
         self,
         keys: PromptKeys,
-        block_ids: Sequence[int],
+        tables: BlockTables,
         first_block: int,
         ready: ReadyEvent | None,
         handoff: Attempt | None,
@@ -193,30 +201,29 @@ class KVPool:
         if ready is not None:
             ready.synchronize()
         if handoff is not None:
-            return self._publish(keys, block_ids, first_block, handoff, job)
-        values = values_of(self.layout, keys, block_ids, first_block)
+            return self._publish(keys, tables, first_block, handoff, job)
+        values = values_of(self.layout, keys, tables, first_block)
         new = values[self._mover.num_stored(job, values) :]
         reason = self._mover.save(job, new, gathered=job.set_captured)
         job.set_captured()
         stored = self._mover.num_stored(job, values)
-        job.progress = keys.end_of(first_block + stored // len(self.layout.owned_parts))
+        job.progress = _end_of(keys, values, stored)
         return reason or (None if stored == len(values) else Reason.LOST)
 
     def _publish(
         self,
         keys: PromptKeys,
-        block_ids: Sequence[int],
+        tables: BlockTables,
         first_block: int,
         handoff: Attempt,
         job: Job,
     ) -> Reason | None:
         """Saves what is new, then what the store lost meanwhile; tells D when all is durable."""
-        chain = values_of(self.layout, keys, block_ids, 0)
-        parts = len(self.layout.owned_parts)
-        reason = self._mover.save(job, chain[first_block * parts :])
+        chain = values_of(self.layout, keys, tables, 0)
+        reason = self._mover.save(job, [v for v in chain if v.number >= first_block])
         for saves_left in (2, 1, 0):
             stored = self._mover.num_stored(job, chain)
-            job.progress = keys.end_of(stored // parts)
+            job.progress = _end_of(keys, chain, stored)
             if stored == len(chain):
                 markers = {
                     handoff.done(self.namespace, shard): self._marker(handoff, shard, job.progress)
@@ -250,7 +257,7 @@ class KVPool:
     def _load(
         self,
         keys: PromptKeys,
-        block_ids: Sequence[int],
+        tables: BlockTables,
         first_block: int,
         first_token: int,
         ready: ReadyEvent | None,
@@ -258,7 +265,7 @@ class KVPool:
     ) -> Reason | None:
         if ready is not None:
             ready.synchronize()
-        values = values_of(self.layout, keys, block_ids, first_block)
+        values = values_of(self.layout, keys, tables, first_block)
         return self._mover.load(job, values, first_token)
 
     def _order(self) -> ReadyEvent | None:
@@ -286,21 +293,45 @@ class KVPool:
         seconds += num_bytes / _BYTES_PER_S
         return Job(direction, body, num_bytes=num_bytes, seconds=seconds, progress=progress)
 
-    def _check(self, keys: PromptKeys, block_ids: Sequence[int], first_token: int) -> int:
-        """The block that `first_token` is in. Raises LayoutError for arguments that do not fit."""
+    def _check(
+        self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int
+    ) -> tuple[BlockTables, int]:
+        """The block tables, and the block that `first_token` is in.
+
+        Raises LayoutError for arguments that do not fit.
+        """
         if keys.namespace.digest != self.namespace.digest:
             raise LayoutError("these keys are of another namespace than the pool's")
-        need = -(-keys.num_tokens // self.layout.engine_block_tokens)
-        if len(block_ids) < need:
-            raise LayoutError(
-                f"{keys.num_tokens} tokens need {need} engine blocks; {len(block_ids)} are given"
-            )
         if not 0 <= first_token <= keys.num_tokens:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
-        used = block_ids[:need]
-        if used and not 0 <= min(used) <= max(used) < self._num_blocks:
+        tables = _tables(block_ids)
+        if len(tables) != self.layout.num_tables:
             raise LayoutError(
-                f"block ids {min(used)}..{max(used)} are not all in the cache of"
-                f" {self._num_blocks} blocks"
+                f"{len(tables)} block tables; the layout has {self.layout.num_tables}"
             )
-        return first_token // self.layout.block_tokens
+        need = -(-keys.num_tokens // self.layout.engine_block_tokens)
+        for number, table in enumerate(tables):
+            if len(table) < need:
+                raise LayoutError(
+                    f"{keys.num_tokens} tokens need {need} engine blocks; {len(table)} are given"
+                )
+            used = table[:need]
+            lowest = NO_BLOCK if self.layout.has_window(number) else 0
+            if used and not lowest <= min(used) <= max(used) < self._num_blocks:
+                raise LayoutError(
+                    f"block ids {min(used)}..{max(used)} are not all in the cache of"
+                    f" {self._num_blocks} blocks"
+                )
+        return tables, first_token // self.layout.block_tokens
+
+
+def _tables(block_ids: Sequence[int] | BlockTables) -> tuple[tuple[int, ...], ...]:
+    """One block table for each that the layout has; a plain list of ids is the only one."""
+    if isinstance(next(iter(block_ids), 0), int):
+        return (tuple(cast("Sequence[int]", block_ids)),)
+    return tuple(tuple(table) for table in cast("BlockTables", block_ids))
+
+
+def _end_of(keys: PromptKeys, values: Sequence[Value], stored: int) -> int:
+    """The tokens before the first value that is not stored."""
+    return keys.num_tokens if stored == len(values) else keys.end_of(values[stored].number)

@@ -18,6 +18,7 @@ from pdstore.handoff import Attempt, Handoff
 from pdstore.job import reason_of
 from pdstore.keys import Item, Json, Namespace, PromptKeys, Tokens
 from pdstore.lookup import LAST_POLL_S, Lookup, Match
+from pdstore.matching import num_usable
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Store
@@ -201,9 +202,8 @@ class PrefixCacheManager:
 
     def _match(self, keys: PromptKeys, because: Reason | None) -> Match:
         """Matches whole blocks; `because` says why some may be missing, if that is known."""
-        parts = self.namespace.parts
         try:
-            num_blocks = self._store.match(keys.keys(parts)) // len(parts)
+            num_blocks = num_usable(self._store, keys)
         except StoreError as error:
             return Match(keys.first(0), 0, reason_of(error))
         num_tokens = keys.end_of(num_blocks)

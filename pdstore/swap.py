@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     """One value of one block: where it is in the paged cache, and its payload in a slot.
 
     block_ids: the engine blocks that hold the pool block's tokens, in order.
-    num_tokens: tokens of the block; the payload has exactly these.
+    num_tokens: tokens of the block; the payload has exactly these. A page counts as one.
     first_token: of a scatter: tokens before it are not written; a multiple of the engine's block.
     payload: the slot's bytes behind the header.
     """
@@ -174,6 +174,25 @@ class TorchSwap(Swap):
     def _head_slice(self, part: Part) -> slice:
         heads = self._layout.heads_of(part)
         return slice(heads.start, heads.stop)
+
+
+def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """The caches as `layout.cells` describes them: a page of one head as one token.
+
+    Raises LayoutError for a page that is not in one piece.
+    """
+    if layout.order != "page":
+        return list(kv_caches)
+    caches_as_bytes(layout, kv_caches)
+    return [_as_cells(layer, cache) for layer, cache in enumerate(kv_caches)]
+
+
+def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
+    if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
+        raise LayoutError(f"layer {layer}: the pages of one head must be in one piece each")
+    blocks, tokens, heads, channels = cache.shape
+    strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
+    return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
 
 
 def caches_as_bytes(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdstore.layout import Layout
 from pdstore.native import load_library
 from pdstore.settings import Settings
-from pdstore.swap import LayerCache, Swap, TorchSwap, caches_as_bytes
+from pdstore.swap import LayerCache, Swap, TorchSwap, caches_as_bytes, pages_as_cells
 from pdstore.swap_native import NativeSwap
 
 
@@ -17,6 +17,7 @@ def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache
     Raises ConfigError where it is required and missing, LayoutError for tensors that do not fit
     the layout, DeviceError or SwapError when the device does not give what the engine needs.
     """
+    kv_caches, layout = pages_as_cells(layout, kv_caches), layout.cells
     device = caches_as_bytes(layout, kv_caches)[0][0].device
     library = None
     if device.type in ("cpu", "cuda"):

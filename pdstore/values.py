@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pdstore import block
 from pdstore.keys import Part, PromptKeys
@@ -11,15 +11,28 @@ from pdstore.layout import Layout
 from pdstore.swap import Piece
 from pdstore.types import BlockKey
 
+NO_BLOCK = -1
+"""In a block table: the engine holds no block there (the window has moved on)."""
+
+BlockTables: TypeAlias = Sequence[Sequence[int]]
+
 
 class Value(NamedTuple):
-    """One part of one block."""
+    """One part of one block.
 
-    number: int  # of the block in its prompt
+    number: of the block in its prompt.
+    block_ids: the engine blocks that hold the block's tokens.
+    num_cells: tokens of the block as block copies see them.
+    leads: it is the first value of its block in the job.
+    """
+
+    number: int
     part: Part
     key: BlockKey
     header: block.Header
-    block_ids: Sequence[int]  # the engine blocks that hold the block's tokens
+    block_ids: Sequence[int]
+    num_cells: int
+    leads: bool
 
     @property
     def size(self) -> int:
@@ -32,22 +45,28 @@ class Value(NamedTuple):
         before: tokens of the block that a scatter leaves alone.
         """
         payload = value[block.HEADER_BYTES :]
-        return Piece(self.part, self.block_ids, self.header.num_tokens, before, payload)
+        return Piece(self.part, self.block_ids, self.num_cells, before, payload)
 
 
 def values_of(
-    layout: Layout, keys: PromptKeys, block_ids: Sequence[int], first_block: int
+    layout: Layout, keys: PromptKeys, tables: BlockTables, first_block: int
 ) -> list[Value]:
-    """The values that this rank owns of the blocks from `first_block` on, in key order."""
-    parts = layout.owned_parts
+    """The values that this rank owns of the blocks from `first_block` on, in key order.
+
+    Those are left out whose engine blocks are not all there.
+    """
+    parts = [(part, tables[layout.table_of(part)]) for part in layout.owned_parts]
     per_block = layout.block_tokens // layout.engine_block_tokens
-    names = iter(keys.keys(parts, first_block))
-    values = []
+    names = iter(keys.keys(layout.owned_parts, first_block))
+    values: list[Value] = []
     for number in range(first_block, len(keys)):
         num_tokens = keys.tokens_of(number)
         used = -(-num_tokens // layout.engine_block_tokens)
-        ids = block_ids[number * per_block : number * per_block + used]
-        for part in parts:
+        for part, table in parts:
+            key = next(names)
+            ids = table[number * per_block : number * per_block + used]
+            if NO_BLOCK in ids:
+                continue
             header = block.Header(
                 flags=block.FLAG_TAIL if num_tokens < layout.block_tokens else 0,
                 group=part.group,
@@ -58,8 +77,17 @@ def values_of(
                 namespace=keys.namespace.digest,
                 prefix_hash=keys.hash_of(number),
             )
-            values.append(Value(number, part, next(names), header, ids))
+            leads = not values or values[-1].number != number
+            cells = layout.cells_of(num_tokens)
+            values.append(Value(number, part, key, header, ids, cells, leads))
     return values
+
+
+def whole_blocks(values: Sequence[Value], count: int) -> int:
+    """How many of the first `count` values belong to blocks whose values are all among them."""
+    while 0 < count < len(values) and not values[count].leads:
+        count -= 1
+    return count
 
 
 def bytes_of(layout: Layout, keys: PromptKeys, first_block: int) -> int:

@@ -66,7 +66,7 @@ def decode(d, prompt, params):
 def stored(engine, prompt):
     """The pool's values of a prompt: where a test can reach in."""
     keys = engine.adapter._cache.keys(prompt)
-    return values_of(engine.adapter._pool.layout, keys, range(64), 0)
+    return values_of(engine.adapter._pool.layout, keys, [range(64)], 0)
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])

@@ -25,7 +25,7 @@ ORDER = (
     ),
     *("store.url", "store.base", "store.memory", "store.file", "store.redis", "store.mooncake"),
     *("store.wrappers", "store", "store.connect"),
-    *("transfer", "mover", "lookup", "prefix_cache", "pool", "testing", "cli"),
+    *("transfer", "mover", "lookup", "matching", "prefix_cache", "pool", "testing", "cli"),
 )
 DOORS = {
     "os.environ": ["settings"],
