@@ -3,17 +3,21 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 STORE ?= file
 ENGINE ?= mini
 PIP_ARGS ?=
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 BIN := $(abspath $(VENV))/bin
+VLLM_BIN := $(abspath $(VLLM_VENV))/bin
+DEMO_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
+DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test check bench wheel
+.PHONY: help setup setup-vllm native demo test test-vllm nightly check bench wheel
 
 help: ## Show these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests need
 	@command -v redis-server >/dev/null || echo "warning: no redis-server: STORE=redis and the" \
@@ -21,14 +25,24 @@ setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests n
 	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || echo "warning: STORE=mooncake and the" \
 	  "mooncake tests need Mooncake's library; as root: apt-get install libibverbs1" >&2
 
+setup-vllm: $(VLLM_VENV)/.stamp ## Make .venv-vllm, in which vLLM runs on a CPU
+	@:
+
 native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say what it is
 	@$(BIN)/python -m pdstore native
 
-demo: setup ## P and D with a pool between them, checked (STORE=file|redis|mooncake)
-	@PYTHON=$(BIN)/python examples/run_pd_storage.sh --store $(STORE) --engine $(ENGINE)
+demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vllm STORE=file|redis|mooncake)
+	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh --store $(STORE) --engine $(ENGINE)
 
-test: setup ## The whole test suite
-	@$(BIN)/python -m pytest
+test: setup ## The test suite
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly'
+
+test-vllm: setup-vllm ## The tests with vLLM
+	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly'
+
+nightly: setup-vllm ## The tests that take minutes, and the demo of vLLM with the other stores
+	@$(VLLM_BIN)/python -m pytest -m nightly
+	@$(MAKE) -s demo ENGINE=vllm STORE=redis && $(MAKE) -s demo ENGINE=vllm STORE=mooncake
 
 check: setup ## Lint, format and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -41,12 +55,22 @@ wheel: setup ## Build dist/*.whl
 	@rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-	  || { echo "no venv for $(PYTHON); as root: apt-get install python3-venv" >&2; exit 1; }
-	@echo "setting up $(VENV): a few minutes, once" >&2
-	@$(PYTHON) -m venv $(VENV)
+	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
 	  -e '.[redis,$(MOONCAKE),examples,test,dev]'
 	@touch $@
+
+$(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py
+	$(call make_venv,$(VLLM_VENV))
+	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
+	  -e '.[redis,mooncake-cpu,vllm,examples,test]'
+	@touch $@
+
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+  || { echo "no venv for $(PYTHON); as root: apt-get install python3-venv" >&2; exit 1; }
+@echo "setting up $(1): a few minutes, once" >&2
+@$(PYTHON) -m venv $(1)
+endef

