@@ -30,6 +30,10 @@ class Metrics:
         self.handoff_wait_seconds = self._seconds(
             "handoff_wait_seconds", "From D's lookup to P's marker"
         )
+        self.exposed_seconds = self._seconds(
+            "exposed_seconds", "From a request's arrival to its loaded KV being in place"
+        )
+        self.jobs_alive = self._gauge("jobs_alive", "Jobs that wait or run")
         self.hung_calls = self._gauge("hung_store_calls", "Store calls that outlived their job")
         self.slots_lent = self._gauge("slots_lent", "Staging slots in use")
 

@@ -74,6 +74,10 @@ class Settings(BaseSettings):
     publish: bool = Field(
         True, description="0: this instance loads from the pool and never saves to it."
     )
+    save_decoded: bool = Field(
+        False,
+        description="1: decoded blocks are saved too, for a conversation's next turn.",
+    )
     require_store: bool = Field(
         False,
         description="1: refuse to start without the store. 0: serve, and join when it appears.",

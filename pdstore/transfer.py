@@ -58,6 +58,7 @@ class Transfer:
         self._closed = False
         self._pid = os.getpid()
         metrics.hung_calls.set_function(lambda: self.num_hung)
+        metrics.jobs_alive.set_function(lambda: self.num_alive)
         self._workers: list[Worker] = []
         self._clock = Ticker("pdstore-deadlines", self._end_late_jobs)
         with contextlib.ExitStack() as undo:
@@ -114,7 +115,8 @@ class Transfer:
             self._changed.notify_all()
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(_JOIN_S)
-        self._metrics.hung_calls.set_function(lambda: 0)  # the metrics live longer than the pool
+        for gauge in (self._metrics.hung_calls, self._metrics.jobs_alive):
+            gauge.set_function(lambda: 0)  # the metrics live longer than the pool
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
 

@@ -1,0 +1,206 @@
+"""PDStoreConnector: vLLM's KVConnectorBase_V1 on the two halves. What vLLM calls, and no more."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from pdstore.adapters.vllm import stats
+from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
+from pdstore.adapters.vllm.messages import Registered, StepOrders
+from pdstore.adapters.vllm.scheduler_half import SchedulerHalf
+from pdstore.adapters.vllm.worker_half import WorkerHalf
+from pdstore.types import Reason
+
+log = logging.getLogger("vllm.pdstore")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For hooks of a running engine: an exception, which would end it, is a logged miss instead."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:  # the border to the engine
+                log.exception("pdstore failed in %s; the engine goes on", hook.__name__)
+                connector: Any = args[0]
+                connector.metrics.miss(Reason.FAULT)
+                return cast("R", instead())
+
+        return guarded
+
+    return decorate
+
+
+class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
+    """Hands KV over from prefill to decode instances through a pool.
+
+    vLLM makes one in its scheduler and one in each worker. Loads are asynchronous; saves hold their
+    blocks by reference, and delay nothing.
+    Raises ConfigError, when it is made or given the KV cache, for what it cannot do.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(vllm_config)
+        settings = settings_of(vllm_config)
+        self.metrics = stats.StepMetrics()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is base.KVConnectorRole.SCHEDULER:
+            num_ranks = vllm_config.parallel_config.world_size
+            self._scheduler = SchedulerHalf(settings, num_ranks, self.metrics)
+        else:
+            self._worker = WorkerHalf(settings, vllm_config, kv_cache_config, self.metrics)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Saves hold their blocks: what preemption frees is handed over all the same."""
+        return False
+
+    @property
+    def _orders(self) -> StepOrders:
+        orders = self._connector_metadata
+        return orders if isinstance(orders, StepOrders) else StepOrders()
+
+    # The scheduler's side.
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "this is a worker's connector"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        self.scheduler.begin([m for m in metadata.values() if isinstance(m, Registered)])
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        self.scheduler.begin([m for m in metadata.values() if isinstance(m, Registered)])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.scheduler.bind(gpu_block_pool)
+
+    @degrades(lambda: None)
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.add(request)
+
+    @degrades(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found = self.scheduler.num_found(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens > 0:
+            self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
+
+    @degrades(StepOrders)
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        return self.scheduler.orders(scheduler_output)
+
+    @degrades(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        self.scheduler.report(report, list(connector_output.finished_recving or ()))
+
+    @degrades(lambda: (False, None))
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self.scheduler.finish(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    @degrades(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.is_at_work
+
+    @degrades(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.is_at_work
+
+    @degrades(lambda: False)
+    def reset_cache(self) -> bool:
+        return self.scheduler.reset()
+
+    # A worker's side.
+
+    @property
+    def worker(self) -> WorkerHalf:
+        assert self._worker is not None, "this is the scheduler's connector"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Registered | None:
+        return self.worker.registered
+
+    @degrades(lambda: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        """Nothing: a step's KV is saved when the whole step is queued."""
+
+    @degrades(lambda: None)
+    def wait_for_save(self) -> None:
+        self.worker.start_saves(self._orders)
+
+    @degrades(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.worker.take_loaded(finished_req_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        loaded = self.get_finished(finished_req_ids)[1] or set()
+        has_groups = len(self._kv_cache_config.kv_cache_groups) > 1
+        failed = self.worker.failed & loaded if has_groups else set()
+        return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    @degrades(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.bad_blocks
+
+    @degrades(lambda: None)
+    def build_connector_worker_meta(self) -> Any:
+        return self.worker.take_report()
+
+    # Both sides, and the API server.
+
+    @degrades(lambda: None)
+    def get_kv_connector_stats(self) -> Any:
+        return self.metrics.take()
+
+    @degrades(lambda: None)
+    def shutdown(self) -> None:
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.close()
+
+    @classmethod
+    def supports_sleep_mode(cls, *_: Any) -> bool:
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return stats.PDStoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        return stats.PDStorePromMetrics(*args)

@@ -1,0 +1,164 @@
+"""vLLM's configuration and KV cache in pdstore's words: settings, layout, namespace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from pdstore.errors import ConfigError, LayoutError
+from pdstore.keys import Json
+from pdstore.layout import LayerSpec, Layout
+from pdstore.settings import Settings, read_settings
+from pdstore.weights import weights_revision
+
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+_SHAPING = (
+    *(
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+    ),
+    *("sliding_window", "layer_types", "use_sliding_window", "attention_chunk_size"),
+)  # what of a model's configuration changes its KV, and is not in its weights
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """The environment's settings, `kv_connector_extra_config` before them. Raises ConfigError."""
+    transfer = vllm_config.kv_transfer_config
+    given = dict(transfer.kv_connector_extra_config)
+    if transfer.kv_role in _ROLES:
+        given.setdefault("role", _ROLES[transfer.kv_role])
+    given.setdefault("pd_transfer_via_storage", True)
+    return read_settings(**given)
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises ConfigError, with the reason, for what the connector cannot do."""
+    parallel = vllm_config.parallel_config
+    refusals = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "sleep mode (it drops the KV cache that pdstore copies from)": getattr(
+            vllm_config.model_config, "enable_sleep_mode", False
+        ),
+    }
+    for what, is_asked in refusals.items():
+        if is_asked:
+            raise ConfigError(f"pdstore does not support {what}: switch it or pdstore off")
+
+
+def layers_of(kv_cache_config: Any) -> list[str]:
+    """The names of the layers in the order of the layout: group by group."""
+    return [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+
+
+def layout_of(
+    settings: Settings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> Layout:
+    """The layout of one rank's KV cache as it really is.
+
+    kv_caches: by layer, [blocks, local KV heads, tokens, K|V channels].
+    Raises LayoutError for a kind of layer or of sharding that is not supported.
+    """
+    parallel = vllm_config.parallel_config
+    if getattr(kv_cache_config, "kv_tp_replicas", 1) > 1:
+        raise LayoutError(
+            "the model has fewer KV heads than ranks, and ranks that hold copies of a head are not"
+            " supported: use a smaller tensor-parallel size with pdstore"
+        )
+    names = layers_of(kv_cache_config)
+    first = kv_caches[names[0]]
+    blocks = {kv_caches[name].shape[2] for name in names}
+    if len(blocks) > 1:
+        raise LayoutError(f"KV groups with blocks of {sorted(blocks)} tokens are not supported")
+    hf_config = vllm_config.model_config.hf_text_config
+    return Layout.of(
+        settings,
+        dtype=str(first.dtype).removeprefix("torch."),
+        layers=_layer_specs(kv_cache_config, kv_caches, parallel.tensor_parallel_size),
+        engine_block_tokens=first.shape[2],
+        rope=_canonical({name: getattr(hf_config, name, None) for name in _SHAPING}),
+        quantization=_quantization(vllm_config),
+        page=_page(vllm_config, names[0]) if first.device.type == "cpu" else None,
+        tp_rank=_tp_rank(vllm_config),
+        tp_size=parallel.tensor_parallel_size,
+        draft_layers=max(0, len(names) - getattr(hf_config, "num_hidden_layers", len(names))),
+    )
+
+
+def revision_of(settings: Settings, vllm_config: Any) -> str:
+    """The weights' revision of the model. Raises ConfigError where it has to be named."""
+    model = vllm_config.model_config
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if settings.weights is None and commit and not Path(model.model).is_dir():
+        return f"commit:{commit}"
+    if settings.weights is None and vllm_config.load_config.load_format == "dummy":
+        raise ConfigError("weights of load format dummy have no revision: name it, PDSTORE_WEIGHTS")
+    return weights_revision(model.model, settings)
+
+
+def _layer_specs(
+    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
+) -> Sequence[LayerSpec]:
+    specs = []
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            spec = by_layer.get(name, group.kv_cache_spec)
+            specs.append(_layer_spec(name, spec, kv_caches[name], tp_size, table))
+    return specs
+
+
+def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
+    heads, channels = cache.shape[1], cache.shape[3]
+    if isinstance(spec, MLAAttentionSpec):
+        return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
+    head_dim = min(spec.head_size, channels) if hasattr(spec, "head_size") else channels
+    full = LayerSpec(heads * tp_size, head_dim, value_dim=channels - head_dim, table=table)
+    if isinstance(spec, SlidingWindowSpec):
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+        return replace(full, kind="sliding", window=window)
+    if type(spec) is FullAttentionSpec:
+        return full
+    raise LayoutError(
+        f"layer {name} keeps its state as {type(spec).__name__}, which pdstore cannot hand over:"
+        " full attention, sliding windows and MLA are supported"
+    )
+
+
+def _page(vllm_config: Any, layer: str) -> str:
+    """How the CPU backend packs a page: by the instruction set that its kernels were chosen for."""
+    module = vllm_config.compilation_config.static_forward_context.get(layer)
+    isa = getattr(module, "isa", None)
+    if isa is None:
+        backend = getattr(module, "attn_backend", None)
+        isa = backend.get_name() if backend is not None else "plain"
+    return f"vllm-cpu:{isa}"
+
+
+def _quantization(vllm_config: Any) -> str | None:
+    weights = vllm_config.model_config.quantization
+    cache = vllm_config.cache_config.cache_dtype
+    return None if weights is None and cache == "auto" else _canonical([weights, str(cache)])
+
+
+def _tp_rank(vllm_config: Any) -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _canonical(value: Json) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
