@@ -61,6 +61,21 @@ def layers_of(kv_cache_config: Any) -> list[str]:
     return [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
 
 
+def as_seen(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The cache of each layer as [blocks, tokens, local KV heads, K|V channels].
+
+    kv_caches: as vLLM gives them, [blocks, local KV heads, tokens, channels]; of MLA, in older
+      versions, without heads. Raises LayoutError for any other form.
+    """
+    seen = {}
+    for name in layers_of(kv_cache_config):
+        cache = kv_caches[name]
+        if not isinstance(cache, torch.Tensor) or cache.dim() not in (3, 4):
+            raise LayoutError(f"layer {name}: its KV cache is no tensor of blocks of tokens")
+        seen[name] = cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
+    return seen
+
+
 def layout_of(
     settings: Settings,
     vllm_config: Any,
@@ -69,7 +84,7 @@ def layout_of(
 ) -> Layout:
     """The layout of one rank's KV cache as it really is.
 
-    kv_caches: by layer, [blocks, local KV heads, tokens, K|V channels].
+    kv_caches: as `as_seen` gives them.
     Raises LayoutError for a kind of layer or of sharding that is not supported.
     """
     parallel = vllm_config.parallel_config
@@ -80,7 +95,7 @@ def layout_of(
         )
     names = layers_of(kv_cache_config)
     first = kv_caches[names[0]]
-    blocks = {kv_caches[name].shape[2] for name in names}
+    blocks = {kv_caches[name].shape[1] for name in names}
     if len(blocks) > 1:
         raise LayoutError(f"KV groups with blocks of {sorted(blocks)} tokens are not supported")
     hf_config = vllm_config.model_config.hf_text_config
@@ -88,7 +103,7 @@ def layout_of(
         settings,
         dtype=str(first.dtype).removeprefix("torch."),
         layers=_layer_specs(kv_cache_config, kv_caches, parallel.tensor_parallel_size),
-        engine_block_tokens=first.shape[2],
+        engine_block_tokens=first.shape[1],
         rope=_canonical({name: getattr(hf_config, name, None) for name in _SHAPING}),
         quantization=_quantization(vllm_config),
         page=_page(vllm_config, names[0]) if first.device.type == "cpu" else None,
@@ -122,7 +137,7 @@ def _layer_specs(
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
-    heads, channels = cache.shape[1], cache.shape[3]
+    heads, channels = cache.shape[2:]
     if isinstance(spec, MLAAttentionSpec):
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
     head_dim = min(spec.head_size, channels) if hasattr(spec, "head_size") else channels

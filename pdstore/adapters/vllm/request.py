@@ -76,7 +76,7 @@ def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys:
     lora = request.lora_request
     return cache.keys(
         request.prompt_token_ids,
-        lora=_lora_digest(lora.lora_path) if lora else b"",
+        lora=_lora_digest(lora.lora_int_id, lora.lora_path) if lora else b"",
         cache_salt=salt,
         items=sorted(items, key=lambda item: item.offset),
     )
@@ -86,13 +86,14 @@ def is_keyed(request: Any, has_pages: bool) -> bool:
     """Whether a request's KV can be named by its tokens, and may be shared.
 
     A request with a salt of its own shares nothing, and a page is stored with what an earlier
-    request left behind its end.
+    request left behind its end. An adapter that is loaded in place of another has no name.
     """
     return not (
         request.prompt_token_ids is None
         or request.prompt_embeds is not None
         or request.pooling_params is not None
         or getattr(request, "resumable", False)
+        or getattr(request.lora_request, "load_inplace", False)
         or (has_pages and request.cache_salt)
     )
 
@@ -106,6 +107,6 @@ def is_prefill_of(request: Any, settings: Settings) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _lora_digest(path: str) -> bytes:
-    """By what an adapter's files hold; read once, when its first request comes."""
+def _lora_digest(number: int, path: str) -> bytes:
+    """By what an adapter's files held when its first request came: vLLM has loaded it then."""
     return weights_revision(path, Settings.model_construct(weights=None)).encode()

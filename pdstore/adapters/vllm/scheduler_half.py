@@ -18,7 +18,8 @@ from pdstore.adapters.vllm.request import Followed, is_keyed, is_prefill_of, key
 from pdstore.adapters.vllm.tables import NULL_BLOCK, Tables, as_pdstores
 from pdstore.errors import ConfigError
 from pdstore.handoff import Attempt
-from pdstore.keys import Json, Namespace, PromptKeys
+from pdstore.keys import Json, PromptKeys
+from pdstore.lookup import Match
 from pdstore.metrics import Metrics
 from pdstore.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
@@ -68,16 +69,13 @@ class SchedulerHalf:
         """vLLM's pool of blocks: saves hold theirs there."""
         self._refs = BlockRefs(block_pool, self._num_ranks)
 
-    @property
-    def namespace(self) -> Namespace | None:
-        return self._cache.namespace if self._cache else None
-
     def add(self, request: Any) -> Followed | None:
         """A new request: starts its lookup. None for one that the pool has no name for."""
         followed = self._requests.get(request.request_id)
-        has_pages = self._cache is not None and self._cache.namespace.fields["page"] is not None
-        if followed is not None or self._cache is None or not is_keyed(request, has_pages):
+        if followed is not None or self._cache is None:
             return followed
+        if not is_keyed(request, has_pages=self._cache.namespace.fields["page"] is not None):
+            return None
         followed = Followed(request, keys_of(request, self._cache))
         self._requests[request.request_id] = followed
         params = request.kv_transfer_params
@@ -96,23 +94,19 @@ class SchedulerHalf:
         found = followed.lookup.poll()
         if found is None:
             return None
-        num_tokens = found.num_tokens
-        if found.keys.namespace.windows:  # vLLM computes the last token again: keep its window too
-            num_tokens = min(num_tokens, request.num_tokens - 1)
-        return max(0, num_tokens - num_computed)
+        return max(0, _usable(found, request) - num_computed)
 
     def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """The blocks are there for what `num_found` promised: orders the load."""
         followed = self._requests[request.request_id]
         found = followed.lookup.poll() if followed.lookup else None
         assert found is not None
-        end = min(found.num_tokens, request.num_tokens)
-        if found.keys.namespace.windows:
-            end = min(end, request.num_tokens - 1)
-        tables = as_pdstores(block_ids, self._blocks_of(found.num_tokens))
-        followed.num_loading = found.num_tokens
-        order = LoadOrder(request.request_id, found.keys, tables, end - num_external)
-        self._loads.append(order)
+        end, keys = _usable(found, request), found.keys
+        if self._blocks_of(keys.num_tokens) > len(block_ids[0]):
+            keys = keys.first(end)  # the last token has a block of its own, which is not there yet
+        tables = as_pdstores(block_ids, self._blocks_of(keys.num_tokens))
+        followed.num_loading = keys.num_tokens
+        self._loads.append(LoadOrder(request.request_id, keys, tables, end - num_external))
 
     def give_up(self, request_id: str) -> None:
         """Something failed for this request: nothing is loaded for it any more."""
@@ -222,3 +216,13 @@ class SchedulerHalf:
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
+
+
+def _usable(found: Match, request: Any) -> int:
+    """Leading tokens that vLLM may count as computed when the match is loaded.
+
+    vLLM computes a prompt's last token again. Told that all tokens are there, it gives back the
+    block that only this token's window still sees.
+    """
+    known: int = request.num_tokens
+    return min(found.num_tokens, known - 1 if found.keys.namespace.windows else known)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pdstore.adapters.vllm.describe import layers_of, layout_of, revision_of
+from pdstore.adapters.vllm.describe import as_seen, layout_of, revision_of
 from pdstore.adapters.vllm.messages import (
     LoadOrder,
     Registered,
@@ -51,12 +51,13 @@ class WorkerHalf:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The KV cache is allocated. Raises PDStoreError, with the reason, if it does not fit."""
-        layout = layout_of(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+        caches = as_seen(self._kv_cache_config, kv_caches)
+        layout = layout_of(self._settings, self._vllm_config, self._kv_cache_config, caches)
         weights = revision_of(self._settings, self._vllm_config)
         namespace = layout.namespace(self._settings, weights=weights)
-        caches = [kv_caches[name].transpose(1, 2) for name in layers_of(self._kv_cache_config)]
-        self._pool = KVPool(self._settings, layout, caches, namespace, metrics=self._metrics)
-        self._rows_per_block = caches[0].shape[0] // self._kv_cache_config.num_blocks
+        tensors = list(caches.values())
+        self._pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
+        self._rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
         block_tokens = self._rows_per_block * layout.engine_block_tokens
         self._registered = Registered(namespace, block_tokens)
 
