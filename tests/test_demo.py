@@ -13,23 +13,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
-from examples.demo import client, pools, processes, prompts
+from examples.demo import pools, processes, prompts
 from examples.demo.__main__ import main
 from examples.demo.client import Answer
 from examples.demo.pools import open_pool
 from examples.demo.processes import DemoError, Processes
-from examples.demo.report import Row, Run, as_json, control_line, problems_of, table, verdict
+from examples.demo.report import Row, Run, Runs, as_json, lines, problems_of, table, verdict
 
 DEADLINE_S = 20
-USED = {"loaded_tokens": 8, "computed_tokens": 1, "reason": None}
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 GOOD = Row(130, 129, 1, 0.02, True, 2e-7)
-ON = Run(rows=[GOOD, GOOD], used=900, saved=130, loaded=260, fed=32, answered=32)
-OFF = Run([replace(GOOD, loaded_tokens=0, computed_tokens=130)] * 2, 0, 0, 0, 290, 32)
+ON = Run(rows=[GOOD, GOOD], used=900, saved=130, loaded=260, computed=2)
+PLAIN = replace(ON, saved=0)
+OFF = Run([replace(GOOD, loaded_tokens=0, computed_tokens=130)] * 2, 0, 0, 0, 260)
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
@@ -63,39 +62,47 @@ def signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_a_run_that_keeps_the_promise_has_no_problems() -> None:
-    assert problems_of(ON, OFF) == []
+def test_runs_that_keep_the_promise_have_no_problems() -> None:
+    assert problems_of(Runs(ON, PLAIN, OFF)) == []
     assert verdict(ON, []) == (
         "OK: 2 of 2 answers are those of one instance alone; D computed 2 of 260 prompt tokens"
     )
 
 
 @pytest.mark.parametrize(
-    ("on", "off", "problem"),
+    ("on", "problem"),
     [
-        (replace(ON, rows=[GOOD, replace(GOOD, same_ids=False)]), OFF, "prompt 2: the answer"),
-        (replace(ON, rows=[replace(GOOD, max_logprob_diff=2e-3), GOOD]), OFF, "prompt 1: the ans"),
-        (replace(ON, rows=[replace(GOOD, computed_tokens=2), GOOD]), OFF, "D computed 2 tokens"),
-        (replace(ON, saved=0), OFF, "saved nothing"),
-        (replace(ON, loaded=257), OFF, "counted 257 loaded tokens"),
-        (
-            replace(ON, loaded=0, rows=[replace(GOOD, loaded_tokens=0)] * 2),
-            OFF,
-            "counted 0 loaded tokens",
-        ),
-        (replace(ON, fed=33), OFF, "D fed 3 prompt tokens"),
-        (replace(ON, loaded=261), OFF, "counted 261 loaded tokens"),
-        (ON, replace(OFF, used=1), "pdstore counted 1"),
-        (ON, replace(OFF, fed=289), "D did not compute every prompt token"),
-        (ON, replace(OFF, rows=[OFF.rows[0], GOOD]), "D did not compute every prompt token"),
-        (ON, replace(OFF, rows=[replace(OFF.rows[0], same_ids=False)] * 2), "an answer differs"),
+        (replace(ON, rows=[GOOD, replace(GOOD, same_ids=False)]), "prompt 2: the answer"),
+        (replace(ON, rows=[replace(GOOD, max_logprob_diff=2e-3), GOOD]), "prompt 1: the ans"),
+        (replace(ON, rows=[replace(GOOD, computed_tokens=2), GOOD]), "D computed 2 tokens"),
+        (replace(ON, loaded=257), "counted 257 loaded tokens"),
+        (replace(ON, loaded=0, rows=[replace(GOOD, loaded_tokens=0)] * 2), "counted 0 loaded tok"),
+        (replace(ON, loaded=261), "counted 261 loaded tokens"),
+        (replace(ON, computed=3), "D computed 3 prompt tokens"),
     ],
 )
-def test_whatever_breaks_the_promise_is_said(on: Run, off: Run, problem: str) -> None:
-    (found,) = problems_of(on, off)
+def test_whatever_breaks_the_promise_is_said(on: Run, problem: str) -> None:
+    (found,) = problems_of(Runs(on, PLAIN, OFF))
     assert problem in found
     assert verdict(on, [found]).startswith("FAILED: 1 ")
     assert problem in verdict(on, [found])
+    (found_behind_proxy,) = problems_of(Runs(ON, on, OFF))
+    assert found_behind_proxy == f"plain proxy: {found}"
+
+
+@pytest.mark.parametrize(
+    ("runs", "problem"),
+    [
+        (Runs(replace(ON, saved=0), PLAIN, OFF), "saved nothing"),
+        (Runs(ON, PLAIN, replace(OFF, used=1)), "pdstore counted 1"),
+        (Runs(ON, PLAIN, replace(OFF, computed=259)), "D did not compute every prompt token"),
+        (Runs(ON, PLAIN, replace(OFF, rows=[OFF.rows[0], GOOD])), "D did not compute every prompt"),
+        (Runs(ON, PLAIN, replace(OFF, rows=[replace(OFF.rows[0], same_ids=False)] * 2)), "differs"),
+    ],
+)
+def test_what_only_one_run_promises_is_said_too(runs: Runs, problem: str) -> None:
+    (found,) = problems_of(runs)
+    assert problem in found
 
 
 def test_a_row_compares_token_ids_and_logprobs() -> None:
@@ -114,12 +121,13 @@ def test_the_table_is_aligned_and_fits_a_terminal() -> None:
     assert heading.index("answer", 70) == good.index("the store") == bad.index("is the")
     assert max(len(heading), len(good), len(bad)) < 100
     assert (good.split()[5], bad.split()[5]) == ("yes", "NO")
-    many = replace(OFF, rows=OFF.rows * 5, fed=1450, answered=160)
-    assert len(control_line(many)) < 100
+    many = replace(OFF, rows=OFF.rows * 5, computed=1300)
+    assert max(map(len, lines(Runs(many, many, many)))) < 100
 
 
 def test_the_json_has_one_entry_a_prompt() -> None:
-    result = as_json(ON, replace(OFF, rows=[replace(GOOD, max_logprob_diff=math.inf)]), [])
+    off = replace(OFF, rows=[replace(GOOD, max_logprob_diff=math.inf)])
+    result = as_json(Runs(ON, PLAIN, off), [])
     assert result["ok"] is True
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert result["requests"][0] == {
@@ -131,7 +139,8 @@ def test_the_json_has_one_entry_a_prompt() -> None:
         "max_logprob_diff": 2e-7,
         "reason": None,
     }
-    assert as_json(ON, OFF, ["x"])["ok"] is False
+    assert result["plain_proxy"]["requests"] == result["requests"]
+    assert as_json(Runs(ON, PLAIN, OFF), ["x"])["ok"] is False
 
 
 def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
@@ -259,53 +268,3 @@ def test_prompts_have_the_lengths_that_matter(tmp_path: Path) -> None:
     assert first.startswith(shared)
     assert second.startswith(shared)
     assert first != second
-
-
-def test_a_stream_is_read_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [
-        {"choices": [{"text": "a", "token_ids": [7], "logprobs": {"token_logprobs": [-1]}}]},
-        {"choices": [{"text": "b", "token_ids": [8], "logprobs": {"token_logprobs": [-2]}}]},
-        {"choices": [], "usage": {"prompt_tokens": 9, "pdstore": USED}},
-    ]
-    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-    serve(monkeypatch, httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"])))
-    answer = client.ask("http://d", "Hello", 2)
-    assert (answer.text, answer.token_ids, answer.logprobs) == ("ab", [7, 8], [-1, -2])
-    assert (answer.prompt_tokens, answer.loaded_tokens, answer.computed_tokens) == (9, 8, 1)
-    assert 0 < answer.ttft_s < DEADLINE_S
-
-
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (httpx.Response(503, text="nobody"), "HTTP 503: nobody"),
-        (httpx.Response(200, text='data: {"error": {"message": "lost"}}'), "broke off: lost"),
-    ],
-)
-def test_an_error_is_no_answer(
-    monkeypatch: pytest.MonkeyPatch, response: httpx.Response, message: str
-) -> None:
-    serve(monkeypatch, response)
-    with pytest.raises(DemoError, match=message):
-        client.ask("http://d", "Hello", 2)
-
-
-def test_counters_are_read_by_name_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = """# TYPE pdstore_tokens_total counter
-pdstore_tokens_total{verb="loaded"} 5.0
-pdstore_tokens_created{verb="loaded"} 1.7e9
-# TYPE pdstore_slots_lent gauge
-pdstore_slots_lent 3.0
-"""
-    serve(monkeypatch, httpx.Response(200, text=text))
-    assert client.counters("http://d") == {"pdstore_tokens_total:loaded": 5.0}
-
-
-def serve(monkeypatch: pytest.MonkeyPatch, response: httpx.Response) -> None:
-    """Answers every call of the demo's client."""
-    transport = httpx.MockTransport(lambda request: response)
-    with_transport = httpx.Client(transport=transport)
-    monkeypatch.setattr(client.httpx, "get", lambda url, **_: with_transport.get(url))
-    monkeypatch.setattr(
-        client.httpx, "stream", lambda verb, url, **options: with_transport.stream(verb, url)
-    )

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo import report
-from examples.demo.fleet import ENGINES, Fleet
+from examples.demo.engines import ENGINES
+from examples.demo.fleet import Fleet
 from examples.demo.pools import KINDS, open_pool
 from examples.demo.processes import (
     LOGS,
@@ -46,13 +47,13 @@ def _run(given: argparse.Namespace) -> int:
     prompts = make_prompts(model)
     with Processes() as processes, open_pool(given.store, processes) as pool:
         say(f"pool        {pool if given.store in KINDS else given.store.split(':')[0]}")
-        on, off = Fleet(processes, given.engine, model, pool).run(prompts)
-    problems = report.problems_of(on, off)
-    _write(given, report.as_json(on, off, problems))
-    say("", report.table(on.rows), "", report.control_line(off))
+        runs = Fleet(processes, ENGINES[given.engine], model, pool).run(prompts)
+    problems = report.problems_of(runs)
+    _write(given, report.as_json(runs, problems))
+    say("", report.table(runs.on.rows), "", *report.lines(runs))
     if problems:
         say(*problems, *(tail_of(LOGS / f"{name}.log") for name in ("prefill", "decode")))
-    say(report.verdict(on, problems))
+    say(report.verdict(runs.on, problems))
     return 1 if problems else 0
 
 
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         default="file",
         help="file: a fresh directory (the default). redis: a fresh redis-server. Or a URL",
     )
-    add("--engine", choices=sorted(ENGINES), default="mini", help="the engine: %(default)s")
+    add("--engine", choices=sorted(ENGINES), default="mini", help="default: %(default)s")
     add("--model", type=Path, help="a checkpoint; else a tiny one is trained, once, in a minute")
     add("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser

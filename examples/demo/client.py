@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from examples.demo.processes import DemoError
 from examples.demo.prompts import Prompt
@@ -18,16 +19,18 @@ Json: TypeAlias = dict[str, Any]
 
 _READ_S = 60.0
 _PROBE_S = 1.0
+_ENGINES_LABELS = ("engine", "model_name")  # vLLM's, on each of its counters
 
 
 @dataclass
 class Answer:
-    """A streamed answer, and what the instance says about how it came to it."""
+    """A streamed answer, and how D came to it: each engine says that in its own way (`Engine`)."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ttft_s: float = 0.0
+    usage: Json = field(default_factory=dict)
     prompt_tokens: int = 0
     loaded_tokens: int = 0
     computed_tokens: int = 0
@@ -69,14 +72,22 @@ def ask(url: str, prompt: Prompt, max_tokens: int) -> Answer:
 
 
 def counters(url: str) -> dict[str, float]:
-    """The counters of an instance, by name and labels: `pdstore_tokens_total:loaded`."""
-    text = httpx.get(url + "/metrics", timeout=_PROBE_S, trust_env=False).text
+    """The counters of an instance, by name and labels: `pdstore_tokens_total:loaded`.
+
+    The same whichever engine shows them: labels that only name the engine are left out.
+    """
+    text = httpx.get(url + "/metrics", timeout=_READ_S, trust_env=False).text
     return {
-        ":".join([sample.name, *sample.labels.values()]): sample.value
+        _name_of(sample): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if family.type == "counter" and sample.name.endswith("_total")
     }
+
+
+def _name_of(sample: Sample) -> str:
+    labels = (value for name, value in sample.labels.items() if name not in _ENGINES_LABELS)
+    return ":".join([sample.name, *labels])
 
 
 def _events(response: httpx.Response) -> Iterator[Json]:
@@ -96,7 +107,4 @@ def _add(event: Json, answer: Answer, begin: float) -> None:
         answer.logprobs += choice["logprobs"]["token_logprobs"]
     usage = event.get("usage")
     if usage:
-        answer.prompt_tokens = usage["prompt_tokens"]
-        answer.loaded_tokens = usage["pdstore"]["loaded_tokens"]
-        answer.computed_tokens = usage["pdstore"]["computed_tokens"]
-        answer.reason = usage["pdstore"]["reason"]
+        answer.usage, answer.prompt_tokens = usage, usage["prompt_tokens"]

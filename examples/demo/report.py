@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from examples.demo.client import Answer
 
@@ -82,25 +82,31 @@ class Run:
     """All prompts through P and D once, and what the instances counted meanwhile.
 
     used: pdstore's counters, P's and D's, added up by name.
-    saved, loaded: tokens P saved to the pool and D loaded from it, by their counters.
-    fed: tokens D fed to its model, by the engine's own counter; answered: tokens in all answers.
+    saved, loaded: tokens P saved to the pool and D loaded from it, by pdstore's counters.
+    computed: prompt tokens D computed, by the engine's own counters.
     """
 
     rows: Sequence[Row]
     used: float
     saved: float
     loaded: float
-    fed: float
-    answered: int
+    computed: float
 
     @property
     def prompt_tokens(self) -> int:
         return sum(row.prompt_tokens for row in self.rows)
 
     @property
-    def fed_of_prompts(self) -> float:
-        """Prompt tokens D computed: each answer's last token is never fed."""
-        return self.fed - (self.answered - len(self.rows))
+    def num_same(self) -> int:
+        return sum(row.is_same for row in self.rows)
+
+
+class Runs(NamedTuple):
+    """on: with the switch on, behind the router. plain: the same behind the plain proxy. off."""
+
+    on: Run
+    plain: Run
+    off: Run
 
 
 def _max_diff(some: Sequence[float], others: Sequence[float]) -> float:
@@ -109,11 +115,29 @@ def _max_diff(some: Sequence[float], others: Sequence[float]) -> float:
     return max(diffs) if is_number else math.inf
 
 
-def problems_of(on: Run, off: Run) -> list[str]:
+def problems_of(runs: Runs) -> list[str]:
     """What is wrong, in words; nothing when the hand-off did what it promises."""
+    on, plain, off = runs
+    found = _handoff_problems(on)
+    if not on.saved:
+        found.append("P's counters say that it saved nothing to the pool")
+    found += [f"plain proxy: {problem}" for problem in _handoff_problems(plain)]
+    checks = (
+        (off.used == 0, f"pdstore counted {off.used:.0f} on P and D instead of 0"),
+        (
+            off.computed == off.prompt_tokens
+            and all(row.computed_tokens == row.prompt_tokens for row in off.rows),
+            "D did not compute every prompt token",
+        ),
+        (off.num_same == len(off.rows), "an answer differs"),
+    )
+    return found + [f"switched off: {problem}" for is_right, problem in checks if not is_right]
+
+
+def _handoff_problems(run: Run) -> list[str]:
     found = [
         f"prompt {number}: {what}"
-        for number, row in enumerate(on.rows, 1)
+        for number, row in enumerate(run.rows, 1)
         for is_wrong, what in (
             (not row.is_same, "the answer differs from that of one instance alone"),
             (
@@ -123,26 +147,12 @@ def problems_of(on: Run, off: Run) -> list[str]:
         )
         if is_wrong
     ]
-    answered_as_loaded = sum(row.loaded_tokens for row in on.rows)
-    checks = (
-        (on.saved > 0, "P's counters say that it saved nothing to the pool"),
-        (
-            0 < answered_as_loaded <= on.loaded <= on.prompt_tokens,
-            f"D counted {on.loaded:.0f} loaded tokens, its answers say {answered_as_loaded}",
-        ),
-        (
-            on.fed_of_prompts <= MAX_COMPUTED_TOKENS * len(on.rows),
-            f"D fed {on.fed_of_prompts:.0f} prompt tokens to its model",
-        ),
-        (off.used == 0, f"switched off: pdstore counted {off.used:.0f} on P and D instead of 0"),
-        (
-            off.fed_of_prompts == off.prompt_tokens
-            and all(row.computed_tokens == row.prompt_tokens for row in off.rows),
-            "switched off: D did not compute every prompt token",
-        ),
-        (all(row.is_same for row in off.rows), "switched off: an answer differs"),
-    )
-    return found + [what for is_right, what in checks if not is_right]
+    said = sum(row.loaded_tokens for row in run.rows)
+    if not 0 < said <= run.loaded <= run.prompt_tokens:
+        found.append(f"D counted {run.loaded:.0f} loaded tokens, its answers say {said}")
+    if run.computed > MAX_COMPUTED_TOKENS * len(run.rows):
+        found.append(f"D computed {run.computed:.0f} prompt tokens, by the engine's counters")
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -155,13 +165,20 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def control_line(off: Run) -> str:
-    """The run without the switch, in one line."""
-    loaded = sum(row.loaded_tokens for row in off.rows)
-    same = sum(row.is_same for row in off.rows)
+def lines(runs: Runs) -> tuple[str, str]:
+    """The runs that the table does not show, in a line each."""
+    _, plain, off = runs
     return (
-        f"switch off: D computed {off.fed_of_prompts:.0f} of {off.prompt_tokens} tokens,"
-        f" loaded {loaded}; pdstore counted {off.used:.0f}; {same} of {len(off.rows)} same answers"
+        f"plain proxy: {_summary(plain)}",
+        f"switch off: {_summary(off)}; pdstore counted {off.used:.0f}",
+    )
+
+
+def _summary(run: Run) -> str:
+    loaded = sum(row.loaded_tokens for row in run.rows)
+    return (
+        f"D loaded {loaded} and computed {run.computed:.0f} of {run.prompt_tokens} tokens;"
+        f" {run.num_same} of {len(run.rows)} same answers"
     )
 
 
@@ -171,15 +188,17 @@ def verdict(on: Run, problems: Sequence[str]) -> str:
         return f"FAILED: {len(problems)} of the demo's checks, first: {problems[0]}"
     return (
         f"OK: {len(on.rows)} of {len(on.rows)} answers are those of one instance alone;"
-        f" D computed {on.fed_of_prompts:.0f} of {on.prompt_tokens} prompt tokens"
+        f" D computed {on.computed:.0f} of {on.prompt_tokens} prompt tokens"
     )
 
 
-def as_json(on: Run, off: Run, problems: Sequence[str]) -> Json:
+def as_json(runs: Runs, problems: Sequence[str]) -> Json:
     """What `--json` writes."""
+    requests = {name: [row.as_json() for row in run.rows] for name, run in runs._asdict().items()}
     return {
         "ok": not problems,
         "problems": list(problems),
-        "requests": [row.as_json() for row in on.rows],
-        "control": {"pdstore_counters": off.used, "requests": [row.as_json() for row in off.rows]},
+        "requests": requests["on"],
+        "plain_proxy": {"requests": requests["plain"]},
+        "control": {"pdstore_counters": runs.off.used, "requests": requests["off"]},
     }
