@@ -24,22 +24,31 @@ value_of() {
     printf '%s' "$2"
 }
 
-# The python that has what the examples need: $PYTHON, an active environment, or `make setup`'s.
+# find_python [ENGINE]: the python that has what the examples need: $PYTHON, an active environment,
+# or the one of `make setup` (`make setup-vllm` for vllm).
 find_python() {
-    local python
+    local python engine=${1:-mini} setup=setup venv=.venv modules=(torch transformers uvicorn httpx)
     local check='import importlib.util as u, sys
-sys.exit(any(u.find_spec(m) is None for m in ("torch", "transformers", "uvicorn", "httpx")))'
-    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$ROOT/.venv/bin/python"; do
-        if [[ -n $python ]] && "$python" -c "$check" 2>/dev/null; then
+sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))'
+    if [[ $engine == vllm ]]; then
+        setup=setup-vllm venv=.venv-vllm modules+=(vllm)
+    fi
+    for python in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$ROOT/$venv/bin/python"; do
+        if [[ -n $python ]] && "$python" -c "$check" "${modules[@]}" 2>/dev/null; then
             printf '%s' "$python"
             return
         fi
     done
-    die "no Python environment with the examples' packages; run once: make -C $ROOT setup"
+    die "no Python environment with the examples' packages; run once: make -C $ROOT $setup"
 }
 
-need_engine() {
-    [[ $1 == mini ]] || die "unknown engine '$1': there is 'mini'"
+# The module that is an instance of an engine: module_of ENGINE.
+module_of() {
+    case $1 in
+        mini) printf 'examples.mini_engine' ;;
+        vllm) printf 'examples.vllm_serve' ;;
+        *) die "unknown engine '$1': there are mini and vllm" ;;
+    esac
 }
 
 need_free_port() {
@@ -64,7 +73,7 @@ find_model() {
 
 # serve ROLE PORT OPTIONS...: becomes one engine instance that hands over through the pool.
 serve() {
-    local role=$1 port=$2 engine=mini python model
+    local role=$1 port=$2 engine=mini python module model options=()
     shift 2
     while [[ $# -gt 0 ]]; do
         case $1 in
@@ -77,15 +86,16 @@ serve() {
             *) die "unknown option '$1' (--help shows them)" ;;
         esac
     done
-    need_engine "$engine"
+    module=$(module_of "$engine")
     need_free_port "$port"
-    python=$(find_python)
+    python=$(find_python "$engine")
+    [[ $engine != vllm || -n $MODEL ]] || options=(--tiny) # what suits no other checkpoint
     model=$(find_model "$python")
     export PD_TRANSFER_VIA_STORAGE=1
     [[ -z ${PDSTORE_STORE:-} ]] || export PDSTORE_STORE
     printf '%s on http://127.0.0.1:%s with PD_TRANSFER_VIA_STORAGE=1 (set by this script)\n' \
         "$role" "$port" >&2
     cd "$ROOT" || die "no directory $ROOT"
-    exec "$python" -m examples.mini_engine --role "$role" --port "$port" --model "$model" \
-        --served-model-name "$MODEL_NAME" "$@"
+    exec "$python" -m "$module" --role "$role" --port "$port" --model "$model" \
+        --served-model-name "$MODEL_NAME" "${options[@]}" "$@"
 }

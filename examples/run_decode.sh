@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Starts the decode instance (D) of a P/D pair that hands KV over through a pool.
 #
-#   examples/run_decode.sh [--port N] [--store URL] [--model DIR] [--engine mini] [-- ENGINE OPTIONS]
+#   examples/run_decode.sh [--port N] [--store URL] [--model DIR] [--engine NAME] [-- ENGINE OPTIONS]
 #
 #   --port    or DECODE_PORT    where it listens (8200)
 #   --store   or PDSTORE_STORE  the pool, the same for P and D (file://, a directory of this user)
 #   --model   or MODEL          a checkpoint; else a tiny one is trained, once, in a minute
-#   --engine                    mini, the only one today
+#   --engine                    mini (the default) or vllm
 #
 # Sets PD_TRANSFER_VIA_STORAGE=1 itself. Ctrl-C stops it. Beside it: run_prefill.sh, run_router.sh.
 set -euo pipefail

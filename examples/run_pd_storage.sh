@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The whole thing in one command: P and D with a pool between them, checked against one instance.
 #
-#   examples/run_pd_storage.sh [--store STORE] [--engine mini] [--model DIR] [--json FILE]
+#   examples/run_pd_storage.sh [--store STORE] [--engine NAME] [--model DIR] [--json FILE]
 #
 #   --store    file (the default), redis or mooncake: a fresh one. Or the URL of a pool that runs
-#   --engine   mini, the only one today
+#   --engine   mini (the default) or vllm
 #   --model    or MODEL: a checkpoint; else a tiny one is trained, once, in a minute
 #   --json     write the results to a file, too
 #
@@ -14,9 +14,12 @@ set -euo pipefail
 # shellcheck source=examples/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+engine=mini last=''
 for option in "$@"; do
     [[ $option != -h && $option != --help ]] || { usage; exit; }
+    [[ $last != --engine ]] || engine=$option
+    last=$option
 done
 [[ -z $MODEL ]] || set -- --model "$MODEL" "$@"
-python=$(find_python)
+python=$(find_python "$engine")
 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m examples.demo "$@"

@@ -80,9 +80,9 @@ def test_a_wrong_option_is_said(script: str, arguments: list[str], message: str)
 
 @pytest.mark.parametrize("script", ENGINES)
 def test_an_unknown_engine_is_said(script: str) -> None:
-    done = run(script, "--engine", "vllm")
+    done = run(script, "--engine", "sglang")
     assert done.returncode == 2
-    assert "unknown engine 'vllm'" in done.stderr
+    assert "unknown engine 'sglang': there are mini and vllm" in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:3])
@@ -114,6 +114,26 @@ def test_a_missing_environment_is_said(script: str, tmp_path: Path) -> None:
     done = run(script, root=tmp_path, **free_ports())
     assert (done.returncode, done.stdout) == (2, "")
     assert f"make -C {tmp_path} setup" in done.stderr
+
+
+@pytest.mark.parametrize("script", [*ENGINES, "run_pd_storage.sh"])
+def test_vllm_has_an_environment_of_its_own(script: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = run(script, "--engine", "vllm", root=tmp_path, **free_ports())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"make -C {tmp_path} setup-vllm" in done.stderr
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_vllm_gets_options_for_a_tiny_checkpoint_only_with_the_tiny_one(
+    script: str, python: Path, model: Path
+) -> None:
+    arguments = ["--engine", "vllm", "--port", free_port()]
+    own = json.loads(run(script, *arguments, PYTHON=python, MODEL=model).stdout)["arguments"]
+    assert own[:2] == ["-m", "examples.vllm_serve"]
+    assert "--tiny" not in own
+    tiny = json.loads(run(script, *arguments, PYTHON=python).stdout.splitlines()[-1])["arguments"]
+    assert "--tiny" in tiny
 
 
 def test_an_environment_without_the_packages_is_passed_over(tmp_path: Path, python: Path) -> None:
