@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -12,6 +13,10 @@ from examples import plain_proxy
 
 PARAMS = {"pdstore": {"attempt": "a1"}}
 BODY = {"prompt": "Hello", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}}
+
+
+async def stream() -> AsyncIterator[bytes]:
+    yield b"data: 1\n\n"
 
 
 class Instances:
