@@ -52,7 +52,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
         settings = settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
         self._scheduler: SchedulerHalf | None = None

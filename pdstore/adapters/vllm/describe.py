@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.errors import ConfigError, LayoutError
@@ -18,16 +19,12 @@ from pdstore.settings import Settings, read_settings
 from pdstore.weights import weights_revision
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-_SHAPING = (
-    *(
-        "rope_parameters",
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "rope_local_base_freq",
-    ),
-    *("sliding_window", "layer_types", "use_sliding_window", "attention_chunk_size"),
-)  # what of a model's configuration changes its KV, and is not in its weights
+_SHAPING = """
+    rope_parameters rope_theta rope_scaling rope_local_base_freq partial_rotary_factor
+    sliding_window layer_types use_sliding_window attention_chunk_size attn_logit_softcapping
+    query_pre_attn_scalar attention_multiplier rms_norm_eps num_experts_per_tok
+""".split()
+"""What of a model's configuration changes its KV and is not in its weights."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -36,14 +33,17 @@ def settings_of(vllm_config: Any) -> Settings:
     given = dict(transfer.kv_connector_extra_config)
     if transfer.kv_role in _ROLES:
         given.setdefault("role", _ROLES[transfer.kv_role])
-    given.setdefault("pd_transfer_via_storage", True)
     return read_settings(**given)
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError, with the reason, for what the connector cannot do."""
     parallel = vllm_config.parallel_config
+    num_groups = len(kv_cache_config.kv_cache_groups)
     refusals = {
+        "several KV groups with a vLLM this old (it cannot be told of a failed load)": (
+            num_groups > 1 and not hasattr(base, "KVConnectorTransferResults")
+        ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,

@@ -71,12 +71,15 @@ class WorkerHalf:
         return self._registered
 
     def start_loads(self, orders: StepOrders) -> None:
+        """And withdrawals: this is called in every step, `start_saves` not in every empty one."""
         for order in orders.loads:  # known, whatever happens next
             self._loads[order.request_id] = (order, None)
         for order in orders.loads:
             rows = self._rows(order.tables)
             job = self.pool.load(order.keys, rows, first_token=order.first_token)
             self._loads[order.request_id] = (order, job)
+        for attempt in orders.withdrawals:
+            self.pool.withdraw(attempt)
 
     def start_saves(self, orders: StepOrders) -> None:
         for order in orders.saves:  # if they cannot even be started
@@ -92,8 +95,6 @@ class WorkerHalf:
             del self._released[order.number]
             self._saves[order.number] = (order, job)
             self._of_request[order.request_id].append(job)
-        for attempt in orders.withdrawals:
-            self.pool.withdraw(attempt)
 
     def take_loaded(self, finished: set[str]) -> set[str]:
         """Requests whose load has ended since the last call, well or not.
