@@ -19,11 +19,12 @@ from pdstore.settings import Settings, read_settings
 from pdstore.weights import weights_revision
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-_SHAPING = """
-    rope_parameters rope_theta rope_scaling rope_local_base_freq partial_rotary_factor
-    sliding_window layer_types use_sliding_window attention_chunk_size attn_logit_softcapping
-    query_pre_attn_scalar attention_multiplier rms_norm_eps num_experts_per_tok
-""".split()
+_SHAPING = (
+    *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
+    *("partial_rotary_factor", "sliding_window", "use_sliding_window", "layer_types"),
+    *("attention_chunk_size", "attn_logit_softcapping", "attention_multiplier"),
+    *("query_pre_attn_scalar", "rms_norm_eps", "num_experts_per_tok"),
+)
 """What of a model's configuration changes its KV and is not in its weights."""
 
 
