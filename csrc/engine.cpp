@@ -7,17 +7,27 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kCopySlice = 8 << 20;
+constexpr int32_t kLanes = 2;
+constexpr int64_t kCopyOut = 8 << 20;  // somebody else's copy to the host waits behind two of them
+constexpr int64_t kCopyIn = 8 << 20;
 constexpr int64_t kStageOut = 16 << 20;
 constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
+constexpr int64_t kFirst = INT64_MAX;
 constexpr int64_t kMaxPieces = 256;
+
+template <typename Number>
+Number or_default(Number asked, Number otherwise) {
+  return asked > 0 ? asked : otherwise;
+}
 
 SliceSizes sizes_of(const pds_options &options, Direction direction, int64_t layer_bytes) {
   const bool out = direction == Direction::kOut;
-  const int64_t asked = out ? options.stage_out_bytes : options.stage_in_bytes;
-  const int64_t stage = asked > 0 ? asked : (out ? kStageOut : kStageIn);
-  const int64_t copy = options.copy_slice_bytes > 0 ? options.copy_slice_bytes : kCopySlice;
-  return {copy, in_ring(std::max(stage, layer_bytes)), kMaxPieces};
+  const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
+                            : or_default(options.stage_in_bytes, kStageIn);
+  const int64_t copy = out ? or_default(options.copy_out_bytes, kCopyOut)
+                           : or_default(options.copy_in_bytes, kCopyIn);
+  return {copy, in_ring(std::max(stage, layer_bytes)), or_default(options.first_bytes, kFirst),
+          or_default(options.max_pieces, kMaxPieces)};
 }
 
 std::string text(const char *before, int64_t number, const char *after) {
@@ -45,7 +55,7 @@ std::unique_ptr<Engine> Engine::open(const pds_options &options, const pds_part 
     const SliceSizes sizes = sizes_of(options, direction, engine->layout_.largest_layer_bytes());
     auto &pump = direction == Direction::kOut ? engine->out_ : engine->in_;
     pump = std::make_unique<Pump>(*engine->device_, engine->layout_, direction, sizes,
-                                  engine->poisoned_);
+                                  or_default(options.num_lanes, kLanes), engine->poisoned_);
     const pds_error failed = pump->start();
     if (failed.code != PDS_OK) return refuse(failed);
   }
@@ -67,12 +77,18 @@ int32_t Engine::add_host(uint64_t address, int64_t bytes) {
   return PDS_OK;
 }
 
-// Whether the bytes are in one registered range.
-bool Engine::is_host(uint64_t address, int64_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+// Whether the bytes are in one registered range; `guess`: which one the last payload was in. The
+// caller holds the mutex.
+bool Engine::is_host(uint64_t address, int64_t bytes, size_t *guess) const {
   if (hosts_.empty()) return !device_->needs_registered_host();
+  const auto holds = [&](const std::pair<uint64_t, uint64_t> &range) {
+    return range.first <= address && address + bytes <= range.second;
+  };
+  if (*guess < hosts_.size() && holds(hosts_[*guess])) return true;
   auto after = std::upper_bound(hosts_.begin(), hosts_.end(), std::make_pair(address, UINT64_MAX));
-  return after != hosts_.begin() && address + bytes <= (--after)->second;
+  if (after == hosts_.begin()) return false;
+  *guess = --after - hosts_.begin();
+  return holds(*after);
 }
 
 std::string Engine::check_ids(const JobItems &job, const pds_item &item, const Item &place,
@@ -102,6 +118,8 @@ std::string Engine::check_ids(const JobItems &job, const pds_item &item, const I
 std::string Engine::check(const JobItems &job, const pds_item *items, int64_t num_ids) {
   const int32_t step = layout_.block_tokens();
   std::vector<bool> taken;
+  size_t range = 0;
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (job.direction == Direction::kIn) taken.resize(layout_.num_parts() * layout_.num_blocks());
   for (size_t i = 0; i < job.items.size(); ++i) {
     const pds_item &item = items[i];
@@ -120,7 +138,7 @@ std::string Engine::check(const JobItems &job, const pds_item *items, int64_t nu
     }
     if (place.first_token != 0 && job.direction == Direction::kOut) return "a save of a part of a block";
     if (item.payload == 0 ||
-        !is_host(item.payload, layout_.payload_bytes(item.part, item.num_tokens))) {
+        !is_host(item.payload, layout_.payload_bytes(item.part, item.num_tokens), &range)) {
       return "a payload is not inside one registered range of host memory";
     }
     std::string why = check_ids(job, item, place, &taken);

@@ -37,14 +37,14 @@ class Engine {
   std::string check(const JobItems &job, const pds_item *items, int64_t num_ids);
   std::string check_ids(const JobItems &job, const pds_item &item, const Item &place,
                         std::vector<bool> *taken) const;
-  bool is_host(uint64_t address, int64_t bytes);
+  bool is_host(uint64_t address, int64_t bytes, size_t *guess) const;
   pds_error order(Job *job, Stream stream, Event ready);
 
   Layout layout_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Pump> out_, in_;
   std::atomic<bool> poisoned_{false};
-  std::mutex mutex_;  // guards hosts_
+  mutable std::mutex mutex_;  // guards hosts_
   std::vector<std::pair<uint64_t, uint64_t>> hosts_;  // registered ranges, sorted by begin
   int32_t process_ = 0;
 };

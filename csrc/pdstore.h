@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 1 };
+enum { PDS_ABI = 2 };
 
 enum {
   PDS_OK = 0,
@@ -74,9 +74,12 @@ typedef struct {
   int32_t block_tokens; // tokens of an engine block
   int32_t max_tokens;   // of a payload
   int32_t order, mode, path;
-  int32_t num_parts, num_regions, reserved;
-  int64_t copy_slice_bytes;                    // of copy-engine paths; 0: default
-  int64_t stage_out_bytes, stage_in_bytes;     // device ring of a lane; 0: default
+  int32_t num_parts, num_regions;
+  int32_t num_lanes;                        // of a direction; here and below 0 is the default
+  int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths
+  int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane
+  int64_t first_bytes;                      // the first slice of a copy that finds the lanes empty
+  int64_t max_pieces;                       // of one batch call
 } pds_options;
 
 // One payload and the engine blocks that its tokens are in.

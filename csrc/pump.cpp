@@ -17,6 +17,8 @@ int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
 
+int64_t twice(int64_t number) { return number > INT64_MAX / 2 ? number : 2 * number; }
+
 int64_t duration_ns(int64_t bytes) { return bytes * 1000 / kBytesPerUs; }
 
 }  // namespace
@@ -120,8 +122,9 @@ void Pump::loop() {
 void Pump::run(const JobPtr &job) {
   SliceWalk walk(layout_, job->work, sizes_, device_.has_batch());
   Slice slice;
-  while (job->error.code == PDS_OK && walk.next(&slice)) {
-    Lane &lane = lanes_[turn_++ % kLanes];
+  int64_t most = is_busy() ? INT64_MAX : sizes_.first_bytes;
+  for (; job->error.code == PDS_OK && walk.next(&slice, most); most = twice(most)) {
+    Lane &lane = lanes_[turn_++ % lanes_.size()];
     settle(lane);
     bool stopping;
     {
@@ -176,8 +179,8 @@ void Pump::expect(Lane &lane, int64_t bytes) {
 }
 
 void Pump::settle_oldest() {
-  for (int i = 0; i < kLanes; ++i) {
-    Lane &lane = lanes_[(turn_ + i) % kLanes];
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    Lane &lane = lanes_[(turn_ + i) % lanes_.size()];
     if (lane.owner != nullptr) return settle(lane);
   }
 }

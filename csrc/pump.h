@@ -5,13 +5,13 @@
 // 8 MiB reach 98 % of the link and let others in after 0.3 ms. The thread sleeps until the
 // older lane is nearly done, so it costs a few percent of a core. Only this thread touches its lanes.
 #pragma once
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "slices.h"
 #include "ticket.h"
@@ -33,9 +33,9 @@ using JobPtr = std::shared_ptr<Job>;
 class Pump {
  public:
   Pump(Device &device, const Layout &layout, Direction direction, SliceSizes sizes,
-       std::atomic<bool> &poisoned)
+       int32_t num_lanes, std::atomic<bool> &poisoned)
       : device_(device), layout_(layout), direction_(direction), sizes_(sizes),
-        poisoned_(poisoned), params_(std::make_unique<StageParams>()) {}
+        poisoned_(poisoned), lanes_(num_lanes), params_(std::make_unique<StageParams>()) {}
 
   // Starts the thread; what failed, if its lanes cannot be made.
   pds_error start();
@@ -46,7 +46,6 @@ class Pump {
   pds_stats stats();
 
  private:
-  static constexpr int kLanes = 2;
   struct Lane {
     Stream stream = nullptr;
     Event done = nullptr;
@@ -87,8 +86,8 @@ class Pump {
   std::deque<JobPtr> queue_;
   bool stopping_ = false;
 
-  std::array<Lane, kLanes> lanes_;
-  int turn_ = 0;
+  std::vector<Lane> lanes_;
+  size_t turn_ = 0;
   Copies copies_;
   std::vector<Strided> strided_;
   std::unique_ptr<StageParams> params_;

@@ -31,7 +31,7 @@ const Plan &SliceWalk::plan_of(const Item &item) {
   return plan_;
 }
 
-bool SliceWalk::next(Slice *slice) {
+bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
   slice->segments.clear();
   slice->bytes = 0;
   int64_t pieces = 0;
@@ -42,7 +42,8 @@ bool SliceWalk::next(Slice *slice) {
     const Part &part = layout_.part(item.part);
     if (!slice->segments.empty() && plan.path != slice->path) break;
     slice->path = plan.path;
-    const int64_t limit = plan.path == Path::kStage ? sizes_.stage_bytes : sizes_.copy_bytes;
+    const int64_t size = plan.path == Path::kStage ? sizes_.stage_bytes : sizes_.copy_bytes;
+    const int64_t limit = std::min(size, most_bytes);
     const int64_t per_layer = part.token_bytes * item.num_tokens;
     int64_t layers = std::min<int64_t>(part.num_layers - layer_, (limit - slice->bytes) / per_layer);
     if (plan.path == Path::kBatch) {
@@ -52,8 +53,9 @@ bool SliceWalk::next(Slice *slice) {
       pieces += std::max<int64_t>(layers, 0) * per;
     }
     if (layers < 1 && !slice->segments.empty()) break;
-    // Half an item now and half in the next slice costs twice the descriptors: begin it there.
-    const bool cut = layers < part.num_layers - layer_;
+    // Half an item now and half in the next slice costs twice the strided copies and DMAs: begin it
+    // there. A batch has as many pieces either way, and full slices.
+    const bool cut = layers < part.num_layers - layer_ && plan.path != Path::kBatch;
     if (cut && layer_ == 0 && !slice->segments.empty()) break;
     const int32_t count = static_cast<int32_t>(std::max<int64_t>(1, layers));
     slice->segments.push_back({item_, layer_, layer_ + count});

@@ -33,7 +33,8 @@ constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 struct SliceSizes {
   int64_t copy_bytes, stage_bytes;
-  int64_t max_pieces;  // of a batch
+  int64_t first_bytes;  // where nothing runs yet: the first slice is prepared before the link works
+  int64_t max_pieces;   // of a batch
 };
 
 class SliceWalk {
@@ -41,8 +42,8 @@ class SliceWalk {
   SliceWalk(const Layout &layout, const JobItems &job, SliceSizes sizes, bool has_batch)
       : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
 
-  // The next slice into `slice`; false at the end.
-  bool next(Slice *slice);
+  // The next slice, of at most so many bytes, into `slice`; false at the end.
+  bool next(Slice *slice, int64_t most_bytes);
 
  private:
   const Plan &plan_of(const Item &item);

@@ -1,101 +1,39 @@
-"""libpdstore as Python sees it: its structs, calls and errors; the only user of ctypes."""
+"""libpdstore as Python sees it: the library, engines, tickets."""
 
 from __future__ import annotations
 
 import ctypes
-import enum
 import logging
 import threading
 from collections.abc import Sequence
 from ctypes import byref, c_char, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-from pdstore.errors import ConfigError, DeviceError, LayoutError, NativeError, SwapError
+from pdstore.errors import ConfigError, LayoutError, NativeError, SwapError
+from pdstore.native_abi import (
+    ABI,
+    CALLS,
+    SIGNATURES,
+    Code,
+    CopyPath,
+    CopyPlan,
+    Error,
+    Info,
+    Item,
+    Live,
+    Options,
+    PartShape,
+    Plan,
+    PumpStats,
+    Region,
+    Stats,
+    raise_error,
+)
 from pdstore.native_build import find_library
 from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
-
-ABI = 1
-CPU = -1
-RELAXED = 2
-"""The capture mode of threads that do not disturb other threads' graph captures."""
-CALLS = (
-    *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
-    *("batch", "strided", "stage", "enter", "capturing"),
-)
-"""The device calls that a test build can make fail, in the order of the header."""
-
-
-class CopyPath(enum.IntEnum):
-    """How a payload's bytes move; AUTO lets the engine choose."""
-
-    AUTO = 0
-    BATCH = 1
-    STRIDED = 2
-    STAGE = 3
-
-
-class _Code(enum.IntEnum):
-    OK = 0
-    PENDING = 1
-    ARGUMENT = 2
-    DEVICE = 3
-    POISONED = 4
-    CLOSED = 5
-    CAPTURE = 6
-    NO_DEVICE = 7
-    MEMORY = 8
-
-
-class CopyPlan(NamedTuple):
-    """Which path a payload takes, and why."""
-
-    path: str
-    num_pieces: int  # contiguous pieces of an engine block
-    piece_bytes: int  # the smallest of them
-    block_bytes: int  # of an engine block
-    why: str
-
-
-class PumpStats(NamedTuple):
-    """What one direction's thread has done so far."""
-
-    num_bytes: int
-    num_slices: int
-    cpu_s: float
-
-
-_KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64}
-
-
-def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of pdstore.h from its fields as `name:type`; a number is the length of a text."""
-    pairs = [word.split(":") for word in fields.split()]
-    kinds = [(n, c_char * int(k) if k.isdigit() else _KINDS[k]) for n, k in pairs]
-    return type(name, (ctypes.Structure,), {"_fields_": kinds})
-
-
-Region = _struct(
-    "Region",
-    "base:u64 block_stride:i64 token_stride:i64 head_stride:i64 width:i64 start:i64 layer:i32"
-    " part:i32",
-)
-PartShape = _struct("PartShape", "num_layers:i32 num_heads:i32 cell:i64")
-Options = _struct(
-    "Options",
-    "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 order:i32 mode:i32 path:i32"
-    " num_parts:i32 num_regions:i32 reserved:i32 copy_slice_bytes:i64 stage_out_bytes:i64"
-    " stage_in_bytes:i64",
-)
-Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
-_Error = _struct("_Error", "code:i32 device_code:i32 slice:i64 call:40 message:200")
-_Info = _struct("_Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
-_Plan = _struct("_Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
-_Stats = _struct("_Stats", "bytes:i64 slices:i64 cpu_ns:i64")
-_Live = _struct("_Live", "allocations:i64 streams:i64 events:i64")
 
 
 class Library:
@@ -107,9 +45,9 @@ class Library:
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error
         self.path = path
-        for name, kinds in _SIGNATURES.items():
+        for name, kinds in SIGNATURES.items():
             getattr(self.calls, name).argtypes = kinds
-        info = _Info()
+        info = Info()
         self.calls.pds_info(byref(info))
         if info.abi != ABI:
             raise NativeError(f"{path} has ABI {info.abi}, expected {ABI}: build it again")
@@ -119,15 +57,15 @@ class Library:
 
     def register(self, device: int, address: int, num_bytes: int) -> None:
         """Pins host memory for a device, in one piece. Raises SwapError or DeviceError."""
-        error = _Error()
+        error = Error()
         self.calls.pds_register(device, address, num_bytes, byref(error))
-        _raise(error)
+        raise_error(error)
 
     def unregister(self, device: int, address: int) -> None:
         """Undoes one `register`. Raises SwapError."""
-        error = _Error()
+        error = Error()
         self.calls.pds_unregister(device, address, byref(error))
-        _raise(error)
+        raise_error(error)
 
     def populate(self, address: int, num_bytes: int) -> None:
         """Makes the pages of a range present; several threads at once are faster."""
@@ -160,7 +98,7 @@ class Library:
 
     def live(self) -> tuple[int, int, int]:
         """Of a test build: device allocations, streams and events that live now."""
-        live = _Live()
+        live = Live()
         self.calls.pds_test_live(byref(live))
         return live.allocations, live.streams, live.events
 
@@ -183,7 +121,7 @@ class Engine:
         self._lock = threading.Lock()  # nobody may be in a call when the handle ends
         self._handle = c_void_p()
         counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
-        error = _Error()
+        error = Error()
         self._calls.pds_open(
             byref(Options(**counts, **options)),
             (PartShape * len(parts))(*parts),
@@ -191,7 +129,7 @@ class Engine:
             byref(self._handle),
             byref(error),
         )
-        _raise(error)
+        raise_error(error)
 
     def add_host(self, address: int, num_bytes: int) -> None:
         """From now on payloads lie in one of the added ranges each."""
@@ -200,7 +138,7 @@ class Engine:
 
     def explain(self, part: int, num_tokens: int) -> CopyPlan:
         """The path of payloads of a part with this many tokens."""
-        plan = _Plan()
+        plan = Plan()
         with self._lock:
             code = self._calls.pds_explain(self._open(), part, num_tokens, byref(plan))
         if code:
@@ -212,7 +150,7 @@ class Engine:
 
     def stats(self, direction: int) -> PumpStats:
         """What the thread of a direction (0: cache -> slots) has done."""
-        stats = _Stats()
+        stats = Stats()
         with self._lock:
             self._calls.pds_get_stats(self._open(), direction, byref(stats))
         return PumpStats(stats.bytes, stats.slices, stats.cpu_ns / 1e9)
@@ -227,14 +165,14 @@ class Engine:
         ready: int = 0,
     ) -> Ticket:
         """Starts a copy; `items` and `ids` are packed `Item` and int64."""
-        handle, error = c_void_p(), _Error()
+        handle, error = c_void_p(), Error()
         num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
         out = byref(handle), byref(error)
         with self._lock:
             self._calls.pds_submit(
                 self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
             )
-        _raise(error)
+        raise_error(error)
         return Ticket(self._library, handle)
 
     def close(self) -> None:
@@ -262,11 +200,11 @@ class Ticket:
 
     def wait(self, timeout_s: float) -> bool:
         """True when the copy is done, False after the time; raises SwapError when it failed."""
-        error = _Error()
+        error = Error()
         code = self._calls.pds_wait(self._handle, int(timeout_s * 1e6), byref(error))
-        if code == _Code.PENDING:
+        if code == Code.PENDING:
             return False
-        _raise(error)
+        raise_error(error)
         return True
 
     @property
@@ -313,43 +251,3 @@ def _load(for_gpu: bool) -> Library:
 @cache
 def _say_once(why: str) -> None:
     log.warning("block copies go through torch: %s", why)
-
-
-def _raise(error: ctypes.Structure) -> None:
-    code, message = _Code(error.code), error.message.decode(errors="replace")
-    if code is _Code.OK:
-        return
-    if code is _Code.ARGUMENT:
-        raise LayoutError(message)
-    if code is _Code.NO_DEVICE:
-        raise DeviceError(message)
-    call = error.call.decode()
-    place = f" (error {error.device_code} of {call}, slice {error.slice})" if call else ""
-    raise SwapError(
-        message + place,
-        device_code=error.device_code,
-        call=call,
-        slice_number=error.slice,
-        poisoned=code is _Code.POISONED,
-    )
-
-
-_P = c_void_p
-_SIGNATURES: dict[str, list[object]] = {
-    "pds_info": [_P],
-    "pds_open": [_P, _P, _P, _P, _P],
-    "pds_close": [_P],
-    "pds_add_host": [_P, c_uint64, c_int64],
-    "pds_explain": [_P, c_int32, c_int32, _P],
-    "pds_get_stats": [_P, c_int32, _P],
-    "pds_submit": [_P, c_int32, _P, c_int64, _P, c_int64, c_uint64, c_uint64, _P, _P],
-    "pds_wait": [_P, c_int64, _P],
-    "pds_free_ticket": [_P],
-    "pds_register": [c_int32, c_uint64, c_int64, _P],
-    "pds_unregister": [c_int32, c_uint64, _P],
-    "pds_populate": [c_uint64, c_int64],
-    "pds_exchange_capture_mode": [_P],
-    "pds_test_fail": [c_int32, c_int64, c_int32, c_int32],
-    "pds_test_delay": [c_int64],
-    "pds_test_live": [_P],
-}

@@ -12,18 +12,8 @@ from typing import NamedTuple
 from pdstore.errors import LayoutError
 from pdstore.keys import Part
 from pdstore.layout import Layout
-from pdstore.native import (
-    CPU,
-    RELAXED,
-    CopyPath,
-    Engine,
-    Library,
-    PartShape,
-    PumpStats,
-    Region,
-    Ticket,
-    address_of,
-)
+from pdstore.native import Engine, Library, Ticket, address_of
+from pdstore.native_abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Region
 from pdstore.swap import LayerCache, Piece, PiecePlan, Registrar, Swap, caches_as_bytes
 from pdstore.types import Direction
 from pdstore.workers import CudaApi

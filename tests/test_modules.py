@@ -34,7 +34,7 @@ DOORS = {
     "threading.Thread": ["workers"],
     "concurrent": ["workers"],
     "multiprocessing": [],
-    "ctypes": ["native", "store.mooncake_memory"],
+    "ctypes": ["native", "native_abi", "store.mooncake_memory"],
     "redis": ["store.redis"],
     "mooncake": ["store.mooncake_library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],

@@ -13,7 +13,7 @@ import pytest
 from kv import caches_of, settings_of
 from test_swap import layout_of
 
-from pdstore import native
+from pdstore import native, native_abi
 from pdstore.errors import ConfigError, DeviceError, NativeError
 from pdstore.layout import LayerSpec, Layout
 from pdstore.native_build import build_library
@@ -127,15 +127,15 @@ def test_a_changed_source_is_another_build(tmp_path):
 @pytest.mark.parametrize(
     ("name", "struct"),
     [
-        ("pds_region", native.Region),
-        ("pds_part", native.PartShape),
-        ("pds_options", native.Options),
-        ("pds_item", native.Item),
-        ("pds_error", native._Error),
-        ("pds_plan", native._Plan),
-        ("pds_stats", native._Stats),
-        ("pds_live", native._Live),
-        ("pds_info_t", native._Info),
+        ("pds_region", native_abi.Region),
+        ("pds_part", native_abi.PartShape),
+        ("pds_options", native_abi.Options),
+        ("pds_item", native_abi.Item),
+        ("pds_error", native_abi.Error),
+        ("pds_plan", native_abi.Plan),
+        ("pds_stats", native_abi.Stats),
+        ("pds_live", native_abi.Live),
+        ("pds_info_t", native_abi.Info),
     ],
 )
 def test_structs_are_those_of_the_header(name, struct):
@@ -152,7 +152,7 @@ def test_structs_are_those_of_the_header(name, struct):
     widths = {"int32_t": 4, "int64_t": 8, "uint64_t": 8}
     seen = []
     for field, kind in struct._fields_:
-        size = native.ctypes.sizeof(kind)
+        size = native_abi.ctypes.sizeof(kind)
         seen.append((field, size))
     expected = []
     for kind, field in fields:
@@ -163,7 +163,7 @@ def test_structs_are_those_of_the_header(name, struct):
 
 def test_the_calls_that_can_fail_are_those_of_the_header():
     names = re.findall(r"PDS_CALL_(\w+)", HEADER.read_text())
-    assert tuple(name.lower() for name in names) == native.CALLS
+    assert tuple(name.lower() for name in names) == native_abi.CALLS
 
 
 def test_a_child_of_a_fork_is_told_that_the_engine_is_its_parents():

@@ -7,11 +7,12 @@ import threading
 import native_kit
 import pytest
 import torch
-from test_native_swap import PLAIN, Case, host_memory, layout_of, view_of
+from test_native_swap import PLAIN, SIZES, Case, host_memory, layout_of, view_of
 
 from pdstore.errors import SwapError
 from pdstore.layout import LayerSpec
-from pdstore.native import CopyPath, address_of
+from pdstore.native import address_of
+from pdstore.native_abi import CopyPath
 from pdstore.swap import TorchSwap
 from pdstore.swap_native import NativeSwap
 from pdstore.types import Direction
@@ -33,9 +34,7 @@ class Bench:
     def __init__(self, library, device, path=CopyPath.AUTO, slice_bytes=4096) -> None:
         layout = layout_of(layers=(LayerSpec(2, 32),) * 4)
         self.case = Case.of(layout, 40, device, **PLAIN)
-        sizes = dict.fromkeys(
-            ("copy_slice_bytes", "stage_out_bytes", "stage_in_bytes"), slice_bytes
-        )
+        sizes = dict.fromkeys(SIZES, slice_bytes)
         self.swap = NativeSwap(library, layout, self.case.caches, path=path, sizes=sizes)
         self.tables = [[2 * i, 2 * i + 1] for i in range(8)]
         self.host = host_memory(self.case.host_bytes(8), device)
@@ -156,7 +155,7 @@ def test_a_ticket_says_pending_until_the_copy_is_done(library, device):
 def test_threads_save_and_load_at_once(library, device, path):
     layout = layout_of(layers=(LayerSpec(2, 32),) * 4)
     case = Case.of(layout, 64, device, **PLAIN)
-    sizes = dict.fromkeys(("copy_slice_bytes", "stage_out_bytes", "stage_in_bytes"), 20_000)
+    sizes = dict.fromkeys(SIZES, 20_000)
     swap = NativeSwap(library, layout, case.caches, path=path, sizes=sizes)
     before, wrong = case.buffer.clone(), []
 

@@ -14,7 +14,8 @@ from test_native_swap import PLAIN, Case, host_memory, layout_of, view_of
 
 from pdstore.errors import LayoutError, SwapError
 from pdstore.layout import LayerSpec, Layout
-from pdstore.native import CopyPath, address_of
+from pdstore.native import address_of
+from pdstore.native_abi import CopyPath
 from pdstore.staging import Staging
 from pdstore.store.memory import MemoryStore
 from pdstore.swap import TorchSwap

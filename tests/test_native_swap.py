@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from pdstore.errors import LayoutError, SwapError
 from pdstore.layout import LayerSpec, Layout
-from pdstore.native import CopyPath, address_of
+from pdstore.native import address_of
+from pdstore.native_abi import CopyPath
 from pdstore.swap import Piece, TorchSwap
 from pdstore.swap_native import NativeSwap
 from pdstore.types import Direction
 
 POISON = 0xA5
+SIZES = ("copy_out_bytes", "copy_in_bytes", "stage_out_bytes", "stage_in_bytes")
 GUARD = 64  # bytes around each payload that nobody may touch
 
 
@@ -131,7 +133,7 @@ def check_parity(library, device, data) -> None:
     tables = [ids[i * per_block :][:used] for i in range(blocks)]
     path = data.draw(st.sampled_from(list(CopyPath)))
     small = data.draw(st.sampled_from([0, 256, 4096]))
-    sizes = {"copy_slice_bytes": small, "stage_out_bytes": small, "stage_in_bytes": small}
+    sizes = dict.fromkeys(SIZES, small)
     torch_swap = TorchSwap(layout, case.caches)
     native = native_of(library, case, device, path=path, sizes=sizes)
     want = host_memory(case.host_bytes(max(blocks, 1)), device)

@@ -39,7 +39,8 @@ pds_engine *open_engine(const Cache &cache, int32_t path, int32_t order) {
   options.abi = PDS_ABI, options.device = PDS_CPU, options.num_blocks = kBlocks;
   options.block_tokens = kTokens, options.max_tokens = kTokens * kPerBlock;
   options.order = order, options.path = path, options.num_parts = 1;
-  options.num_regions = kLayers, options.copy_slice_bytes = 4096;
+  options.num_regions = kLayers, options.copy_out_bytes = 4096;
+  options.copy_in_bytes = 6000, options.first_bytes = 1000, options.num_lanes = 3;
   options.stage_out_bytes = 4096, options.stage_in_bytes = 8192;
   pds_engine *engine = nullptr;
   pds_error error;

@@ -11,7 +11,8 @@ from pdstore.cli.bench_swap_beside import measure_beside
 from pdstore.cli.bench_swap_rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
 from pdstore.cli.report import Report
 from pdstore.errors import ConfigError
-from pdstore.native import CopyPath, Library
+from pdstore.native import Library
+from pdstore.native_abi import CopyPath
 from pdstore.native_build import build_library, checkout_sources
 from pdstore.swap_native import NativeSwap
 from pdstore.types import Direction

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
-from pdstore.native import CopyPath
+from pdstore.native_abi import CopyPath
 from pdstore.swap_native import NativeSwap, Packed
 from pdstore.types import Direction
 from pdstore.workers import Worker

@@ -14,7 +14,8 @@ import torch
 from pdstore.block import HEADER_BYTES
 from pdstore.errors import SwapError
 from pdstore.layout import LayerSpec, Layout
-from pdstore.native import CopyPath, Library, address_of
+from pdstore.native import Library, address_of
+from pdstore.native_abi import CopyPath
 from pdstore.staging import slot_bytes_for
 from pdstore.staging_pin import PIECE_BYTES, PinnedMemory, spans_of
 from pdstore.swap import Piece

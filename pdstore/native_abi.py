@@ -1,0 +1,129 @@
+"""libpdstore's C interface as ctypes sees it: structs, codes, signatures (csrc/pdstore.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from ctypes import c_char, c_int32, c_int64, c_uint64, c_void_p
+from typing import NamedTuple
+
+from pdstore.errors import DeviceError, LayoutError, SwapError
+
+ABI = 2
+CPU = -1
+RELAXED = 2
+"""The capture mode of threads that do not disturb other threads' graph captures."""
+CALLS = (
+    *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
+    *("batch", "strided", "stage", "enter", "capturing"),
+)
+"""The device calls that a test build can make fail, in the order of the header."""
+
+
+class CopyPath(enum.IntEnum):
+    """How a payload's bytes move; AUTO lets the engine choose."""
+
+    AUTO = 0
+    BATCH = 1
+    STRIDED = 2
+    STAGE = 3
+
+
+class Code(enum.IntEnum):
+    OK = 0
+    PENDING = 1
+    ARGUMENT = 2
+    DEVICE = 3
+    POISONED = 4
+    CLOSED = 5
+    CAPTURE = 6
+    NO_DEVICE = 7
+    MEMORY = 8
+
+
+class CopyPlan(NamedTuple):
+    """Which path a payload takes, and why."""
+
+    path: str
+    num_pieces: int  # contiguous pieces of an engine block
+    piece_bytes: int  # the smallest of them
+    block_bytes: int  # of an engine block
+    why: str
+
+
+class PumpStats(NamedTuple):
+    """What one direction's thread has done so far."""
+
+    num_bytes: int
+    num_slices: int
+    cpu_s: float
+
+
+_KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64}
+
+
+def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """A struct of pdstore.h from its fields as `name:type`; a number is the length of a text."""
+    pairs = [word.split(":") for word in fields.split()]
+    kinds = [(n, c_char * int(k) if k.isdigit() else _KINDS[k]) for n, k in pairs]
+    return type(name, (ctypes.Structure,), {"_fields_": kinds})
+
+
+Region = _struct(
+    "Region",
+    "base:u64 block_stride:i64 token_stride:i64 head_stride:i64 width:i64 start:i64 layer:i32"
+    " part:i32",
+)
+PartShape = _struct("PartShape", "num_layers:i32 num_heads:i32 cell:i64")
+Options = _struct(
+    "Options",
+    "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 order:i32 mode:i32 path:i32"
+    " num_parts:i32 num_regions:i32 num_lanes:i32 copy_out_bytes:i64 copy_in_bytes:i64"
+    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64 max_pieces:i64",
+)
+Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
+Error = _struct("Error", "code:i32 device_code:i32 slice:i64 call:40 message:200")
+Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
+Plan = _struct("Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
+Stats = _struct("Stats", "bytes:i64 slices:i64 cpu_ns:i64")
+Live = _struct("Live", "allocations:i64 streams:i64 events:i64")
+
+_P = c_void_p
+SIGNATURES: dict[str, list[object]] = {
+    "pds_info": [_P],
+    "pds_open": [_P, _P, _P, _P, _P],
+    "pds_close": [_P],
+    "pds_add_host": [_P, c_uint64, c_int64],
+    "pds_explain": [_P, c_int32, c_int32, _P],
+    "pds_get_stats": [_P, c_int32, _P],
+    "pds_submit": [_P, c_int32, _P, c_int64, _P, c_int64, c_uint64, c_uint64, _P, _P],
+    "pds_wait": [_P, c_int64, _P],
+    "pds_free_ticket": [_P],
+    "pds_register": [c_int32, c_uint64, c_int64, _P],
+    "pds_unregister": [c_int32, c_uint64, _P],
+    "pds_populate": [c_uint64, c_int64],
+    "pds_exchange_capture_mode": [_P],
+    "pds_test_fail": [c_int32, c_int64, c_int32, c_int32],
+    "pds_test_delay": [c_int64],
+    "pds_test_live": [_P],
+}
+
+
+def raise_error(error: ctypes.Structure) -> None:
+    """Raises what an `Error` says, if it says anything."""
+    code, message = Code(error.code), error.message.decode(errors="replace")
+    if code is Code.OK:
+        return
+    if code is Code.ARGUMENT:
+        raise LayoutError(message)
+    if code is Code.NO_DEVICE:
+        raise DeviceError(message)
+    call = error.call.decode()
+    place = f" (error {error.device_code} of {call}, slice {error.slice})" if call else ""
+    raise SwapError(
+        message + place,
+        device_code=error.device_code,
+        call=call,
+        slice_number=error.slice,
+        poisoned=code is Code.POISONED,
+    )
