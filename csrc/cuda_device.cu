@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;
 constexpr int64_t kAwakeNs = 60'000;  // nobody stays awake for longer than this after it was due
-constexpr int64_t kEarlyNs = 15'000;
+constexpr int64_t kEarlyNs = 15'000, kEarlyAwakeNs = 80'000;
 constexpr int64_t kShortestNs = 8'000, kLongestNs = 100'000;
 constexpr int64_t kPatienceNs = 5'000'000;
 
@@ -163,9 +163,8 @@ class CudaDevice final : public Device {
 int CudaDevice::synchronize(Event event, int64_t expected_ns, bool awake) {
   using std::chrono::nanoseconds;
   const auto due = std::chrono::steady_clock::now() + nanoseconds(expected_ns);
-  if (!awake && expected_ns > kEarlyNs) {
-    std::this_thread::sleep_for(nanoseconds(expected_ns - kEarlyNs));
-  }
+  const int64_t early = awake ? kEarlyAwakeNs : kEarlyNs;
+  if (expected_ns > early) std::this_thread::sleep_for(nanoseconds(expected_ns - early));
   for (;;) {
     const cudaError_t code = cudaEventQuery(event_of(event));
     if (code != cudaErrorNotReady) return checked(code);

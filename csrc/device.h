@@ -71,7 +71,7 @@ class Device {
 
   virtual int record(Event event, Stream stream) = 0;
   virtual int wait(Stream stream, Event event) = 0;
-  // Waits for an event that is expected after this many nanoseconds; awake: not asleep.
+  // Waits for an event that is expected after this many nanoseconds; awake: not asleep at its end.
   virtual int synchronize(Event event, int64_t expected_ns, bool awake) = 0;
   virtual int drain(Stream stream) = 0;
   virtual int is_capturing(Stream stream, bool *capturing) = 0;

@@ -10,7 +10,7 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kAwakeBytes = 4 << 20;  // the end of a small copy is worth waiting for awake
+constexpr int64_t kAwakeBytes = 4 << 20;  // a small copy is worth waiting for awake
 constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
 
 int64_t now_ns() {
@@ -155,8 +155,13 @@ void Pump::settle(Lane &lane) {
   if (lane.owner == nullptr) return;
   const JobPtr job = std::move(lane.owner);
   lane.owner = nullptr;
-  const bool awake = lane.bytes <= kAwakeBytes && job->submitted;
+  const bool is_last = job->submitted && job->in_flight == 1;
+  const bool awake = is_last || (lane.bytes <= kAwakeBytes && job->submitted);
   const int64_t expected = std::max<int64_t>(0, lane.due_ns - now_ns());
+  if (is_last && job->num_slices > 1) {
+    using std::chrono::steady_clock;
+    job->ticket->expect(steady_clock::now() + std::chrono::nanoseconds(expected));
+  }
   const int code = device_.synchronize(lane.done, expected, awake);
   if (code != 0) {
     const pds_error error = failed("cudaEventSynchronize", code, job->num_slices - job->in_flight);
