@@ -218,7 +218,10 @@ class Ticket:
 
 def address_of(view: memoryview) -> int:
     """Where a writable buffer's first byte is."""
-    return ctypes.addressof(c_char.from_buffer(view))
+    return _addressof(_first_byte(view))
+
+
+_addressof, _first_byte = ctypes.addressof, c_char.from_buffer
 
 
 def load_library(settings: Settings, *, for_gpu: bool) -> Library | None:

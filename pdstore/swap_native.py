@@ -21,6 +21,7 @@ from pdstore.workers import CudaApi
 log = logging.getLogger(__name__)
 
 _ITEM = struct.Struct("=Qiiii")
+_pack_into = _ITEM.pack_into
 _WAIT_S = 30.0
 FOLLOW_NOTHING = 0
 DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
@@ -110,12 +111,22 @@ class NativeSwap(Swap):
 
     def pack(self, direction: Direction, pieces: Sequence[Piece]) -> Packed:
         """The pieces as the engine takes them; for a copy that is made again and again."""
-        ids = array("q")
-        items = []
-        for piece in pieces:
-            ids.extend(piece.block_ids)
-            items.append(self._item(direction, piece))
-        return Packed(b"".join(items), ids.tobytes())
+        ids: list[int] = []
+        items = bytearray(_ITEM.size * len(pieces))
+        loads = direction is Direction.LOAD
+        known = None
+        number = tokens = need = at = 0
+        for part, block_ids, num_tokens, first_token, payload in pieces:
+            if part is not known or num_tokens != tokens:  # mostly those of the piece before
+                number, need = self._size_of(part, num_tokens)
+                known, tokens = part, num_tokens
+            if len(payload) != need:
+                raise LayoutError(f"a payload of {len(payload)} bytes, expected {need}")
+            first = first_token if loads else 0
+            _pack_into(items, at, address_of(payload), number, tokens, first, len(block_ids))
+            at += _ITEM.size
+            ids += block_ids
+        return Packed(bytes(items), array("q", ids).tobytes())
 
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
@@ -170,17 +181,12 @@ class NativeSwap(Swap):
     def close(self) -> None:
         self._engine.close()
 
-    def _item(self, direction: Direction, piece: Piece) -> bytes:
-        number = self._parts.get(piece.part)
+    def _size_of(self, part: Part, num_tokens: int) -> tuple[int, int]:
+        """A part's number, and the bytes of a payload of it."""
+        number = self._parts.get(part)
         if number is None:
-            raise LayoutError(f"{piece.part} is not one of this rank")
-        need = self._layout.payload_bytes(piece.part, piece.num_tokens)
-        if len(piece.payload) != need:
-            raise LayoutError(f"a payload of {len(piece.payload)} bytes, expected {need}")
-        first = piece.first_token if direction is Direction.LOAD else 0
-        return _ITEM.pack(
-            address_of(piece.payload), number, piece.num_tokens, first, len(piece.block_ids)
-        )
+            raise LayoutError(f"{part} is not one of this rank")
+        return number, self._layout.payload_bytes(part, num_tokens)
 
     def _finish(self, ticket: Ticket) -> None:
         """Waits for the end, whenever that is: until then the device may write to the payloads."""
