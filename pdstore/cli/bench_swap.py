@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from pdstore.cli.bench_swap_beside import measure_beside
+from pdstore.cli.bench_swap_beside import Beside
 from pdstore.cli.bench_swap_rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
 from pdstore.cli.report import Report
 from pdstore.errors import ConfigError
@@ -30,7 +30,9 @@ SHAPES = (
     SwapShape("256 KiB pieces", 16, 256 << 10),
 )
 _COMPARED = ("8B", "70B TP8, 16 tokens", "70B TP8, 64 tokens", "one piece of 2 MiB")
-_LEAST_BYTES = 512 << 20
+_BESIDE = ("8B", "8B, K and V fused", "70B TP8, 16 tokens", "MLA bf16", "MLA fp8")
+_BYTES = 1 << 30  # of each timed copy
+_SLOW_ROUNDS = 3  # of the other ways, some of which take a second
 _SMALL = (1, 16, 64)
 _GOALS = {
     (CopyPath.STAGE, OUT): 0.95,
@@ -49,17 +51,17 @@ def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Repor
     Raises ConfigError without a GPU or without the sources of the other ways.
     """
     library = open_bench_library()
-    contiguous = Contiguous(1 << 30)
     name = torch.cuda.get_device_name()
     report = Report(f"{name}: cache <-> pinned slots, medians of {rounds} in turn", _COLUMNS)
+    contiguous = Contiguous(_BYTES)
+    model = Beside(report.add, contiguous) if beside else None
     for shape in SHAPES:
         if names and shape.name not in names:
             continue
-        n = max(512, -(-_LEAST_BYTES // shape.block_bytes))
-        rig = Rig(library, shape, min(n, (1 << 30) // shape.block_bytes))
+        rig = Rig(library, shape, _BYTES // shape.block_bytes)
         _measure_shape(report, rig, contiguous, rounds)
-        if shape.name == _COMPARED[0] and beside:
-            measure_beside(report.add, rig, contiguous)
+        if model is not None and shape.name in _BESIDE:
+            model.measure(rig, every_path=shape.name == _COMPARED[0])
         rig.close()
         del rig
         torch.cuda.empty_cache()
@@ -89,8 +91,8 @@ def _measure_shape(report: Report, rig: Rig, contiguous: Contiguous, rounds: int
         num_bytes = rig.n * rig.shape.block_bytes
         limit = contiguous.copy(direction, num_bytes)
         for way, copy in ways.items():
-            speed, ratio = _speed(limit, copy, num_bytes, rounds)
             path = paths.get(way)
+            speed, ratio = speed_of(limit, copy, num_bytes, rounds if path else _SLOW_ROUNDS)
             goal = _goal(rig.shape, path, direction)
             name = path.name if path else ""
             row = (rig.shape.name, rig.n, f"{way} {direction.value}", name)
@@ -107,7 +109,7 @@ def _goal(shape: SwapShape, path: CopyPath | None, direction: Direction) -> floa
     return 0.97 if shape.num_regions == 1 and path == CopyPath.BATCH else _GOALS[path, direction]
 
 
-def _speed(
+def speed_of(
     limit: Callable[[], None], copy: Callable[[], None], num_bytes: int, rounds: int
 ) -> tuple[float, float]:
     """GB/s, and as a part of the contiguous copy's just before."""

@@ -17,7 +17,7 @@ from pdstore.workers import Worker
 
 Add = Callable[..., None]
 _PROBES = 300
-_SECONDS = 0.25  # of each measured point
+_SECONDS = 0.2  # of each measured point
 _TURNS = 3
 _AHEAD = 4  # calls that are queued at once, as an engine's steps are
 
@@ -46,29 +46,55 @@ class Background:
         return None if self._stopped or time.monotonic() > self._until else self
 
 
-def measure_beside(add: Add, rig: Rig, contiguous: Contiguous) -> None:
-    """Adds rows about a model beside the copies of one rig's shape."""
-    works = {"decode graph": decode(), "prefill graph": prefill(), "8k GEMM": gemm()}
-    swaps = {path: rig.swap(path) for path in (CopyPath.STRIDED, CopyPath.BATCH, CopyPath.STAGE)}
-    num_bytes = rig.n * rig.shape.block_bytes
-    for direction in (OUT, IN):
-        ways = {p.name: keep_busy(rig, s, direction) for p, s in swaps.items()}
-        ways["contiguous memcpy"] = contiguous.copy(direction, num_bytes)
-        for what, work in works.items():
-            others = {}
-            if what == "decode graph":
-                for name in ("a thread block per KV block", "2 thread blocks, zero-copy"):
-                    others[name] = rig.baseline(name, direction, rig.n)
-            for way, copy in {**ways, **others}.items():
-                slower, speed = beside(work, copy, num_bytes)
-                row = (rig.shape.name, rig.n, f"{way} {direction.value}", f"{speed:.1f} GB/s")
-                add(f"slows {what}", *row, slower, "%", "", goal_of(what, way, direction))
-        for path, swap in swaps.items():
-            readback(add, rig, ways[path.name], path, direction)
-            pump(add, rig, swap, path, direction)
-    for swap in swaps.values():
-        swap.close()
-    caller(add, rig)
+class Beside:
+    """A model's steps on this GPU, to run beside copies; adds rows about both."""
+
+    def __init__(self, add: Add, contiguous: Contiguous) -> None:
+        self._add, self._contiguous = add, contiguous
+        self._works = {"decode graph": decode(), "prefill graph": prefill(), "8k GEMM": gemm()}
+
+    def measure(self, rig: Rig, *, every_path: bool) -> None:
+        """Of one rig's shape: the path that serving takes, or every path and other ways too."""
+        chosen = [CopyPath[rig.serving.plan()[0].path]]
+        paths = [CopyPath.STRIDED, CopyPath.BATCH, CopyPath.STAGE] if every_path else chosen
+        swaps = {path: rig.swap(path) for path in paths}
+        for direction in (OUT, IN):
+            ways = {p.name: keep_busy(rig, s, direction) for p, s in swaps.items()}
+            for what, work in self._works.items():
+                others = self._others(rig, direction, what) if every_path else {}
+                for way, copy in {**ways, **others}.items():
+                    self._slows(rig, direction, what, work, way, copy)
+            for path, swap in swaps.items():
+                readback(self._add, rig, ways[path.name], path, direction)
+                pump(self._add, rig, swap, path, direction)
+        for swap in swaps.values():
+            swap.close()
+        if every_path:
+            caller(self._add, rig)
+
+    def _others(self, rig: Rig, direction: Direction, what: str) -> dict[str, Callable[[], None]]:
+        others = {"contiguous memcpy": self._contiguous.copy(direction, _bytes_of(rig))}
+        if what == "decode graph":
+            for name in ("a thread block per KV block", "2 thread blocks, zero-copy"):
+                others[name] = rig.baseline(name, direction, rig.n)
+        return others
+
+    def _slows(
+        self,
+        rig: Rig,
+        direction: Direction,
+        what: str,
+        work: Callable[[], None],
+        way: str,
+        copy: Callable[[], None],
+    ) -> None:
+        slower, speed = beside(work, copy, _bytes_of(rig))
+        row = (rig.shape.name, rig.n, f"{way} {direction.value}", f"{speed:.1f} GB/s")
+        self._add(f"slows {what}", *row, slower, "%", "", goal_of(what, way, direction))
+
+
+def _bytes_of(rig: Rig) -> int:
+    return rig.n * rig.shape.block_bytes
 
 
 def keep_busy(rig: Rig, swap: NativeSwap, direction: Direction) -> Callable[[], None]:
@@ -153,10 +179,12 @@ def readback(
     while background.count < 2:
         time.sleep(0.001)
     times = sorted(seconds(probe) * 1e3 for _ in range(_PROBES))
+    late = times[_PROBES * 99 // 100]
     background.stop()
     goal = "" if direction is IN else (0.7 if path is CopyPath.STAGE else 0.5)
     row = (rig.shape.name, rig.n, direction.value, path.name)
     add("longest 4 KiB readback", *row, times[-1], "ms", "", goal)
+    add("99th of 100 4 KiB readbacks", *row, late, "ms", "", "")
     add("median 4 KiB readback", *row, median(times), "ms", "", "")
 
 
@@ -177,10 +205,10 @@ def pump(add: Add, rig: Rig, swap: NativeSwap, path: CopyPath, direction: Direct
 
 def caller(add: Add, rig: Rig) -> None:
     """What the calling thread spends: in the engine's call, and in packing the pieces before it."""
-    n = min(1024, rig.n)
-    pieces = [rig.piece(i) for i in range(n)]
+    n = 1024  # the same blocks twice, if there are not as many
+    pieces = [rig.piece(i % rig.n) for i in range(n)]
     packing = median(seconds(lambda: rig.serving.pack(OUT, pieces)) * 1e6 for _ in range(9))
-    packed = rig.pack(OUT, n)
+    packed = rig.serving.pack(OUT, pieces)
     times = [submit_us(rig.serving, packed) for _ in range(9)]
     row = (rig.shape.name, n, "save", "")
     add("caller, engine's call", *row, median(times), "us", "", 50)

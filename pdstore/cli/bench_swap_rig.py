@@ -74,10 +74,17 @@ class Rig:
         self._spans = spans
         self._pinned.ready(60)
 
-    def swap(self, path: CopyPath = CopyPath.AUTO, *, throughput: bool = False) -> NativeSwap:
+    def swap(
+        self,
+        path: CopyPath = CopyPath.AUTO,
+        *,
+        throughput: bool = False,
+        sizes: dict[str, int] | None = None,
+    ) -> NativeSwap:
         """A swap of its own over the same memory."""
+        caches = list(self.cache)
         made = NativeSwap(
-            self._library, self.layout, list(self.cache), path=path, throughput=throughput
+            self._library, self.layout, caches, path=path, throughput=throughput, sizes=sizes
         )
         for span in getattr(self, "_spans", ()):
             made.add_host(*span)

@@ -1,0 +1,112 @@
+"""Block copies under other sizes than the defaults: which slices, lanes and batches are best.
+
+    python -m benchmarks.sweep_swap --json FILE
+
+Needs a GPU and nvcc. A copy is of 1 GiB; every number is a median, next to a contiguous copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from pdstore.cli.bench_swap import SHAPES, open_bench_library, speed_of
+from pdstore.cli.bench_swap_beside import keep_busy, pump, readback
+from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
+from pdstore.cli.report import Report
+from pdstore.native_abi import CopyPath
+
+MIB = 1 << 20
+COPIES: dict[str, dict[str, int]] = {
+    "default": {},
+    "first 2": {"first_bytes": 2 * MIB},
+    "first 4": {"first_bytes": 4 * MIB},
+    "3 lanes": {"num_lanes": 3},
+    "3 lanes of 6": {"num_lanes": 3, "copy_out_bytes": 6 * MIB, "copy_in_bytes": 6 * MIB},
+    "10": {"copy_out_bytes": 10 * MIB, "copy_in_bytes": 10 * MIB, "max_pieces": 512},
+    "16, first 4": {
+        **{"copy_out_bytes": 16 * MIB, "copy_in_bytes": 16 * MIB, "first_bytes": 4 * MIB},
+        "max_pieces": 512,
+    },
+    "in 32, first 4": {"copy_in_bytes": 32 * MIB, "first_bytes": 4 * MIB, "max_pieces": 1024},
+    "128 pieces": {"max_pieces": 128},
+}
+STAGES: dict[str, dict[str, int]] = {
+    "default": {},
+    "first 2": {"first_bytes": 2 * MIB},
+    "first 4": {"first_bytes": 4 * MIB},
+    "3 lanes": {"num_lanes": 3},
+    "12": {"stage_out_bytes": 12 * MIB, "stage_in_bytes": 16 * MIB},
+    "8": {"stage_out_bytes": 8 * MIB, "stage_in_bytes": 8 * MIB},
+}
+TRIED = {
+    "8B": CopyPath.STRIDED,
+    "8B, K and V fused": CopyPath.BATCH,
+    "MLA bf16": CopyPath.BATCH,
+    "one piece of 2 MiB": CopyPath.BATCH,
+    "one piece of 640 KiB": CopyPath.BATCH,
+    "70B TP8, 16 tokens": CopyPath.STAGE,
+}
+COLUMNS = ["shape", "path", "sizes", "what", "value", "unit", "of contiguous"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    library = open_bench_library()
+    contiguous = Contiguous(1 << 30)
+    report = Report(f"sizes in MiB, medians of {given.rounds} in turn", COLUMNS)
+    for shape in SHAPES:
+        if shape.name in TRIED:
+            rig = Rig(library, shape, (1 << 30) // shape.block_bytes)
+            sweep(report, rig, TRIED[shape.name], contiguous, given.rounds)
+            rig.close()
+    print(report.text())
+    if given.json:
+        given.json.write_text(report.json() + "\n")
+
+
+def sweep(report: Report, rig: Rig, path: CopyPath, contiguous: Contiguous, rounds: int) -> None:
+    """Every choice of sizes for one shape."""
+    num_bytes = rig.n * rig.shape.block_bytes
+    for sizes, options in (STAGES if path is CopyPath.STAGE else COPIES).items():
+        swap = rig.swap(path, sizes=options)
+
+        def add(what: str, *cells: object, row: str = sizes) -> None:
+            value, unit, ratio = cells
+            report.add(rig.shape.name, path.name, row, what, value, unit, ratio)  # type: ignore[arg-type]
+
+        def add_beside(what: str, *cells: object) -> None:
+            _, _, way, speed, value, unit, *_ = cells
+            add(f"{what}, {way}", value, unit, str(speed))
+
+        for direction in (OUT, IN):
+            limit = contiguous.copy(direction, num_bytes)
+            copy = rig.native(swap, direction, rig.n)
+            speed, ratio = speed_of(limit, copy, num_bytes, rounds)
+            add(direction.value, speed, "GB/s", ratio)
+            add(f"64 {direction.value}", *small(rig.native(swap, direction, 64), limit))
+            pump(add_beside, rig, swap, path, direction)
+        readback(add_beside, rig, keep_busy(rig, swap, OUT), path, OUT)
+        swap.close()
+
+
+def small(copy: Callable[[], None], limit: Callable[[], None]) -> tuple[float, str, str]:
+    """Microseconds of a small copy right after another one, and after 20 ms of nothing."""
+    warm = median(seconds(copy) for _ in range(20)) * 1e6
+    cold = []
+    for _ in range(9):
+        limit()
+        time.sleep(0.02)
+        cold.append(seconds(copy) * 1e6)
+    return warm, "us", f"cold {median(cold):.0f}"
+
+
+if __name__ == "__main__":
+    main()
