@@ -11,17 +11,23 @@
 namespace pds {
 namespace {
 
-std::atomic<int32_t> armed_call{-1}, armed_code{0}, armed_sticky{0};
-std::atomic<int64_t> calls_left{0}, delay_us{0};
+struct Fault {
+  std::atomic<int64_t> calls_left{-1};  // until the one that fails; negative: none will
+  std::atomic<int32_t> code{0}, sticky{0};
+};
+
+Fault faults[PDS_NUM_CALLS];
+std::atomic<int64_t> delay_us{0};
 std::atomic<int64_t> allocations{0}, streams{0}, events{0};
-std::atomic<bool> broken{false};
+std::atomic<int32_t> broken{0};  // what every call fails with after a sticky fault
 
 // The code that a call has to fail with, or 0.
 int fault(int32_t call) {
-  if (broken) return armed_code;
-  if (call != armed_call || calls_left.fetch_sub(1) != 0) return 0;
-  if (armed_sticky) broken = true;
-  return armed_code;
+  Fault &armed = faults[call];
+  if (broken) return broken;
+  if (armed.calls_left < 0 || armed.calls_left.fetch_sub(1) != 0) return 0;
+  if (armed.sticky) broken = armed.code.load();
+  return armed.code;
 }
 
 void delay() {
@@ -37,7 +43,10 @@ class FaultyDevice final : public Device {
     const int code = fault(PDS_CALL_ENTER);
     return code ? code : device_->enter();
   }
-  int push() override { return device_->push(); }
+  int push() override {
+    const int code = fault(PDS_CALL_PUSH);
+    return code ? code : device_->push();
+  }
   void pop() override { device_->pop(); }
   int allocate(size_t bytes, void **memory) override {
     return counted(PDS_CALL_ALLOCATE, allocations, [&] { return device_->allocate(bytes, memory); });
@@ -89,14 +98,19 @@ class FaultyDevice final : public Device {
     return code ? code : device_->stage(stream, direction, params);
   }
   int recover(Stream stream) override {
+    const int injected = fault(PDS_CALL_RECOVER);
     const int code = device_->recover(stream);
-    return broken ? armed_code.load() : code;
+    return injected ? injected : code;
   }
   const char *describe(int code) const override { return device_->describe(code); }
   int register_host(uint64_t address, size_t bytes) override {
-    return device_->register_host(address, bytes);
+    const int code = fault(PDS_CALL_REGISTER);
+    return code ? code : device_->register_host(address, bytes);
   }
-  int unregister_host(uint64_t address) override { return device_->unregister_host(address); }
+  int unregister_host(uint64_t address) override {
+    const int code = fault(PDS_CALL_UNREGISTER);
+    return code ? code : device_->unregister_host(address);
+  }
 
  private:
   template <typename Open>
@@ -119,10 +133,15 @@ std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device) {
 }  // namespace pds
 
 extern "C" int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code, int32_t sticky) {
-  pds::broken = false;
-  pds::armed_call = -1;
-  pds::calls_left = nth, pds::armed_code = device_code, pds::armed_sticky = sticky;
-  pds::armed_call = call;
+  pds::broken = 0;
+  if (call >= PDS_NUM_CALLS) return PDS_ERR_ARGUMENT;
+  if (call < 0) {
+    for (pds::Fault &armed : pds::faults) armed.calls_left = -1;
+    return PDS_OK;
+  }
+  pds::Fault &armed = pds::faults[call];
+  armed.code = device_code, armed.sticky = sticky;
+  armed.calls_left = nth;
   return PDS_OK;
 }
 

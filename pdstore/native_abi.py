@@ -15,7 +15,8 @@ RELAXED = 2
 """The capture mode of threads that do not disturb other threads' graph captures."""
 CALLS = (
     *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
-    *("batch", "strided", "stage", "enter", "capturing"),
+    *("batch", "strided", "stage", "enter", "capturing", "push", "recover"),
+    *("register", "unregister"),
 )
 """The device calls that a test build can make fail, in the order of the header."""
 

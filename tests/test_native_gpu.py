@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import native_kit
 import pytest
 import torch
-from kv import Instance
-from test_native_swap import PLAIN, Case, host_memory, layout_of, view_of
+from gpu_kit import gpu_instance, rig
+from swap_case import POISON, Case, host_memory, view_of
 
 from pdstore.errors import LayoutError, SwapError
 from pdstore.layout import LayerSpec, Layout
@@ -24,7 +22,6 @@ from pdstore.types import Direction
 
 pytestmark = [pytest.mark.cuda, native_kit.needs_gpu]
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here")
 PATHS = [CopyPath.BATCH, CopyPath.STRIDED, CopyPath.STAGE]
 
 
@@ -34,17 +31,6 @@ def library():
     yield library
     library.fail("none", 0, 0)
     library.delay(0)
-
-
-def rig(library, path=CopyPath.AUTO, device="cuda:0", layers=8):
-    layout = layout_of(layers=(LayerSpec(4, 64),) * layers)
-    case = Case.of(layout, 64, device, **PLAIN)
-    torch.cuda.synchronize()
-    swap = NativeSwap(library, layout, case.caches, path=path)
-    host = host_memory(case.host_bytes(32), device)
-    swap.add_host(address_of(view_of(host)), len(host))
-    pieces = case.pieces([[2 * i, 2 * i + 1] for i in range(32)], 32, view_of(host))
-    return case, swap, host, pieces
 
 
 def spin(milliseconds: float) -> None:
@@ -123,19 +109,6 @@ def test_twenty_graphs_are_captured_while_saves_and_loads_run(library):
     instance.close()
 
 
-def gpu_instance(store, device="cuda:0", **changes) -> Instance:
-    import kv
-
-    def on_gpu(layout, num_blocks=64, fill=None):
-        return [c.to(device) for c in make(layout, 256, fill)]
-
-    make, kv.caches_of = kv.caches_of, on_gpu
-    try:
-        return Instance(store, native="require", staging="64MiB", **changes)
-    finally:
-        kv.caches_of = make
-
-
 @pytest.mark.parametrize("engine_block_tokens", [16, 64])
 def test_the_pool_saves_and_loads_gpu_tensors(library, engine_block_tokens):
     store = MemoryStore()
@@ -159,6 +132,50 @@ def test_the_pool_saves_and_loads_gpu_tensors(library, engine_block_tokens):
     d.close()
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_threads_on_streams_of_their_own_save_and_load_what_each_queued(library, path):
+    """No scratch, order or event is shared between streams."""
+    case, swap, _host, _pieces = rig(library, path)
+    errors = []
+
+    def work(number):
+        stream = torch.cuda.Stream()
+        generator = torch.Generator(device="cuda").manual_seed(number)
+        ids = torch.arange(8 * number, 8 * number + 8, device="cuda")
+        host = host_memory(case.host_bytes(4), "cuda")
+        swap.add_host(address_of(view_of(host)), len(host))
+        pieces = case.pieces(ids.view(4, 2).tolist(), 32, view_of(host))
+        with torch.cuda.stream(stream):
+            for _ in range(10):
+                want = []
+                spin(1 + number % 3)
+                for cache in case.caches:
+                    new = torch.randn(8, *cache.shape[1:], device="cuda", generator=generator)
+                    want.append(new.to(cache.dtype))
+                    cache[ids] = want[-1]
+                saved = swap.start(Direction.SAVE, pieces, stream=stream_handle(stream))
+                assert saved.wait(30)
+                for cache in case.caches:
+                    spin(0.3)
+                    cache[ids] = 0
+                loaded = swap.start(Direction.LOAD, pieces, stream=stream_handle(stream))
+                assert loaded.wait(30)
+                if not all(
+                    torch.equal(cache[ids], new)
+                    for cache, new in zip(case.caches, want, strict=True)
+                ):
+                    errors.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads)
+    swap.close()
+
+
 def test_a_call_under_capture_is_refused(library):
     _case, swap, _host, pieces = rig(library)
     x = torch.zeros(8, device="cuda")
@@ -180,7 +197,8 @@ def test_host_memory_that_is_not_registered_is_refused(library):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_layers_more_than_2_gib_apart_are_copied_right(library, path):
+@pytest.mark.parametrize("odd", [0, 3])
+def test_layers_more_than_2_gib_apart_are_copied_right(library, path, odd):
     layout = Layout(
         dtype="uint8",
         rope="",
@@ -188,11 +206,11 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path):
         block_tokens=1,
         engine_block_tokens=1,
     )
-    step = (5 << 29) // 65536
-    flat = torch.zeros(2 * step + 64, 65536, dtype=torch.uint8, device="cuda")
-    caches = [flat[n * step :][:64].view(64, 1, 1, 65536) for n in range(3)]
+    step, size = (5 << 29) + odd, 64 * 65536
+    flat = torch.zeros(2 * step + size, dtype=torch.uint8, device="cuda")
+    caches = [flat[n * step :][:size].view(64, 1, 1, 65536) for n in range(3)]
     for cache in caches:
-        cache.copy_(torch.randint_like(cache, 256))
+        cache.random_()
     torch.cuda.synchronize()
     swap = NativeSwap(library, layout, caches, path=path)
     case = Case(layout, 64, flat, caches)
@@ -200,7 +218,7 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path):
     swap.add_host(address_of(view_of(host)), len(host))
     pieces = case.pieces([[(7 * i) % 64] for i in range(64)], 1, view_of(host))
     swap.gather(pieces)
-    want = torch.full_like(host, 0xA5)
+    want = torch.full_like(host, POISON)
     TorchSwap(layout, caches).gather(case.pieces([p.block_ids for p in pieces], 1, view_of(want)))
     assert torch.equal(host, want)
     before = [c.clone() for c in caches]
@@ -209,6 +227,8 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path):
     torch.cuda.synchronize()
     swap.scatter(pieces)
     assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
+    between = [flat[n * step + size : (n + 1) * step] for n in range(2)]
+    assert not any(gap.any() for gap in between)
 
 
 def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
@@ -241,63 +261,3 @@ def test_an_injected_failure_leaves_torch_working(library):
         swap.gather(pieces)
     swap.gather(pieces)
     assert torch.zeros(1, device="cuda").item() == 0
-
-
-@needs_two
-@pytest.mark.parametrize(("mine", "its"), [(0, 1), (1, 0)])
-def test_copies_land_on_the_engines_device_whatever_the_callers_is(library, mine, its):
-    torch.cuda.set_device(mine)
-    case, swap, _host, pieces = rig(library, device=f"cuda:{its}")
-    swap.gather(pieces)
-    want = case.buffer.clone()
-    case.buffer.zero_()
-    torch.cuda.synchronize(its)
-    swap.scatter(pieces)
-    assert torch.equal(case.buffer, want)
-    assert torch.cuda.current_device() == mine
-    store = MemoryStore()
-    p = gpu_instance(store, device=f"cuda:{its}")
-    keys = p.cache.keys(list(range(100)))
-    assert p.pool.save(keys, list(range(7))).wait(20).num_tokens == 100
-    assert p.pool.load(keys, list(range(20, 27))).wait(20).num_tokens == 100
-    assert torch.equal(p.tokens(range(7))[:100], p.tokens(range(20, 27))[:100])
-    assert torch.cuda.current_device() == mine
-    p.close()
-    torch.cuda.set_device(0)
-
-
-@needs_two
-def test_an_engine_of_device_1_makes_no_context_on_device_0(library):
-    program = """
-import sys
-sys.path[:0] = sys.argv[1:]
-import ctypes, mmap
-import torch, native_kit
-from test_native_swap import layout_of
-from pdstore.native import address_of
-from pdstore.swap import Piece
-from pdstore.swap_native import NativeSwap
-def active():
-    driver = ctypes.CDLL("libcuda.so.1")
-    flags, state = ctypes.c_uint(), ctypes.c_int()
-    assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(state)) == 0
-    return state.value
-library = native_kit.library()
-layout = layout_of()
-caches = [torch.empty(8, 16, 4, 128, dtype=torch.bfloat16, device="cuda:1") for _ in range(4)]
-before = active()
-swap = NativeSwap(library, layout, caches)
-memory = memoryview(mmap.mmap(-1, 1 << 20))
-swap.register(address_of(memory), len(memory))
-part = layout.parts[0]
-swap.gather([Piece(part, [0, 1], 32, 0, memory[: layout.payload_bytes(part, 32)])])
-swap.close()
-swap.unregister(address_of(memory))
-print(before, active())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *sys.path], capture_output=True, text=True, timeout=100
-    )
-    if done.stdout.startswith("1"):
-        pytest.skip("torch has made one already")
-    assert done.stdout.split() == ["0", "0"], done.stderr
