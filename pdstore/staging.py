@@ -63,6 +63,11 @@ class Staging:
         if self._pinned is not None:
             self._pinned.ready(timeout_s)
 
+    @property
+    def progress(self) -> float:
+        """Which part of the memory is ready for copies, 0 to 1."""
+        return 1.0 if self._pinned is None else self._pinned.progress
+
     def close(self) -> None:
         """Unpins the memory; no copy may be on its way. Twice is fine."""
         if self._pinned is not None:

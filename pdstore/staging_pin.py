@@ -20,6 +20,7 @@ PIECE_BYTES = 16 << 20
 _BACKGROUND_BYTES = 4 << 30
 _PAUSE_S = 0.002  # between pieces in the background, so that others can launch
 _POPULATORS = 4
+_REPORT_S = 1.0
 _PAGE = 4096
 
 
@@ -69,10 +70,15 @@ class PinnedMemory:
         return sum(span.num_bytes for span in self._pinned) / max(1, self._total)
 
     def ready(self, timeout_s: float) -> None:
-        """Waits until all of it is pinned. Raises what a piece failed with, or TimeoutError."""
-        if not self._ended.wait(timeout_s):
-            percent = 100 * self.progress
-            raise TimeoutError(f"staging is pinned to {percent:.0f} % after {timeout_s:.0f} s")
+        """Waits until all of it is pinned; logs each second how far it is.
+
+        Raises what a piece failed with, or TimeoutError.
+        """
+        limit = Deadline(timeout_s)
+        while not self._ended.wait(min(_REPORT_S, limit.remaining_s())):
+            if limit.is_over():
+                raise TimeoutError(f"staging is {self._state()} after {timeout_s:.0f} s")
+            log.info("staging is %s", self._state())
         if self._error is not None:
             raise self._error
 
@@ -86,6 +92,9 @@ class PinnedMemory:
             log.warning("staging is still being pinned at close")
             return
         self._roll_back()
+
+    def _state(self) -> str:
+        return f"pinned to {100 * self.progress:.0f} % of {self._total / 2**30:.1f} GiB"
 
     def _is_over(self) -> bool:
         return (
@@ -118,13 +127,10 @@ class PinnedMemory:
 
     def _register(self, span: Span) -> None:
         self._registrar.register(*span)
-        before = int(10 * self.progress)
         with self._changed:
             self._pinned.append(span)
             self._changed.notify_all()
         if self._pause_s:
-            if int(10 * self.progress) > before:
-                log.info("staging: %d %% pinned", round(100 * self.progress))
             self._stopped.wait(self._pause_s)
 
     def _fail(self, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdstore import staging_pin
 from pdstore.block import HEADER_BYTES
 from pdstore.errors import ConfigError, SwapError
 from pdstore.native import address_of
@@ -98,6 +100,38 @@ def test_ready_has_a_deadline_and_says_how_far_it_is():
     gate.set()
     pinned.ready(30)
     pinned.close()
+
+
+def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(staging_pin, "_REPORT_S", 0.001)
+    gate, lines = threading.Event(), []
+
+    class OpenGate(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+            gate.set()
+
+    handler = OpenGate()
+    staging_pin.log.addHandler(handler)
+    monkeypatch.setattr(staging_pin.log, "level", logging.INFO)
+    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    pinned.ready(30)
+    pinned.close()
+    staging_pin.log.removeHandler(handler)
+    assert lines[0] == "staging is pinned to 0 % of 0.0 GiB"
+
+
+def test_a_ring_says_how_far_it_is_pinned_and_why_it_cannot_be():
+    gate = threading.Event()
+    registrar = FakeRegistrar(fail_at=2, gate=gate)
+    allocate = lambda n: memoryview(mmap.mmap(-1, n))  # noqa: E731
+    staging = Staging(allocate, 100, 20 * PAGE, registrar, piece_bytes=6 * PAGE)
+    assert staging.progress == 0
+    gate.set()
+    with pytest.raises(SwapError, match="cudaHostRegister"):
+        staging.ready(30)
+    assert staging.progress == 0
+    assert Staging(allocate, 100, 20 * PAGE).progress == 1
 
 
 def test_closing_in_the_middle_unregisters_what_was_registered():
