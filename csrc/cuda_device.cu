@@ -118,6 +118,11 @@ class CudaDevice final : public Device {
   int wait(Stream stream, Event event) override {
     return checked(cudaStreamWaitEvent(of(stream), event_of(event), 0));
   }
+  int query(Event event, bool *over) override {
+    const cudaError_t code = cudaEventQuery(event_of(event));
+    *over = code != cudaErrorNotReady;
+    return *over ? checked(code) : 0;
+  }
   int synchronize(Event event, int64_t expected_ns, bool awake) override;
   int drain(Stream stream) override { return checked(cudaStreamSynchronize(of(stream))); }
   int is_capturing(Stream stream, bool *capturing) override {

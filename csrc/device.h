@@ -71,6 +71,8 @@ class Device {
 
   virtual int record(Event event, Stream stream) = 0;
   virtual int wait(Stream stream, Event event) = 0;
+  // Whether what was recorded before the event is over.
+  virtual int query(Event event, bool *over) = 0;
   // Waits for an event that is expected after this many nanoseconds; awake: not asleep at its end.
   virtual int synchronize(Event event, int64_t expected_ns, bool awake) = 0;
   virtual int drain(Stream stream) = 0;

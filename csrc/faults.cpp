@@ -68,6 +68,10 @@ class FaultyDevice final : public Device {
     const int code = fault(PDS_CALL_WAIT);
     return code ? code : device_->wait(stream, event);
   }
+  int query(Event event, bool *over) override {
+    const int code = fault(PDS_CALL_QUERY);
+    return code ? code : device_->query(event, over);
+  }
   int synchronize(Event event, int64_t expected_ns, bool awake) override {
     const int code = fault(PDS_CALL_SYNCHRONIZE);
     return code ? code : device_->synchronize(event, expected_ns, awake);

@@ -117,7 +117,8 @@ int32_t pds_explain(const pds_engine *engine, int32_t part, int32_t num_tokens, 
 int32_t pds_get_stats(pds_engine *engine, int32_t direction, pds_stats *stats);
 
 // Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until
-// the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted).
+// the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted). It
+// is passed by copies that have nothing to wait for.
 int32_t pds_submit(pds_engine *engine, int32_t direction, const pds_item *items, int64_t num_items,
                    const int64_t *ids, int64_t num_ids, uint64_t stream, uint64_t ready,
                    pds_ticket **ticket, pds_error *error);
@@ -141,7 +142,7 @@ enum {
   PDS_CALL_ALLOCATE, PDS_CALL_STREAM, PDS_CALL_EVENT, PDS_CALL_RECORD, PDS_CALL_WAIT,
   PDS_CALL_SYNCHRONIZE, PDS_CALL_DRAIN, PDS_CALL_BATCH, PDS_CALL_STRIDED, PDS_CALL_STAGE,
   PDS_CALL_ENTER, PDS_CALL_CAPTURING, PDS_CALL_PUSH, PDS_CALL_RECOVER, PDS_CALL_REGISTER,
-  PDS_CALL_UNREGISTER, PDS_NUM_CALLS
+  PDS_CALL_UNREGISTER, PDS_CALL_QUERY, PDS_NUM_CALLS
 };
 typedef struct {
   int64_t allocations, streams, events;  // that live now

@@ -11,6 +11,7 @@ namespace pds {
 namespace {
 
 constexpr int64_t kAwakeBytes = 4 << 20;  // a small copy is worth waiting for awake
+constexpr std::chrono::microseconds kAskAgain{100};  // whether the model has come far enough
 constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
 
 int64_t now_ns() {
@@ -97,14 +98,33 @@ bool Pump::is_busy() const {
   return false;
 }
 
-// The next job; null when there is none and a lane is in flight, or at the end.
+// Whether a job need not wait for the model any more; one that can only fail need not either.
+bool Pump::is_due(Job &job) {
+  if (job.ready == nullptr || stopping_ || poisoned_) return true;
+  bool over = false;
+  if (const int code = device_.query(job.ready, &over)) {
+    fail(job, failed("cudaEventQuery", code, 0));
+    return true;
+  }
+  return over;
+}
+
+// The first job that is due; null when there is none and a lane is in flight, or at the end. What
+// waits for the model stays here: in a lane it would hold up those behind it.
 JobPtr Pump::take() {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-  if (queue_.empty()) return nullptr;
-  JobPtr job = std::move(queue_.front());
-  queue_.pop_front();
-  return job;
+  for (;;) {
+    if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    const auto due = std::find_if(queue_.begin(), queue_.end(),
+                                  [this](const JobPtr &job) { return is_due(*job); });
+    if (due != queue_.end()) {
+      JobPtr job = std::move(*due);
+      queue_.erase(due);
+      return job;
+    }
+    if (queue_.empty() || is_busy()) return nullptr;
+    changed_.wait_for(lock, kAskAgain);
+  }
 }
 
 void Pump::loop() {

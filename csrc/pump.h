@@ -59,6 +59,7 @@ class Pump {
   pds_error open_lanes();
   void close_lanes();
   JobPtr take();
+  bool is_due(Job &job);
   bool is_busy() const;
   void run(const JobPtr &job);
   void settle(Lane &lane);

@@ -14,7 +14,7 @@ from pdstore.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.staging import Staging
 from pdstore.store.base import Store
-from pdstore.swap import Swap
+from pdstore.swap import ReadyEvent, Swap
 from pdstore.types import BlockKey, Reason, Slots
 from pdstore.values import Value, whole_blocks
 
@@ -62,10 +62,15 @@ class Mover:
             return self._store.match([value.key for value in values])
 
     def save(
-        self, job: Job, values: Sequence[Value], gathered: Callable[[], None] = _nothing
+        self,
+        job: Job,
+        values: Sequence[Value],
+        ready: ReadyEvent | None = None,
+        gathered: Callable[[], None] = _nothing,
     ) -> Reason | None:
         """Stores values: gather, seal, put. Why not all of them, or None.
 
+        ready: what the copies follow.
         gathered: called when the last of them is copied out of the paged cache.
         """
         rest = values
@@ -77,7 +82,8 @@ class Mover:
                 window, rest = rest[: len(numbers)], rest[len(numbers) :]
                 slots = self._slots(numbers, [value.size for value in window])
                 with job.touching():
-                    self._swap.gather([v.piece(slots.piece(i)) for i, v in enumerate(window)])
+                    pieces = [v.piece(slots.piece(i)) for i, v in enumerate(window)]
+                    self._swap.gather(pieces, ready)
                 if not rest:
                     gathered()
                 for i, value in enumerate(window):
@@ -89,8 +95,17 @@ class Mover:
                     return Reason.STORE_ERROR
         return None
 
-    def load(self, job: Job, values: Sequence[Value], first_token: int) -> Reason | None:
-        """Loads values: get, verify, scatter; moves `job.progress`. Why not all, or None."""
+    def load(
+        self,
+        job: Job,
+        values: Sequence[Value],
+        first_token: int,
+        ready: ReadyEvent | None = None,
+    ) -> Reason | None:
+        """Loads values: get, verify, scatter; moves `job.progress`. Why not all, or None.
+
+        ready: what the copies follow; the store is asked before.
+        """
         rest, parts = values, len(self._parts)
         while rest:
             with self._lend(job, len(rest), parts) as numbers:
@@ -102,7 +117,7 @@ class Mover:
                 slots = self._slots(numbers, [value.size for value in window])
                 got = self._get_verified(job, window, slots)
                 usable = window[: whole_blocks(window, got.num_verified)]
-                self._scatter(job, usable, slots, first_token)
+                self._scatter(job, usable, slots, first_token, ready)
                 if got.error is not None:
                     raise got.error
                 if got.reason is not None:
@@ -155,13 +170,20 @@ class Mover:
             except StoreError as error:
                 log.warning("it could not be removed: %s", error)
 
-    def _scatter(self, job: Job, usable: Sequence[Value], slots: Slots, first_token: int) -> None:
+    def _scatter(
+        self,
+        job: Job,
+        usable: Sequence[Value],
+        slots: Slots,
+        first_token: int,
+        ready: ReadyEvent | None,
+    ) -> None:
         pieces = [
             value.piece(slots.piece(i), max(0, first_token - value.number * self._block_tokens))
             for i, value in enumerate(usable)
         ]
         with job.touching():
-            self._swap.scatter(pieces)
+            self._swap.scatter(pieces, ready)
             if usable:
                 last = usable[-1]
                 job.progress = last.number * self._block_tokens + last.header.num_tokens

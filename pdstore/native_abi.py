@@ -16,7 +16,7 @@ RELAXED = 2
 CALLS = (
     *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
     *("batch", "strided", "stage", "enter", "capturing", "push", "recover"),
-    *("register", "unregister"),
+    *("register", "unregister", "query"),
 )
 """The device calls that a test build can make fail, in the order of the header."""
 

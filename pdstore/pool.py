@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -22,7 +22,7 @@ from pdstore.settings import Settings
 from pdstore.staging import Staging
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
-from pdstore.swap import LayerCache
+from pdstore.swap import LayerCache, ReadyEvent
 from pdstore.swap_open import open_swap
 from pdstore.transfer import Transfer
 from pdstore.types import Direction, Reason
@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
 _PIN_S = 30.0
-
-
-class ReadyEvent(Protocol):
-    """Says when the paged cache holds what is to be saved; a `torch.cuda.Event` fits."""
-
-    def synchronize(self) -> None: ...
 
 
 class KVPool:
@@ -198,13 +192,12 @@ class KVPool:
         handoff: Attempt | None,
         job: Job,
     ) -> Reason | None:
-        if ready is not None:
-            ready.synchronize()
+        ready = self._swap.to_follow(ready)
         if handoff is not None:
-            return self._publish(keys, tables, first_block, handoff, job)
+            return self._publish(keys, tables, first_block, ready, handoff, job)
         values = values_of(self.layout, keys, tables, first_block)
         new = values[self._mover.num_stored(job, values) :]
-        reason = self._mover.save(job, new, gathered=job.set_captured)
+        reason = self._mover.save(job, new, ready, job.set_captured)
         job.set_captured()
         stored = self._mover.num_stored(job, values)
         job.progress = _end_of(keys, values, stored)
@@ -215,12 +208,13 @@ class KVPool:
         keys: PromptKeys,
         tables: BlockTables,
         first_block: int,
+        ready: ReadyEvent | None,
         handoff: Attempt,
         job: Job,
     ) -> Reason | None:
         """Saves what is new, then what the store lost meanwhile; tells D when all is durable."""
         chain = values_of(self.layout, keys, tables, 0)
-        reason = self._mover.save(job, [v for v in chain if v.number >= first_block])
+        reason = self._mover.save(job, [v for v in chain if v.number >= first_block], ready)
         for saves_left in (2, 1, 0):
             stored = self._mover.num_stored(job, chain)
             job.progress = _end_of(keys, chain, stored)
@@ -231,7 +225,7 @@ class KVPool:
                 }
                 return self._mover.mark(job, markers)
             if saves_left:
-                reason = self._mover.save(job, chain[stored:])
+                reason = self._mover.save(job, chain[stored:], ready)
         return reason or Reason.LOST
 
     def _withdraw_if_failed(self, handoff: Attempt, job: Job) -> None:
@@ -263,10 +257,9 @@ class KVPool:
         ready: ReadyEvent | None,
         job: Job,
     ) -> Reason | None:
-        if ready is not None:
-            ready.synchronize()
+        ready = self._swap.to_follow(ready)
         values = values_of(self.layout, keys, tables, first_block)
-        return self._mover.load(job, values, first_token)
+        return self._mover.load(job, values, first_token, ready)
 
     def _order(self) -> ReadyEvent | None:
         """An event behind what the caller's stream has queued; None where there are no streams."""

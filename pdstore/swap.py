@@ -56,10 +56,17 @@ class Registrar(Protocol):
         """Unpins the piece that begins here. Raises SwapError."""
 
 
+class ReadyEvent(Protocol):
+    """Says when the paged cache may be copied; a `torch.cuda.Event` fits."""
+
+    def synchronize(self) -> None: ...
+
+
 class Swap(ABC):
     """Copies KV between an engine's paged cache and host slots; blocks until the bytes are there.
 
-    What the model has still to write or read in these blocks must be done before the call.
+    What the model has still to write or read in these blocks is done before the call, or before the
+    event that the copy follows: one that `to_follow` returned.
     `NativeSwap` is for speed; `TorchSwap` is the reference, and for machines without the library.
     """
 
@@ -68,12 +75,18 @@ class Swap(ABC):
     device_api: DeviceApi | None = None
     """How threads that copy are put on the device; None: the usual way."""
 
+    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """The event if copies can follow it by themselves; else waits for it here, and None."""
+        if ready is not None:
+            ready.synchronize()
+        return None
+
     @abstractmethod
-    def gather(self, pieces: Sequence[Piece]) -> None:
+    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
         """Paged cache -> slots."""
 
     @abstractmethod
-    def scatter(self, pieces: Sequence[Piece]) -> None:
+    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
         """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
 
     @property
@@ -108,14 +121,16 @@ class TorchSwap(Swap):
         self.device = self._caches[0][0].device
         self.num_blocks = self._caches[0][0].shape[0]
 
-    def gather(self, pieces: Sequence[Piece]) -> None:
+    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self.to_follow(ready)
         for piece in pieces:
             ids = self._ids(piece.block_ids, piece.num_tokens)
             for cache, payload in self._layers(piece):
                 rows = cache[ids][:, :, self._head_slice(piece.part)].flatten(0, 1)
                 payload.copy_(rows[: piece.num_tokens])
 
-    def scatter(self, pieces: Sequence[Piece]) -> None:
+    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self.to_follow(ready)
         step = self._layout.engine_block_tokens
         for piece in pieces:
             if piece.first_token % step:

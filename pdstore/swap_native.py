@@ -9,12 +9,22 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from pdstore.errors import LayoutError
 from pdstore.keys import Part
 from pdstore.layout import Layout
 from pdstore.native import Engine, Library, Ticket, address_of
 from pdstore.native_abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Region
-from pdstore.swap import LayerCache, Piece, PiecePlan, Registrar, Swap, caches_as_bytes
+from pdstore.swap import (
+    LayerCache,
+    Piece,
+    PiecePlan,
+    ReadyEvent,
+    Registrar,
+    Swap,
+    caches_as_bytes,
+)
 from pdstore.types import Direction
 from pdstore.workers import CudaApi
 
@@ -87,11 +97,16 @@ class NativeSwap(Swap):
         regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
         self._engine = Engine(library, options, shapes, regions)
 
-    def gather(self, pieces: Sequence[Piece]) -> None:
-        self._finish(self.start(Direction.SAVE, pieces))
+    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """CUDA's events are followed on the device, any other is waited for."""
+        is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
+        return ready if is_cuda else super().to_follow(ready)
 
-    def scatter(self, pieces: Sequence[Piece]) -> None:
-        self._finish(self.start(Direction.LOAD, pieces))
+    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self._copy(Direction.SAVE, pieces, ready)
+
+    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self._copy(Direction.LOAD, pieces, ready)
 
     def start(
         self,
@@ -187,6 +202,13 @@ class NativeSwap(Swap):
         if number is None:
             raise LayoutError(f"{part} is not one of this rank")
         return number, self._layout.payload_bytes(part, num_tokens)
+
+    def _copy(
+        self, direction: Direction, pieces: Sequence[Piece], ready: ReadyEvent | None
+    ) -> None:
+        event = self.to_follow(ready)
+        handle = event.cuda_event if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
+        self._finish(self.start(direction, pieces, ready=handle))
 
     def _finish(self, ticket: Ticket) -> None:
         """Waits for the end, whenever that is: until then the device may write to the payloads."""

@@ -32,3 +32,7 @@ def gpu_instance(store, device="cuda:0", **changes) -> kv.Instance:
         return kv.Instance(store, native="require", staging="64MiB", **changes)
     finally:
         kv.caches_of = make
+
+
+def spin(milliseconds: float) -> None:
+    torch.cuda._sleep(int(milliseconds * 1.5e6))

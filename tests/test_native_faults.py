@@ -25,13 +25,14 @@ COPYING = (
     *(("batch", CopyPath.BATCH), ("batch", CopyPath.STAGE)),
     *(("strided", CopyPath.STRIDED), ("stage", CopyPath.STAGE)),
 )
+ASKING = ("query",)  # in test_ready_events.py
 RECOVERING = ("drain", "recover")
 PINNING = ("register", "unregister")
 
 
 def test_every_call_of_a_device_has_its_test_here():
     copying = {call for call, _ in COPYING}
-    assert copying | {*OPENING, *SUBMITTING, *RECOVERING, *PINNING} == set(CALLS)
+    assert copying | {*OPENING, *SUBMITTING, *ASKING, *RECOVERING, *PINNING} == set(CALLS)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import threading
 import native_kit
 import pytest
 import torch
-from gpu_kit import gpu_instance, rig
+from gpu_kit import gpu_instance, rig, spin
 from swap_case import POISON, Case, host_memory, view_of
 
 from pdstore.errors import LayoutError, SwapError
@@ -31,10 +31,6 @@ def library():
     yield library
     library.fail("none", 0, 0)
     library.delay(0)
-
-
-def spin(milliseconds: float) -> None:
-    torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
 def stream_handle(stream) -> int:
