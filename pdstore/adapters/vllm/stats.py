@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from pdstore.metrics import Metrics
 
 _COUNTERS, _SECONDS, _GAUGES = "counters", "seconds", "gauges"
+_GAUGES_EVERY_S = 0.1
 
 
 class StepMetrics(Metrics):
@@ -24,12 +26,20 @@ class StepMetrics(Metrics):
         self._lock = threading.Lock()
         self._new = PDStoreStats()
         self._shown: dict[str, float] = {}
+        self._gauges_at = 0.0
         super().__init__()
 
     def take(self) -> PDStoreStats | None:
-        """What happened since the last call; None: nothing."""
-        with self._lock:
-            new, self._new = self._new, PDStoreStats()
+        """What happened since the last call; None: nothing. Called in every step: it is quick."""
+        new: PDStoreStats | None = None
+        if not self._new.is_empty():
+            with self._lock:
+                new, self._new = self._new, PDStoreStats()
+        now = time.monotonic()
+        if new is None and now < self._gauges_at:
+            return None
+        self._gauges_at = now + _GAUGES_EVERY_S
+        new = new or PDStoreStats()
         for gauge in (self.hung_calls, self.slots_lent, self.jobs_alive):
             value = next(iter(gauge.collect())).samples[0].value
             if self._shown.get(gauge._name, 0.0) != value:
