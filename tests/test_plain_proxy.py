@@ -30,9 +30,8 @@ class Instances:
         self.asked[request.url.host] = json.loads(await request.aread())
         if request.url.host == "p":
             return httpx.Response(200, json={"kv_transfer_params": self.params})
-        return httpx.Response(
-            201, text="data: 1\n\n", headers={"content-type": "text/event-stream"}
-        )
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(201, content=stream(), headers=headers)
 
 
 @pytest.fixture
