@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the tests that need one, a memory checker, and the copy benchmarks.
-# Usage: benchmarks/device_swap.sh [DIRECTORY]   where the raw results go (default benchmarks/results)
+# On a machine with a GPU: the tests that need one, memory checkers, and the copy benchmarks.
+# Usage: benchmarks/device_swap.sh [DIRECTORY [STEP...]]
+#   DIRECTORY: where the raw results go (default benchmarks/results)
+#   STEP: tests, check, bench, start, mini (the default: these five), sweep
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-benchmarks/results}
+steps=("${@:2}")
+[ ${#steps[@]} -gt 0 ] || steps=(tests check bench start mini)
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-status=0
+pytest=(python3 -m pytest -q -p no:cacheprovider -m cuda)
 
 {
     date -u +%FT%TZ
@@ -15,18 +19,30 @@ status=0
     cat COMMIT 2>/dev/null || git rev-parse HEAD
 } | tee "$out/swap_machine.txt"
 
-python3 -m pytest -q -p no:cacheprovider tests/test_native*.py tests/test_staging*.py 2>&1 \
-    | tee "$out/swap_tests.txt" | tail -40 || status=1
-if command -v compute-sanitizer >/dev/null; then
+run_tests() {
+    timeout 240 "${pytest[@]}" tests/test_native*.py tests/test_staging*.py tests/test_ready*.py \
+        --durations=5
+}
+# Both at once: neither looks at the clock.
+run_check() {
+    local tool
     for tool in memcheck racecheck; do
-        timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 \
-            python3 -m pytest -q -p no:cacheprovider -o faulthandler_timeout=0 \
-            tests/test_native_gpu.py -k "reads_after or writes_after or staging" 2>&1 \
-            | tee "$out/swap_$tool.txt" | tail -4 || status=1
+        timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "${pytest[@]}" \
+            -o faulthandler_timeout=0 tests/test_native_gpu.py \
+            -k "reads_after or writes_after or staging or small_length" >"$out/swap_$tool.txt" 2>&1 &
     done
-fi
-timeout 330 python3 -m pdstore bench swap --rounds 7 --json "$out/swap_bench.json" 2>&1 \
-    | tee "$out/swap_bench.txt" | tail -150 || status=1
-timeout 150 python3 -m pdstore bench start --json "$out/swap_start.json" 2>&1 \
-    | tee "$out/swap_start.txt" || status=1
+    wait
+    tail -n 4 "$out/swap_memcheck.txt" "$out/swap_racecheck.txt"
+}
+run_bench() { timeout 400 python3 -m pdstore bench swap --rounds 7 --json "$out/swap_bench.json"; }
+run_start() { timeout 150 python3 -m pdstore bench start --json "$out/swap_start.json"; }
+run_sweep() { timeout 200 python3 -m benchmarks.sweep_swap --json "$out/swap_sweep.json"; }
+run_mini() { timeout 150 python3 -m benchmarks.mini_prefill --json "$out/mini_prefill.json"; }
+
+status=0
+for step in "${steps[@]}"; do
+    started=$SECONDS
+    "run_$step" 2>&1 | tee "$out/swap_$step.txt" || status=1
+    echo "== $step: $((SECONDS - started)) s"
+done
 exit $status
