@@ -101,12 +101,22 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens > 0:
-            self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
+        if num_external_tokens > 0 and not self._load(request, blocks, num_external_tokens):
+            self.scheduler.fail_load(request.request_id, blocks.get_block_ids())
 
-    @degrades(StepOrders)
+    @degrades(lambda: False)
+    def _load(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
+        return True
+
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return self.scheduler.orders(scheduler_output)
+        orders = self.scheduler.take_orders()
+        self._add_saves(orders, scheduler_output)
+        return orders
+
+    @degrades(lambda: None)
+    def _add_saves(self, orders: StepOrders, scheduler_output: Any) -> None:
+        self.scheduler.add_saves(orders, scheduler_output)
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:

@@ -21,10 +21,13 @@ from pdstore.values import BlockTables
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Load what `keys` names, from `first_token` on, into these blocks."""
+    """Load what `keys` names, from `first_token` on, into these blocks.
+
+    Without keys: nothing can be loaded, and that must be said.
+    """
 
     request_id: str
-    keys: PromptKeys
+    keys: PromptKeys | None
     tables: BlockTables
     first_token: int
 

@@ -114,10 +114,20 @@ class SchedulerHalf:
         if followed is not None:
             followed.lookup, followed.num_loading = None, 0
 
-    def orders(self, output: Any) -> StepOrders:
-        """What the workers do beside this step; waits a moment if the step is empty."""
+    def fail_load(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Orders a load that brings nothing: vLLM waits for the word that it has ended."""
+        self.give_up(request_id)
+        tables = as_pdstores(block_ids, len(block_ids[0]))
+        self._loads.append(LoadOrder(request_id, None, tables, 0))
+
+    def take_orders(self) -> StepOrders:
+        """What the workers do beside this step, but for its saves."""
         orders = StepOrders(self._loads, [], self._withdrawals)
         self._loads, self._withdrawals = [], []
+        return orders
+
+    def add_saves(self, orders: StepOrders, output: Any) -> None:
+        """Orders to save what this step computes; waits a moment if it computes nothing."""
         if output.num_scheduled_tokens:
             self._tables.step(output)
             for request_id in output.num_scheduled_tokens:
@@ -126,7 +136,6 @@ class SchedulerHalf:
                     self._order_saves(followed, output, orders)
         elif self._refs or any(each.is_waiting for each in self._requests.values()):
             time.sleep(_IDLE_S)
-        return orders
 
     def report(self, report: StepReport | None, loaded: Sequence[str]) -> None:
         """What the workers did: releases blocks, remembers failures."""

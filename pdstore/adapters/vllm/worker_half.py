@@ -75,6 +75,8 @@ class WorkerHalf:
         for order in orders.loads:  # known, whatever happens next
             self._loads[order.request_id] = (order, None)
         for order in orders.loads:
+            if order.keys is None:
+                continue
             rows = self._rows(order.tables)
             job = self.pool.load(order.keys, rows, first_token=order.first_token)
             self._loads[order.request_id] = (order, job)
@@ -143,7 +145,7 @@ class WorkerHalf:
     def _note_failure(self, order: LoadOrder, job: Job | None) -> None:
         result = job.result if job is not None else None
         loaded = max(order.first_token, result.num_tokens) if result else order.first_token
-        if loaded >= order.keys.num_tokens:
+        if order.keys is not None and loaded >= order.keys.num_tokens:
             return
         self._failed.add(order.request_id)
         if result is None:
