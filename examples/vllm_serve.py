@@ -35,6 +35,7 @@ TINY = (
     "--max-num-seqs=8",
     "--max-num-batched-tokens=256",  # longer prompts are prefilled in chunks
     "--no-enable-prefix-caching",  # what D has not computed came from the pool
+    "--shutdown-timeout=5",  # else SIGTERM kills the engine, and saves with it
     "--disable-uvicorn-access-log",
 )
 """Options for a tiny checkpoint: a quick start, little memory, answers that can be compared."""

@@ -18,6 +18,7 @@ from examples.demo.status import say, show
 
 SWITCH = "PD_TRANSFER_VIA_STORAGE"
 MAX_TOKENS = 16
+WARM_UP = "Once upon a time"
 
 _STAGING = "64MiB"
 
@@ -37,14 +38,15 @@ class Fleet:
         self._start("alone", is_on=False)
         self._start_front("router", "examples.router")
         self._start_front("proxy", "examples.plain_proxy")
-        self._wait_ready(begin, "alone, P, D, the router and the proxy")
+        who = "alone, P, D, the router and the proxy"
+        self._wait_ready(begin, who, "alone", "prefill", "decode")
         alone = self._ask_all("alone", prompts)
         on, plain = (self._measure(front, prompts, alone) for front in ("router", "proxy"))
         self._processes.stop(*pair)
         begin = time.monotonic()
         for name in ("prefill", "decode"):
             self._start(name, is_on=False)
-        self._wait_ready(begin, "P and D, switched off,")
+        self._wait_ready(begin, "P and D, switched off,", "prefill", "decode")
         return Runs(on, plain, off=self._measure("router", prompts, alone))
 
     def _measure(self, front: str, prompts: Sequence[Prompt], alone: Sequence[Answer]) -> Run:
@@ -97,8 +99,10 @@ class Fleet:
             command += [f"--{role}", self._url(role)]
         self._processes.start(name, command, partial(is_healthy, self._url(name)))
 
-    def _wait_ready(self, begin: float, who: str) -> None:
+    def _wait_ready(self, begin: float, who: str, *names: str) -> None:
         self._processes.wait_ready(self._engine.ready_s, show)
+        for name in names:
+            ask(self._url(name), WARM_UP, MAX_TOKENS)  # an engine's first answer takes longer
         say(f"started     {who} in {time.monotonic() - begin:.1f} s")
 
     def _url(self, name: str) -> str:
