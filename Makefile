@@ -40,9 +40,8 @@ test: setup ## The test suite
 test-vllm: setup-vllm ## The tests with vLLM
 	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly'
 
-nightly: setup-vllm ## The tests that take minutes, and the demo of vLLM with the other stores
+nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly
-	@$(MAKE) -s demo ENGINE=vllm STORE=redis && $(MAKE) -s demo ENGINE=vllm STORE=mooncake
 
 check: setup ## Lint, format and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
