@@ -94,6 +94,8 @@ class SchedulerHalf:
         found = followed.lookup.poll()
         if found is None:
             return None
+        if num_computed >= request.num_tokens - 1:
+            return 0  # vLLM computes the last token anyway; a prompt of one it would ask for again
         return max(0, _usable(found, request) - num_computed)
 
     def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
