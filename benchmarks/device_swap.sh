@@ -4,7 +4,7 @@
 #   DIRECTORY: where the raw results go (default benchmarks/results)
 #   STEP: tests, check, bench, start, mini (the default: these five), sweep
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out=${1:-benchmarks/results}
 steps=("${@:2}")
 [ ${#steps[@]} -gt 0 ] || steps=(tests check bench start mini)
@@ -27,9 +27,9 @@ run_tests() {
 run_check() {
     local tool
     for tool in memcheck racecheck; do
-        timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "${pytest[@]}" \
-            -o faulthandler_timeout=0 tests/test_native_gpu.py \
-            -k "reads_after or writes_after or staging or small_length" >"$out/swap_$tool.txt" 2>&1 &
+        timeout 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" \
+            -o faulthandler_timeout=0 tests/test_native_gpu.py tests/test_native_parity.py \
+            -k "reads_after or writes_after or staging or (small_length and 3-cuda)" >"$out/swap_$tool.txt" 2>&1 &
     done
     wait
     tail -n 4 "$out/swap_memcheck.txt" "$out/swap_racecheck.txt"
