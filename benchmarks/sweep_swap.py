@@ -22,25 +22,17 @@ from pdstore.native_abi import CopyPath
 MIB = 1 << 20
 COPIES: dict[str, dict[str, int]] = {
     "default": {},
-    "first 2": {"first_bytes": 2 * MIB},
-    "first 4": {"first_bytes": 4 * MIB},
-    "3 lanes": {"num_lanes": 3},
-    "3 lanes of 6": {"num_lanes": 3, "copy_out_bytes": 6 * MIB, "copy_in_bytes": 6 * MIB},
-    "10": {"copy_out_bytes": 10 * MIB, "copy_in_bytes": 10 * MIB, "max_pieces": 512},
-    "16, first 4": {
-        **{"copy_out_bytes": 16 * MIB, "copy_in_bytes": 16 * MIB, "first_bytes": 4 * MIB},
-        "max_pieces": 512,
-    },
-    "in 32, first 4": {"copy_in_bytes": 32 * MIB, "first_bytes": 4 * MIB, "max_pieces": 1024},
-    "128 pieces": {"max_pieces": 128},
+    "no linger": {"linger_us": 1},
+    "8 both ways": {"copy_out_bytes": 8 * MIB, "copy_in_bytes": 8 * MIB},
+    "10 and 64": {"copy_out_bytes": 10 * MIB, "copy_in_bytes": 64 * MIB},
+    "16 and 16": {"copy_out_bytes": 16 * MIB, "copy_in_bytes": 16 * MIB},
+    "first as all": {"first_bytes": 64 * MIB},
 }
 STAGES: dict[str, dict[str, int]] = {
     "default": {},
-    "first 2": {"first_bytes": 2 * MIB},
-    "first 4": {"first_bytes": 4 * MIB},
-    "3 lanes": {"num_lanes": 3},
+    "no linger": {"linger_us": 1},
     "12": {"stage_out_bytes": 12 * MIB, "stage_in_bytes": 16 * MIB},
-    "8": {"stage_out_bytes": 8 * MIB, "stage_in_bytes": 8 * MIB},
+    "first as all": {"first_bytes": 64 * MIB},
 }
 TRIED = {
     "8B": CopyPath.STRIDED,

@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;
 constexpr int64_t kAwakeNs = 60'000;  // nobody stays awake for longer than this after it was due
 constexpr int64_t kEarlyNs = 15'000, kEarlyAwakeNs = 80'000;
-constexpr int64_t kShortestNs = 8'000, kLongestNs = 100'000;
+constexpr int64_t kShortestNs = 12'000, kLongestNs = 100'000;
 constexpr int64_t kPatienceNs = 5'000'000;
 
 int checked(cudaError_t code) {

@@ -8,12 +8,13 @@ namespace pds {
 namespace {
 
 constexpr int32_t kLanes = 2;
-constexpr int64_t kCopyOut = 8 << 20;  // somebody else's copy to the host waits behind two of them
-constexpr int64_t kCopyIn = 8 << 20;
+constexpr int64_t kCopyOut = 9 << 20;  // somebody else's copy to the host waits behind two of them
+constexpr int64_t kCopyIn = 32 << 20;  // and to the device behind none
 constexpr int64_t kStageOut = 16 << 20;
 constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
-constexpr int64_t kFirst = INT64_MAX;
-constexpr int64_t kMaxPieces = 256;
+constexpr int64_t kFirst = 4 << 20;
+constexpr int64_t kMaxPieces = 1024;
+constexpr int64_t kLingerUs = 50'000;  // engines save and load again with their next step
 
 template <typename Number>
 Number or_default(Number asked, Number otherwise) {
@@ -27,7 +28,7 @@ SliceSizes sizes_of(const pds_options &options, Direction direction, int64_t lay
   const int64_t copy = out ? or_default(options.copy_out_bytes, kCopyOut)
                            : or_default(options.copy_in_bytes, kCopyIn);
   return {copy, in_ring(std::max(stage, layer_bytes)), or_default(options.first_bytes, kFirst),
-          or_default(options.max_pieces, kMaxPieces)};
+          or_default(options.max_pieces, kMaxPieces), or_default(options.linger_us, kLingerUs)};
 }
 
 std::string text(const char *before, int64_t number, const char *after) {

@@ -80,6 +80,7 @@ typedef struct {
   int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane
   int64_t first_bytes;                      // the first slice of a copy that finds the lanes empty
   int64_t max_pieces;                       // of one batch call
+  int64_t linger_us;                        // after a copy its thread sleeps lightly for so long
 } pds_options;
 
 // One payload and the engine blocks that its tokens are in.

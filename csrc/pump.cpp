@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kAwakeBytes = 4 << 20;  // a small copy is worth waiting for awake
 constexpr std::chrono::microseconds kAskAgain{100};  // whether the model has come far enough
+constexpr std::chrono::microseconds kLightSleep{200};
 constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
 
 int64_t now_ns() {
@@ -109,12 +110,20 @@ bool Pump::is_due(Job &job) {
   return over;
 }
 
+// Waits for something to do.
+void Pump::rest(std::unique_lock<std::mutex> *lock) {
+  const auto awaited = [this] { return stopping_ || !queue_.empty(); };
+  const int64_t until = now_ns() + 1000 * sizes_.linger_us;
+  while (!awaited() && now_ns() < until) changed_.wait_for(*lock, kLightSleep);
+  changed_.wait(*lock, awaited);
+}
+
 // The first job that is due; null when there is none and a lane is in flight, or at the end. What
 // waits for the model stays here: in a lane it would hold up those behind it.
 JobPtr Pump::take() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (!is_busy()) rest(&lock);
     const auto due = std::find_if(queue_.begin(), queue_.end(),
                                   [this](const JobPtr &job) { return is_due(*job); });
     if (due != queue_.end()) {

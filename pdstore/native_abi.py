@@ -80,7 +80,8 @@ Options = _struct(
     "Options",
     "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 order:i32 mode:i32 path:i32"
     " num_parts:i32 num_regions:i32 num_lanes:i32 copy_out_bytes:i64 copy_in_bytes:i64"
-    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64 max_pieces:i64",
+    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64 max_pieces:i64"
+    " linger_us:i64",
 )
 Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
 Error = _struct("Error", "code:i32 device_code:i32 slice:i64 call:40 message:200")
