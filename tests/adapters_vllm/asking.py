@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from kv import eventually
 from prometheus_client.parser import text_string_to_metric_families
 
 from adapters_vllm.servers import Server
 
-ANSWER_S = 60.0
+ANSWER_S, IDLE_S = 60.0, 30.0
 MOST_DIFFERENCE = 1e-4  # one wrong token in a V page is 0.05, and leaves the ids as they are
 _ENGINES_LABELS = ("engine", "model_name")
 
@@ -44,8 +47,29 @@ def new_prompt(num_tokens: int) -> list[int]:
     return [_random.randrange(256) for _ in range(num_tokens)]
 
 
+class Client:
+    """A request on its way, of a client that may go away."""
+
+    def __init__(self, server: Server, prompt: Sequence[int], **more: Any) -> None:
+        url = httpx.URL(server.url)
+        body = json.dumps(_body(prompt, **more)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.host}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._socket = socket.create_connection((url.host, url.port))
+        self._socket.sendall(head.encode() + body)
+
+    def go_away(self) -> None:
+        self._socket.close()
+
+
 def post(server: Server, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> httpx.Response:
-    body = {
+    body = _body(prompt, max_tokens, **more)
+    url = server.url + "/v1/completions"
+    return httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False)
+
+
+def _body(prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    return {
         "model": "tiny",
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -55,8 +79,6 @@ def post(server: Server, prompt: Sequence[int], max_tokens: int = 8, **more: Any
         "return_token_ids": True,
         **more,
     }
-    url = server.url + "/v1/completions"
-    return httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False)
 
 
 def ask(server: Server, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Answer:
@@ -91,6 +113,25 @@ def at_once(calls: Sequence[Any], workers: int = 4) -> list[Any]:
     """Results of functions that are called by several threads."""
     with ThreadPoolExecutor(workers) as threads:
         return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+def assert_blocks_are_back(server: Server) -> None:
+    """Soon no request and no job holds KV blocks."""
+    _assert_none(server, "vllm:kv_cache_usage_perc", "pdstore_jobs_alive")
+
+
+def assert_idle(server: Server) -> None:
+    """Soon nothing is held: no KV block, and no slot for a call that outlived its job."""
+    _assert_none(server, "vllm:kv_cache_usage_perc", "pdstore_jobs_alive", "pdstore_slots_lent")
+
+
+def _assert_none(server: Server, *names: str) -> None:
+    def what_is_held() -> dict[str, float]:
+        alone(server, [1], 1)  # gauges are of the last step
+        now = counted(server)
+        return {name: now[name] for name in names if now.get(name)}
+
+    eventually(lambda: not what_is_held(), IDLE_S)
 
 
 def counted(server: Server) -> dict[str, float]:

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from conftest import RedisServer
 
+from adapters_vllm.asking import assert_idle
+from adapters_vllm.gate import Gate
 from adapters_vllm.servers import Launcher, Server
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400  # the first test starts the servers
+CACHING = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*"]  # `-m vllm` finds nothing then, and says so
@@ -32,14 +35,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
+def switched_on(store: str, role: str = "both") -> dict[str, str]:
+    """The environment of an instance that hands KV over."""
+    return {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STORE": store, "PDSTORE_ROLE": role}
+
+
 @dataclass
 class Pair:
-    """P and D, the relaying proxy in front of them, and their pool."""
+    """P and D, the relaying proxy in front of them, and their pool, each behind its gate."""
 
     p: Server
     d: Server
     proxy: Server
     redis: RedisServer
+    p_gate: Gate
+    d_gate: Gate
 
 
 @pytest.fixture(scope="session")
@@ -66,29 +76,33 @@ def launcher(tmp_path_factory) -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="session")
-def shared_redis(tmp_path_factory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def started_pair(launcher, checkpoints, shared_redis) -> Pair:
-    env = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STORE": shared_redis.url}
+def started_pair(launcher, checkpoints, tmp_path_factory) -> Iterator[Pair]:
+    redis = RedisServer(tmp_path_factory.mktemp("redis"))
+    gates = Gate(redis.port), Gate(redis.port)
     model = checkpoints("llama")
-    common = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
-    p = launcher.vllm("p", model, *common, env={**env, "PDSTORE_ROLE": "prefill"})
-    d = launcher.vllm("d", model, *common, env={**env, "PDSTORE_ROLE": "decode"})
+    p, d = (
+        launcher.vllm(role[0], model, *CACHING, env=switched_on(gate.url, role))
+        for gate, role in zip(gates, ("prefill", "decode"), strict=True)
+    )
     proxy = launcher.proxy(p, d)
-    return Pair(p.wait_ready(), d.wait_ready(), proxy.wait_ready(), shared_redis)
+    yield Pair(p.wait_ready(), d.wait_ready(), proxy.wait_ready(), redis, *gates)
+    for gate in gates:
+        gate.close()
+    redis.stop()
 
 
 @pytest.fixture
 def pair(started_pair) -> Iterator[Pair]:
-    """The pair, alive before and after."""
+    """The pair; after each test it is idle, and so it must be."""
     yield started_pair
-    assert started_pair.p.is_alive()
-    assert started_pair.d.is_alive()
+    for gate in (started_pair.p_gate, started_pair.d_gate):
+        gate.release()
+    if started_pair.redis.process is None:
+        started_pair.redis.start()
+    started_pair.redis.resume()
+    for server in (started_pair.p, started_pair.d):
+        assert server.is_alive()
+        assert_idle(server)
 
 
 @pytest.hookimpl(wrapper=True)

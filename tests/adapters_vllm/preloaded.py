@@ -71,7 +71,7 @@ def _become(asked: dict[str, Any]) -> None:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is belongs in the log
         traceback.print_exc()
     finally:
         sys.stdout.flush()
