@@ -184,6 +184,9 @@ class SchedulerHalf:
         computed, step = request.num_computed_tokens, followed.keys.block_tokens
         if followed.is_prompt_pending and self._settings.role != "decode":
             end = computed + output.num_scheduled_tokens[request.request_id]
+            if followed.attempt is not None and not followed.num_saved:
+                # In vLLM's prefix cache, so saved before; a hand-off sees if that is still so.
+                followed.num_saved = computed - computed % step
             self._order_save(followed, followed.keys.first(end), orders)
         elif self._settings.save_decoded:
             # The last token that is known has no KV yet; drafts that were refused never count.
