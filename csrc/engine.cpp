@@ -13,7 +13,7 @@ constexpr int64_t kCopyIn = 32 << 20;  // and to the device behind none
 constexpr int64_t kStageOut = 16 << 20;
 constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
 constexpr int64_t kFirst = 4 << 20;
-constexpr int64_t kMaxPieces = 1024;
+constexpr int64_t kMaxPieces = 256;  // a batch call keeps the driver from everybody else meanwhile
 constexpr int64_t kLingerUs = 50'000;  // engines save and load again with their next step
 
 template <typename Number>
