@@ -18,6 +18,7 @@ import copy
 import enum
 import hashlib
 import json
+import re
 import struct
 import sys
 from array import array
@@ -32,6 +33,7 @@ from pdstore.types import BlockKey
 FORMAT_VERSION = 1
 HASH_BYTES = 16
 POOL_ID_KEY = BlockKey("pds1:pool")
+_NAMESPACE = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
@@ -61,6 +63,18 @@ def kind_of(key: BlockKey) -> Kind:
     if ":handoff:" in key:
         return Kind.HANDOFF
     return Kind.POOL if key == POOL_ID_KEY else Kind.BLOCK
+
+
+def prefix_of(namespace: str) -> str:
+    """What the keys of a namespace begin with, and no others; from its `hex`.
+
+    Raises ValueError for anything but 32 lower-case hex digits.
+    """
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ValueError(
+            f"a namespace is {2 * HASH_BYTES} lower-case hex digits, not {namespace!r}"
+        )
+    return f"pds1:{namespace}:"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from pdstore.keys import (
     PromptKeys,
     int32_bytes,
     kind_of,
+    prefix_of,
 )
 
 VECTORS = Path(__file__).parent / "vectors" / "keys.json"
@@ -212,6 +213,14 @@ def test_kinds():
     assert [kind_of(k) for k in keys] == [Kind.BLOCK, Kind.TAIL]
     assert kind_of(Attempt.new().done(NAMESPACE, 0)) is Kind.HANDOFF
     assert kind_of(POOL_ID_KEY) is Kind.POOL
+
+
+def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
+    prefix = prefix_of(NAMESPACE.hex)
+    keys = PromptKeys(NAMESPACE).extend(range(100)).keys(NAMESPACE.parts)
+    keys += [Attempt.new().done(NAMESPACE, 3), Attempt.new().failed(NAMESPACE)]
+    assert all(key.startswith(prefix) for key in keys)
+    assert not POOL_ID_KEY.startswith(prefix)
 
 
 def test_equal_fields_in_another_order_are_one_namespace():

@@ -544,3 +544,56 @@ def test_a_store_error_is_not_mapped_twice(store, monkeypatch):
     monkeypatch.setattr(store._evictor, "admit", full)
     with pytest.raises(StoreError, match=r"^mine$"):
         put(store, fresh_keys(1), [b"x"])
+
+
+def test_a_clear_deletes_links_and_not_what_they_lead_to(store, tmp_path):
+    keys = fresh_keys(3)
+    secret, others = tmp_path / "secret", tmp_path / "others"
+    secret.write_bytes(b"s" * 64)
+    others.mkdir()
+    (others / keys[0]).write_bytes(b"s" * 64)
+    planted_at(store, keys[0]).symlink_to(secret)
+    planted_at(store, keys[1]).symlink_to(others)
+    planted_at(store, keys[2]).symlink_to("nothing")
+    store.clear(keys[0].split(":")[1])
+    assert secret.read_bytes() == (others / keys[0]).read_bytes() == b"s" * 64
+    assert store.match(keys) == 0
+    assert not any(os.path.lexists(path_of(store, key)) for key in keys)
+
+
+def test_a_clear_goes_on_when_another_one_deletes_first(store, monkeypatch):
+    keys, unlink = fill(store, 10), os.unlink
+
+    def unlink_twice(path):
+        unlink(path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_twice)
+    store.clear(keys[0].split(":")[1])
+    assert stored(store, keys) == []
+
+
+def test_a_clear_that_the_system_refuses_says_where(store, monkeypatch):
+    keys = fill(store, 1)
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refused)
+        with pytest.raises(StoreDenied, match=f"clear of {keys[0].rpartition(':0:0:')[0]}"):
+            store.clear(keys[0].split(":")[1])
+    assert stored(store, keys) == keys
+
+
+def test_a_clear_leaves_values_that_are_being_written(store, monkeypatch):
+    keys, link = fresh_keys(1), os.link
+
+    def link_after_a_clear(*args):
+        store.clear(keys[0].split(":")[1])
+        link(*args)
+
+    monkeypatch.setattr(os, "link", link_after_a_clear)
+    assert put(store, keys, [b"x" * 64]) == 1
+    assert get(store, keys, [64]) == [b"x" * 64]
+    assert num_temporaries(store) == 0

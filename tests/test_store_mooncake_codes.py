@@ -76,6 +76,11 @@ class Raw:
         assert force
         return self._answer("remove", keys, lambda i: 0 if self.values.pop(keys[i], 0) else -704)
 
+    def remove_by_regex(self, pattern, force):
+        assert force
+        [code] = self._answer("clear", [pattern], lambda _: 1)
+        return code
+
     def get_size(self, key):
         return self.sizes.get(key, self.values.get(key, -704))
 
@@ -163,6 +168,20 @@ def test_an_outage_is_an_error_that_counts_what_was_done(store, raw, verb, code,
     with pytest.raises(error, match=str(code)) as caught:
         call()
     assert caught.value.num_done == (0 if verb == "remove" else 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(-900, StoreUnavailable), (-901, StoreTimeout), (-600, StoreError)]
+)
+def test_a_clear_is_one_call_and_its_code_is_an_error(store, raw, code, error):
+    """Rule 12."""
+    namespace = "0123456789abcdef" * 2
+    store.clear(namespace)
+    assert raw.calls == [("clear", [f"^pds1:{namespace}:"])]
+    raw.script = [("clear", [code])]
+    with pytest.raises(error, match=rf"clear of pds1:{namespace}:.*\({code}\)"):
+        store.clear(namespace)
+    assert sum(store.codes().values()) == 1
 
 
 def test_a_read_that_outlived_its_lease_is_tried_once_more_in_halves(store, raw):

@@ -28,11 +28,11 @@ from pdstore.errors import StoreClosed, StoreFull
 from pdstore.keys import POOL_ID_KEY
 from pdstore.metrics import Metrics
 from pdstore.store.connect import read_pool_id
-from pdstore.store.mooncake_codes import ABSENT
+from pdstore.store.mooncake_codes import ABSENT, HALF_WRITTEN
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.threads import run_together
 from pdstore.testing.values import get, put
-from pdstore.types import Slots
+from pdstore.types import BlockKey, Slots
 
 pytestmark = pytest.mark.mooncake
 SIZE = 4096
@@ -306,3 +306,28 @@ def test_the_doctor_tries_a_real_pool(cluster, capsys):
     """Rule 11."""
     assert main(["doctor", "--store", cluster.url]) == 0
     assert "get and verify" in capsys.readouterr().out
+
+
+def test_a_clear_is_one_search_from_a_keys_start_by_force(store, peer):
+    """Rule 12; what is half-written stays, and its writer may finish it."""
+    [key, half, other] = fresh_keys(3)
+    namespace = key.split(":")[1]
+    named = BlockKey(f"{fresh_keys(1)[0]}:{namespace}")
+    put(store, [key, named], [b"x", b"x"])
+    half_write(peer, [half], SIZE)
+    assert put(store, [half], [b"x" * SIZE]) == 0
+    store.clear(namespace)
+    assert [peer.match([k]) for k in (key, half, named)] == [0, 0, 1]
+    assert store._size_of(half) == HALF_WRITTEN
+    assert store._putter.doubts.among([half]) == set()
+    assert put(store, [key, other], [b"y", b"y"]) == 2
+    eventually(lambda: put(store, [half], [b"y" * SIZE]) == 1, DISCARD_S + 5)
+
+
+def test_a_clear_of_20000_values_is_one_call(store):
+    """Rule 12."""
+    keys = [BlockKey(f"pds1:{'c' * 32}:0:0:{i:032x}") for i in range(20_000)]
+    put(store, keys, [b"x"] * len(keys))
+    store.clear("c" * 32)
+    assert store.match(keys) == 0
+    assert store.match(keys[-1:]) == 0

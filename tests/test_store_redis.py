@@ -32,7 +32,7 @@ from pdstore.types import BlockKey
 
 pytestmark = pytest.mark.redis
 SIZE = 64 << 10
-ACL = "+get +getrange +set +exists +expire +unlink +ping"
+ACL = "+get +getrange +set +exists +expire +unlink +scan +ping"
 
 
 def opened(url: str, **settings) -> contextlib.closing:
@@ -231,7 +231,9 @@ def test_the_listed_commands_are_enough_and_no_other_is_tried(guarded_server):
         assert store.match([POOL_ID_KEY, *keys]) == 4
         assert get(store, keys, [SIZE] * 3) == values
         assert get(store, fresh_keys(1), [SIZE]) == []
-        store.remove(keys)
+        store.remove(keys[:1])
+        store.clear(keys[0].split(":")[1])
+        assert store.match(keys[1:]) == 0
         assert store.lease_s == 0.0, "CONFIG is refused to this user"
     with opened(as_user(guarded_server, "leaser")) as store:
         store.match([POOL_ID_KEY])
@@ -250,6 +252,8 @@ def test_a_user_without_the_right_is_denied_at_the_key(guarded_server):
             assert caught.value.num_done == 0
         with pytest.raises(StoreDenied):
             store.match([BlockKey("other:key")])
+        with pytest.raises(StoreDenied, match=keys[0].rpartition(":0:0:")[0]):
+            store.clear(keys[0].split(":")[1])
 
 
 @pytest.mark.parametrize("url", ["redis://pdstore:hush-hush@{}", "redis://:hush-hush@{}"])
@@ -424,3 +428,29 @@ def test_a_bad_url_says_what_to_write(url, words):
     with pytest.raises(ConfigError, match=words) as caught:
         open_store(url, Settings())
     assert "hush" not in str(caught.value)
+
+
+# -- clear
+
+
+def test_a_clear_scans_in_steps_and_deletes_in_the_background(redis_server):
+    keys = fresh_keys(3000)
+    server = redis_server()
+    with opened(server.url) as store, server.client() as raw:
+        put(store, [*keys, *fresh_keys(2000)], [b"x"] * 5000)
+        raw.config_resetstat()
+        store.clear(keys[0].split(":")[1])
+        calls = {name: stats["calls"] for name, stats in raw.info("commandstats").items()}
+        assert raw.dbsize() == 2000
+    assert set(calls) <= {"cmdstat_scan", "cmdstat_unlink", "cmdstat_config|resetstat"}
+    assert 5 <= calls["cmdstat_scan"] < 10, "so other clients wait for a thousand keys at most"
+
+
+def test_a_clear_on_a_server_that_hangs_is_a_timeout(redis_server):
+    server = redis_server()
+    with opened(f"{server.url}?timeout=0.2") as store:
+        assert store.match(fresh_keys(1)) == 0
+        server.pause()
+        with pytest.raises(StoreTimeout, match="pds1:0000"):
+            store.clear("0" * 32)
+        server.resume()

@@ -39,6 +39,9 @@ class Scripted(Store):
     def remove(self, keys):
         self.match(keys)
 
+    def clear(self, namespace):
+        self.match([namespace])
+
     def close(self):
         pass
 
@@ -82,6 +85,19 @@ def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock)
     with pytest.raises(StoreUnavailable, match=r"3 times in a row; next try in 1\.0 s"):
         store.match(KEYS)
     assert inner.num_calls == 3
+
+
+def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
+    inner = Scripted(StoreUnavailable("stale"), 1, *[StoreTimeout("slow")] * 3)
+    store = Guarded(inner, failures=3, clock=clock)
+    store.clear("0" * 32)
+    assert inner.num_calls == 2
+    for _ in range(3):
+        with pytest.raises(StoreTimeout):
+            store.clear("0" * 32)
+    with pytest.raises(StoreUnavailable):
+        store.clear("0" * 32)
+    assert inner.num_calls == 5
 
 
 def test_a_success_between_failures_starts_the_count_again(clock):
@@ -188,11 +204,13 @@ def test_calls_seconds_and_bytes_are_counted():
     store.match(KEYS)
     store.get(KEYS, slots)
     store.get([BlockKey("missing")], slots)
+    store.clear("0" * 32)
     value = metrics.registry.get_sample_value
     assert value("pdstore_bytes_total", {"direction": "save"}) == 4
     assert value("pdstore_bytes_total", {"direction": "load"}) == 4
     assert value("pdstore_store_calls_total", {"verb": "get", "outcome": "ok"}) == 2
     assert value("pdstore_store_seconds_count", {"verb": "put"}) == 1
+    assert value("pdstore_store_calls_total", {"verb": "clear", "outcome": "ok"}) == 1
 
 
 def test_a_failed_call_is_counted_by_its_error():

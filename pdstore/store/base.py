@@ -70,6 +70,17 @@ class Store(ABC):
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forgets values that failed verification, leased or not; a missing one is fine."""
 
+    @abstractmethod
+    def clear(self, namespace: str) -> None:
+        """Forgets every value of one namespace, leased or not: blocks, tails and markers.
+
+        `namespace` is a `Namespace.hex`; anything else is a ValueError. Other namespaces' values
+        and the pool's id stay. What is put meanwhile may stay or go, and what is read meanwhile is
+        worth what its verification says: a store that is far away may free memory under a reader.
+        A namespace that has nothing is fine. This looks at every key of the pool: it is for no
+        request's path.
+        """
+
     def allocate(self, num_bytes: int) -> memoryview:
         """Memory that this store moves fastest: writable, zeroed, page-aligned; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))

@@ -22,6 +22,7 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
+from pdstore.keys import prefix_of
 from pdstore.settings import Settings, default_pool_directory
 from pdstore.store.base import Life, Store, check_call
 from pdstore.store.file_directory import PoolDirectory
@@ -166,6 +167,17 @@ class FileStore(Store):
                 n += 1
         except OSError as error:
             raise self._error(error, keys[n], n) from error
+        self._evictor.look_again()
+
+    def clear(self, namespace: str) -> None:
+        self._life.check()
+        prefix = prefix_of(namespace)
+        try:
+            for path in self._directory.paths(prefix):
+                with contextlib.suppress(FileNotFoundError):  # evicted or removed meanwhile
+                    os.unlink(path)
+        except OSError as error:
+            raise self._error(error, f"clear of {prefix}") from error
         self._evictor.look_again()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
-from pdstore.keys import Kind, kind_of
+from pdstore.keys import Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Life, Store, check_call
 from pdstore.store.url import StoreURL
@@ -55,6 +55,12 @@ class _Shelf:
     def drop(self, key: BlockKey) -> None:
         with self.lock:
             self._drop(key)
+
+    def drop_all(self, prefix: str) -> None:
+        """Drops every value whose key begins so."""
+        with self.lock:
+            for key in [key for key in self.values if key.startswith(prefix)]:
+                self._drop(key)
 
     def _make_room(self, num_bytes: int) -> bool:
         if self.budget is None or self._used_bytes + num_bytes <= self.budget:
@@ -151,6 +157,9 @@ class MemoryStore(Store):
         shelf = self._enter(keys)
         for key in keys:
             shelf.drop(key)
+
+    def clear(self, namespace: str) -> None:
+        self._enter([]).drop_all(prefix_of(namespace))
 
     def close(self) -> None:
         self._life.end()

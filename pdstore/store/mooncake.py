@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreTimeout, WrongLength
-from pdstore.keys import POOL_ID_KEY
+from pdstore.keys import POOL_ID_KEY, prefix_of
 from pdstore.settings import Settings, mooncake_sources
 from pdstore.store.base import Life, Store, check_call
 from pdstore.store.mooncake_batches import Batches
@@ -122,6 +122,20 @@ class MooncakeStore(Store):
         for key, code in zip(keys, codes, strict=True):
             if code < 0 and code not in MISSES:
                 raise error_of(code, f"{self.label}: remove of {key}")
+
+    def clear(self, namespace: str) -> None:
+        """The master does it in one call, by force: also under readers, who find out by verifying.
+
+        What is half-written stays so.
+        """
+        self._life.check()
+        prefix = prefix_of(namespace)
+        with self._lookup.call() as raw:
+            code = raw.remove_by_regex(f"^{prefix}", True)  # it searches: ^, or hashes match too
+        self._lookup.note([code])
+        if code < 0:
+            raise error_of(code, f"{self.label}: clear of {prefix}")
+        self._putter.doubts.forget_all(prefix)
 
     def allocate(self, num_bytes: int) -> memoryview:
         return self._memory.allocate(num_bytes)

@@ -55,6 +55,10 @@ class Doubts:
             for key in keys:
                 self._until.pop(key, None)
 
+    def forget_all(self, prefix: str) -> None:
+        with self._lock:
+            self._until = {k: end for k, end in self._until.items() if not k.startswith(prefix)}
+
     def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         now = time.monotonic()
         with self._lock:

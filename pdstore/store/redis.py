@@ -28,7 +28,7 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.keys import Kind, kind_of
+from pdstore.keys import Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Life, Store, check_call
 from pdstore.store.url import StoreURL
@@ -41,6 +41,7 @@ _READ_BATCH = 2 << 20  # what is read is copied while the processor still has it
 _WRITE_BATCH = 8 << 20
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
+_SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 
 _ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
     (AuthenticationError, StoreDenied),  # of redis-py's, the special before the general
@@ -60,7 +61,8 @@ class RedisStore(Store):
     evict (`maxmemory-policy noeviction`), which is asked at the first match. Elsewhere use a
     `volatile-` policy, so that the pool's id stays.
 
-    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, and CONFIG GET for leases.
+    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, SCAN for `clear`, and
+    CONFIG GET for leases.
     """
 
     def __init__(self, label: str, pool: redis.ConnectionPool, settings: Settings) -> None:
@@ -173,6 +175,19 @@ class RedisStore(Store):
             pipe.unlink(*keys)
             self._run(pipe, keys, range(1))
 
+    def clear(self, namespace: str) -> None:
+        """Also what was stored in between two of its scans, unless that is behind the cursor."""
+        self._life.check()
+        prefix = prefix_of(namespace)
+        cursor, is_first = 0, True
+        while cursor or is_first:
+            cursor, found = self._scan(cursor, prefix)
+            is_first = False
+            if found:
+                pipe = self._client.pipeline(transaction=False)
+                pipe.unlink(*found)
+                self._run(pipe, [BlockKey(prefix)], [0])
+
     def close(self) -> None:
         """Calls that are under way end by themselves, and close their connections then."""
         if self._life.end():
@@ -198,6 +213,14 @@ class RedisStore(Store):
             if done != len(piece) and not self._look_again(keys, i, piece, was_empty=not done):
                 return i
         return part.stop
+
+    def _scan(self, cursor: int, prefix: str) -> tuple[int, list[bytes]]:
+        """Looks at some keys of the server: where to go on, 0 at the end, and those that fit."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.scan(cursor, match=f"{prefix}*", count=_SCAN_KEYS)
+        [page] = self._run(pipe, [BlockKey(prefix)], [0])
+        assert isinstance(page, tuple)
+        return page
 
     def _look_again(
         self, keys: Sequence[BlockKey], i: int, piece: memoryview, *, was_empty: bool

@@ -44,6 +44,9 @@ class WrapperStore(Store):
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._store.remove(keys)
 
+    def clear(self, namespace: str) -> None:
+        self._store.clear(namespace)
+
     def allocate(self, num_bytes: int) -> memoryview:
         return self._store.allocate(num_bytes)
 
@@ -80,6 +83,10 @@ class Metered(WrapperStore):
     def remove(self, keys: Sequence[BlockKey]) -> None:
         with self._measured("remove"):
             super().remove(keys)
+
+    def clear(self, namespace: str) -> None:
+        with self._measured("clear"):
+            super().clear(namespace)
 
     @contextlib.contextmanager
     def _measured(self, verb: str) -> Iterator[None]:
@@ -136,9 +143,14 @@ class Guarded(WrapperStore):
     def remove(self, keys: Sequence[BlockKey]) -> None:
         return self._call(keys, lambda: self._store.remove(keys))
 
+    def clear(self, namespace: str) -> None:
+        return self._guarded(lambda: self._store.clear(namespace))
+
     def _call(self, keys: Sequence[BlockKey], function: Callable[[], R]) -> R:
-        if not keys:  # no I/O, so it says nothing about the store
-            return function()
+        # no keys, no I/O: that says nothing about the store
+        return self._guarded(function) if keys else function()
+
+    def _guarded(self, function: Callable[[], R]) -> R:
         is_probe = self._enter()
         healthy = True  # also after a bad argument, which says nothing about the store
         try:
@@ -240,6 +252,10 @@ class Faulty(WrapperStore):
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._fault("remove")
         super().remove(keys)
+
+    def clear(self, namespace: str) -> None:
+        self._fault("clear")
+        super().clear(namespace)
 
     def _fault(self, verb: str) -> None:
         if not self._open.is_set():
