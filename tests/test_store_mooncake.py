@@ -88,6 +88,8 @@ def stores(cluster, small_cluster, lonely_master):
 
 
 class Topology(StoreTests):
+    clears_under_readers = True  # rule 12
+
     def write_raw(self, store, key, data):
         slots = filled_slots([data])
         assert store._batches.put([key], slots, store._put_config) == [0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-_SUITES = ("value_tests", "prefix_tests", "thread_tests", "life_tests", "pressure_tests", "values")
-pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _SUITES])
+_SUITES = ("value", "prefix", "clear", "thread", "life", "pressure")
+_NAMES = (*(f"{suite}_tests" for suite in _SUITES), "values")
+pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _NAMES])
 
 from pdstore.store.wrappers import Faulty  # noqa: E402
 from pdstore.testing import wrong_stores  # noqa: E402

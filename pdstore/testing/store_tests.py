@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore.store.base import Store
+from pdstore.testing.clear_tests import ClearTests
 from pdstore.testing.life_tests import LifeTests
 from pdstore.testing.prefix_tests import PrefixTests
 from pdstore.testing.pressure_tests import PressureTests
@@ -12,7 +13,7 @@ from pdstore.testing.thread_tests import ThreadTests
 from pdstore.testing.value_tests import ValueTests
 
 
-class StoreTests(ValueTests, PrefixTests, ThreadTests, LifeTests, PressureTests):
+class StoreTests(ValueTests, PrefixTests, ClearTests, ThreadTests, LifeTests, PressureTests):
     """Subclass it in a test file and say how a store is opened:
 
         class TestMyStore(StoreTests):
@@ -27,6 +28,8 @@ class StoreTests(ValueTests, PrefixTests, ThreadTests, LifeTests, PressureTests)
     - fixture `small_store(self)`: one with room for 16 to 64 values of 64 KiB, for the tests of
       eviction and leases, which are skipped without it;
     - method `write_raw(self, store, key, data)`: plants a value of any length behind the store;
+    - `clears_under_readers = True` for a store whose `clear` frees the memory that a `get` reads
+      from, so that what was read beside one may be anything;
     - `deadline_s`: how long anything may take.
     """
 
