@@ -123,6 +123,21 @@ class PrefixCacheManager:
         )
         return attempt, handoff.params() if self._settings.publish else {}
 
+    def clear(self) -> bool:
+        """Forgets all that the pool has of this namespace, whoever saved it. From any thread.
+
+        True when it is gone. False, and a line in the log, when the store errs: some may be gone
+        then. Blocks for as long as the store looks through its keys. What is being saved meanwhile
+        may be stored afterwards: end those jobs first.
+        """
+        try:
+            self._store.clear(self.namespace.hex)
+        except StoreError as error:
+            log.warning("namespace %s is not cleared: %s", self.namespace.hex, error)
+            return False
+        log.info("cleared namespace %s of %s", self.namespace.hex, self._store.label)
+        return True
+
     def close(self) -> None:
         """Ends the lookups and the connections that are its own. Twice is fine."""
         self._closed = True

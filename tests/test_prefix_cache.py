@@ -261,3 +261,35 @@ def test_close_ends_waiting_lookups(store):
     assert lookup.poll().reason is Reason.CLOSED
     assert manager.lookup(manager.keys(range(9))).poll().reason is Reason.CLOSED
     one.close()
+
+
+def test_clear_forgets_this_namespace_for_all_and_no_other(instance):
+    p, d, other = instance(), instance(), instance(weights="other")
+    for one in (p, other):
+        publish(one, range(100))[0].wait(10)
+    assert find(d, range(100)).num_tokens == 100
+    assert d.cache.clear() is True
+    assert [find(one, range(100)).num_tokens for one in (p, d, other)] == [0, 0, 100]
+    publish(p, range(100))[0].wait(10)
+    assert find(d, range(100)).num_tokens == 100, "and it goes on from nothing"
+
+
+def test_clear_forgets_the_markers_too(instance):
+    p, d = instance(), instance(handoff_wait_s=0.1)
+    job, params = publish(p, range(100))
+    job.wait(10)
+    assert p.cache.clear()
+    assert find(d, range(100), params).reason is Reason.HANDOFF_LATE
+
+
+def test_clear_says_when_the_store_did_not_do_it(instance, store, caplog):
+    p, faulty = instance(), Faulty(store)
+    publish(p, range(100))[0].wait(10)
+    d = instance(over=faulty)
+    faulty.error_rate = 1.0
+    assert d.cache.clear() is False
+    assert f"namespace {d.namespace.hex} is not cleared" in caplog.text
+    assert "clear failed on purpose" in caplog.text
+    faulty.error_rate = 0.0
+    assert find(d, range(100)).num_tokens == 100
+    assert d.cache.clear() is True
