@@ -1,0 +1,81 @@
+"""vLLM's configuration in pdstore's words: what wins, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
+from pdstore.errors import ConfigError
+
+
+def config_of(kv_role="kv_both", **extra):
+    transfer = KVTransferConfig(
+        kv_connector="PDStoreConnector", kv_role=kv_role, kv_connector_extra_config=extra
+    )
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("PDSTORE_STORE", "file:///environment")
+    monkeypatch.setenv("PDSTORE_WORKERS", "7")
+    monkeypatch.delenv("PDSTORE_ROLE", raising=False)
+
+
+def test_the_extra_configuration_wins_over_the_environment():
+    settings = settings_of(config_of(store="file:///extra"))
+    assert settings.store == "file:///extra"
+    assert settings.workers == 7
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "role"),
+    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")],
+)
+def test_the_role_is_the_kv_role(kv_role, role):
+    assert settings_of(config_of(kv_role)).role == role
+
+
+def test_the_environments_role_counts_where_vllm_says_both(monkeypatch):
+    monkeypatch.setenv("PDSTORE_ROLE", "decode")
+    assert settings_of(config_of()).role == "decode"
+    assert settings_of(config_of("kv_producer")).role == "prefill"
+    assert settings_of(config_of("kv_producer", role="both")).role == "both"
+
+
+@pytest.mark.parametrize("extra", [{"stoer": "x"}, {"workers": "many"}])
+def test_a_wrong_extra_setting_is_refused(extra):
+    with pytest.raises(ConfigError):
+        settings_of(config_of(**extra))
+
+
+def vllm_config(enable_sleep_mode=False, **parallel):
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        model_config=SimpleNamespace(enable_sleep_mode=enable_sleep_mode),
+    )
+
+
+KV_CACHE = SimpleNamespace(kv_cache_groups=[object()])
+
+
+def test_a_plain_configuration_is_accepted():
+    refuse_unsupported(vllm_config(), KV_CACHE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"decode_context_parallel_size": 2}, "decode context"),
+        ({"prefill_context_parallel_size": 2}, "prefill context"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        refuse_unsupported(vllm_config(**changes), KV_CACHE)

@@ -1,0 +1,105 @@
+"""The plugin: known versions only, once only, and a user's own configuration wins."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+
+from pdstore.adapters.vllm import plugin
+from pdstore.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def vllms_own(monkeypatch):
+    """vLLM as it was before any plugin, and again after the test."""
+    known = {name: v for name, v in KVConnectorFactory._registry.items() if name != plugin.NAME}
+    monkeypatch.setattr(KVConnectorFactory, "_registry", known)
+    plain = EngineArgs.create_engine_config
+    plain = getattr(plain, "__wrapped__", plain)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", plain)
+    for name in ("PD_TRANSFER_VIA_STORAGE", "PDSTORE_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    return plain
+
+
+@pytest.fixture
+def log(caplog):
+    plugin.log.addHandler(caplog.handler)  # vLLM's loggers do not propagate
+    with caplog.at_level(logging.INFO, plugin.log.name):
+        yield caplog
+    plugin.log.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("version", [(0, 26), (0, 32), (0, 33)])
+def test_a_known_vllm_gets_the_connector(monkeypatch, version):
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
+    plugin.register()
+    assert plugin.NAME in KVConnectorFactory._registry
+
+
+@pytest.mark.parametrize("version", [(0, 25), (0, 34), (1, 0)])
+def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, version):
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
+    plugin.register()
+    assert plugin.NAME not in KVConnectorFactory._registry
+    assert EngineArgs.create_engine_config is vllms_own
+    assert "it stays off" in log.text
+
+
+def test_registering_twice_is_registering_once(vllms_own):
+    plugin.register()
+    once = EngineArgs.create_engine_config
+    plugin.register()
+    assert EngineArgs.create_engine_config is once
+    assert once.__wrapped__ is vllms_own
+
+
+def test_what_goes_wrong_is_logged_and_not_raised(monkeypatch, log):
+    def fail() -> None:
+        raise ValueError("nothing is where it was")
+
+    monkeypatch.setattr(plugin, "_vllm_version", fail)
+    plugin.register()
+    assert "cannot be used with this vLLM" in log.text
+
+
+def asked_for(given=None):
+    """The KVTransferConfig that vLLM gets when a user gave this one."""
+    create = plugin._with_switch(lambda engine_args: engine_args.kv_transfer_config)
+    return create(SimpleNamespace(kv_transfer_config=given))
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role"),
+    [("prefill", "kv_producer"), ("decode", "kv_consumer"), ("both", "kv_both")],
+)
+def test_the_switch_turns_the_connector_on(monkeypatch, role, kv_role):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_ROLE", role)
+    config = asked_for()
+    assert (config.kv_connector, config.kv_role) == (plugin.NAME, kv_role)
+    assert config.kv_load_failure_policy == "recompute"
+
+
+def test_without_the_switch_vllm_stays_as_it_is(monkeypatch):
+    assert asked_for() is None
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "0")
+    assert asked_for() is None
+
+
+def test_a_users_own_configuration_wins(monkeypatch):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    given = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert asked_for(given) is given
+
+
+def test_a_misspelt_setting_ends_the_start(monkeypatch):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_STOER", "redis://there")
+    with pytest.raises(ConfigError, match="PDSTORE_STORE"):
+        asked_for()
