@@ -66,6 +66,7 @@ class Job:
     ) -> None:
         self.direction = direction
         self.num_bytes = num_bytes
+        self.is_part = False  # of another job, which is counted instead
         self.progress = progress  # leading tokens that are where they should be by now
         self.submitted_at = time.monotonic()
         self.deadline = Deadline(seconds)

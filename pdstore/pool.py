@@ -6,14 +6,13 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import torch
 
 from pdstore.block import FLAG_MARKER, Header
 from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.handoff import Attempt
-from pdstore.job import Body, Job
+from pdstore.job import Job
 from pdstore.keys import Namespace, PromptKeys
 from pdstore.layout import Layout
 from pdstore.metrics import Metrics
@@ -22,11 +21,12 @@ from pdstore.settings import Settings
 from pdstore.staging import Staging
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
+from pdstore.striped import StripedLoad, stripes
 from pdstore.swap import LayerCache, ReadyEvent
 from pdstore.swap_open import open_swap
 from pdstore.transfer import Transfer
 from pdstore.types import Direction, Reason
-from pdstore.values import NO_BLOCK, BlockTables, Value, bytes_of, values_of
+from pdstore.values import BlockTables, Value, bytes_of, tables_of, values_of
 from pdstore.workers import DevicePin
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,9 @@ class KVPool:
             ready or self._order(),
             handoff,
         )
-        job = self._job(Direction.SAVE, body, keys, first_block, self._settings.save_deadline_s)
+        num_bytes = bytes_of(self.layout, keys, first_block)
+        seconds = self._settings.save_deadline_s + num_bytes / _BYTES_PER_S
+        job = Job(Direction.SAVE, body, num_bytes=num_bytes, seconds=seconds)
         if not self._settings.publish:
             return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
         self._transfer.submit(job, after)
@@ -150,17 +152,18 @@ class KVPool:
             raise LayoutError(
                 f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
             )
-        body = partial(
-            self._load,
-            keys.first(keys.num_tokens),
-            tables,
-            first_block,
-            first_token,
-            self._order(),
-        )
-        seconds = self._settings.load_deadline_s
-        job = self._job(Direction.LOAD, body, keys, first_block, seconds, first_token)
-        return self._transfer.submit(job)
+        num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
+        seconds = self._settings.load_deadline_s + num_bytes / _BYTES_PER_S
+        jobs = []
+        for start, stop in stripes(first_block, len(keys), num_bytes, self._settings.workers - 1):
+            part = keys.first(keys.end_of(stop))
+            at = max(first_token, keys.end_of(start))
+            body = partial(self._load, part, tables, start, at, ready)
+            size = bytes_of(self.layout, part, start)
+            jobs.append(Job(Direction.LOAD, body, num_bytes=size, seconds=seconds, progress=at))
+        if len(jobs) == 1:
+            return self._transfer.submit(jobs[0])
+        return self._load_striped(jobs, first_token)
 
     def withdraw(self, handoff: Attempt) -> Job:
         """P: this hand-off will not come (its request was aborted): D need not wait for it.
@@ -261,6 +264,15 @@ class KVPool:
         values = values_of(self.layout, keys, tables, first_block)
         return self._mover.load(job, values, first_token, ready)
 
+    def _load_striped(self, jobs: Sequence[Job], first_token: int) -> Job:
+        whole = StripedLoad(jobs, first_token)
+        whole.on_end(self._transfer.count)
+        for job in jobs:
+            job.is_part = True
+            self._transfer.submit(job)
+        whole.follow()
+        return whole
+
     def _order(self) -> ReadyEvent | None:
         """An event behind what the caller's stream has queued; None where there are no streams."""
         device = self._swap.device
@@ -273,19 +285,6 @@ class KVPool:
             event.record(torch.cuda.current_stream())
             return event
 
-    def _job(
-        self,
-        direction: Direction,
-        body: Body,
-        keys: PromptKeys,
-        first_block: int,
-        seconds: float,
-        progress: int = 0,
-    ) -> Job:
-        num_bytes = bytes_of(self.layout, keys, first_block)
-        seconds += num_bytes / _BYTES_PER_S
-        return Job(direction, body, num_bytes=num_bytes, seconds=seconds, progress=progress)
-
     def _check(
         self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int
     ) -> tuple[BlockTables, int]:
@@ -297,32 +296,8 @@ class KVPool:
             raise LayoutError("these keys are of another namespace than the pool's")
         if not 0 <= first_token <= keys.num_tokens:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
-        tables = _tables(block_ids)
-        if len(tables) != self.layout.num_tables:
-            raise LayoutError(
-                f"{len(tables)} block tables; the layout has {self.layout.num_tables}"
-            )
-        need = -(-keys.num_tokens // self.layout.engine_block_tokens)
-        for number, table in enumerate(tables):
-            if len(table) < need:
-                raise LayoutError(
-                    f"{keys.num_tokens} tokens need {need} engine blocks; {len(table)} are given"
-                )
-            used = table[:need]
-            lowest = NO_BLOCK if self.layout.has_window(number) else 0
-            if used and not lowest <= min(used) <= max(used) < self._num_blocks:
-                raise LayoutError(
-                    f"block ids {min(used)}..{max(used)} are not all in the cache of"
-                    f" {self._num_blocks} blocks"
-                )
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._num_blocks)
         return tables, first_token // self.layout.block_tokens
-
-
-def _tables(block_ids: Sequence[int] | BlockTables) -> tuple[tuple[int, ...], ...]:
-    """One block table for each that the layout has; a plain list of ids is the only one."""
-    if isinstance(next(iter(block_ids), 0), int):
-        return (tuple(cast("Sequence[int]", block_ids)),)
-    return tuple(tuple(table) for table in cast("BlockTables", block_ids))
 
 
 def _end_of(keys: PromptKeys, values: Sequence[Value], stored: int) -> int:

@@ -84,7 +84,7 @@ class Transfer:
 
     def reject(self, job: Job, error: JobError | StoreError) -> Job:
         """Ends a job that was not taken, and counts it."""
-        job.on_end(self._count)
+        job.on_end(self.count)
         job.fail(error)
         return job
 
@@ -164,7 +164,7 @@ class Transfer:
 
     def _forget(self, job: Job) -> None:
         """The end of a job, whoever ended it."""
-        self._count(job)
+        self.count(job)
         with self._changed:
             self._alive.discard(job)
             self._waiting.pop(job, None)
@@ -174,7 +174,10 @@ class Transfer:
                 self._in_store.add(job)
             self._changed.notify_all()
 
-    def _count(self, job: Job) -> None:
+    def count(self, job: Job) -> None:
+        """Counts the end of a job that is not a part of another one."""
+        if job.is_part:
+            return
         result = job.result
         assert result is not None
         seconds = time.monotonic() - job.submitted_at

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from pdstore import block
+from pdstore.errors import LayoutError
 from pdstore.keys import Part, PromptKeys
 from pdstore.layout import Layout
 from pdstore.swap import Piece
@@ -46,6 +47,37 @@ class Value(NamedTuple):
         """
         payload = value[block.HEADER_BYTES :]
         return Piece(self.part, self.block_ids, self.num_cells, before, payload)
+
+
+def tables_of(
+    layout: Layout,
+    num_tokens: int,
+    block_ids: Sequence[int] | BlockTables,
+    num_blocks: int,
+) -> tuple[tuple[int, ...], ...]:
+    """The block tables of a prompt, of which a plain list of ids is the only one.
+
+    num_blocks: of the paged cache. Raises LayoutError for tables that do not fit.
+    """
+    if isinstance(next(iter(block_ids), 0), int):
+        block_ids = [cast("Sequence[int]", block_ids)]
+    tables = tuple(tuple(table) for table in cast("BlockTables", block_ids))
+    if len(tables) != layout.num_tables:
+        raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
+    need = -(-num_tokens // layout.engine_block_tokens)
+    for number, table in enumerate(tables):
+        if len(table) < need:
+            raise LayoutError(
+                f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
+            )
+        used = table[:need]
+        lowest = NO_BLOCK if layout.has_window(number) else 0
+        if used and not lowest <= min(used) <= max(used) < num_blocks:
+            raise LayoutError(
+                f"block ids {min(used)}..{max(used)} are not all in the cache of"
+                f" {num_blocks} blocks"
+            )
+    return tables
 
 
 def values_of(
