@@ -27,9 +27,7 @@ LOADED = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("llama", marks=pytest.mark.nightly),
-        pytest.param("qwen3", marks=pytest.mark.nightly),
-        "gemma3",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("llama", "qwen3", "gemma3")),
         "mla",
     ],
 )
