@@ -57,6 +57,8 @@ class PrefixCacheManager:
         self._lookups: deque[Lookup] = deque()
         self._pool_id: bytes | None = None
         self._pool_id_deadline = Deadline(0.0)
+        self._former_pool_id: bytes | None = None  # until P must have seen the new one too
+        self._former_pool_id_deadline = Deadline(0.0)
         self._said: OrderedDict[str, Deadline] = OrderedDict()
         self._next_words = Deadline(0.0)
         self._closed = False
@@ -235,23 +237,35 @@ class PrefixCacheManager:
         if self._pool_id_deadline.is_over():
             self._pool_id_deadline = Deadline(_POOL_ID_AGE_S)
             with contextlib.suppress(StoreError):  # the calls that matter say so
-                self._pool_id = read_pool_id(self._store)
+                pool_id = read_pool_id(self._store)
+                if pool_id != self._pool_id:
+                    self._former_pool_id, self._pool_id = self._pool_id, pool_id
+                    self._former_pool_id_deadline = Deadline(2 * _POOL_ID_AGE_S)
 
     def _is_same_pool(self, handoff: Handoff) -> bool:
-        """Whether P writes where this instance reads; looks twice before it says no."""
+        """Whether P writes where this instance reads; looks twice before it says no.
+
+        A store that came back empty is another pool, and P may not have noticed yet.
+        """
         if handoff.pool_id is None or self._pool_id is None:
             return True
-        if handoff.pool_id == self._pool_id.hex():
+        if self._is_pool(handoff.pool_id):
             return True
         self._pool_id_deadline = Deadline(0.0)
         self._refresh_pool_id()
-        if handoff.pool_id == self._pool_id.hex():
+        if self._is_pool(handoff.pool_id):
             return True
         self._say(
             f"the prefill instance's pool is {handoff.pool_id[:8]}, this one's is"
             f" {self._pool_id.hex()[:8]} at {self._store.label}: give both the same PDSTORE_STORE"
         )
         return False
+
+    def _is_pool(self, pool_id: str) -> bool:
+        known = [self._pool_id]
+        if not self._former_pool_id_deadline.is_over():
+            known.append(self._former_pool_id)
+        return pool_id in (each.hex() for each in known if each is not None)
 
     def _say_namespace(self, handoff: Handoff) -> None:
         differences = self.namespace.differences(handoff.fields)

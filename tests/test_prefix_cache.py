@@ -14,6 +14,7 @@ from pdstore.store import open_store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.wrappers import Faulty, WrapperStore
 from pdstore.types import Reason, Slots
+from pdstore.workers import Deadline
 
 BLOCKS = list(range(20))
 
@@ -124,6 +125,24 @@ def test_another_pool_is_said_at_once(instance, caplog):
     _, params = publish(p, range(100))
     assert find(d, range(100), params, 5).reason is Reason.OTHER_POOL
     assert "PDSTORE_STORE" in caplog.text
+
+
+def test_a_store_that_came_back_empty_is_still_the_pool_of_a_p_that_has_not_noticed(
+    instance, store
+):
+    p, d = instance(), instance(handoff_wait_s=30.0)
+    eventually(lambda: p.cache._pool_id)
+    eventually(lambda: d.cache._pool_id)
+    store.remove([POOL_ID_KEY])
+    new = read_pool_id(store)
+    d.cache._pool_id_deadline = Deadline(0.0)
+    find(d, range(50))
+    assert d.cache._pool_id == new
+    _, params = publish(p, range(100))
+    assert params["pdstore"]["pool_id"] != new.hex()
+    assert find(d, range(100), params, 5).num_tokens == 100
+    d.cache._former_pool_id_deadline = Deadline(0.0)
+    assert find(d, range(100), params, 5).reason is Reason.OTHER_POOL
 
 
 def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
