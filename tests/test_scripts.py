@@ -229,7 +229,18 @@ def test_make_explains_itself() -> None:
     done = subprocess.run(
         ["make", "-s"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     )
-    for target in ("setup", "demo", "test", "check", "bench", "wheel"):
+    targets = (
+        "setup",
+        "setup-vllm",
+        "demo",
+        "test",
+        "test-vllm",
+        "nightly",
+        "check",
+        "bench",
+        "wheel",
+    )
+    for target in targets:
         assert f"make {target} " in done.stdout
 
 
