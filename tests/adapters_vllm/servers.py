@@ -29,6 +29,7 @@ SETTINGS = {
     "PDSTORE_BREAKER_OPEN_S": "0.2",
     "PDSTORE_BREAKER_MAX_S": "0.5",
     "PDSTORE_DRAIN_S": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # its caches can be reset
 }
 """Short waits, so that tests of faults are short; long enough for a busy machine."""
 

@@ -1,0 +1,80 @@
+"""Other kinds of KV cache: sliding windows, MLA, two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from adapters_vllm.asking import Since, alone, ask, assert_idle, at_once, new_prompt, prefill
+from adapters_vllm.conftest import switched_on
+
+WINDOW = 64
+MLA = ("--block-size=16", "--num-gpu-blocks-override=512")
+
+
+@pytest.fixture
+def instances(launcher, checkpoints, started_pair):
+    """Starts a P and some D's of a kind of checkpoint: `instances("gemma3", "prefill", ...)`."""
+    servers = []
+
+    def start(kind, roles, *options, **env):
+        for role in roles:
+            given = switched_on(started_pair.redis.url, role) | env
+            servers.append(launcher.vllm(f"{kind}-{role}", checkpoints(kind), *options, env=given))
+        return [server.wait_ready() for server in servers]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def gemma(instances, launcher):
+    p, d = instances("gemma3", ("prefill", "decode"), "--num-gpu-blocks-override=256")
+    proxy = launcher.proxy(p, d).wait_ready()
+    yield p, d, proxy
+    proxy.stop()
+
+
+def test_sliding_windows_are_handed_over(gemma):
+    p, d, proxy = gemma
+    lengths = (10, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1, 300, 900)
+    for num_tokens in lengths:
+        prompt = new_prompt(num_tokens)
+        since = Since(d)
+        answer = ask(proxy, prompt, 100)
+        assert since.computed <= 1, num_tokens
+        answer.assert_same(alone(d, prompt, 100))
+    prompts = [new_prompt(900) for _ in range(8)]
+    since = Since(d)
+    answers = at_once([partial(ask, proxy, prompt, 2) for prompt in prompts])
+    assert since.computed <= len(prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        answer.assert_same(alone(d, prompt, 2))
+    assert_idle(p)
+    assert_idle(d)
+
+
+def test_two_tensor_parallel_ranks_load_and_save_their_shards(instances):
+    p, d = instances("llama", ("prefill", "decode"), "--tensor-parallel-size=2")
+    for num_tokens in (63, 64, 900):
+        prompt = new_prompt(num_tokens)
+        since = Since(d)
+        answer = ask(d, prompt, kv_transfer_params=prefill(p, prompt))
+        assert since.computed <= 1
+        assert since.loaded == 2 * num_tokens  # each rank its half of the heads
+        answer.assert_same(alone(d, prompt))
+    assert_idle(p)
+    assert_idle(d)
+
+
+def test_mla_is_handed_over(instances):
+    p, d = instances("mla", ("prefill", "decode"), *MLA)
+    for num_tokens in (15, 16, 17, 900):
+        prompt = new_prompt(num_tokens)
+        since = Since(d)
+        answer = ask(d, prompt, kv_transfer_params=prefill(p, prompt))
+        assert since.loaded == num_tokens
+        assert since.computed <= 1
+        answer.assert_same(alone(d, prompt))
