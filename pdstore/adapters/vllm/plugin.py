@@ -30,7 +30,8 @@ def _register() -> None:
     version = _vllm_version()
     first, last = VERSIONS
     if not first <= version <= last:
-        log.warning(
+        say = log.warning if read_settings().pd_transfer_via_storage else log.debug
+        say(
             "pdstore knows vLLM %d.%d to %d.%d, this is %d.%d: it stays off",
             *(*first, *last, *version),
         )
