@@ -45,6 +45,7 @@ def test_a_known_vllm_gets_the_connector(monkeypatch, version):
 @pytest.mark.parametrize("version", [(0, 25), (0, 34), (1, 0)])
 def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, version):
     monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     plugin.register()
     assert plugin.NAME not in KVConnectorFactory._registry
     assert EngineArgs.create_engine_config is vllms_own
