@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,12 @@ from typing import Any
 
 import httpx
 from kv import eventually
-from prometheus_client.parser import text_string_to_metric_families
 
 from adapters_vllm.servers import Server
 
 ANSWER_S, IDLE_S = 60.0, 30.0
 MOST_DIFFERENCE = 1e-4  # one wrong token in a V page is 0.05, and leaves the ids as they are
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _ENGINES_LABELS = ("engine", "model_name")
 
 _random = random.Random(7)
@@ -135,18 +136,19 @@ def _assert_none(server: Server, *names: str) -> None:
 
 
 def counted(server: Server) -> dict[str, float]:
-    """Counters and gauges by name and labels, like `pdstore_tokens_total:loaded`."""
-    response = httpx.get(server.url + "/metrics", timeout=ANSWER_S, trust_env=False)
-    return {
-        _name_of(sample.name, sample.labels): sample.value
-        for family in text_string_to_metric_families(response.text)
-        for sample in family.samples
-        if family.type in ("counter", "gauge", "histogram") and not sample.name.endswith("_bucket")
-    }
+    """Counters and gauges by name and labels, like `pdstore_tokens_total:loaded`.
 
-
-def _name_of(name: str, labels: dict[str, str]) -> str:
-    return ":".join([name, *(v for k, v in labels.items() if k not in _ENGINES_LABELS)])
+    By hand: the client library's own parser takes as long as an answer does.
+    """
+    text = httpx.get(server.url + "/metrics", timeout=ANSWER_S, trust_env=False).text
+    counts = {}
+    for line in text.splitlines():
+        if line.startswith(("vllm:", "pdstore_")) and "_bucket{" not in line:
+            name, _, rest = line.partition("{")
+            labels, _, value = rest.rpartition("} ")
+            kept = [v for k, v in _LABEL.findall(labels) if k not in _ENGINES_LABELS]
+            counts[":".join([name, *kept])] = float(value)
+    return counts
 
 
 class Since:

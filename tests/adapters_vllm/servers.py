@@ -30,6 +30,7 @@ SETTINGS = {
     "PDSTORE_BREAKER_MAX_S": "0.5",
     "PDSTORE_DRAIN_S": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # its caches can be reset
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # 5 as httpx has: it may use one that is being closed
 }
 """Short waits, so that tests of faults are short; long enough for a busy machine."""
 

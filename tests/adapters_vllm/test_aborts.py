@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
+from functools import partial
+
+import pytest
 from kv import eventually
 
 from adapters_vllm.asking import (
@@ -11,6 +16,7 @@ from adapters_vllm.asking import (
     ask,
     assert_blocks_are_back,
     assert_idle,
+    at_once,
     counted,
     new_prompt,
     prefill,
@@ -62,4 +68,26 @@ def test_a_client_that_goes_away_while_d_waits_for_the_marker(pair):
     pair.p_gate.release()
     since = Since(pair.d)
     ask(pair.d, prompt, kv_transfer_params=params).assert_same(alone(pair.d, prompt))
+    assert since.loaded == LONG
+
+
+@pytest.mark.nightly
+def test_two_hundred_clients_of_whom_most_go_away_at_any_moment(pair):
+    choose = random.Random(3)
+
+    def come_and_go(number):
+        prompt = new_prompt(choose.randrange(2, 1500))
+        if number % 5 == 0:
+            ask(pair.proxy, prompt).assert_same(alone(pair.d, prompt))
+            return
+        params = prefill(pair.p, prompt)
+        client = Client(choose.choice([pair.p, pair.d]), prompt, kv_transfer_params=params)
+        time.sleep(choose.random() * 0.1)  # not to wait for anything: to be at any point
+        client.go_away()
+
+    at_once([partial(come_and_go, number) for number in range(200)], workers=6)
+    assert_idle(pair.p)
+    assert_idle(pair.d)
+    since, prompt = Since(pair.d), new_prompt(LONG)
+    ask(pair.proxy, prompt).assert_same(alone(pair.d, prompt))
     assert since.loaded == LONG

@@ -56,6 +56,7 @@ def test_sliding_windows_are_handed_over(gemma):
     assert_idle(d)
 
 
+@pytest.mark.nightly
 def test_two_tensor_parallel_ranks_load_and_save_their_shards(instances):
     p, d = instances("llama", ("prefill", "decode"), "--tensor-parallel-size=2")
     for num_tokens in (63, 64, 900):

@@ -33,10 +33,11 @@ def test_a_salted_request_has_nothing_to_do_with_the_pool(pair):
 
 
 def test_each_of_forty_prompts_one_after_the_other_is_loaded_whole(pair):
-    for _ in range(40):
-        since = Since(pair.d)
+    since = Since(pair.d)
+    for number in range(40):
         ask(pair.proxy, new_prompt(LONG), 2)
-        assert since.loaded == LONG
+        assert since.loaded == (number + 1) * LONG
+    assert since.computed <= 40
 
 
 def test_each_of_forty_prompts_four_at_a_time_is_loaded_whole(pair):
@@ -47,3 +48,14 @@ def test_each_of_forty_prompts_four_at_a_time_is_loaded_whole(pair):
     assert since.computed <= 40
     for prompt, answer in zip(prompts[::8], answers[::8], strict=True):
         answer.assert_same(alone(pair.d, prompt, 2))
+
+
+@pytest.mark.nightly
+def test_six_hundred_prompts_eight_at_a_time_of_any_length(pair):
+    prompts = [new_prompt(2 + 37 * n % 1500) for n in range(600)]
+    since = Since(pair.d)
+    answers = at_once([partial(ask, pair.proxy, prompt) for prompt in prompts], workers=8)
+    assert since.loaded == sum(len(prompt) for prompt in prompts)
+    assert since.computed <= len(prompts)
+    for prompt, answer in zip(prompts[::10], answers[::10], strict=True):
+        answer.assert_same(alone(pair.d, prompt))

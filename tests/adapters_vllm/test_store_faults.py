@@ -114,3 +114,23 @@ def test_stopped_during_a_load(pair, thread):
     assert since["pdstore_jobs_total:load:deadline"] == 1
     pair.d_gate.release()
     assert_loads_again(pair)
+
+
+@pytest.mark.nightly
+def test_a_store_that_comes_and_goes_twenty_times(pair):
+    """Requests go on all the while, four at a time, and every answer is right."""
+    prompts = [new_prompt(700 + n) for n in range(120)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(ask, pair.proxy, prompt) for prompt in prompts]
+        for turn in range(20):
+            eventually(lambda turn=turn: sum(a.done() for a in answers) >= 6 * turn, 120)
+            if turn % 2:
+                pair.redis.stop()
+                pair.redis.start()
+            else:
+                pair.redis.pause()
+                alone(pair.d, new_prompt(50))
+                pair.redis.resume()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            answer.result().assert_same(alone(pair.d, prompt))
+    assert_loads_again(pair)
