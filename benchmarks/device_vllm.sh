@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# On a machine with a GPU, vLLM and Mooncake: P -> pool -> D of a real vLLM, over files and Mooncake.
+# Usage: benchmarks/device_vllm.sh [DIRECTORY] [OPTIONS OF vllm_gpu.py]
+#        DIRECTORY is where the raw results go (default benchmarks/results)
+#        POOL: a memory-backed directory of 64 GiB or more (default: one is mounted, as root)
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-benchmarks/results}
+shift
+mkdir -p "$out"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+if [[ -z ${POOL:-} ]]; then
+    POOL=/mnt/pdstore_pool
+    mkdir -p $POOL
+    mountpoint -q $POOL || mount -t tmpfs -o size=72G,huge=always tmpfs $POOL || POOL=/dev/shm
+    # Memory that a virtual machine has never touched is slow the first time: while models load,
+    (
+        [[ -e $POOL/.touched ]] && exit
+        for i in 1 2 3 4 5 6 7 8; do fallocate -l 4G "$POOL/touch$i" & done
+        wait
+        rm -f "$POOL"/touch?
+        touch $POOL/.touched
+        echo "touched after $SECONDS s"
+    ) &
+fi
+{
+    date -u +%FT%TZ
+    nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current --format=csv
+    python3 -c 'import platform, torch; print(platform.platform(), torch.__version__)'
+    nproc
+    df -h "$POOL" | tail -1
+    cat COMMIT 2>/dev/null || git rev-parse HEAD
+} | tee "$out/vllm_machine.txt"
+python3 benchmarks/vllm_gpu.py --json "$out/vllm.json" --pool "$POOL" "$@" 2>&1 \
+    | tee "$out/vllm.txt"
