@@ -86,14 +86,18 @@ class Layout:
         rope: str,
         quantization: str | None = None,
         page: str | None = None,
+        gives_back: bool = False,
         tp_rank: int = 0,
         tp_size: int = 1,
         draft_layers: int = 0,
     ) -> Layout:
         """The layout with block size, order and shards from the settings.
 
-        With `page` given, the pool's block is the engine's, and the order is that of pages.
+        With `page` given the order is that of pages. Then, and for an engine that `gives_back`
+        blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
+        over the window's edge.
         """
+        is_engines = gives_back or page is not None
         if page is not None and settings.salt is not None:
             raise LayoutError(
                 "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
@@ -102,7 +106,7 @@ class Layout:
         return cls(
             dtype=dtype,
             layers=tuple(layers),
-            block_tokens=settings.block_tokens if page is None else engine_block_tokens,
+            block_tokens=engine_block_tokens if is_engines else settings.block_tokens,
             engine_block_tokens=engine_block_tokens,
             rope=rope,
             quantization=quantization,

@@ -26,7 +26,14 @@ from pdstore.swap import LayerCache, ReadyEvent
 from pdstore.swap_open import open_swap
 from pdstore.transfer import Transfer
 from pdstore.types import Direction, Reason
-from pdstore.values import BlockTables, Value, bytes_of, tables_of, values_of
+from pdstore.values import (
+    BlockTables,
+    Value,
+    bytes_of,
+    check_windows,
+    tables_of,
+    values_of,
+)
 from pdstore.workers import DevicePin
 
 log = logging.getLogger(__name__)
@@ -119,7 +126,8 @@ class KVPool:
             handoff,
         )
         num_bytes = bytes_of(self.layout, keys, first_block)
-        seconds = self._settings.save_deadline_s + num_bytes / _BYTES_PER_S
+        most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
+        seconds = self._settings.save_deadline_s + most_bytes / _BYTES_PER_S
         job = Job(Direction.SAVE, body, num_bytes=num_bytes, seconds=seconds)
         if not self._settings.publish:
             return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
@@ -152,6 +160,7 @@ class KVPool:
             raise LayoutError(
                 f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
             )
+        check_windows(self.layout, tables)
         num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
         seconds = self._settings.load_deadline_s + num_bytes / _BYTES_PER_S
         jobs = []

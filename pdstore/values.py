@@ -80,6 +80,18 @@ def tables_of(
     return tables
 
 
+def check_windows(layout: Layout, tables: BlockTables) -> None:
+    """Raises LayoutError where a block to be loaded reaches over a window's edge."""
+    per_block = layout.block_tokens // layout.engine_block_tokens
+    for table in tables:
+        num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
+        if num_gone % per_block:
+            raise LayoutError(
+                f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
+                f" must be the engine's, of {layout.engine_block_tokens}"
+            )
+
+
 def values_of(
     layout: Layout, keys: PromptKeys, tables: BlockTables, first_block: int
 ) -> list[Value]:

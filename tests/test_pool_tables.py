@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from kv import POISON, caches_of, settings_of
 
-from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, Reason
+from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys, Reason
 from pdstore.errors import LayoutError
 from pdstore.store import open_store
 from pdstore.values import NO_BLOCK
@@ -181,3 +183,31 @@ def test_a_salt_and_pages_are_refused_together():
             rope="",
             page="x",
         )
+
+
+def test_a_block_that_reaches_over_a_windows_edge_is_never_loaded_in_part(store):
+    settings = settings_of(block_tokens=4 * BLOCK)
+    layout = Layout.of(
+        settings, dtype="float32", layers=[FULL, SLIDING], engine_block_tokens=BLOCK, rope=""
+    )
+    namespace = layout.namespace(settings, weights="w")
+    with contextlib.closing(
+        KVPool(settings, layout, caches_of(layout), namespace, store=store)
+    ) as pool:
+        keys = PromptKeys(namespace).extend(range(160))
+        with pytest.raises(LayoutError, match="a window begins inside a block of 64 tokens"):
+            pool.load(keys, [FULL_IDS, behind(SLIDING_IDS, 160)])
+        edge = [NO_BLOCK] * 4 + SLIDING_IDS[4:]
+        assert pool.load(keys, [FULL_IDS, edge]).wait(10).reason is Reason.LOST
+
+
+def test_the_pools_block_is_the_engines_where_blocks_behind_a_window_are_given_back():
+    layout = Layout.of(
+        settings_of(block_tokens=4 * BLOCK),
+        dtype="float32",
+        layers=[FULL, SLIDING],
+        engine_block_tokens=BLOCK,
+        rope="",
+        gives_back=True,
+    )
+    assert layout.block_tokens == BLOCK

@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec, SparseCacheRole
 
-from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
-from pdstore.errors import ConfigError
+from pdstore.adapters.vllm.describe import _check_spec, refuse_unsupported, settings_of
+from pdstore.errors import ConfigError, LayoutError
 
 
 def config_of(kv_role="kv_both", **extra):
@@ -52,15 +55,16 @@ def test_a_wrong_extra_setting_is_refused(extra):
         settings_of(config_of(**extra))
 
 
-def vllm_config(enable_sleep_mode=False, **parallel):
+def vllm_config(enable_sleep_mode=False, calculate_kv_scales=False, **parallel):
     sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes),
         model_config=SimpleNamespace(enable_sleep_mode=enable_sleep_mode),
+        cache_config=SimpleNamespace(calculate_kv_scales=calculate_kv_scales),
     )
 
 
-KV_CACHE = SimpleNamespace(kv_cache_groups=[object()])
+KV_CACHE = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
 
 
 def test_a_plain_configuration_is_accepted():
@@ -74,8 +78,40 @@ def test_a_plain_configuration_is_accepted():
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_sleep_mode": True}, "sleep mode"),
+        ({"calculate_kv_scales": True}, "on the fly"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
     with pytest.raises(ConfigError, match=reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
+
+
+def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypatch):
+    spec = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+    )
+    sliding = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    refuse_unsupported(vllm_config(), sliding)
+    monkeypatch.delattr(base, "KVConnectorTransferResults")
+    with pytest.raises(ConfigError, match="sliding windows"):
+        refuse_unsupported(vllm_config(), sliding)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
+        ({"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
+        ({"cache_role": SparseCacheRole.INDEXER}, "scales apart"),
+        ({"non_causal": True}, "not causal"),
+    ],
+)
+def test_blocks_that_are_more_than_their_tokens_are_refused(spec, reason):
+    with pytest.raises(LayoutError, match=reason):
+        _check_spec("layer", SimpleNamespace(**spec))
+
+
+def test_plain_and_per_tensor_blocks_are_taken():
+    for mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        _check_spec("layer", SimpleNamespace(kv_quant_mode=mode))
+    _check_spec("layer", SimpleNamespace(cache_role=SparseCacheRole.SPARSE))

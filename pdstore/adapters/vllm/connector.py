@@ -102,7 +102,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0 and not self._load(request, blocks, num_external_tokens):
-            self.scheduler.fail_load(request.request_id, blocks.get_block_ids())
+            ids = blocks.get_block_ids()
+            self.scheduler.fail_load(request.request_id, ids, num_external_tokens)
 
     @degrades(lambda: False)
     def _load(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
@@ -179,8 +180,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded = self.get_finished(finished_req_ids)[1] or set()
-        has_groups = len(self._kv_cache_config.kv_cache_groups) > 1
-        failed = self.worker.failed & loaded if has_groups else set()
+        failed = self.worker.failed & loaded if self.worker.fails_whole else set()
         return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @degrades(set)

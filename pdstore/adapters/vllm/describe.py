@@ -40,10 +40,17 @@ def settings_of(vllm_config: Any) -> Settings:
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError, with the reason, for what the connector cannot do."""
     parallel = vllm_config.parallel_config
-    num_groups = len(kv_cache_config.kv_cache_groups)
+    groups = kv_cache_config.kv_cache_groups
+    has_windows = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
+    is_old = not hasattr(base, "KVConnectorTransferResults")
     refusals = {
-        "several KV groups with a vLLM this old (it cannot be told of a failed load)": (
-            num_groups > 1 and not hasattr(base, "KVConnectorTransferResults")
+        "several KV groups or sliding windows with a vLLM this old (it says neither which blocks"
+        " it gives back nor hears that a load failed whole)": (
+            is_old and (len(groups) > 1 or has_windows)
+        ),
+        "ROCm (its pages are packed in ways of their own)": torch.version.hip is not None,
+        "scales of the KV cache that are calculated on the fly": getattr(
+            vllm_config.cache_config, "calculate_kv_scales", False
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
@@ -99,13 +106,15 @@ def layout_of(
     blocks = {kv_caches[name].shape[1] for name in names}
     if len(blocks) > 1:
         raise LayoutError(f"KV groups with blocks of {sorted(blocks)} tokens are not supported")
+    specs = _layer_specs(kv_cache_config, kv_caches, parallel.tensor_parallel_size)
     hf_config = vllm_config.model_config.hf_text_config
     return Layout.of(
         settings,
         dtype=str(first.dtype).removeprefix("torch."),
-        layers=_layer_specs(kv_cache_config, kv_caches, parallel.tensor_parallel_size),
+        layers=specs,
         engine_block_tokens=first.shape[1],
-        rope=_canonical({name: getattr(hf_config, name, None) for name in _SHAPING}),
+        gives_back=any(spec.window for spec in specs),
+        rope=_shaping(vllm_config, names),
         quantization=_quantization(vllm_config),
         page=_page(vllm_config, names[0]) if first.device.type == "cpu" else None,
         tp_rank=_tp_rank(vllm_config),
@@ -137,7 +146,18 @@ def _layer_specs(
     return specs
 
 
+def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
+    """What of the configuration changes KV, in canonical form; the order of the layers too."""
+    model = vllm_config.model_config
+    said = {name: getattr(model.hf_text_config, name, None) for name in _SHAPING}
+    rope = said["rope_parameters"] or said["rope_scaling"] or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        said["max_model_len"] = model.max_model_len  # decides by which factors K is rotated
+    return _canonical(said | {"layers": list(names)})
+
+
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
+    _check_spec(name, spec)
     heads, channels = cache.shape[2:]
     if isinstance(spec, MLAAttentionSpec):
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
@@ -152,6 +172,19 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
         f"layer {name} keeps its state as {type(spec).__name__}, which pdstore cannot hand over:"
         " full attention, sliding windows and MLA are supported"
     )
+
+
+def _check_spec(name: str, spec: Any) -> None:
+    """Raises LayoutError for blocks that are more than the KV of their tokens, one by one."""
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
+    if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":
+        raise LayoutError(
+            f"layer {name} keeps scales apart from the tokens of a block ({mode}, {role}), which"
+            " pdstore cannot hand over"
+        )
+    if getattr(spec, "non_causal", False):
+        raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
 
 
 def _page(vllm_config: Any, layer: str) -> str:

@@ -23,13 +23,15 @@ from pdstore.values import BlockTables
 class LoadOrder:
     """Load what `keys` names, from `first_token` on, into these blocks.
 
-    Without keys: nothing can be loaded, and that must be said.
+    num_tokens: leading tokens that vLLM counts on; fewer are a failure.
+    keys: None if nothing can be loaded, and that must be said.
     """
 
     request_id: str
     keys: PromptKeys | None
     tables: BlockTables
     first_token: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from pdstore.errors import PDStoreError
 from pdstore.handoff import Attempt
 from pdstore.keys import Item, Json, PromptKeys
 from pdstore.lookup import Lookup
 from pdstore.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.weights import weights_revision
+
+log = logging.getLogger("vllm.pdstore")
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Followed:
     attempt, answer: set if this instance is P for it: the hand-off, and what P's answer says of it.
     num_saved: leading tokens that are in the pool or on their way.
     decoded: keys of the prompt and of the tokens decoded so far, in whole blocks.
+    num_computed: leading tokens that vLLM had when it was last told what was found.
     num_loading: leading tokens there will be when the load that runs has ended.
     """
 
@@ -35,6 +42,7 @@ class Followed:
     is_announced: bool = False
     num_saved: int = 0
     decoded: PromptKeys | None = None
+    num_computed: int = 0
     num_loading: int = 0
     arrived_at: float = field(default_factory=time.monotonic)
 
@@ -59,11 +67,14 @@ class Followed:
         if end > self.decoded.num_tokens:
             new = self.request.all_token_ids[self.decoded.num_tokens : end]
             self.decoded.extend(list(new))
-        return self.decoded
+        return self.decoded.first(end)
 
 
-def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys:
-    """The names of a request's prompt, with all that its KV depends on."""
+def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
+    """The names of a request's prompt, with all that its KV depends on.
+
+    None for an adapter that has no name, because its files cannot be read.
+    """
     salt = (request.cache_salt or "").encode()
     items = [
         Item(
@@ -74,9 +85,12 @@ def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys:
         for feature in getattr(request, "mm_features", None) or ()
     ]
     lora = request.lora_request
+    digest = _lora_digest(lora.lora_int_id, lora.lora_path) if lora else b""
+    if digest is None:
+        return None
     return cache.keys(
         request.prompt_token_ids,
-        lora=_lora_digest(lora.lora_int_id, lora.lora_path) if lora else b"",
+        lora=digest,
         cache_salt=salt,
         items=sorted(items, key=lambda item: item.offset),
     )
@@ -107,6 +121,12 @@ def is_prefill_of(request: Any, settings: Settings) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _lora_digest(number: int, path: str) -> bytes:
+def _lora_digest(number: int, path: str) -> bytes | None:
     """By what an adapter's files held when its first request came: vLLM has loaded it then."""
-    return weights_revision(path, Settings.model_construct(weights=None)).encode()
+    try:
+        weights = weights_revision(path, Settings.model_construct(weights=None))
+        config = (Path(path) / "adapter_config.json").read_bytes()
+    except (PDStoreError, OSError) as error:
+        log.warning("requests of the LoRA adapter in %s do not use the pool: %s", path, error)
+        return None
+    return hashlib.sha256(config).digest() + weights.encode()

@@ -51,6 +51,10 @@ class SchedulerHalf:
 
     def begin(self, ranks: Sequence[Registered]) -> None:
         """All workers have been given their KV cache. Raises ConfigError if theirs differ."""
+        if not ranks:
+            raise ConfigError(
+                "no worker's word came: in MultiConnector list PDStoreConnector first"
+            )
         namespaces = [rank.namespace for rank in ranks]
         for other in namespaces[1:]:
             if other.digest != namespaces[0].digest:
@@ -76,7 +80,10 @@ class SchedulerHalf:
             return followed
         if not is_keyed(request, has_pages=self._cache.namespace.fields["page"] is not None):
             return None
-        followed = Followed(request, keys_of(request, self._cache))
+        keys = keys_of(request, self._cache)
+        if keys is None:
+            return None
+        followed = Followed(request, keys)
         self._requests[request.request_id] = followed
         params = request.kv_transfer_params
         is_prefill = is_prefill_of(request, self._settings)
@@ -94,6 +101,7 @@ class SchedulerHalf:
         found = followed.lookup.poll()
         if found is None:
             return None
+        followed.num_computed = num_computed
         if num_computed >= request.num_tokens - 1:
             return 0  # vLLM computes the last token anyway; a prompt of one it would ask for again
         return max(0, _usable(found, request) - num_computed)
@@ -103,12 +111,13 @@ class SchedulerHalf:
         followed = self._requests[request.request_id]
         found = followed.lookup.poll() if followed.lookup else None
         assert found is not None
-        end, keys = _usable(found, request), found.keys
-        if self._blocks_of(keys.num_tokens) > len(block_ids[0]):
-            keys = keys.first(end)  # the last token has a block of its own, which is not there yet
+        first, keys = followed.num_computed, found.keys
+        end = first + num_external  # vLLM may take less than it was told
+        if end < _usable(found, request) or self._blocks_of(keys.num_tokens) > len(block_ids[0]):
+            keys = keys.first(end)
         tables = as_pdstores(block_ids, self._blocks_of(keys.num_tokens))
         followed.num_loading = keys.num_tokens
-        self._loads.append(LoadOrder(request.request_id, keys, tables, end - num_external))
+        self._loads.append(LoadOrder(request.request_id, keys, tables, first, end))
 
     def give_up(self, request_id: str) -> None:
         """Something failed for this request: nothing is loaded for it any more."""
@@ -116,11 +125,15 @@ class SchedulerHalf:
         if followed is not None:
             followed.lookup, followed.num_loading = None, 0
 
-    def fail_load(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+    def fail_load(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
+    ) -> None:
         """Orders a load that brings nothing: vLLM waits for the word that it has ended."""
         self.give_up(request_id)
         tables = as_pdstores(block_ids, len(block_ids[0]))
-        self._loads.append(LoadOrder(request_id, None, tables, 0))
+        end = len(block_ids[0]) * self._block_tokens
+        first = end - self._blocks_of(num_external) * self._block_tokens
+        self._loads.append(LoadOrder(request_id, None, tables, first, end))
 
     def take_orders(self) -> StepOrders:
         """What the workers do beside this step, but for its saves."""

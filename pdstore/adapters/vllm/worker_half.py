@@ -45,6 +45,7 @@ class WorkerHalf:
         self._loads: dict[str, tuple[LoadOrder, Job | None]] = {}
         self._saves: dict[int, tuple[SaveOrder, Job]] = {}
         self._of_request: defaultdict[str, list[Job]] = defaultdict(list)
+        self._told: set[int] = set()  # saves that are released and not done
         self._released: Counter[int] = Counter()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -69,6 +70,16 @@ class WorkerHalf:
     @property
     def registered(self) -> Registered | None:
         return self._registered
+
+    @property
+    def fails_whole(self) -> bool:
+        """A load that brought less than was promised brought nothing.
+
+        vLLM goes on from the first bad block where it can, but it has given back what the windows
+        before that block would need.
+        """
+        has_windows = self._registered is not None and self._registered.namespace.windows
+        return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
     def start_loads(self, orders: StepOrders) -> None:
         """And withdrawals: this is called in every step, `start_saves` not in every empty one."""
@@ -128,10 +139,14 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """What the scheduler's half must hear after this step; None: nothing."""
         for number, (order, job) in list(self._saves.items()):
-            if job.done if order.attempt else job.captured:
+            is_read = job.done if order.attempt else job.captured
+            if is_read and number not in self._told:
+                self._told.add(number)
                 self._released[number] = 1
+            if job.done:
+                self._told.discard(number)
                 del self._saves[number]
-                self._forget_ended(order.request_id)
+                self._forget(order.request_id, job)
         if not self._released and not self._failed:
             return None
         report = StepReport(self._released, self._failed)
@@ -145,20 +160,18 @@ class WorkerHalf:
     def _note_failure(self, order: LoadOrder, job: Job | None) -> None:
         result = job.result if job is not None else None
         loaded = max(order.first_token, result.num_tokens) if result else order.first_token
-        if order.keys is not None and loaded >= order.keys.num_tokens:
+        if order.keys is not None and loaded >= order.num_tokens:
             return
         self._failed.add(order.request_id)
         if result is None:
             self._metrics.miss(Reason.FAULT)
-        if len(order.tables) == 1 and self._registered is not None:
+        if not self.fails_whole and self._registered is not None:
             first = loaded // self._registered.block_tokens
             self._bad_blocks |= {id for id in order.tables[0][first:] if id != NO_BLOCK}
 
-    def _forget_ended(self, request_id: str) -> None:
-        left = [job for job in self._of_request[request_id] if not job.done]
-        if left:
-            self._of_request[request_id] = left
-        else:
+    def _forget(self, request_id: str, job: Job) -> None:
+        self._of_request[request_id].remove(job)
+        if not self._of_request[request_id]:
             del self._of_request[request_id]
 
     def _rows(self, tables: BlockTables) -> BlockTables:
