@@ -30,7 +30,8 @@ ASK_P = {
 
 def make_app(prefill: str, decode: str) -> Starlette:
     """The proxy in front of one P and one D, as an ASGI application."""
-    client = httpx.AsyncClient(timeout=None, trust_env=False)
+    limits = httpx.Limits(keepalive_expiry=2.0)  # instances drop idle connections after 5 s
+    client = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
 
     async def complete(request: Request) -> Response:
         body, path = await request.json(), request.url.path

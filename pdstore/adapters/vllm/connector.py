@@ -58,6 +58,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is base.KVConnectorRole.SCHEDULER:
+            if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
+                log.warning("kv_load_failure_policy is fail: a block that is lost ends its request")
             num_ranks = vllm_config.parallel_config.world_size
             self._scheduler = SchedulerHalf(settings, num_ranks, self.metrics)
         else:
