@@ -1,0 +1,250 @@
+"""One vLLM instance in a process of its own, which does what it is told over a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+Answer = dict[str, Any]
+
+
+class Engine:
+    """One vLLM instance, in a process of its own, driven step by step."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+        _scale_what_is_loaded(DummyModelLoader)
+        began = time.perf_counter()
+        try:
+            self.llm = LLM(**arguments)
+        except Exception:
+            if arguments.get("enforce_eager"):
+                raise
+            traceback.print_exc()  # then without CUDA graphs
+            del arguments["compilation_config"]
+            self.llm = LLM(**arguments | {"enforce_eager": True})
+        self.seconds_to_start = time.perf_counter() - began
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.num_scheduled = 0
+        self._schedule = self.core.scheduler.schedule
+        self.core.scheduler.schedule = self._counted_schedule
+
+    def about(self) -> dict[str, Any]:
+        import torch
+        import vllm
+
+        config = self.llm.llm_engine.vllm_config
+        caches = self.core.scheduler.kv_cache_config
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "seconds_to_start": self.seconds_to_start,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "runner_v2": bool(config.use_v2_model_runner),
+            "blocks": caches.num_blocks,
+            "weights": self.digest_of_weights(),
+        }
+
+    def digest_of_weights(self) -> str:
+        import torch
+
+        worker = self.core.model_executor.driver_worker
+        model = getattr(worker, "worker", worker).model_runner.model
+        digest = hashlib.sha256()
+        for name, weight in sorted(model.named_parameters()):
+            bits = weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()])
+            digest.update(f"{name} {int(bits.sum(dtype=torch.int64))}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def ask(self, prompt: list[int], max_tokens: int, handoff: Any = None) -> Answer:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": handoff} if handoff else None
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            logprobs=5,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
+        )
+        before, counters = self.num_scheduled, self.counters()
+        began = time.perf_counter()
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        said = output.outputs[0]
+        return {
+            "seconds": seconds,
+            "computed": self.num_scheduled - before - (max_tokens - 1),
+            "ids": list(said.token_ids),
+            "logprobs": [
+                {str(token): value.logprob for token, value in of_one.items()}
+                for of_one in said.logprobs or ()
+            ],
+            "handoff": output.kv_transfer_params,
+            "counters": _difference(counters, self.counters()),
+        }
+
+    def settle(self) -> float:
+        """Steps until the connector has nothing left to do; how long that took."""
+        began = time.perf_counter()
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
+            self.llm.llm_engine.step()
+            if time.perf_counter() - began > 60:
+                raise TimeoutError("the connector still has work to do")
+        return time.perf_counter() - began
+
+    def forget(self) -> bool:
+        """Empties vLLM's own prefix cache."""
+        self.settle()
+        until = time.perf_counter() + 20
+        while not self.llm.reset_prefix_cache():
+            if time.perf_counter() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def counters(self) -> dict[str, float]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        found: dict[str, float] = {}
+        halves = [self.core.scheduler.get_kv_connector()]
+        if has_kv_transfer_group():
+            halves.append(get_kv_transfer_group())
+        for half in halves:
+            registry = getattr(getattr(half, "metrics", None), "registry", None)
+            for metric in registry.collect() if registry else ():
+                for sample in metric.samples:
+                    if sample.name.endswith(("_total", "_sum", "_count")):
+                        labels = ",".join(sample.labels.values())
+                        name = f"{sample.name.removeprefix('pdstore_')}:{labels}"
+                        found[name] = found.get(name, 0.0) + sample.value
+        return found
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _counted_schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._schedule(*args, **kwargs)
+        self.num_scheduled += output.total_num_scheduled_tokens
+        return output
+
+
+def _scale_what_is_loaded(loader: Any) -> None:
+    """Dummy weights that give products as large as their inputs, and attention that looks at some
+    tokens more than at others."""
+    load = loader.load_weights
+
+    def load_scaled(self: Any, model: Any, model_config: Any) -> None:
+        load(self, model, model_config)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.data.fill_(1.0)
+            else:  # they are even between -1/1000 and 1/1000
+                weight.data.mul_(1000.0 * (3.0 / weight.shape[-1]) ** 0.5)
+            if name.endswith("qkv_proj.weight"):  # rows of q, of k, of v
+                weight.data[: weight.shape[0] * 5 // 6].mul_(2.0)
+
+    loader.load_weights = load_scaled
+
+
+def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {k: v - before.get(k, 0.0) for k, v in after.items() if v != before.get(k, 0.0)}
+
+
+def serve(pipe: Connection, log: str, environment: dict[str, str], arguments: Any) -> None:
+    """An instance's process: makes an Engine, and calls what it is told to."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    try:
+        engine = Engine(arguments)
+        pipe.send(("ok", engine.about()))
+        while (call := pipe.recv()) is not None:
+            verb, args = call
+            try:
+                pipe.send(("ok", getattr(engine, verb)(*args)))
+            except Exception:
+                traceback.print_exc()
+                pipe.send(("error", traceback.format_exc()))
+        with contextlib.suppress(Exception):
+            engine.close()
+    except Exception:
+        traceback.print_exc()
+        pipe.send(("error", traceback.format_exc()))
+    os._exit(0)
+
+
+class Instance:
+    """The driver's end of an instance's process: calls of it are calls of its Engine.
+
+    seconds_left: how long an answer may take at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log: Path,
+        environment: dict[str, str],
+        arguments: dict[str, Any],
+        seconds_left: Callable[[], float],
+    ) -> None:
+        self.name, self.log, self._seconds_left = name, log, seconds_left
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        fixed = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "HF_HUB_OFFLINE": "1",
+            "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+        }
+        self._process = context.Process(
+            target=serve,
+            args=(theirs, str(self.log), fixed | environment, arguments),
+            daemon=False,
+        )
+        self._process.start()
+        theirs.close()
+
+    def answer(self, seconds: float) -> Any:
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"{self.name} said nothing for {seconds:.0f} s: {self.tail()}")
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name} ended: {self.tail()}") from None
+        if kind == "error":
+            raise RuntimeError(f"{self.name}: {value}")
+        return value
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self._pipe.send((verb, args))
+            return self.answer(min(60.0, max(5.0, self._seconds_left())))
+
+        return call
+
+    def tail(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace")[-3000:]
+        return ""
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(8)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
