@@ -34,7 +34,9 @@ def main() -> None:
 def _pip(*arguments: str) -> None:
     quiet = () if sys.stdout.isatty() else ("-qq",)
     options = shlex.split(os.environ.get("PIP_ARGS", ""))
-    command = [sys.executable, "-m", "pip", "install", *quiet, *options, *arguments]
+    # Of thousands of files few are ever imported: Python compiles those then.
+    command = [sys.executable, "-m", "pip", "install", "--no-compile", *quiet, *options]
+    command += arguments
     status = subprocess.run(command, check=False).returncode
     if status:
         sys.exit(f"vllm_env: pip could not install it all (status {status})")

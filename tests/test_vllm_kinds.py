@@ -23,14 +23,9 @@ LOADED = {
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("llama", "qwen3", "gemma3")),
-        "mla",
-    ],
-)
+@pytest.mark.parametrize("kind", LOADED)
 def test_a_prompt_that_is_loaded_in_part_is_answered_as_transformers_does(
     kind: str, tmp_path: Path
 ) -> None:
