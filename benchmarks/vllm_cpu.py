@@ -161,23 +161,22 @@ def main() -> None:
     results: dict[str, Any] = {"model": given.model.name}
     with Processes() as processes:
         pool = start_mooncake(processes)
-        results["steps"] = measure_steps(given.model, pool)
-        _show(results["steps"])
+        results["steps"] = _show(measure_steps(given.model, pool))
         pairs = [Pair(processes, name, given.model, pool) for name in (NONE, OURS, THEIRS)]
         processes.wait_ready(_READY_S, lambda text: None)
         measure(pairs, 2, given.tokens, 1)  # warm
         for width in (1, 4):
-            results[f"handoff_{width}"] = measure(pairs, given.requests, given.tokens, width)
-            _show(results[f"handoff_{width}"])
-        results["misses"] = measure_misses(pairs[:2], given.requests, given.tokens)
-        _show(results["misses"])
+            rows = measure(pairs, given.requests, given.tokens, width)
+            results[f"handoff_{width}"] = _show(rows)
+        results["misses"] = _show(measure_misses(pairs[:2], given.requests, given.tokens))
     if given.json:
         given.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _show(rows: Sequence[dict[str, Any]]) -> None:
+def _show(rows: list[Any]) -> list[Any]:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

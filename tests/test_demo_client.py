@@ -30,6 +30,16 @@ def test_a_stream_is_read_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < answer.ttft_s < DEADLINE_S
 
 
+def test_a_text_may_hold_what_unicode_calls_the_end_of_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "a\u2028b\x85c"
+    event = {"choices": [{"text": text, "token_ids": [7], "logprobs": {"token_logprobs": [-1]}}]}
+    lines = f"data: {json.dumps(event, ensure_ascii=False)}\n\ndata: [DONE]\n\n"
+    serve(monkeypatch, httpx.Response(200, content=lines.encode()))
+    assert client.ask("http://d", "Hello", 1).text == text
+
+
 @pytest.mark.parametrize(
     ("response", "message"),
     [

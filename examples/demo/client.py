@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -91,9 +92,13 @@ def _name_of(sample: Sample) -> str:
 
 
 def _events(response: httpx.Response) -> Iterator[Json]:
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
+    """The events of a stream; a text may hold what Unicode calls the end of a line."""
+    rest = b""
+    for part in itertools.chain(response.iter_bytes(), [b"\n"]):
+        *lines, rest = (rest + part).split(b"\n")
+        for line in (each.strip() for each in lines):
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def _add(event: Json, answer: Answer, begin: float) -> None:
