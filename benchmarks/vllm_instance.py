@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks import vllm_ranks
+
 Answer = dict[str, Any]
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+    # No NVLink multicast: the GPUs of a host may belong to several guests.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+}
 
 
 class Engine:
@@ -52,24 +69,15 @@ class Engine:
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "runner_v2": bool(config.use_v2_model_runner),
             "blocks": caches.num_blocks,
-            "weights": self.digest_of_weights(),
+            "block_tokens": config.cache_config.block_size,
+            "weights": self._ranks(vllm_ranks.digest_of_weights),
         }
 
-    def digest_of_weights(self) -> str:
-        import torch
-
-        worker = self.core.model_executor.driver_worker
-        model = getattr(worker, "worker", worker).model_runner.model
-        digest = hashlib.sha256()
-        for name, weight in sorted(model.named_parameters()):
-            bits = weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()])
-            digest.update(f"{name} {int(bits.sum(dtype=torch.int64))}\n".encode())
-        return digest.hexdigest()[:16]
-
-    def ask(self, prompt: list[int], max_tokens: int, handoff: Any = None) -> Answer:
+    def ask(self, prompt: list[int], max_tokens: int, params: Any = None) -> Answer:
+        """params: the request's kv_transfer_params."""
         from vllm import SamplingParams
 
-        extra = {"kv_transfer_params": handoff} if handoff else None
+        extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -86,6 +94,7 @@ class Engine:
         return {
             "seconds": seconds,
             "computed": self.num_scheduled - before - (max_tokens - 1),
+            "cached": output.num_cached_tokens,
             "ids": list(said.token_ids),
             "logprobs": [
                 {str(token): value.logprob for token, value in of_one.items()}
@@ -115,24 +124,18 @@ class Engine:
         return True
 
     def counters(self) -> dict[str, float]:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        found: dict[str, float] = {}
-        halves = [self.core.scheduler.get_kv_connector()]
-        if has_kv_transfer_group():
-            halves.append(get_kv_transfer_group())
-        for half in halves:
-            registry = getattr(getattr(half, "metrics", None), "registry", None)
-            for metric in registry.collect() if registry else ():
-                for sample in metric.samples:
-                    if sample.name.endswith(("_total", "_sum", "_count")):
-                        labels = ",".join(sample.labels.values())
-                        name = f"{sample.name.removeprefix('pdstore_')}:{labels}"
-                        found[name] = found.get(name, 0.0) + sample.value
-        return found
+        """Of both halves of pdstore's connector; of the ranks' halves the sums."""
+        found = Counter(vllm_ranks.counters_of(self.core.scheduler.get_kv_connector()))
+        for each in self._ranks(vllm_ranks.worker_counters):
+            found.update(each)
+        return dict(found)
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+    def _ranks(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What each rank's worker answers."""
+        return list(self.core.model_executor.collective_rpc(function))
 
     def _counted_schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
@@ -167,7 +170,7 @@ def serve(pipe: Connection, log: str, environment: dict[str, str], arguments: An
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ.update(environment)
+    os.environ.update(environment)  # nothing has imported torch yet
     try:
         engine = Engine(arguments)
         pipe.send(("ok", engine.about()))
@@ -201,22 +204,21 @@ class Instance:
         seconds_left: Callable[[], float],
     ) -> None:
         self.name, self.log, self._seconds_left = name, log, seconds_left
+        self.started: Answer = {}
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        fixed = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "HF_HUB_OFFLINE": "1",
-            "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
-        }
         self._process = context.Process(
             target=serve,
-            args=(theirs, str(self.log), fixed | environment, arguments),
+            args=(theirs, str(self.log), ENVIRONMENT | environment, arguments),
             daemon=False,
         )
         self._process.start()
         theirs.close()
+
+    def start(self, seconds: float) -> Answer:
+        """Waits until it is up, `seconds` at most; what it says about itself."""
+        self.started = self.answer(seconds)
+        return self.started
 
     def answer(self, seconds: float) -> Any:
         if not self._pipe.poll(seconds):
