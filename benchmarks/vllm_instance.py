@@ -243,10 +243,13 @@ class Instance:
             return self.log.read_text(errors="replace")[-3000:]
         return ""
 
-    def stop(self) -> None:
+    def dismiss(self) -> None:
+        """It may end now; `stop` sees that it does."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
-        self._process.join(8)
+
+    def stop(self) -> None:
+        self._process.join(12)
         if self._process.is_alive():
             self._process.kill()
             self._process.join(5)

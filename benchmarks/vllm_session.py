@@ -113,7 +113,7 @@ class Session:
         self.write("end", {"seconds": time.monotonic() - self._began, "failures": failures})
         sys.exit(bool(failures))
 
-    def prompt_of(self, num_tokens: int, seed: int) -> list[int]:
+    def prompt_of(self, num_tokens: int, seed: int | str) -> list[int]:
         draw = random.Random(seed)
         return [draw.randrange(10, self.vocabulary) for _ in range(num_tokens)]
 
@@ -177,6 +177,8 @@ class Session:
                     ready[name] = each
             yield ready
         finally:
+            for each in started.values():
+                each.dismiss()
             for each in started.values():
                 each.stop()
 

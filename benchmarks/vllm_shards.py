@@ -1,0 +1,203 @@
+"""Real vLLM with unequal TP sizes, P -> pool -> D: two ranks to one, and one to two.
+
+    python benchmarks/vllm_shards.py --json FILE [--pool DIRECTORY] [--tokens 1000 8192 32768]
+                                     [--gpus 0 1]
+
+Four instances with one checkpoint: of one rank and of two, without a connector and with pdstore
+over files, its blocks in two shards by KV heads. D computes one token of a prompt that a P with the
+other TP size has saved. Its answer is compared with those of the instance without a connector that
+has D's TP size. How far sums in another order move an answer is told by that instance of P's size
+and by its own prefix cache; how far wrong KV would, by a prompt of which 64 tokens are others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.vllm_instance import Answer, Instance
+from benchmarks.vllm_session import (
+    LLAMA_8B,
+    Kind,
+    Session,
+    add_options,
+    distance,
+    loaded,
+    medians,
+)
+
+ROOT = Path(__file__).parent.parent
+EIGHT_LAYERS = {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32000}
+RANKS_MEET_HERE = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+HANDS_OVER = {"do_remote_decode": True}
+
+
+class Direction(NamedTuple):
+    """From P to D, and the instances without a connector that have their TP sizes."""
+
+    name: str
+    p: Instance
+    d: Instance
+    plain_p: Instance
+    plain_d: Instance
+    ranks_of_d: int
+
+    def forget(self) -> bool:
+        """Empties all of vLLM's own prefix caches."""
+        return all([each.forget() for each in (self.p, self.d, self.plain_p, self.plain_d)])
+
+
+def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
+    """One prompt everywhere: computed, saved, loaded by D, and reloaded by P."""
+    block = to.plain_d.started["block_tokens"]
+    n = (n - 1) // block * block + 1  # an own cache then lacks one token, as D does
+    seed = f"{to.name} {n} {run}"  # a prompt that the pool has not seen
+    prompt = session.prompt_of(n, seed)
+    row: Answer = {"tokens": n, "bytes": n * session.bytes_per_token}
+    whole, cached = (to.plain_d.ask(prompt, 8) for _ in range(2))
+    other_size, others_cached = (to.plain_p.ask(prompt, 8) for _ in range(2))
+    other = list(prompt)
+    other[n // 2 : n // 2 + 64] = session.prompt_of(64, f"other than {seed}")
+    changed = to.plain_d.ask(other, 8)
+
+    saved = to.p.ask(prompt, 1, HANDS_OVER)
+    row |= {"p_s": saved["seconds"], "p_computed": saved["computed"]}
+    row["until_stored_s"] = to.p.settle()
+    first = to.d.ask(prompt, 1, saved["handoff"])
+    row |= loaded("d_load", first, row["bytes"])
+    row["d_loaded"] = first["counters"].get("tokens_total:loaded", 0)
+    row["d_forgot"] = to.d.forget()
+    taken = to.d.ask(prompt, 8, saved["handoff"])
+    row["p_forgot"] = to.p.forget()
+    again = to.p.ask(prompt, 8)
+    row |= {
+        "d_cached_says_vllm": first["cached"],
+        "d_computed_again": taken["computed"],
+        "own_cache_computed": cached["computed"],
+        "d_ids_equal_whole": taken["ids"] == whole["ids"],
+        "d_ids_equal_own_cache": taken["ids"] == cached["ids"],
+        "other_tp_ids_equal_whole": other_size["ids"] == whole["ids"],
+        "d_difference_to_whole": distance(taken, whole),
+        "d_difference_to_own_cache": distance(taken, cached),
+        "d_difference_to_p": distance(first, saved),
+        "p_difference_to_its_whole": distance(saved, other_size),
+        "control_other_tp": distance(other_size, whole),
+        "control_own_cache": distance(cached, whole),
+        "control_64_tokens_changed": distance(changed, whole),
+        **_reloaded(again, others_cached),
+        "all_forgot": to.forget(),
+        "ids": taken["ids"],
+    }
+    return row
+
+
+def _reloaded(again: Answer, cached: Answer) -> Answer:
+    """P's own prompt from the pool, against one that never left vLLM."""
+    return {
+        "reload_computed": again["computed"],
+        "reload_loaded": again["counters"].get("tokens_total:loaded", 0),
+        "reload_ids_equal_own_cache": again["ids"] == cached["ids"],
+        "reload_logprobs_equal_own_cache": again["logprobs"] == cached["logprobs"],
+        "reload_difference_to_own_cache": distance(again, cached),
+    }
+
+
+def unmet(row: Answer, ranks: int) -> list[str]:
+    """What a row should say and does not."""
+    error, others = row["d_difference_to_whole"], row["control_64_tokens_changed"]
+    expected = {
+        "D computes one token": row["d_load_computed"] == row["d_computed_again"] == 1,
+        "each rank of D loads its heads of all tokens": row["d_loaded"] == ranks * row["tokens"],
+        "P computes the whole prompt": row["p_computed"] == row["tokens"],
+        "the caches were emptied": row["d_forgot"] and row["p_forgot"] and row["all_forgot"],
+        "D's answer is nearer than that to another prompt": (
+            error is not None and (others is None or error < others)
+        ),
+    }
+    return [what for what, is_met in expected.items() if not is_met]
+
+
+def compare(session: Session, to: Direction) -> None:
+    """Warms up, then measures each size `--runs` times."""
+    sizes = session.given.tokens
+    with session.step(f"{to.name} warm-up"):
+        for n in (min(sizes), max(sizes)):
+            session.write(f"{to.name} warm-up {n}", measure(session, to, n, -1))
+    for n in sizes:
+        rows: list[Answer] = []
+        for run in range(session.given.runs):
+            if session.seconds_left() < 15:
+                break
+            name = f"{to.name} {n} run {run}"
+            with session.step(name):
+                rows.append(measure(session, to, n, run))
+                session.write(name, rows[-1])
+                for what in unmet(rows[-1], to.ranks_of_d):
+                    session.fail(name, f"not so: {what}")
+        if rows:
+            session.write(f"{to.name} {n} median of {len(rows)}", medians(rows))
+
+
+def kinds_of(session: Session, checkpoint: Path) -> dict[str, Kind]:
+    """One rank on the first GPU, with pdstore on the last; two ranks on both."""
+    given = session.given
+    shared = {"enforce_eager": True, "disable_custom_all_reduce": True}
+    model = session.llm_arguments(shared, model=str(checkpoint), **given.backend)
+    pdstore = session.pdstore_environment(session.files(), "both", PDSTORE_KV_SHARDS="2")
+    both = {"CUDA_VISIBLE_DEVICES": ",".join(given.gpus), **RANKS_MEET_HERE}
+    two_ranks = {**model, "tensor_parallel_size": 2}
+    return {
+        "plain_tp1": ({"CUDA_VISIBLE_DEVICES": given.gpus[0]}, dict(model)),
+        "plain_tp2": (both, dict(two_ranks)),
+        "tp1": (pdstore | {"CUDA_VISIBLE_DEVICES": given.gpus[-1]}, dict(model)),
+        "tp2": (pdstore | both, dict(two_ranks)),
+    }
+
+
+def check_weights(started: dict[str, Any]) -> None:
+    """Each rank holds what the same rank of the instance without a connector holds."""
+    for size in ("tp1", "tp2"):
+        ours, theirs = (started[name].started["weights"] for name in (size, f"plain_{size}"))
+        if ours != theirs:
+            raise ValueError(f"weights of {size} are {ours}, without a connector {theirs}")
+
+
+def run(session: Session) -> None:
+    given = session.given
+    checkpoint = (given.checkpoint or given.pool / "pdstore-bench-checkpoint").resolve()
+    made = [sys.executable, "-m", "benchmarks.vllm_checkpoint"]
+    subprocess.run([*made, checkpoint, json.dumps(given.config)], cwd=ROOT, check=True)
+    session.write("checkpoint", [each.name for each in sorted(checkpoint.iterdir())])
+    with session.instances(**kinds_of(session, checkpoint)) as ready:
+        with session.step("weights"):
+            check_weights(ready)
+        one, two = ready["tp1"], ready["tp2"]
+        plain = ready["plain_tp1"], ready["plain_tp2"]
+        compare(session, Direction("2 to 1", two, one, plain[1], plain[0], ranks_of_d=1))
+        compare(session, Direction("1 to 2", one, two, plain[0], plain[1], ranks_of_d=2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.set_defaults(gpus=["0", "1"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8192, 32768])
+    parser.add_argument("--config", type=json.loads, default=EIGHT_LAYERS)
+    parser.add_argument("--checkpoint", type=Path, help="a directory; by default one in the pool")
+    parser.add_argument("--kv-bytes", type=int, default=6 << 30, help="on each GPU")
+    session = Session(parser.parse_args())
+    with session.step("shards"):
+        run(session)
+    session.end()
+
+
+if __name__ == "__main__":
+    main()
