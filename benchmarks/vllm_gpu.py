@@ -71,6 +71,7 @@ def measure(
         whole = plain.ask(prompt, 1)
         row["prefill_s"] = whole["seconds"]
         row["prefill_computed"] = whole["computed"]
+        plain.forget()
     saved = p.ask(prompt, 1)
     row["prefill_saving_s"] = saved["seconds"]
     row["until_stored_s"] = p.settle()

@@ -73,15 +73,17 @@ class Engine:
             "weights": self._ranks(vllm_ranks.digest_of_weights),
         }
 
-    def ask(self, prompt: list[int], max_tokens: int, params: Any = None) -> Answer:
-        """params: the request's kv_transfer_params."""
+    def ask(
+        self, prompt: list[int], max_tokens: int, params: Any = None, logprobs: int = 5
+    ) -> Answer:
+        """params: the request's kv_transfer_params. logprobs: of how many tokens, at each place."""
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
-            logprobs=5,
+            logprobs=logprobs,
             ignore_eos=True,
             detokenize=False,
             extra_args=extra,

@@ -55,6 +55,12 @@ class Direction(NamedTuple):
         return all([each.forget() for each in (self.p, self.d, self.plain_p, self.plain_d)])
 
 
+def eight(instance: Instance, prompt: list[int], params: Any = None) -> Answer:
+    """Eight tokens, each with so many logprobs that any two answers have some in common."""
+    answer: Answer = instance.ask(prompt, 8, params, 20)
+    return answer
+
+
 def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
     """One prompt everywhere: computed, saved, loaded by D, and reloaded by P."""
     block = to.plain_d.started["block_tokens"]
@@ -62,11 +68,11 @@ def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
     seed = f"{to.name} {n} {run}"  # a prompt that the pool has not seen
     prompt = session.prompt_of(n, seed)
     row: Answer = {"tokens": n, "bytes": n * session.bytes_per_token}
-    whole, cached = (to.plain_d.ask(prompt, 8) for _ in range(2))
-    other_size, others_cached = (to.plain_p.ask(prompt, 8) for _ in range(2))
+    whole, cached = (eight(to.plain_d, prompt) for _ in range(2))
+    other_size, others_cached = (eight(to.plain_p, prompt) for _ in range(2))
     other = list(prompt)
     other[n // 2 : n // 2 + 64] = session.prompt_of(64, f"other than {seed}")
-    changed = to.plain_d.ask(other, 8)
+    changed = eight(to.plain_d, other)
 
     saved = to.p.ask(prompt, 1, HANDS_OVER)
     row |= {"p_s": saved["seconds"], "p_computed": saved["computed"]}
@@ -75,28 +81,34 @@ def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
     row |= loaded("d_load", first, row["bytes"])
     row["d_loaded"] = first["counters"].get("tokens_total:loaded", 0)
     row["d_forgot"] = to.d.forget()
-    taken = to.d.ask(prompt, 8, saved["handoff"])
+    taken = eight(to.d, prompt, saved["handoff"])
     row["p_forgot"] = to.p.forget()
-    again = to.p.ask(prompt, 8)
-    row |= {
+    again = eight(to.p, prompt)
+    return row | {
         "d_cached_says_vllm": first["cached"],
         "d_computed_again": taken["computed"],
         "own_cache_computed": cached["computed"],
-        "d_ids_equal_whole": taken["ids"] == whole["ids"],
-        "d_ids_equal_own_cache": taken["ids"] == cached["ids"],
         "other_tp_ids_equal_whole": other_size["ids"] == whole["ids"],
-        "d_difference_to_whole": distance(taken, whole),
-        "d_difference_to_own_cache": distance(taken, cached),
         "d_difference_to_p": distance(first, saved),
         "p_difference_to_its_whole": distance(saved, other_size),
         "control_other_tp": distance(other_size, whole),
         "control_own_cache": distance(cached, whole),
         "control_64_tokens_changed": distance(changed, whole),
+        **_taken(taken, whole, cached),
         **_reloaded(again, others_cached),
         "all_forgot": to.forget(),
+    }
+
+
+def _taken(taken: Answer, whole: Answer, cached: Answer) -> Answer:
+    """D's answer, against those of a vLLM with its TP size alone."""
+    return {
+        "d_ids_equal_whole": taken["ids"] == whole["ids"],
+        "d_ids_equal_own_cache": taken["ids"] == cached["ids"],
+        "d_difference_to_whole": distance(taken, whole),
+        "d_difference_to_own_cache": distance(taken, cached),
         "ids": taken["ids"],
     }
-    return row
 
 
 def _reloaded(again: Answer, cached: Answer) -> Answer:
@@ -179,6 +191,10 @@ def run(session: Session) -> None:
     with session.instances(**kinds_of(session, checkpoint)) as ready:
         with session.step("weights"):
             check_weights(ready)
+        for name, each in ready.items():
+            with session.step(f"{name} computes"):
+                each.ask(session.prompt_of(300, name), 8)
+                each.forget()
         one, two = ready["tp1"], ready["tp2"]
         plain = ready["plain_tp1"], ready["plain_tp2"]
         compare(session, Direction("2 to 1", two, one, plain[1], plain[0], ranks_of_d=1))
