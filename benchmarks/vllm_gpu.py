@@ -204,15 +204,11 @@ def with_mooncake(session: Session) -> None:
 def mooncakes(session: Session) -> Iterator[Path]:
     """pdstore's pool and a master for the other connector, whose configuration file this is."""
     segment = session.given.segment
-    pool = subprocess.Popen([ROOT / "examples/run_mooncake.sh", "--segment", segment], cwd=ROOT)
-    other = subprocess.Popen(
-        [
-            *("mooncake_master", "--rpc_port=50061", "--rpc_address=127.0.0.1"),
-            *("--metrics_port=9013", "--rpc_thread_num=4", "--default_kv_lease_ttl=10000"),
-        ],
-        stdout=(session.logs / "their_master.log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    pool = [ROOT / "examples/run_mooncake.sh", "--segment", segment]
+    other = [
+        *("mooncake_master", "--rpc_port=50061", "--rpc_address=127.0.0.1"),
+        *("--metrics_port=9013", "--rpc_thread_num=4", "--default_kv_lease_ttl=10000"),
+    ]
     their_config = session.logs / "mooncake.json"
     config = {
         "metadata_server": "P2PHANDSHAKE",
@@ -223,12 +219,12 @@ def mooncakes(session: Session) -> Iterator[Path]:
         "local_buffer_size": "256MB",
     }
     their_config.write_text(json.dumps(config))
-    time.sleep(2)
-    try:
+    with contextlib.ExitStack() as running, (session.logs / "their_master.log").open("w") as log:
+        running.callback(subprocess.Popen(pool, cwd=ROOT).terminate)
+        both = {"stdout": log, "stderr": subprocess.STDOUT}
+        running.callback(subprocess.Popen(other, **both).terminate)
+        time.sleep(2)
         yield their_config
-    finally:
-        for each in (pool, other):
-            each.terminate()
 
 
 def with_mla(session: Session) -> None:
