@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 2 };
+enum { PDS_ABI = 3 };
 
 enum {
   PDS_OK = 0,
@@ -137,6 +137,13 @@ int32_t pds_populate(uint64_t address, int64_t bytes);
 // not disturb graph captures of other threads.
 enum { PDS_RELAXED = 2 };
 int32_t pds_exchange_capture_mode(int32_t *mode);
+
+// Reads whole files, one after the other, each to an address, until one cannot be read; it may have
+// left anything there. `paths` end with a zero each. Gives how many were read, the xxh3_64 of each
+// but for its bytes 56 to 63, and why it stopped: 0, an errno, or PDS_OTHER_LENGTH.
+enum { PDS_OTHER_LENGTH = -1 };
+int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
+                       int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
 
 // Test builds only (has_faults).
 enum {

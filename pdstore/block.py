@@ -41,15 +41,20 @@ def seal(value: memoryview, header: Header) -> None:
     if len(value) != HEADER_BYTES + header.payload_bytes:
         raise ValueError(f"{len(value)} bytes for a payload of {header.payload_bytes}")
     _HEADER.pack_into(value, 0, _MAGIC, VERSION, *header, 0)
-    struct.pack_into("<Q", value, _UNSUMMED, _checksum(value))
+    struct.pack_into("<Q", value, _UNSUMMED, checksum(value))
 
 
-def verify(value: memoryview, expected: Header) -> Reason | None:
-    """Why this value must not be used: CORRUPT, or FOREIGN (whole, of another key); else None."""
+def verify(value: memoryview, expected: Header, computed: int | None = None) -> Reason | None:
+    """Why this value must not be used: CORRUPT, or FOREIGN (whole, of another key); else None.
+
+    computed: the `checksum` of these very bytes, where it is known already.
+    """
     if len(value) < HEADER_BYTES:
         return Reason.CORRUPT
-    magic, version, *fields, checksum = _HEADER.unpack_from(value)
-    if magic != _MAGIC or version != VERSION or checksum != _checksum(value):
+    magic, version, *fields, stored = _HEADER.unpack_from(value)
+    if magic != _MAGIC or version != VERSION:
+        return Reason.CORRUPT
+    if stored != (checksum(value) if computed is None else computed):
         return Reason.CORRUPT
     return None if Header(*fields) == expected else Reason.FOREIGN
 
@@ -62,7 +67,7 @@ def read_header(value: memoryview) -> Header | None:
     return header if verify(value, header) is None else None
 
 
-def _checksum(value: memoryview) -> int:
+def checksum(value: memoryview) -> int:
     """xxh3_64 over the header without its checksum, then the payload."""
     digest = xxhash.xxh3_64(value[:_UNSUMMED])
     digest.update(value[HEADER_BYTES:])

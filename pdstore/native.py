@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from ctypes import byref, c_char, c_int32, c_int64, c_uint64, c_void_p
@@ -70,6 +71,24 @@ class Library:
     def populate(self, address: int, num_bytes: int) -> None:
         """Makes the pages of a range present; several threads at once are faster."""
         self.calls.pds_populate(address, num_bytes)
+
+    def read_files(
+        self, paths: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Reads whole files in turn, each of at least 64 bytes, until one cannot be read.
+
+        Returns the `block.checksum` of each that was read, and why it stopped: 0, an errno, or
+        OTHER_LENGTH.
+        """
+        count = len(paths)
+        names = b"".join(os.fsencode(path) + b"\0" for path in paths)
+        to, wanted = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        sums = (c_uint64 * count)()
+        done, why = c_int64(), c_int32()
+        code = self.calls.pds_read_files(names, to, wanted, count, sums, byref(done), byref(why))
+        if code:
+            raise ValueError("a file of fewer bytes than a header, or no address")
+        return list(sums[: done.value]), why.value
 
     def exchange_capture_mode(self, mode: int) -> int:
         """Sets the calling thread's capture mode (RELAXED or an earlier result); the one before."""
@@ -246,9 +265,19 @@ def load_library(settings: Settings, *, for_gpu: bool) -> Library | None:
         return None
 
 
+def loaded_library() -> Library | None:
+    """The library if something in this process has loaded it; nothing is loaded or built."""
+    return next(iter(_loaded), None)
+
+
 @cache
 def _load(for_gpu: bool) -> Library:
-    return Library(find_library(with_cuda=for_gpu))
+    library = Library(find_library(with_cuda=for_gpu))
+    _loaded.append(library)
+    return library
+
+
+_loaded: list[Library] = []
 
 
 @cache

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from ctypes import c_char, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 2
+ABI = 3
 CPU = -1
+OTHER_LENGTH = -1
+"""A file has not the length that was asked for; beside errno's numbers."""
 RELAXED = 2
 """The capture mode of threads that do not disturb other threads' graph captures."""
 CALLS = (
@@ -105,6 +107,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_unregister": [c_int32, c_uint64, _P],
     "pds_populate": [c_uint64, c_int64],
     "pds_exchange_capture_mode": [_P],
+    "pds_read_files": [c_char_p, _P, _P, c_int64, _P, _P, _P],
     "pds_test_fail": [c_int32, c_int64, c_int32, c_int32],
     "pds_test_delay": [c_int64],
     "pds_test_live": [_P],

@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
+from kv import settings_of
 
+from pdstore.block import checksum
 from pdstore.errors import (
     ConfigError,
     StoreDenied,
@@ -25,11 +27,13 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.keys import POOL_ID_KEY
+from pdstore.native import load_library
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.file import FileStore
 from pdstore.store.file_directory import PoolDirectory, try_lock
 from pdstore.store.file_eviction import default_budget
+from pdstore.store.wrappers import WrapperStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import empty_slots, get, put
@@ -56,6 +60,40 @@ class TestFileStore(StoreTests):
 
     def write_raw(self, store, key, data):
         planted_at(store, key).write_bytes(data)
+
+
+class Summing(WrapperStore):
+    """Its `get` is `get_and_sum` of the native library, checked."""
+
+    def get(self, keys, slots):
+        n, sums = self._store.get_and_sum(keys, slots)
+        if sums is not None:
+            assert list(sums) == [checksum(slots.piece(i)) for i in range(n)]
+        return n
+
+
+class TestFileStoreThatSums(TestFileStore):
+    @pytest.fixture(autouse=True)
+    def library(self):
+        assert load_library(settings_of(native="require"), for_gpu=False)
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        with contextlib.closing(Summing(FileStore(tmp_path / "pool"))) as store:
+            yield store
+
+    @pytest.fixture
+    def peer(self, store, tmp_path):
+        with contextlib.closing(Summing(FileStore(tmp_path / "pool"))) as peer:
+            yield peer
+
+    @pytest.fixture
+    def small_store(self, tmp_path):
+        with contextlib.closing(Summing(FileStore(tmp_path / "small", budget=24 * SIZE))) as store:
+            yield store
+
+    def write_raw(self, store, key, data):
+        super().write_raw(store._store, key, data)
 
 
 @pytest.fixture

@@ -58,6 +58,16 @@ class Store(ABC):
         exactly `slots.sizes[i]` bytes.
         """
 
+    def get_and_sum(
+        self, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, Sequence[int] | None]:
+        """As `get`, and the `block.checksum` of each value it got; None: sum them yourself.
+
+        For a store that reads with the processor: it can sum what is still in a core's cache, and
+        saves its caller a pass over memory. The sums are of the bytes that are in the slots.
+        """
+        return self.get(keys, slots), None
+
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Stores each slot's bytes under its key unless that is stored; returns how many it took.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ByteSize
 
+from pdstore.block import HEADER_BYTES
 from pdstore.errors import (
     ConfigError,
     PDStoreError,
@@ -23,6 +24,8 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.keys import prefix_of
+from pdstore.native import address_of, loaded_library
+from pdstore.native_abi import OTHER_LENGTH
 from pdstore.settings import Settings, default_pool_directory
 from pdstore.store.base import Life, Store, check_call
 from pdstore.store.file_directory import PoolDirectory
@@ -127,15 +130,32 @@ class FileStore(Store):
             for key in keys:
                 num_bytes = _read(self._directory.path(key), slots.piece(n), spare)
                 if num_bytes != slots.sizes[n]:
-                    raise WrongLength(
-                        f"{self.label}: {key} has not {slots.sizes[n]} bytes", num_done=n
-                    )
+                    raise self._other_length(keys, slots, n)
                 n += 1
         except FileNotFoundError:
             return n
         except OSError as error:
             raise self._error(error, keys[n], n) from error
         return n
+
+    def get_and_sum(
+        self, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, Sequence[int] | None]:
+        library = loaded_library()
+        if library is None or not keys or min(slots.sizes) < HEADER_BYTES:
+            return super().get_and_sum(keys, slots)
+        self._life.check()
+        check_call(keys, slots)
+        paths = [self._directory.path(key) for key in keys]
+        base = address_of(slots.view)
+        addresses = [base + number * slots.slot_bytes for number in slots.numbers]
+        sums, why = library.read_files(paths, addresses, slots.sizes)
+        n = len(sums)
+        if why == OTHER_LENGTH:
+            raise self._other_length(keys, slots, n)
+        if why not in (0, errno.ENOENT):
+            raise self._error(OSError(why, os.strerror(why)), keys[n], n)
+        return n, sums
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._life.check()
@@ -215,6 +235,9 @@ class FileStore(Store):
         finally:
             os.unlink(temporary)
         return True
+
+    def _other_length(self, keys: Sequence[BlockKey], slots: Slots, n: int) -> WrongLength:
+        return WrongLength(f"{self.label}: {keys[n]} has not {slots.sizes[n]} bytes", num_done=n)
 
     def _error(self, error: OSError, what: str, num_done: int = 0) -> StoreError:
         number = error.errno or 0

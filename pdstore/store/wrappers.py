@@ -22,7 +22,10 @@ _HEALTHY = (WrongLength, StoreFull, StoreClosed)
 
 
 class WrapperStore(Store):
-    """Passes every call to another store."""
+    """Passes every call to another store.
+
+    But not `get_and_sum`: in a wrapper that changes `get`, the sums would be of other bytes.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -69,10 +72,15 @@ class Metered(WrapperStore):
             return super().match(keys)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return self.get_and_sum(keys, slots)[0]
+
+    def get_and_sum(
+        self, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, Sequence[int] | None]:
         with self._measured("get"):
-            n = super().get(keys, slots)
+            n, sums = self._store.get_and_sum(keys, slots)
         self._metrics.bytes.labels("load").inc(sum(slots.sizes[:n]))
-        return n
+        return n, sums
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         with self._measured("put"):
@@ -136,6 +144,11 @@ class Guarded(WrapperStore):
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         return self._call(keys, lambda: self._store.get(keys, slots))
+
+    def get_and_sum(
+        self, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, Sequence[int] | None]:
+        return self._call(keys, lambda: self._store.get_and_sum(keys, slots))
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         return self._call(keys, lambda: self._store.put(keys, slots))
