@@ -20,7 +20,8 @@ from pdstore.values import Value, whole_blocks
 
 log = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 16 << 20
+"""Values that are got, verified and copied together: as many as begin within so many bytes."""
 
 
 class _Got(NamedTuple):
@@ -54,7 +55,8 @@ class Mover:
                 f"a block has {len(self._parts)} parts on this rank and staging has"
                 f" {staging.num_slots} slots: raise PDSTORE_STAGING"
             )
-        self._window = max(len(self._parts), min(_WINDOW_BYTES // staging.slot_bytes, largest))
+        window = -(-WINDOW_BYTES // staging.slot_bytes)
+        self._window = max(len(self._parts), min(window, largest))
 
     def num_stored(self, job: Job, values: Sequence[Value]) -> int:
         """How many of the first values are in the store; renews their leases."""
@@ -144,16 +146,17 @@ class Mover:
         keys = [value.key for value in window]
         reason: Reason | None = None
         failure: StoreError | None = None
+        sums: Sequence[int] | None = None
         with job.asking_store():
             try:
-                found = self._store.get(keys, slots)
+                found, sums = self._store.get_and_sum(keys, slots)
                 reason = None if found == len(keys) else Reason.LOST
             except WrongLength as error:
                 found, reason = error.num_done, Reason.CORRUPT
             except StoreError as error:  # what came before it is good
                 found, failure = error.num_done, error
         for i in range(found):
-            wrong = block.verify(slots.piece(i), window[i].header)
+            wrong = block.verify(slots.piece(i), window[i].header, sums[i] if sums else None)
             if wrong is not None:
                 found, reason = i, wrong
                 break

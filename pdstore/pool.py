@@ -21,7 +21,7 @@ from pdstore.settings import Settings
 from pdstore.staging import Staging
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
-from pdstore.striped import StripedLoad, stripes
+from pdstore.striped import Stripe, StripedLoad, stripes_of
 from pdstore.swap import LayerCache, ReadyEvent
 from pdstore.swap_open import open_swap
 from pdstore.transfer import Transfer
@@ -162,17 +162,20 @@ class KVPool:
             )
         check_windows(self.layout, tables)
         num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
-        seconds = self._settings.load_deadline_s + num_bytes / _BYTES_PER_S
-        jobs = []
-        for start, stop in stripes(first_block, len(keys), num_bytes, self._settings.workers - 1):
-            part = keys.first(keys.end_of(stop))
-            at = max(first_token, keys.end_of(start))
-            body = partial(self._load, part, tables, start, at, ready)
-            size = bytes_of(self.layout, part, start)
-            jobs.append(Job(Direction.LOAD, body, num_bytes=size, seconds=seconds, progress=at))
-        if len(jobs) == 1:
-            return self._transfer.submit(jobs[0])
-        return self._load_striped(jobs, first_token)
+        stripes = stripes_of(first_block, len(keys), num_bytes)
+        job = StripedLoad(
+            stripes,
+            partial(self._load, keys.first(keys.num_tokens), tables, first_token, ready),
+            min(len(stripes), self._settings.workers - 1),
+            num_bytes=num_bytes,
+            seconds=self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
+            first_token=first_token,
+            num_tokens=keys.num_tokens,
+        )
+        job.on_end(self._transfer.count)
+        for carrier in job.carriers:
+            self._transfer.submit(carrier)
+        return job
 
     def withdraw(self, handoff: Attempt) -> Job:
         """P: this hand-off will not come (its request was aborted): D need not wait for it.
@@ -264,23 +267,16 @@ class KVPool:
         self,
         keys: PromptKeys,
         tables: BlockTables,
-        first_block: int,
         first_token: int,
         ready: ReadyEvent | None,
+        stripe: Stripe,
         job: Job,
     ) -> Reason | None:
+        job.progress = max(first_token, keys.end_of(stripe.first))
         ready = self._swap.to_follow(ready)
-        values = values_of(self.layout, keys, tables, first_block)
+        part = keys.first(keys.end_of(stripe.stop))
+        values = values_of(self.layout, part, tables, stripe.first)
         return self._mover.load(job, values, first_token, ready)
-
-    def _load_striped(self, jobs: Sequence[Job], first_token: int) -> Job:
-        whole = StripedLoad(jobs, first_token)
-        whole.on_end(self._transfer.count)
-        for job in jobs:
-            job.is_part = True
-            self._transfer.submit(job)
-        whole.follow()
-        return whole
 
     def _order(self) -> ReadyEvent | None:
         """An event behind what the caller's stream has queued; None where there are no streams."""
