@@ -54,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--llm", default="{}", help="more arguments of LLM, as JSON")
     add("--backend", type=json.loads, default={"attention_backend": "FLASH_ATTN"})
     add("--native", default="require")
-    add("--workers", type=int, default=12)
-    add("--staging", default="2GiB")
+    add("--workers", help="PDSTORE_WORKERS; its default otherwise")
+    add("--staging", help="PDSTORE_STAGING; its default otherwise")
     add("--budget", default="56GiB")
 
 
@@ -122,14 +122,14 @@ class Session:
         return f"file://{self.pool}?budget={self.given.budget}"
 
     def pdstore_environment(self, store: str, role: str, **more: str) -> dict[str, str]:
+        sizes = {"PDSTORE_WORKERS": self.given.workers, "PDSTORE_STAGING": self.given.staging}
         return {
             "PD_TRANSFER_VIA_STORAGE": "1",
             "PDSTORE_STORE": store,
             "PDSTORE_ROLE": role,
             "PDSTORE_NATIVE": self.given.native,
             "PDSTORE_REQUIRE_STORE": "1",
-            "PDSTORE_WORKERS": str(self.given.workers),
-            "PDSTORE_STAGING": self.given.staging,
+            **{name: size for name, size in sizes.items() if size is not None},
             **more,
         }
 

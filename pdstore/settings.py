@@ -20,6 +20,10 @@ _MOONCAKE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
 _MOONCAKE_OTHERS = frozenset({"LOCAL_HOSTNAME", *_MOONCAKE_FILES})
 
 
+def _default_workers() -> int:
+    return max(4, min(16, os.cpu_count() or 4))
+
+
 class Settings(BaseSettings):
     """What a user can set, by environment variable or by argument (an argument wins).
 
@@ -95,10 +99,10 @@ class Settings(BaseSettings):
         description="`serving` spares a running model; `throughput` fills the link.",
     )
     workers: int = Field(
-        4,
+        default_factory=_default_workers,
         ge=2,
         le=64,
-        description="Threads that move blocks: one is kept for loads and one for saves.",
+        description="Threads that move blocks. Unset: one per CPU, at least 4 and at most 16.",
     )
     queue_jobs: int = Field(
         1024, ge=1, description="Waiting jobs per direction; more are dropped and counted."
