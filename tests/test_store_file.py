@@ -635,3 +635,21 @@ def test_a_clear_leaves_values_that_are_being_written(store, monkeypatch):
     assert put(store, keys, [b"x" * 64]) == 1
     assert get(store, keys, [64]) == [b"x" * 64]
     assert num_temporaries(store) == 0
+
+
+def test_a_sweep_leaves_a_directory_whose_maker_moves_in_again(tmp_path, monkeypatch):
+    directory = PoolDirectory(tmp_path / "pool")
+    scratch = tmp_path / "pool" / "tmp" / "1-new"
+    scratch.mkdir()
+    (scratch / "lock").touch()
+    unlink = os.unlink
+
+    def unlink_and_make(path):
+        unlink(path)
+        if str(path).startswith(str(scratch)):
+            (scratch / "lock").touch()
+
+    monkeypatch.setattr(os, "unlink", unlink_and_make)
+    directory.sweep()
+    assert (scratch / "lock").exists()
+    directory.close()

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -203,8 +204,12 @@ def _sweep(scratch: str) -> None:
         return
     if lock is None:
         return
-    with contextlib.suppress(FileNotFoundError):
+    try:
         for name in os.listdir(scratch):
             os.unlink(f"{scratch}/{name}")
         os.rmdir(scratch)
-    os.close(lock)
+    except OSError as error:  # it is gone; or it was a new one, and its maker has moved in again
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
+    finally:
+        os.close(lock)
