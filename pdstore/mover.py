@@ -20,7 +20,7 @@ from pdstore.values import Value, whole_blocks
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 32 << 20
 """Values that are got, verified and copied together: as many as begin within so many bytes."""
 
 

@@ -43,11 +43,14 @@ class Library:
     def __init__(self, path: Path) -> None:
         try:
             self.calls = ctypes.CDLL(str(path))
+            # Calls that are over at once keep Python's lock: a busy engine gives it back late.
+            self.short_calls = ctypes.PyDLL(str(path))
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error
         self.path = path
         for name, kinds in SIGNATURES.items():
-            getattr(self.calls, name).argtypes = kinds
+            for calls in (self.calls, self.short_calls):
+                getattr(calls, name).argtypes = kinds
         info = Info()
         self.calls.pds_info(byref(info))
         if info.abi != ABI:
@@ -188,7 +191,7 @@ class Engine:
         num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
         out = byref(handle), byref(error)
         with self._lock:
-            self._calls.pds_submit(
+            self._library.short_calls.pds_submit(
                 self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
             )
         raise_error(error)
@@ -215,7 +218,7 @@ class Ticket:
     """A copy that was started. It goes on when this is dropped."""
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
-        self._calls, self._handle = library.calls, handle
+        self._calls, self._short_calls, self._handle = library.calls, library.short_calls, handle
 
     def wait(self, timeout_s: float) -> bool:
         """True when the copy is done, False after the time; raises SwapError when it failed."""
@@ -232,7 +235,7 @@ class Ticket:
         return self.wait(0)
 
     def __del__(self) -> None:
-        self._calls.pds_free_ticket(self._handle)
+        self._short_calls.pds_free_ticket(self._handle)
 
 
 def address_of(view: memoryview) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pdstore.job import Job
 from pdstore.types import Direction, JobResult, Reason
 
-STRIPE_BYTES = 16 << 20
+STRIPE_BYTES = 32 << 20
 """What a worker takes at a time. A load of at least twice as much runs on several."""
 
 
