@@ -70,6 +70,22 @@ def test_two_tensor_parallel_ranks_load_and_save_their_shards(instances):
     assert_idle(d)
 
 
+@pytest.mark.nightly
+def test_unequal_tensor_parallel_sizes_hand_over_to_each_other(instances):
+    instances("llama", ("both",), "--tensor-parallel-size=2", PDSTORE_KV_SHARDS="2")
+    two, one = instances("llama", ("both",), PDSTORE_KV_SHARDS="2")
+    for p, d, num_ranks in ((two, one, 1), (one, two, 2)):
+        for num_tokens in (63, 64, 900):
+            prompt = new_prompt(num_tokens)
+            since = Since(d)
+            answer = ask(d, prompt, kv_transfer_params=prefill(p, prompt))
+            assert since.computed <= 1
+            assert since.loaded == num_ranks * num_tokens
+            answer.assert_same(alone(d, prompt))
+    assert_idle(one)
+    assert_idle(two)
+
+
 def test_mla_is_handed_over(instances):
     p, d = instances("mla", ("prefill", "decode"), *MLA)
     for num_tokens in (15, 16, 17, 900):
