@@ -10,7 +10,14 @@ from adapters_vllm.asking import Since, alone, ask, assert_idle, at_once, new_pr
 from adapters_vllm.conftest import switched_on
 
 WINDOW = 64
-MLA = ("--block-size=16", "--num-gpu-blocks-override=512")
+# vLLM's other backend for MLA, of CPUs with AMX, takes no float32.
+MLA = ("--block-size=16", "--num-gpu-blocks-override=512", "--attention-backend=CPU_MLA")
+# Ranks wait for each other awake: with more of them than cores everything takes seconds.
+PATIENT = {
+    "PDSTORE_HANDOFF_WAIT_S": "40",
+    "PDSTORE_LOAD_DEADLINE_S": "40",
+    "PDSTORE_SAVE_DEADLINE_S": "40",
+}
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def test_sliding_windows_are_handed_over(gemma):
 
 @pytest.mark.nightly
 def test_two_tensor_parallel_ranks_load_and_save_their_shards(instances):
-    p, d = instances("llama", ("prefill", "decode"), "--tensor-parallel-size=2")
+    p, d = instances("llama", ("prefill", "decode"), "--tensor-parallel-size=2", **PATIENT)
     for num_tokens in (63, 64, 900):
         prompt = new_prompt(num_tokens)
         since = Since(d)
@@ -72,8 +79,9 @@ def test_two_tensor_parallel_ranks_load_and_save_their_shards(instances):
 
 @pytest.mark.nightly
 def test_unequal_tensor_parallel_sizes_hand_over_to_each_other(instances):
-    instances("llama", ("both",), "--tensor-parallel-size=2", PDSTORE_KV_SHARDS="2")
-    two, one = instances("llama", ("both",), PDSTORE_KV_SHARDS="2")
+    shards = {"PDSTORE_KV_SHARDS": "2", **PATIENT}
+    instances("llama", ("both",), "--tensor-parallel-size=2", **shards)
+    two, one = instances("llama", ("both",), **shards)
     for p, d, num_ranks in ((two, one, 1), (one, two, 2)):
         for num_tokens in (63, 64, 900):
             prompt = new_prompt(num_tokens)
