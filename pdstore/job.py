@@ -205,9 +205,9 @@ class Job:
     def _settle(self, reason: Reason | None, error: Exception | None) -> None:
         self._result = JobResult(self.progress, reason, error)
         self._body = None
+        self._ended.set()  # with the lock: who sees a result sees a job that is done
 
     def _announce(self) -> None:
-        self._ended.set()
         with self._lock:
             watchers, self._watchers = self._watchers, []
         call_each(partial(watcher, self) for watcher in watchers)

@@ -104,6 +104,18 @@ def test_what_a_job_captured_is_released_before_it_is_done(make):
         assert gone() is None
 
 
+def test_who_asks_before_the_end_is_announced_finds_the_job_done():
+    results = []
+
+    class AskedJustThen(Job):
+        def _announce(self):
+            self.on_end(lambda job: results.append(job.result))
+            super()._announce()
+
+    AskedJustThen(Direction.SAVE, lambda job: None, num_bytes=0, seconds=1).end(None)
+    assert results == [JobResult(0)]
+
+
 def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
     transfer = make()
     job = transfer.submit(held(gate, seconds=0.02))
