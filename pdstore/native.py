@@ -48,13 +48,13 @@ class Library:
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error
         self.path = path
-        for name, kinds in SIGNATURES.items():
-            for calls in (self.calls, self.short_calls):
-                getattr(calls, name).argtypes = kinds
         info = Info()
         self.calls.pds_info(byref(info))
         if info.abi != ABI:
             raise NativeError(f"{path} has ABI {info.abi}, expected {ABI}: build it again")
+        for name, kinds in SIGNATURES.items():
+            for calls in (self.calls, self.short_calls):
+                getattr(calls, name).argtypes = kinds
         self.has_cuda = bool(info.has_cuda)
         self.num_devices = int(info.num_devices)
         self.has_faults = bool(info.has_faults)

@@ -124,6 +124,14 @@ def test_a_changed_source_is_another_build(tmp_path):
     assert paths[0] != paths[1]
 
 
+def test_a_library_of_another_abi_is_refused_before_it_is_asked_for_more(tmp_path):
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text('extern "C" int pds_info(int *info) { info[0] = 2; return 0; }\n')
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
+    with pytest.raises(NativeError, match="has ABI 2"):
+        native.Library(library)
+
+
 @pytest.mark.parametrize(
     ("name", "struct"),
     [
