@@ -69,7 +69,10 @@ int32_t read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
 
 int32_t read_path(const char *path, char *to, int64_t bytes, uint64_t *checksum) {
   // A link is not followed, and a pipe that somebody put there cannot hold us up.
-  const int file = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  int file;
+  do {
+    file = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  } while (file < 0 && errno == EINTR);
   if (file < 0) return errno;
   const int32_t why = read_value(file, to, bytes, checksum);
   close(file);

@@ -21,7 +21,9 @@ _MOONCAKE_OTHERS = frozenset({"LOCAL_HOSTNAME", *_MOONCAKE_FILES})
 
 
 def _default_workers() -> int:
-    return max(4, min(16, os.cpu_count() or 4))
+    is_linux = hasattr(os, "sched_getaffinity")
+    num_cpus = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    return max(4, min(16, num_cpus))
 
 
 class Settings(BaseSettings):

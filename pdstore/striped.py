@@ -32,6 +32,11 @@ def _nothing(job: Job) -> Reason | None:
     raise AssertionError("the carriers do the work")
 
 
+def _too_late(stripe: Stripe, carrier: Job) -> Reason | None:
+    """Instead of `load` after the end: what that holds is released."""
+    return Reason.CANCELLED
+
+
 class StripedLoad(Job):
     """A load that carriers, jobs of their own, do together: each takes the next stripe in turn.
 
@@ -58,7 +63,8 @@ class StripedLoad(Job):
         super().__init__(
             Direction.LOAD, _nothing, num_bytes=num_bytes, seconds=seconds, progress=first_token
         )
-        self._stripes, self._load, self._num_tokens = stripes, load, num_tokens
+        self._stripes, self._num_tokens = stripes, num_tokens
+        self._load = load
         self._changing = threading.Lock()
         self._num_taken = 0
         self._busy: set[Job] = set()  # carriers with a stripe
@@ -122,7 +128,7 @@ class StripedLoad(Job):
         with self._changing:
             if self._is_over or self._busy or self._has_more():
                 return
-            self._is_over = True
+            self._is_over, self._load = True, _too_late
         self.cancel()  # those that wait for a worker, or are about to end
         gap = min(self._gaps, key=lambda gap: gap.num_tokens, default=JobResult(self._num_tokens))
         self.progress = gap.num_tokens
