@@ -205,6 +205,8 @@ def _sweep(scratch: str) -> None:
     if lock is None:
         return
     try:
+        if not os.path.samestat(os.fstat(lock), os.stat(f"{scratch}/lock")):
+            return  # another sweep deleted this lock, and the directory has a new one
         for name in os.listdir(scratch):
             os.unlink(f"{scratch}/{name}")
         os.rmdir(scratch)
