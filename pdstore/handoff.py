@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pdstore.block import FLAG_MARKER, Header
 from pdstore.keys import HASH_BYTES, Json, Namespace
 from pdstore.types import BlockKey
 
@@ -29,6 +30,19 @@ class Attempt(NamedTuple):
     def failed(self, namespace: Namespace) -> BlockKey:
         """The key whose existence says that some shard will not come."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
+
+    def marker(self, namespace: Namespace, shard: int, num_shards: int, num_tokens: int) -> Header:
+        """What the value under one of these keys says, which is nothing but a header."""
+        return Header(
+            flags=FLAG_MARKER,
+            group=0,
+            shard=shard,
+            num_shards=num_shards,
+            num_tokens=num_tokens,
+            payload_bytes=0,
+            namespace=namespace.digest,
+            prefix_hash=bytes.fromhex(self.hex),
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from pdstore.block import FLAG_MARKER, Header
 from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.handoff import Attempt
 from pdstore.job import Job
@@ -234,9 +233,10 @@ class KVPool:
             stored = self._mover.num_stored(job, chain)
             job.progress = _end_of(keys, chain, stored)
             if stored == len(chain):
+                namespace, of = self.namespace, self.layout.grid_shards
                 markers = {
-                    handoff.done(self.namespace, shard): self._marker(handoff, shard, job.progress)
-                    for shard in self.layout.owned_shards
+                    handoff.done(namespace, n): handoff.marker(namespace, n, of, job.progress)
+                    for n in self.layout.owned_shards
                 }
                 return self._mover.mark(job, markers)
             if saves_left:
@@ -248,20 +248,8 @@ class KVPool:
             self.withdraw(handoff)
 
     def _mark_failed(self, handoff: Attempt, job: Job) -> Reason | None:
-        failed = handoff.failed(self.namespace)
-        return self._mover.mark(job, {failed: self._marker(handoff, 0, 0)})
-
-    def _marker(self, handoff: Attempt, shard: int, num_tokens: int) -> Header:
-        return Header(
-            flags=FLAG_MARKER,
-            group=0,
-            shard=shard,
-            num_shards=self.layout.grid_shards,
-            num_tokens=num_tokens,
-            payload_bytes=0,
-            namespace=self.namespace.digest,
-            prefix_hash=bytes.fromhex(handoff.hex),
-        )
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        return self._mover.mark(job, {handoff.failed(self.namespace): marker})
 
     def _load(
         self,
