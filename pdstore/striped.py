@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pdstore.job import Job
+from pdstore.mover import WINDOW_BYTES
 from pdstore.types import Direction, JobResult, Reason
 
-STRIPE_BYTES = 32 << 20
+STRIPE_BYTES = WINDOW_BYTES
 """What a worker takes at a time. A load of at least twice as much runs on several."""
 
 

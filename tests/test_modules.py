@@ -25,7 +25,7 @@ ORDER = (
     ),
     *("store.url", "store.base", "store.memory", "store.file", "store.redis", "store.mooncake"),
     *("store.wrappers", "store", "store.connect"),
-    *("transfer", "striped", "mover", "lookup", "matching", "prefix_cache", "pool", "adapters"),
+    *("transfer", "mover", "striped", "lookup", "matching", "prefix_cache", "pool", "adapters"),
     *("testing", "cli"),
 )
 VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats")
