@@ -25,13 +25,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, cast
 
-from pdstore import block
 from pdstore.cli.report import seconds_of
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.mooncake import MooncakeStore, RawMooncake
+from pdstore.store.base import Slots
+from pdstore.store.mooncake.store import MooncakeStore, RawMooncake
 from pdstore.testing.values import filled_slots, fresh_keys
-from pdstore.types import BlockKey, Slots
 
 P_HOST, D_HOST = "10.77.0.1", "10.77.0.2"
 MASTER, HOLDER, METRICS, STREAM = 51051, 51052, 51003, 51004

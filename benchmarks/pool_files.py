@@ -21,18 +21,11 @@ from statistics import median
 
 import torch
 
-from pdstore import (
-    KVPool,
-    LayerSpec,
-    Layout,
-    PrefixCacheManager,
-    Settings,
-    mover,
-    open_store,
-    striped,
-)
+from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, Settings, open_store
 from pdstore.cli.report import Report
 from pdstore.settings import read_settings
+from pdstore.worker import mover
+from pdstore.worker import parallel_load as striped
 
 ENGINE_BLOCK = 16
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from pdstore.cli.bench_swap import SHAPES, open_bench_library, speed_of
 from pdstore.cli.bench_swap_beside import keep_busy, pump, readback
 from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
 from pdstore.cli.report import Report
-from pdstore.native_abi import CopyPath
+from pdstore.native.abi import CopyPath
 
 MIB = 1 << 20
 COPIES: dict[str, dict[str, int]] = {

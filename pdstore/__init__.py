@@ -6,19 +6,20 @@ pool = pdstore.KVPool(settings, layout, kv_caches, namespace)   # the worker's h
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import PDStoreError
-from pdstore.handoff import Attempt, Handoff
-from pdstore.job import Job
-from pdstore.keys import Item, Namespace, PromptKeys
-from pdstore.layout import LayerSpec, Layout
-from pdstore.lookup import Lookup, Match
+from pdstore.format.handoff import Attempt, Handoff
+from pdstore.format.keys import Item, PromptKeys
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.namespace import Namespace
+from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
-from pdstore.pool import KVPool
-from pdstore.prefix_cache import PrefixCacheManager
+from pdstore.outcome import JobResult, Reason
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
-from pdstore.store.base import Store
-from pdstore.types import JobResult, Reason, Slots
-from pdstore.weights import weights_revision
+from pdstore.store.base import Slots, Store
+from pdstore.worker.job import Job
+from pdstore.worker.pool import KVPool
 
 __all__ = [
     "AsyncRunner",

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pdstore.workers import CPU, DeviceApi, DevicePin, Task, Worker
+from pdstore.threads import CPU, DeviceApi, DevicePin, Task, Worker
 
 T = TypeVar("T")
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -16,8 +14,6 @@ from pdstore.errors import ConfigError
 _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _DAY_S = 86_400.0
-_MOONCAKE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
-_MOONCAKE_OTHERS = frozenset({"LOCAL_HOSTNAME", *_MOONCAKE_FILES})
 
 
 def _default_workers() -> int:
@@ -193,60 +189,6 @@ def read_settings(**overrides: object) -> Settings:
     except ValidationError as error:
         problems = "; ".join(f"{_place(e['loc'])}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
-
-
-def default_pool_directory() -> Path:
-    """Where `file://` without a path keeps its blocks: a directory of this user."""
-    return _cache_directory() / "pool"
-
-
-def weights_cache_file() -> Path:
-    """Where digests of weight files are remembered."""
-    return _cache_directory() / "weights.json"
-
-
-class MooncakeSources(NamedTuple):
-    """What the environment says about Mooncake.
-
-    variables: those named MOONCAKE_*, MC_*, and the names that other users of Mooncake read.
-    path, text: the JSON file that one of them names; None when none does.
-    """
-
-    variables: dict[str, str]
-    path: str | None
-    text: str | None
-
-
-def mooncake_sources() -> MooncakeSources:
-    """Mooncake's variables and JSON file. Raises ConfigError for a file that cannot be read."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("MOONCAKE_", "MC_")) or name in _MOONCAKE_OTHERS
-    }
-    path = next((variables[name] for name in _MOONCAKE_FILES if variables.get(name)), None)
-    if path is None:
-        return MooncakeSources(variables, None, None)
-    try:
-        return MooncakeSources(variables, path, Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read Mooncake's configuration file {path}: {error}") from error
-
-
-def set_missing_variables(defaults: Mapping[str, str]) -> None:
-    """Sets a library's own variables, before it is imported, where the user did not."""
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
-def native_cache_directory() -> Path:
-    """Where a checkout keeps the native library that it built."""
-    return _cache_directory() / "native"
-
-
-def _cache_directory() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore"
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -10,33 +10,25 @@ import pytest
 import pdstore
 
 PACKAGE = Path(pdstore.__file__).parent
-ORDER = (
-    *("errors", "settings", "types", "keys", "layout", "block", "weights"),
-    *(
-        "workers",
-        "async_runner",
-        "native",
-        "swap",
-        "staging",
-        "metrics",
-        "values",
-        "handoff",
-        "job",
-    ),
-    *("store.url", "store.base", "store.memory", "store.file", "store.redis", "store.mooncake"),
-    *("store.wrappers", "store", "store.connect"),
-    *("transfer", "mover", "striped", "lookup", "matching", "prefix_cache", "pool", "adapters"),
-    *("testing", "cli"),
+FLOORS = (
+    ("errors",),
+    ("outcome", "settings", "environment", "threads"),
+    ("metrics", "async_runner"),
+    ("format", "native"),
+    ("store",),
+    ("scheduler", "worker"),
+    ("adapters", "testing", "cli"),
 )
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats")
 DOORS = {
-    "os.environ": ["settings"],
-    "threading.Thread": ["workers"],
-    "concurrent": ["workers"],
+    "os.environ": ["settings", "environment"],
+    "threading.Thread": ["threads"],
+    "concurrent": ["threads"],
     "multiprocessing": [],
-    "ctypes": ["native", "native_abi", "store.mooncake_memory"],
+    "ctypes": ["native.library", "native.abi", "store.mooncake.memory"],
     "redis": ["store.redis"],
-    "mooncake": ["store.mooncake_library"],
+    "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
     "pickle": [],
     "marshal": [],
@@ -55,17 +47,9 @@ MODULES = {
 }
 
 
-def place_of(module: str) -> int:
-    """Its place in the order: its own, or that of the longest listed name that it is under."""
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        if name in ORDER and (end == len(parts) or name != "store"):
-            return ORDER.index(name)
-        for prefix in ORDER:
-            if name.startswith(prefix + "_"):
-                return ORDER.index(prefix)
-    raise AssertionError(f"{module} has no place in the order")
+def room_of(module: str) -> str:
+    """The file or folder of the package that a module is in."""
+    return module.split(".")[0]
 
 
 def imports_of(tree: ast.AST) -> set[str]:
@@ -78,14 +62,18 @@ def imports_of(tree: ast.AST) -> set[str]:
     return found
 
 
+def test_every_room_has_a_floor():
+    assert {room_of(module) for module in MODULES} == set(FLOOR_OF)
+
+
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_imports_only_modules_listed_above_it(module):
+def test_a_module_imports_only_its_own_room_and_rooms_of_lower_floors(module):
+    """Rooms of one floor never import each other: so scheduler and worker stay apart."""
+    room = room_of(module)
     for name in imports_of(MODULES[module]):
-        target = name.removeprefix("pdstore.")
-        if target != name and target in MODULES and target != module:
-            if target.split(".")[0] == module.split(".")[0] in ("testing", "cli", "adapters"):
-                continue
-            assert place_of(target) <= place_of(module), f"{module} imports {target}"
+        target = room_of(name.removeprefix("pdstore."))
+        if name.startswith("pdstore.") and target in FLOOR_OF and target != room:
+            assert FLOOR_OF[target] < FLOOR_OF[room], f"{module} imports {name}"
 
 
 def uses_of(tree: ast.AST) -> set[str]:
@@ -117,7 +105,7 @@ def test_broad_excepts_stand_at_the_border_only():
         and (node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException"))
     }
     assert {m for m in broad if m.split(".")[0] != "testing"} <= {
-        "workers",
+        "threads",
         "adapters.vllm.plugin",
         "adapters.vllm.connector",
     }

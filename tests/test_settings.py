@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
-from pdstore.settings import Settings, default_pool_directory, read_settings, variable_of
+from pdstore.settings import Settings, read_settings, variable_of
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ from statistics import median
 
 from pdstore.cli.report import Report, seconds_of
 from pdstore.errors import MissingExtra
-from pdstore.keys import Namespace, Part, PromptKeys, int32_bytes
+from pdstore.format.keys import PromptKeys, int32_bytes
+from pdstore.format.namespace import Namespace, Part
 
 NUM_TOKENS = 131_072
 _GOALS_MS = {16: 5.0, 64: 2.0}

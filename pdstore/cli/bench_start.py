@@ -11,8 +11,8 @@ import torch
 from pdstore.cli.bench_swap import open_bench_library
 from pdstore.cli.bench_swap_rig import seconds
 from pdstore.cli.report import Report
-from pdstore.native import Library, address_of
-from pdstore.staging_pin import PinnedMemory, spans_of
+from pdstore.native.library import Library, address_of
+from pdstore.worker.pinned_memory import PinnedMemory, spans_of
 
 _SLOT_BYTES = (2 << 20) + 4096
 _GIB = 1 << 30

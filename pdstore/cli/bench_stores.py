@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple, Protocol, cast
 
-from pdstore import block
 from pdstore.cli.report import Report, seconds_of
 from pdstore.errors import ConfigError
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings
 from pdstore.store import open_store
-from pdstore.store.base import Store
+from pdstore.store.base import Slots, Store
 from pdstore.store.url import StoreURL
-from pdstore.types import BlockKey, Slots
 
 _SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 _BATCH = 16
@@ -111,7 +111,7 @@ def _raw_of(url: str, store: Store, temporary: Path) -> Raw:
 
         return RawRedis(cast(RedisStore, store))
     if scheme == "mooncake":
-        from pdstore.store.mooncake import MooncakeStore, RawMooncake
+        from pdstore.store.mooncake.store import MooncakeStore, RawMooncake
 
         return RawMooncake(cast(MooncakeStore, store))
     raise ConfigError(

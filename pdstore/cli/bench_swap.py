@@ -11,11 +11,11 @@ from pdstore.cli.bench_swap_beside import Beside
 from pdstore.cli.bench_swap_rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
 from pdstore.cli.report import Report
 from pdstore.errors import ConfigError
-from pdstore.native import Library
-from pdstore.native_abi import CopyPath
-from pdstore.native_build import build_library, checkout_sources
-from pdstore.swap_native import NativeSwap
-from pdstore.types import Direction
+from pdstore.native.abi import CopyPath
+from pdstore.native.build import build_library, checkout_sources
+from pdstore.native.library import Library
+from pdstore.outcome import Direction
+from pdstore.worker.swap.native import NativeSwap
 
 SHAPES = (
     SwapShape("8B", 64, 32 << 10),

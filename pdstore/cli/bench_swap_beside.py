@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional
 
 from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
-from pdstore.native_abi import CopyPath
-from pdstore.swap_native import NativeSwap, Packed
-from pdstore.types import Direction
-from pdstore.workers import Worker
+from pdstore.native.abi import CopyPath
+from pdstore.outcome import Direction
+from pdstore.threads import Worker
+from pdstore.worker.swap.native import NativeSwap, Packed
 
 Add = Callable[..., None]
 _PROBES = 300

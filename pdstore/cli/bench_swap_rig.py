@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from pdstore.block import HEADER_BYTES
 from pdstore.errors import SwapError
-from pdstore.layout import LayerSpec, Layout
-from pdstore.native import Library, address_of
-from pdstore.native_abi import CopyPath
-from pdstore.staging import slot_bytes_for
-from pdstore.staging_pin import PIECE_BYTES, PinnedMemory, spans_of
-from pdstore.swap import Piece
-from pdstore.swap_native import NativeSwap, Packed
-from pdstore.types import Direction
+from pdstore.format.block import HEADER_BYTES
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.native.abi import CopyPath
+from pdstore.native.library import Library, address_of
+from pdstore.outcome import Direction
+from pdstore.worker.pinned_memory import PIECE_BYTES, PinnedMemory, spans_of
+from pdstore.worker.staging import slot_bytes_for
+from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.native import NativeSwap, Packed
 
 OUT, IN = Direction.SAVE, Direction.LOAD
 METHODS = {

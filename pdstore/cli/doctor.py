@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from pdstore import block
 from pdstore.cli.report import Report, seconds_of
 from pdstore.errors import StoreError
-from pdstore.keys import HASH_BYTES
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
+from pdstore.format.namespace import HASH_BYTES
 from pdstore.settings import read_settings
 from pdstore.store import open_store
-from pdstore.store.base import Store
+from pdstore.store.base import Slots, Store
 from pdstore.store.connect import read_pool_id
-from pdstore.types import BlockKey, Slots
 
 _SIZE = 4096
 

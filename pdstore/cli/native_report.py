@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pdstore.cli.report import Report
-from pdstore.native import Library
-from pdstore.native_build import find_library
+from pdstore.native.build import find_library
+from pdstore.native.library import Library
 
 
 def native_report() -> Report:

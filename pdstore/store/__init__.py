@@ -21,11 +21,11 @@ class _Entry(NamedTuple):
 
 _STORES = {
     "memory": _Entry("pdstore.store.memory", "MemoryStore", None),
-    "file": _Entry("pdstore.store.file", "FileStore", None),
+    "file": _Entry("pdstore.store.file.store", "FileStore", None),
     "redis": _Entry("pdstore.store.redis", "RedisStore", "redis"),
     "rediss": _Entry("pdstore.store.redis", "RedisStore", "redis"),
     "redis+unix": _Entry("pdstore.store.redis", "RedisStore", "redis"),
-    "mooncake": _Entry("pdstore.store.mooncake", "MooncakeStore", "mooncake"),
+    "mooncake": _Entry("pdstore.store.mooncake.store", "MooncakeStore", "mooncake"),
 }
 
 

@@ -6,13 +6,40 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pdstore.errors import StoreClosed
-from pdstore.types import BlockKey, Slots
+from pdstore.format.keys import BlockKey
 
 MAX_KEY_CHARS = 200
 FRESH_S = 1.0
 """How long a store that evicts keeps what was put: else a long prompt evicts its own beginning."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Some slots of one staging buffer, in the order of the keys they go with.
+
+    `numbers[i]` is where the i-th value starts, in units of `slot_bytes` from the start of `view`;
+    `sizes[i]` is its length in bytes: what `put` stores, and exactly what `get` must find.
+    """
+
+    view: memoryview  # format "B", writable, the whole buffer
+    slot_bytes: int
+    numbers: Sequence[int]
+    sizes: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def piece(self, i: int) -> memoryview:
+        """The bytes of the i-th value."""
+        start = self.numbers[i] * self.slot_bytes
+        return self.view[start : start + self.sizes[i]]
+
+    def part(self, start: int, stop: int) -> Slots:
+        """The slots start..stop of these, for working in batches."""
+        return replace(self, numbers=self.numbers[start:stop], sizes=self.sizes[start:stop])
 
 
 class Store(ABC):
@@ -29,8 +56,8 @@ class Store(ABC):
       `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
     - The caller's memory is the caller's again when the call returns or raises: nothing is kept,
       nothing comes late.
-    - How long a value stays depends on its key's kind (`pdstore.keys.kind_of`). A store without a
-      clock says so and relies on its eviction; a pool key is never evicted.
+    - How long a value stays depends on its key's kind (`pdstore.format.keys.kind_of`). A store
+      without a clock says so and relies on its eviction; a pool key is never evicted.
     - Constructing a store does little; a store that is down raises at the calls, so that an engine
       can start first.
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 
-from pdstore import block
 from pdstore.errors import StoreError
-from pdstore.keys import HASH_BYTES, POOL_ID_KEY
+from pdstore.format import block
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.format.namespace import HASH_BYTES
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.base import Store
+from pdstore.store.base import Slots, Store
 from pdstore.store.wrappers import Guarded, Metered
-from pdstore.types import Slots
 
 log = logging.getLogger(__name__)
 

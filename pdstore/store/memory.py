@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
-from pdstore.keys import Kind, kind_of, prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import FRESH_S, Life, Store, check_call
+from pdstore.store.base import FRESH_S, Life, Slots, Store, check_call
 from pdstore.store.url import StoreURL
-from pdstore.types import BlockKey, Slots
 
 DEFAULT_LEASE_S = 10.0
 

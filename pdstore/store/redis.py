@@ -28,11 +28,11 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.keys import Kind, kind_of, prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Life, Store, check_call
+from pdstore.store.base import Life, Slots, Store, check_call
 from pdstore.store.url import StoreURL
-from pdstore.types import BlockKey, Slots
 
 _CONNECT_S = 1.0
 _TIMEOUT_S = 5.0

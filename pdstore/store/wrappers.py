@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable, WrongLength
+from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
-from pdstore.store.base import Store
-from pdstore.types import BlockKey, Slots
+from pdstore.store.base import Slots, Store
 
 R = TypeVar("R")
 
@@ -210,81 +209,3 @@ class Guarded(WrapperStore):
                 self._pause_s = min(2 * self._pause_s, self._max_s)
             if is_probe or (self.is_open and not was_open):
                 self._closed_again_at = self._clock() + self._pause_s
-
-
-class Faulty(WrapperStore):
-    """Fails on purpose, for tests: by a seeded chance, or when told to.
-
-    error_rate, miss_rate: chance of a StoreUnavailable, and of a shorter prefix.
-    hold: while set, calls wait for `release` (a store that hangs).
-    corrupt_rate: chance that one byte of a value that was read is flipped.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        *,
-        seed: int = 0,
-        error_rate: float = 0.0,
-        miss_rate: float = 0.0,
-        corrupt_rate: float = 0.0,
-    ) -> None:
-        super().__init__(store)
-        self._random = random.Random(seed)
-        self._random_lock = threading.Lock()
-        self.error_rate, self.miss_rate, self.corrupt_rate = error_rate, miss_rate, corrupt_rate
-        self._open = threading.Event()
-        self._open.set()
-        self.num_held = 0
-
-    def hold(self) -> None:
-        """From now on calls hang."""
-        self._open.clear()
-
-    def release(self) -> None:
-        """Lets the calls that hang go on."""
-        self._open.set()
-
-    def match(self, keys: Sequence[BlockKey]) -> int:
-        self._fault("match")
-        return self._shortened(super().match(keys))
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._fault("get")
-        n = self._shortened(super().get(keys, slots))
-        for i in range(n):
-            if self._chance(self.corrupt_rate):
-                piece = slots.piece(i)
-                piece[self._below(len(piece))] ^= 1 << self._below(8)
-        return n
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._fault("put")
-        return self._shortened(super().put(keys, slots))
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._fault("remove")
-        super().remove(keys)
-
-    def clear(self, namespace: str) -> None:
-        self._fault("clear")
-        super().clear(namespace)
-
-    def _fault(self, verb: str) -> None:
-        if not self._open.is_set():
-            self.num_held += 1
-            self._open.wait(60)
-            self.num_held -= 1
-        if self._chance(self.error_rate):
-            raise StoreUnavailable(f"{self.label}: {verb} failed on purpose")
-
-    def _shortened(self, n: int) -> int:
-        return self._below(n) if n and self._chance(self.miss_rate) else n
-
-    def _chance(self, rate: float) -> bool:
-        with self._random_lock:
-            return self._random.random() < rate
-
-    def _below(self, n: int) -> int:
-        with self._random_lock:
-            return self._random.randrange(n)

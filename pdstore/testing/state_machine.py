@@ -9,9 +9,9 @@ from hypothesis import strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from pdstore.errors import WrongLength
+from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 from pdstore.testing.values import content, empty_slots, filled_slots, fresh_keys
-from pdstore.types import BlockKey
 
 _NUM_BLOCKS = 10
 _SIZES = (1, 64, 4096, 70_000)

@@ -6,8 +6,8 @@ import random
 import secrets
 from collections.abc import Sequence
 
-from pdstore.store.base import Store
-from pdstore.types import BlockKey, Slots
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Slots, Store
 
 
 def fresh_keys(count: int) -> list[BlockKey]:

@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
 from pdstore.adapters.vllm.messages import Registered, StepOrders
-from pdstore.adapters.vllm.scheduler_half import SchedulerHalf
-from pdstore.adapters.vllm.worker_half import WorkerHalf
-from pdstore.types import Reason
+from pdstore.adapters.vllm.scheduler import SchedulerHalf
+from pdstore.adapters.vllm.worker import WorkerHalf
+from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
 

@@ -13,10 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.keys import Json
-from pdstore.layout import LayerSpec, Layout
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.namespace import Json
+from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
-from pdstore.weights import weights_revision
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _SHAPING = (

@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pdstore.handoff import Attempt
-from pdstore.keys import Namespace, PromptKeys
-from pdstore.values import BlockTables
+from pdstore.format.handoff import Attempt
+from pdstore.format.keys import PromptKeys
+from pdstore.format.layout import BlockTables
+from pdstore.format.namespace import Namespace
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pdstore.errors import PDStoreError
-from pdstore.handoff import Attempt
-from pdstore.keys import Item, Json, PromptKeys
-from pdstore.lookup import Lookup
-from pdstore.prefix_cache import PrefixCacheManager
+from pdstore.format.handoff import Attempt
+from pdstore.format.keys import Item, PromptKeys
+from pdstore.format.namespace import Json
+from pdstore.format.weights import weights_revision
+from pdstore.scheduler.lookup import Lookup
+from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
-from pdstore.weights import weights_revision
 
 log = logging.getLogger("vllm.pdstore")
 

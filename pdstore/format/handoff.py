@@ -1,0 +1,114 @@
+"""One hand-off from P to D: its random name, its markers, and what P's answer says of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdstore.format.block import FLAG_MARKER, Header
+from pdstore.format.keys import BlockKey
+from pdstore.format.namespace import HASH_BYTES, Json, Namespace
+
+_NAME = "pdstore"
+
+
+class Attempt(NamedTuple):
+    """The random 128-bit name of one hand-off; never a request id, which may come twice."""
+
+    hex: str
+
+    @classmethod
+    def new(cls) -> Attempt:
+        return cls(secrets.token_hex(HASH_BYTES))
+
+    def done(self, namespace: Namespace, shard: int) -> BlockKey:
+        """The key whose existence says that a shard of the prompt is durable."""
+        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")
+
+    def failed(self, namespace: Namespace) -> BlockKey:
+        """The key whose existence says that some shard will not come."""
+        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
+
+    def marker(self, namespace: Namespace, shard: int, num_shards: int, num_tokens: int) -> Header:
+        """What the value under one of these keys says, which is nothing but a header."""
+        return Header(
+            flags=FLAG_MARKER,
+            group=0,
+            shard=shard,
+            num_shards=num_shards,
+            num_tokens=num_tokens,
+            payload_bytes=0,
+            namespace=namespace.digest,
+            prefix_hash=bytes.fromhex(self.hex),
+        )
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What `kv_transfer_params["pdstore"]` says; the attempt only when a router made it."""
+
+    attempt: Attempt
+    num_tokens: int | None = None
+    namespace: str | None = None
+    pool_id: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
+        """The hand-off in a request's `kv_transfer_params`; None where there is none.
+
+        Raises ValueError, naming the field, for one that is malformed: it comes from a client.
+        """
+        said = (params or {}).get(_NAME)
+        if said is None:
+            return None
+        if not isinstance(said, Mapping):
+            raise ValueError(f"kv_transfer_params.{_NAME} must be an object")
+        fields = said.get("fields") or {}
+        if not isinstance(fields, Mapping) or len(fields) > 64:
+            raise ValueError(f"kv_transfer_params.{_NAME}.fields must be a small object")
+        num_tokens = said.get("num_tokens")
+        if not (num_tokens is None or (isinstance(num_tokens, int) and num_tokens >= 0)):
+            raise ValueError(f"kv_transfer_params.{_NAME}.num_tokens must be a count")
+        attempt = _hex_of(said, "attempt")
+        if attempt is None:
+            raise ValueError(f"kv_transfer_params.{_NAME}.attempt is missing")
+        return cls(
+            attempt=Attempt(attempt),
+            num_tokens=num_tokens,
+            namespace=_hex_of(said, "namespace"),
+            pool_id=_hex_of(said, "pool_id"),
+            fields={_plain(name): _plain(value) for name, value in fields.items()},
+        )
+
+    def params(self) -> dict[str, Json]:
+        """The `kv_transfer_params` that say this."""
+        said: dict[str, Json] = {"attempt": self.attempt.hex}
+        if self.num_tokens is not None:
+            said["num_tokens"] = self.num_tokens
+        if self.namespace is not None:
+            said["namespace"] = self.namespace
+        if self.pool_id is not None:
+            said["pool_id"] = self.pool_id
+        if self.fields:
+            said["fields"] = dict(self.fields)
+        return {_NAME: said}
+
+
+def _plain(value: object) -> str:
+    """A client's text, fit for a line of a log."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:80])
+
+
+def _hex_of(said: Mapping[str, Json], name: str) -> str | None:
+    value = said.get(name)
+    if value is None:
+        return None
+    digits = isinstance(value, str) and len(value) == 2 * HASH_BYTES
+    if not (digits and all(c in "0123456789abcdef" for c in str(value))):
+        raise ValueError(
+            f"kv_transfer_params.{_NAME}.{name} must be {2 * HASH_BYTES} lower-case hex digits"
+        )
+    return str(value)

@@ -1,0 +1,216 @@
+"""Tokens -> prefix hashes -> block keys, within a namespace.
+
+The format is fixed so that every engine, language and router derives the same keys
+(tests/vectors/keys.json):
+
+    root    h_-1 = H(namespace | lp(LoRA digest) | lp(cache salt))
+    block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
+    key     pds1:<namespace hex>:<group>:<shard>:<hash hex>[:partial:<n>]
+
+`H` is sha256 cut to 16 bytes, or xxh3_128; `lp` is a u32 little-endian length before the bytes. An
+extra is a multimodal item's content hash, then the item's offset relative to the block's first
+token as little-endian int32.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NewType, TypeAlias, Union, cast
+
+import xxhash
+
+from pdstore.format.namespace import HASH_BYTES, Namespace, Part
+
+BlockKey = NewType("BlockKey", str)
+"""What a store sees: ASCII text that names one value. Made by `pdstore.format.keys` only."""
+POOL_ID_KEY = BlockKey("pds1:pool")
+_INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
+
+Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
+
+
+class Kind(enum.Enum):
+    """What a key names, which decides how long a store keeps it."""
+
+    BLOCK = "block"
+    TAIL = "tail"
+    HANDOFF = "handoff"
+    POOL = "pool"  # never expires
+
+
+def kind_of(key: BlockKey) -> Kind:
+    """The kind of a key, from its text."""
+    if ":partial:" in key:
+        return Kind.TAIL
+    if ":handoff:" in key:
+        return Kind.HANDOFF
+    return Kind.POOL if key == POOL_ID_KEY else Kind.BLOCK
+
+
+class Item(NamedTuple):
+    """A multimodal item in a prompt: it covers the tokens [offset, offset + length)."""
+
+    offset: int
+    length: int
+    content_hash: bytes
+
+
+class PromptKeys:
+    """The names of one prompt's blocks, in order: its full blocks, then its tail if it has one.
+
+    One object serves save and load. `extend` adds tokens without hashing the old ones again.
+
+    Args:
+      namespace: the instance's namespace.
+      lora: digest of the LoRA adapter's weights; empty for none.
+      cache_salt: the request's own salt; empty for none.
+      items: multimodal items in order of offset.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        *,
+        lora: bytes = b"",
+        cache_salt: bytes = b"",
+        items: Sequence[Item] = (),
+    ) -> None:
+        self.namespace = namespace
+        self.block_tokens = namespace.block_tokens
+        self.num_tokens = 0
+        self._hash = _HASHES[namespace.algorithm]
+        self._items = tuple(items)
+        self._root = self._hash(namespace.digest + _prefixed(lora) + _prefixed(cache_salt))
+        self._full: list[bytes] = []
+        self._rest = b""  # the tail's tokens, little-endian int32
+        self._tail: bytes | None = None
+
+    def extend(self, token_ids: Tokens) -> PromptKeys:
+        """Adds tokens behind those there are; returns itself. Ids must be in [0, 2**31)."""
+        data = self._rest + int32_bytes(token_ids)
+        step = self.block_tokens * 4
+        whole = len(data) - len(data) % step
+        previous = self._full[-1] if self._full else self._root
+        if self._items:
+            previous = self._extend_with_items(previous, data, step, whole)
+        else:
+            digest, append = self._hash, self._full.append
+            for start in range(0, whole, step):
+                previous = digest(previous + data[start : start + step])
+                append(previous)
+        self._rest = data[whole:]
+        self.num_tokens = len(self._full) * self.block_tokens + len(self._rest) // 4
+        self._tail = None
+        if self._rest:
+            first = len(self._full) * self.block_tokens
+            self._tail = self._hash(
+                previous + self._rest + self._extras(first, len(self._rest) // 4)
+            )
+        return self
+
+    def __len__(self) -> int:
+        """Number of blocks, the tail included."""
+        return len(self._full) + (self._tail is not None)
+
+    def hash_of(self, block: int) -> bytes:
+        """The prefix hash that names a block and all before it."""
+        if block < len(self._full):
+            return self._full[block]
+        if block == len(self._full) and self._tail is not None:
+            return self._tail
+        raise IndexError(block)
+
+    def tokens_of(self, block: int) -> int:
+        """How many tokens a block has: `block_tokens`, or fewer for the tail."""
+        return min(self.block_tokens, self.num_tokens - block * self.block_tokens)
+
+    def end_of(self, num_blocks: int) -> int:
+        """How many tokens the first `num_blocks` blocks have."""
+        return min(num_blocks * self.block_tokens, self.num_tokens)
+
+    def first(self, num_tokens: int) -> PromptKeys:
+        """A copy that names the blocks that are complete within the first `num_tokens` tokens.
+
+        The tail is one of them only when those are all tokens. Later `extend`s do not show in the
+        copy.
+        """
+        short = copy.copy(self)
+        short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
+        if num_tokens < self.num_tokens:
+            short._rest, short._tail = b"", None
+        short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
+        return short
+
+    def keys(self, parts: Sequence[Part], start: int = 0) -> list[BlockKey]:
+        """Store keys of the blocks from `start` on: block-major, then `parts` in order."""
+        heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
+        keys = [head + digest.hex() for digest in self._full[start:] for head in heads]
+        if self._tail is not None and start <= len(self._full):
+            last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
+            keys += [head + last for head in heads]
+        return cast("list[BlockKey]", keys)  # a NewType costs a call per key
+
+    def _extend_with_items(self, previous: bytes, data: bytes, step: int, whole: int) -> bytes:
+        first = len(self._full) * self.block_tokens
+        for start in range(0, whole, step):
+            extras = self._extras(first, self.block_tokens)
+            previous = self._hash(previous + data[start : start + step] + extras)
+            self._full.append(previous)
+            first += self.block_tokens
+        return previous
+
+    def _extras(self, first: int, num_tokens: int) -> bytes:
+        """What the items that touch [first, first + num_tokens) add to their block's hash."""
+        return b"".join(
+            _prefixed(item.content_hash + struct.pack("<i", item.offset - first))
+            for item in self._items
+            if item.length > 0
+            and item.offset < first + num_tokens
+            and first < item.offset + item.length
+        )
+
+
+def int32_bytes(token_ids: Tokens) -> bytes:
+    """Token ids as little-endian int32 bytes; a buffer of 32-bit ints is taken without a copy.
+
+    Raises ValueError for an id that is negative or does not fit, TypeError for what is no int.
+    """
+    if isinstance(token_ids, (bytes, bytearray)):
+        raise TypeError("token ids are ints, not bytes")
+    if isinstance(token_ids, memoryview) and token_ids.format in _INT32:
+        words = array("i", token_ids.tobytes())
+    elif isinstance(token_ids, array) and token_ids.typecode in _INT32:
+        words = token_ids
+    else:
+        try:
+            words = array("i", token_ids)
+        except OverflowError as error:
+            raise ValueError("a token id does not fit 31 bits") from error
+    if sys.byteorder == "big":
+        words = words[:]
+        words.byteswap()
+    data = words.tobytes()
+    if not data[3::4].isascii():  # a highest bit is set
+        raise ValueError("a token id is negative or does not fit 31 bits")
+    return data
+
+
+def _xxh3_128(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def _sha256(data: bytes, _new: Callable[[bytes], hashlib._Hash] = hashlib.sha256) -> bytes:
+    return _new(data).digest()[:HASH_BYTES]
+
+
+_HASHES: Mapping[str, Callable[[bytes], bytes]] = {"sha256": _sha256, "xxh3_128": _xxh3_128}
+
+
+def _prefixed(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data

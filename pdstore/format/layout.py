@@ -1,0 +1,288 @@
+"""How an engine lays its KV out: layers, groups, shards, payload order, namespace."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace, Part
+from pdstore.settings import Settings
+
+NO_BLOCK = -1
+"""In a block table: the engine holds no block there (the window has moved on)."""
+
+BlockTables: TypeAlias = Sequence[Sequence[int]]
+Order = Literal["token", "head", "page"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer of the whole model (not of one rank).
+
+    num_kv_heads: KV heads; 1 for MLA.
+    head_dim: elements of K per head and token; for MLA the latent with its rope part.
+    value_dim: elements of V; None means as many as K, 0 means none (MLA).
+    window: tokens of a sliding window; None for full attention.
+    table: which of the engine's block tables names its blocks, for engines with several.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    kind: Literal["full", "sliding", "mla"] = "full"
+    window: int | None = None
+    table: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Elements of K and V together, per head and token."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The KV cache of one model on one rank, and how its blocks are stored.
+
+    `Layout.of` fills in what the settings say.
+
+    dtype: torch's name of the cache's element type.
+    layers: one LayerSpec per layer, in order; equal specs form one KV group.
+    block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
+    engine_block_tokens: tokens of a block in the engine's paged cache.
+    rope: canonical text of the rope configuration.
+    order: payload order, token-major [layer][token][head][K|V], head-major
+    [layer][head][token][K|V], or [layer][head][page]: an engine's block of one head as it is, for
+    engines that pack tokens in ways of their own. Then a tail is a whole page too.
+    page: how such an engine packs a page, in words; a namespace field.
+    num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
+    draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
+
+    Raises LayoutError for numbers that do not fit together.
+    """
+
+    dtype: str
+    layers: tuple[LayerSpec, ...]
+    block_tokens: int
+    engine_block_tokens: int
+    rope: str
+    quantization: str | None = None
+    order: Order = "token"
+    page: str | None = None
+    num_shards: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    draft_layers: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        *,
+        dtype: str,
+        layers: Sequence[LayerSpec],
+        engine_block_tokens: int,
+        rope: str,
+        quantization: str | None = None,
+        page: str | None = None,
+        gives_back: bool = False,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        draft_layers: int = 0,
+    ) -> Layout:
+        """The layout with block size, order and shards from the settings.
+
+        With `page` given the order is that of pages. Then, and for an engine that `gives_back`
+        blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
+        over the window's edge.
+        """
+        is_engines = gives_back or page is not None
+        if page is not None and settings.salt is not None:
+            raise LayoutError(
+                "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
+                " what an earlier request left in them: they cannot be used together"
+            )
+        return cls(
+            dtype=dtype,
+            layers=tuple(layers),
+            block_tokens=engine_block_tokens if is_engines else settings.block_tokens,
+            engine_block_tokens=engine_block_tokens,
+            rope=rope,
+            quantization=quantization,
+            order=settings.order if page is None else "page",
+            page=page,
+            num_shards=settings.kv_shards or tp_size,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            draft_layers=draft_layers,
+        )
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise LayoutError("a layout needs at least one layer")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise LayoutError(f"{self.dtype!r} is no torch dtype")
+        if (self.order == "page") != (self.page is not None):
+            raise LayoutError("the order is that of pages if, and only if, `page` says how")
+        if self.block_tokens % self.engine_block_tokens or (
+            self.order == "page" and self.block_tokens != self.engine_block_tokens
+        ):
+            raise LayoutError(
+                f"PDSTORE_BLOCK_TOKENS={self.block_tokens} must be a multiple of the engine's block"
+                f" of {self.engine_block_tokens} tokens"
+            )
+        if self.num_shards % self.tp_size or not 0 <= self.tp_rank < self.tp_size:
+            raise LayoutError(
+                f"PDSTORE_KV_SHARDS={self.num_shards} must be a multiple of the TP size"
+                f" {self.tp_size}, and rank {self.tp_rank} below it"
+            )
+        for spec in self.layers:
+            if spec.kind != "mla" and spec.num_kv_heads % self.num_shards:
+                raise LayoutError(
+                    f"{spec.num_kv_heads} KV heads do not split into {self.num_shards} shards:"
+                    " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
+                    " ranks hold copies of are not supported)"
+                )
+
+    @cached_property
+    def itemsize(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layer numbers of each KV group; groups in order of their first layer."""
+        groups: dict[LayerSpec, list[int]] = {}
+        for number, spec in enumerate(self.layers):
+            groups.setdefault(spec, []).append(number)
+        return tuple(tuple(numbers) for numbers in groups.values())
+
+    @cached_property
+    def num_tables(self) -> int:
+        """Block tables of a request."""
+        return 1 + max(spec.table for spec in self.layers)
+
+    def has_window(self, table: int) -> bool:
+        """Whether the engine may hold fewer blocks there than a prompt has."""
+        return any(spec.table == table and spec.window for spec in self.layers)
+
+    def table_of(self, part: Part) -> int:
+        """Which block table names a part's blocks."""
+        return self._spec(part.group).table
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All values of one block, over all ranks, in key order."""
+        return tuple(Part(g, s) for g in range(len(self.groups)) for s in range(self.shards_of(g)))
+
+    @cached_property
+    def owned_parts(self) -> tuple[Part, ...]:
+        """The parts that this rank saves and loads; an MLA group belongs to every rank."""
+        mine = self.owned_shards
+        return tuple(p for p in self.parts if p.shard in mine or self.shards_of(p.group) == 1)
+
+    @cached_property
+    def grid_shards(self) -> int:
+        """Shards of a whole block: 1 when all groups are MLA, whatever the TP size."""
+        return max(self.shards_of(group) for group in range(len(self.groups)))
+
+    @cached_property
+    def owned_shards(self) -> range:
+        """The shards that this rank marks in a hand-off, because all their parts are its own."""
+        if self.grid_shards == 1:
+            return range(1)
+        per_rank = self.num_shards // self.tp_size
+        return range(self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank)
+
+    def shards_of(self, group: int) -> int:
+        return 1 if self._spec(group).kind == "mla" else self.num_shards
+
+    def local_heads(self, layer: int) -> int:
+        """KV heads of a layer in this rank's cache."""
+        spec = self.layers[layer]
+        return spec.num_kv_heads if spec.kind == "mla" else spec.num_kv_heads // self.tp_size
+
+    def heads_of(self, part: Part) -> range:
+        """Which of this rank's heads are in a part that it owns."""
+        count = self._spec(part.group).num_kv_heads // self.shards_of(part.group)
+        first = part.shard * count % self.local_heads(self.groups[part.group][0])
+        return range(first, first + count)
+
+    def payload_bytes(self, part: Part, num_tokens: int) -> int:
+        """Bytes of one part of a block of `num_tokens` tokens."""
+        spec = self._spec(part.group)
+        if self.order == "page":
+            num_tokens = -(-num_tokens // self.block_tokens) * self.block_tokens
+        heads = spec.num_kv_heads // self.shards_of(part.group)
+        return len(self.groups[part.group]) * num_tokens * heads * spec.channels * self.itemsize
+
+    @cached_property
+    def cells(self) -> Layout:
+        """The layout as block copies see it: a page is one token of that many channels."""
+        if self.order != "page":
+            return self
+        layers = [
+            replace(spec, head_dim=spec.channels * self.block_tokens, value_dim=0)
+            for spec in self.layers
+        ]
+        return replace(
+            self,
+            layers=tuple(layers),
+            block_tokens=1,
+            engine_block_tokens=1,
+            order="token",
+            page=None,
+        )
+
+    def cells_of(self, num_tokens: int) -> int:
+        """How many of the tokens that block copies see are in a block of `num_tokens` tokens."""
+        return 1 if self.order == "page" else num_tokens
+
+    @cached_property
+    def largest_payload_bytes(self) -> int:
+        return max(self.payload_bytes(part, self.block_tokens) for part in self.owned_parts)
+
+    def namespace(self, settings: Settings, *, weights: str) -> Namespace:
+        """The namespace of an instance with this layout.
+
+        weights: the weights' revision (`pdstore.weights_revision`).
+        """
+        salt = settings.salt.get_secret_value() if settings.salt else None
+        fields: dict[str, Json] = {
+            "format": FORMAT_VERSION,
+            "weights": weights,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in self.layers],
+            "windows": [spec.window for spec in self.layers],
+            "rope": self.rope,
+            "block_tokens": self.block_tokens,
+            "order": self.order,
+            "page": self.page,
+            "tables": [spec.table for spec in self.layers],
+            "shards": self.grid_shards,
+            "draft_layers": self.draft_layers,
+            "hash": settings.hash,
+            "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
+        }
+        windows = {
+            group: window
+            for group in range(len(self.groups))
+            if (window := self._spec(group).window) is not None
+        }
+        return Namespace(
+            fields,
+            self.parts,
+            self.block_tokens,
+            settings.hash,
+            num_shards=self.grid_shards,
+            windows=windows,
+        )
+
+    def _spec(self, group: int) -> LayerSpec:
+        return self.layers[self.groups[group][0]]

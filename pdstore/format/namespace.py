@@ -1,0 +1,94 @@
+"""Namespace: what two instances must have equal for their bytes to be interchangeable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+FORMAT_VERSION = 1
+HASH_BYTES = 16
+_NAMESPACE = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
+
+Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
+
+
+class Part(NamedTuple):
+    """One KV group's share of one shard: a block is stored as one value per part."""
+
+    group: int
+    shard: int
+
+
+def prefix_of(namespace: str) -> str:
+    """What the keys of a namespace begin with, and no others; from its `hex`.
+
+    Raises ValueError for anything but 32 lower-case hex digits.
+    """
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ValueError(
+            f"a namespace is {2 * HASH_BYTES} lower-case hex digits, not {namespace!r}"
+        )
+    return f"pds1:{namespace}:"
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What two instances must have equal for their bytes to be interchangeable, and its digest.
+
+    fields: the document; made by `Layout.namespace`.
+    parts: the (group, shard) pairs whose values together are one block, in key order.
+    windows: tokens of the sliding window of each KV group that has one.
+    """
+
+    fields: Mapping[str, Json]
+    parts: tuple[Part, ...]
+    block_tokens: int
+    algorithm: str = "sha256"
+    num_shards: int = 1
+    windows: Mapping[int, int] = field(default_factory=dict)
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = _canonical(self.fields).encode()
+        object.__setattr__(self, "digest", hashlib.sha256(text).digest()[:HASH_BYTES])
+
+    @property
+    def hex(self) -> str:
+        return self.digest.hex()
+
+    def describe(self) -> dict[str, str]:
+        """Each field in at most 40 characters, fit to send to the other instance.
+
+        A long value is a digest. Of the salt only 16 bits show: enough to see a difference, not to
+        guess it.
+        """
+        described = {}
+        for name, value in self.fields.items():
+            text = _canonical(value)
+            if name == "salt" and value is not None:
+                text = "#" + _digest(text.encode())[:4]
+            described[name] = text if len(text) <= 40 else "#" + _digest(text.encode())
+        return described
+
+    def differences(self, described: Mapping[str, str]) -> list[str]:
+        """A line for each field in which `described` (another instance's `describe()`) differs."""
+        ours = self.describe()
+        return [
+            f"{name}: {described.get(name, 'missing')} there, {ours[name]} here"
+            for name in sorted(ours)
+            if ours[name] != described.get(name)
+        ]
+
+
+def _canonical(value: Json) -> str:
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

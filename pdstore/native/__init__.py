@@ -1,0 +1,1 @@
+"""libpdstore from Python: its structs, its calls, its build."""

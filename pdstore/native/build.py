@@ -1,0 +1,104 @@
+"""Where libpdstore is: in the installed package, or built from `csrc` at first use, once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdstore.environment import native_cache_directory
+from pdstore.errors import NativeError
+
+log = logging.getLogger(__name__)
+
+_FILE = "libpdstore.so"
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = _PACKAGE.parent / "csrc"
+
+
+def checkout_sources() -> Path:
+    """The C++ sources of a checkout. Raises NativeError in an installed package."""
+    if not (_SOURCES / "CMakeLists.txt").exists():
+        raise NativeError("this installation has no native library: it was made without a compiler")
+    return _SOURCES
+
+
+def find_library(*, with_cuda: bool) -> Path:
+    """The library of the installed package; in a checkout the built one, built now if need be.
+
+    with_cuda: where it has to be built, for GPUs too if nvcc is there.
+    Raises NativeError when there is neither a library nor what it takes to build one.
+    """
+    packaged = _PACKAGE / _FILE
+    if packaged.exists():
+        return packaged
+    return build_library(checkout_sources(), () if with_cuda else ("-DPDSTORE_CUDA=OFF",))
+
+
+def build_library(
+    sources: Path, options: Sequence[str] = (), directory: Path | None = None
+) -> Path:
+    """Builds `sources` with CMake into a cache keyed by their content; quick when it is there.
+
+    options: CMake's, for example `-DPDSTORE_TESTING=ON`; part of the key.
+    directory: the cache; None: this user's.
+    Processes that come at once wait for the first. Raises NativeError with the compiler's words.
+    """
+    place = (directory or native_cache_directory()) / _digest(sources, options)
+    built = place / _FILE
+    if built.exists():
+        return built
+    place.mkdir(parents=True, exist_ok=True)
+    with _locked(place / "lock"):
+        if not built.exists():
+            _build(sources, options, built)
+    return built
+
+
+def _build(sources: Path, options: Sequence[str], target: Path) -> None:
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    if cmake is None:
+        raise NativeError("the native library is not built and there is no cmake to build it with")
+    log.warning("building %s: a minute, once", target)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        _run([cmake, "-S", str(sources), "-B", scratch, *options])
+        _run([cmake, "--build", scratch, "--parallel", str(min(4, os.cpu_count() or 1))])
+        product = Path(scratch) / _FILE
+        if not product.exists():
+            raise NativeError("the native library is not built: there is no C++ compiler")
+        os.replace(product, target)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NativeError(f"cannot run {command[0]}: {error}") from error
+    if done.returncode:
+        words = (done.stdout + done.stderr).strip()[-2000:]
+        raise NativeError(f"`{' '.join(command)}` failed:\n{words}")
+
+
+def _digest(sources: Path, options: Sequence[str]) -> str:
+    digest = hashlib.sha256(repr(sorted(options)).encode())
+    digest.update(str(shutil.which("nvcc")).encode())  # with it the build is another one
+    for path in sorted(sources.rglob("*")):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that the kernel frees when its process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,87 @@
+"""How jobs and lookups end: reasons, directions, results."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pdstore.errors import (
+    JobCancelled,
+    JobDeadline,
+    PoolClosed,
+    QueueFull,
+    ReadOnly,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+)
+
+
+class Reason(str, enum.Enum):
+    """Why leading blocks were not found, loaded or saved; also a label of the metrics."""
+
+    ABSENT = "absent"  # nobody stored the next block, or it was evicted
+    LOST = "lost"  # matched, and gone when it was read
+    CORRUPT = "corrupt"  # checksum, header or length is wrong: removed
+    FOREIGN = "foreign"  # an intact value that belongs to another key: removed
+    NAMESPACE = "namespace"  # the other instance's weights, layout or format differ
+    OTHER_POOL = "other_pool"  # the other instance writes to another store
+    HANDOFF_FAILED = "handoff_failed"  # P said that it could not publish everything
+    HANDOFF_LATE = "handoff_late"  # P's marker did not appear before D's deadline
+    DEADLINE = "deadline"  # the job's time was up
+    STORE_DOWN = "store_down"  # unreachable, or the breaker is open
+    STORE_SLOW = "store_slow"  # a store call timed out
+    STORE_FULL = "store_full"
+    STORE_DENIED = "store_denied"
+    STORE_ERROR = "store_error"  # any other error of the store
+    QUEUE_FULL = "queue_full"  # dropped: the queue is at its bound
+    NO_SLOTS = "no_slots"  # no staging slot came free in time
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+    READ_ONLY = "read_only"  # PDSTORE_PUBLISH=0
+    FAULT = "fault"  # a bug or a device error in pdstore itself
+
+
+class Direction(enum.Enum):
+    """Which way blocks move."""
+
+    LOAD = "load"  # store -> paged cache
+    SAVE = "save"  # paged cache -> store
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended.
+
+    num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now; of a
+      save, the leading tokens that another process can load now.
+    reason: why it is not all of them; None if it is.
+    error: the exception behind the reason, if there was one.
+    """
+
+    num_tokens: int
+    reason: Reason | None = None
+    error: Exception | None = None
+
+
+_REASONS: tuple[tuple[type[Exception], Reason], ...] = (
+    (StoreTimeout, Reason.STORE_SLOW),
+    (StoreUnavailable, Reason.STORE_DOWN),
+    (StoreFull, Reason.STORE_FULL),
+    (StoreDenied, Reason.STORE_DENIED),
+    (StoreClosed, Reason.CLOSED),
+    (StoreError, Reason.STORE_ERROR),
+    (JobDeadline, Reason.DEADLINE),
+    (JobCancelled, Reason.CANCELLED),
+    (QueueFull, Reason.QUEUE_FULL),
+    (ReadOnly, Reason.READ_ONLY),
+    (PoolClosed, Reason.CLOSED),
+)
+
+
+def reason_of(error: Exception) -> Reason:
+    """The reason that an exception stands for; FAULT for one that pdstore does not know."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAULT)

@@ -1,0 +1,1 @@
+"""The scheduler process's half: keys and lookups, no tensors."""

@@ -1,0 +1,149 @@
+"""Evictor: keeps a pool's directory within its budget, one process at a time for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.store.base import FRESH_S
+from pdstore.store.file.directory import PoolDirectory, StoredFile
+
+MAX_LEASE_S = 3600.0
+DEFAULT_BUDGET = 20 << 30
+_PAGE = 4096  # what a file takes on disk is a multiple of it
+_PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
+_S = 1_000_000_000
+
+
+class Evictor:
+    """Decides before every put whether there is room, and makes room.
+
+    Each process counts the bytes it puts, and looks at the whole directory after every 5 % of the
+    budget. Whoever looks holds the directory's lock, and deletes tails and markers past their time,
+    then the values with the oldest modification time that are neither leased nor fresh, down to
+    90 % of the budget. With n processes the pool may so pass its budget by (n - 2) * 5 %.
+    """
+
+    def __init__(self, directory: PoolDirectory, budget: int | None, handoff_ttl_s: float) -> None:
+        self._directory = directory
+        self.budget = default_budget(directory) if budget is None else budget
+        self._step = self.budget // 20
+        self._handoff_ttl_ns = int(handoff_ttl_s * _S)
+        self._lock = threading.Lock()
+        self._used = 0
+        self._put_since_scan = self.budget  # the first put looks at what is there
+        self._full_until = 0.0
+
+    def admit(self, num_bytes: int) -> bool:
+        """Counts bytes that are about to be put; False if there is no room for them."""
+        num_bytes = _on_disk(num_bytes)
+        if num_bytes > self.budget:
+            return False
+        with self._lock:
+            self._used += num_bytes
+            self._put_since_scan += num_bytes
+            due = self._put_since_scan > self._step or self._used > self.budget
+            patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
+        others_evict = due and not (self._is_known_full() or self._evict(num_bytes, 0, patience_s))
+        limit = self.budget + (self._step if others_evict else 0)
+        if self._used <= limit:
+            return True
+        with self._lock:
+            self._used -= num_bytes
+        return False
+
+    def make_room(self, num_bytes: int) -> None:
+        """Evicts when the disk is full, whoever filled it."""
+        if not self._is_known_full():
+            self._evict(0, _on_disk(num_bytes), _PATIENCE_S)
+
+    def look_again(self) -> None:
+        """Room was made in another way: a put that would find none looks at the directory first."""
+        self._full_until = 0.0
+        if self._used + self._step > self.budget:
+            self._put_since_scan = self.budget
+
+    def _is_known_full(self) -> bool:
+        return time.monotonic() < self._full_until
+
+    def _evict(self, coming: int, to_free: int, patience_s: float) -> bool:
+        """Looks and evicts; False if another thread or process is at it for longer than that.
+
+        Afterwards the budget has room for `coming` bytes, and at least `to_free` bytes are deleted,
+        unless all is leased.
+        """
+        start = time.monotonic()
+        while (lock := self._directory.lock()) is None:
+            if time.monotonic() - start >= patience_s:
+                return False
+            time.sleep(0.002)
+        start = time.monotonic()
+        try:
+            used, freed = self._look_and_delete(coming, to_free)
+        finally:
+            os.close(lock)
+        with self._lock:
+            self._used, self._put_since_scan = used + coming, 0
+        if used + coming > self.budget or freed < to_free:
+            now = time.monotonic()
+            self._full_until = now + 10 * (now - start)  # a scan per put would be all we do
+        return True
+
+    def _look_and_delete(self, coming: int, to_free: int) -> tuple[int, int]:
+        """Bytes that are left, and bytes that were deleted."""
+        now = time.time_ns()
+        self._directory.sweep()
+        used = freed = 0
+        candidates = []
+        for file in self._directory.files():
+            kind = kind_of(BlockKey(file.name))
+            if self._is_past(kind, file, now):
+                freed += _delete(file)
+                continue
+            used += _on_disk(file.size)
+            if kind is not Kind.POOL and not _is_kept(file, now):
+                candidates.append(file)
+        goal = min(self.budget * 9 // 10, self.budget - coming)
+        if freed < to_free:
+            goal = min(goal, used - max(to_free - freed, used // 10))
+        if used > goal:
+            candidates.sort(key=lambda f: (f.mtime_ns <= now, f.mtime_ns))
+        for file in candidates:
+            if used <= goal:
+                break
+            num_bytes = _delete(file)
+            used, freed = used - num_bytes, freed + num_bytes
+        return used, freed
+
+    def _is_past(self, kind: Kind, file: StoredFile, now: int) -> bool:
+        return kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns
+
+
+def default_budget(directory: PoolDirectory) -> int:
+    """20 GiB, or half of what the pool could have of its file system, whichever is less."""
+    status = os.statvfs(directory.root)
+    own = sum(_on_disk(file.size) for file in directory.files())
+    return min(DEFAULT_BUDGET, (status.f_bavail * status.f_frsize + own) // 2)
+
+
+def _is_kept(file: StoredFile, now: int) -> bool:
+    """Leased, or put just now. A time further ahead than any lease is from before a clock was set
+    back.
+    """
+    return now - FRESH_S * _S < file.mtime_ns <= now + MAX_LEASE_S * _S
+
+
+def _delete(file: StoredFile) -> int:
+    """How many bytes that freed: none if somebody leased the value since it was looked at."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(file.path, follow_symlinks=False).st_mtime_ns != file.mtime_ns:
+            return 0
+        os.unlink(file.path)
+    return _on_disk(file.size)
+
+
+def _on_disk(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE

@@ -1,0 +1,1 @@
+"""MooncakeStore: blocks in a Mooncake pool, over TCP or RDMA."""

@@ -1,0 +1,139 @@
+"""Batches: calls of Mooncake's library that end within a lease, on memory that it can move."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.store.base import Slots
+from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.codes import INVALID
+from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory, address_of, addresses_of, packed
+
+log = logging.getLogger(__name__)
+
+FEW_KEYS, FEW_BYTES = 16, 16 << 20  # a batch has more keys only while it has fewer bytes
+_MOST_KEYS = 2048
+_FIRST_RATE = 1e9  # bytes per second, until there is a measurement
+_MEASURABLE_BYTES = 1 << 20
+
+
+class Batches:
+    """Splits a call into batches and makes each one.
+
+    A read whose lease ends meanwhile is lost whole, so a batch is no larger than what a third of
+    the lease moves at the rate seen lately. Small batches have a second use: a peer that hangs
+    costs the library's time-out once per batch, and the caller stops after the first.
+
+    any_memory: the library moves from and into any buffer; else only from and into `memory`'s.
+    """
+
+    def __init__(self, client: Client, memory: Memory, lease_s: float, *, any_memory: bool) -> None:
+        self._client, self._memory, self._lease_s = client, memory, lease_s
+        self._any_memory = any_memory
+        self._rate = _FIRST_RATE
+
+    @property
+    def most_bytes(self) -> int:
+        """The size of the largest batch now; a single larger value is a batch too."""
+        by_lease = int(self._rate * self._lease_s / 3)
+        return by_lease if self._any_memory else min(by_lease, BOUNCE_BYTES)
+
+    def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Start and end of each batch. The pool's own key is one of its own: it is kept longer."""
+        start, num_bytes, most = 0, 0, self.most_bytes
+        for i, size in enumerate(sizes):
+            count = i - start
+            is_full = count >= FEW_KEYS and (num_bytes >= FEW_BYTES or count >= _MOST_KEYS)
+            is_apart = POOL_ID_KEY in (keys[i], keys[i - 1])
+            if count and (is_full or is_apart or num_bytes + size > most):
+                yield start, i
+                start, num_bytes = i, 0
+            num_bytes += size
+        if start < len(sizes):
+            yield start, len(sizes)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
+        """Reads one batch: of each value its number of bytes, or a code."""
+        start = time.monotonic()
+        base = address_of(slots.view)
+        if self._is_movable(slots, base):
+            codes = self._get(keys, addresses_of(slots, base), slots.sizes)
+        else:
+            codes = self._get_through_bounce(keys, slots)
+        if INVALID in codes and not self._any_memory:
+            codes = self._again(codes, lambda: self._get_through_bounce(keys, slots))
+        num_bytes = sum(code for code in codes if code > 0)
+        if num_bytes >= _MEASURABLE_BYTES:
+            seen = num_bytes / max(time.monotonic() - start, 1e-6)
+            self._rate += (seen - self._rate) / 4
+        return codes
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
+        """Writes one batch: 0 or a code for each value. 0 is also for a key that was taken."""
+        base = address_of(slots.view)
+        if self._is_movable(slots, base):
+            codes = self._put(keys, addresses_of(slots, base), slots.sizes, config)
+        else:
+            codes = self._put_through_bounce(keys, slots, config)
+        if INVALID in codes and not self._any_memory:
+            codes = self._again(codes, lambda: self._put_through_bounce(keys, slots, config))
+        return codes
+
+    def _again(self, codes: list[int], through_bounce: Callable[[], list[int]]) -> list[int]:
+        """Refused. Was the process replaced that shares our memory, then it does not know it: the
+        library notices only an absence of a second. New memory it will know.
+        """
+        self._memory.drop_bounce()
+        again = through_bounce()
+        if again.count(INVALID) < codes.count(INVALID):
+            log.warning("mooncake: values are copied from now on: the other process was replaced")
+            self._memory.forget_slabs()
+        return again
+
+    def _is_movable(self, slots: Slots, base: int) -> bool:
+        return self._any_memory or self._memory.holds(slots, base)
+
+    def _put_through_bounce(
+        self, keys: Sequence[BlockKey], slots: Slots, config: object
+    ) -> list[int]:
+        with self._memory.bounce_lock:
+            starts = packed(slots.sizes)
+            bounce = self._memory.bounce(starts[-1])
+            for i in range(len(slots)):
+                bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.piece(i)
+            base = address_of(bounce)
+            return self._put(keys, [base + start for start in starts[:-1]], slots.sizes, config)
+
+    def _get_through_bounce(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
+        with self._memory.bounce_lock:
+            starts = packed(slots.sizes)
+            bounce = self._memory.bounce(starts[-1])
+            base = address_of(bounce)
+            codes = self._get(keys, [base + start for start in starts[:-1]], slots.sizes)
+            for i, size in enumerate(slots.sizes):
+                if codes[i] == size:
+                    slots.piece(i)[:] = bounce[starts[i] : starts[i] + size]
+            return codes
+
+    def _get(
+        self, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]
+    ) -> list[int]:
+        with self._client.call() as raw:
+            codes = raw.batch_get_into(list(keys), addresses, list(sizes))
+        self._client.note(codes)
+        return codes
+
+    def _put(
+        self,
+        keys: Sequence[BlockKey],
+        addresses: list[int],
+        sizes: Sequence[int],
+        config: object,
+    ) -> list[int]:
+        with self._client.call() as raw:
+            codes = raw.batch_put_from(list(keys), addresses, list(sizes), config)
+        self._client.note(codes)
+        return codes

@@ -1,0 +1,116 @@
+"""Library: Mooncake's Python module, imported when its own settings are in place."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+from types import ModuleType
+from typing import cast
+
+from pdstore.environment import set_missing_variables
+from pdstore.errors import MissingExtra
+from pdstore.store.mooncake.client import Raw
+from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.memory import Allocator
+
+log = logging.getLogger(__name__)
+
+VARIABLES = {
+    "MC_LOG_LEVEL": "WARNING",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "2",
+    "MC_RPC_TIMEOUT_MS": "3000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_LANES_PER_PEER": "16",  # a batch waits for a hung peer once per round of lanes
+}
+"""The library's own settings where the user gave none; its defaults wait for 30 s and more."""
+
+_INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
+
+
+class Library:
+    """Mooncake's module, and the objects it makes. Raises MissingExtra, with the command."""
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        self._config = config
+        self._hostname = config.hostname or _address_towards(config.master)
+        set_missing_variables({**VARIABLES, "MC_TCP_BIND_ADDRESS": self._hostname.split(":")[0]})
+        self._module = _load()
+
+    def connect_data(self) -> Raw | int:
+        """An object that moves values; the code of its setup if that failed."""
+        config = self._config
+        raw = self._module.MooncakeDistributedStore()
+        if config.topology == "shared":
+            return self._checked(raw, raw.setup_dummy(0, 0, config.client))
+        code = self._set_up(raw, config.segment, config.buffer, config.protocol, config.devices)
+        return self._checked(raw, code)
+
+    def connect_lookup(self) -> Raw | int:
+        """An object that only talks to the master: cheap, and the right one to match with."""
+        raw = self._module.MooncakeDistributedStore()
+        return self._checked(raw, self._set_up(raw, 0, 0, "rpc_only", ""))
+
+    def allocator(self) -> Allocator | None:
+        """Where memory has to come from; None when any will do."""
+        if self._config.topology != "shared":
+            return None
+        return cast(Allocator, self._module.MooncakeHostMemAllocator())
+
+    def put_config(self, *, is_pinned: bool) -> object:
+        """How values are kept; pinned ones are never evicted."""
+        config = self._module.ReplicateConfig()
+        config.with_hard_pin = is_pinned
+        if self._config.prefer:
+            config.preferred_segment = self._config.prefer
+        if hasattr(config, "data_type"):
+            config.data_type = self._module.ObjectDataType.KVCACHE
+        return config
+
+    def _set_up(self, raw: Raw, segment: int, buffer: int, protocol: str, devices: str) -> int:
+        config, setup = self._config, raw.setup  # type: ignore[attr-defined]
+        given = (self._hostname, config.metadata, segment, buffer, protocol, devices, config.master)
+        keywords: dict[str, str | int] = {}
+        if config.tenant != "default":
+            keywords["tenant_id"] = config.tenant
+        if segment and config.ssd:
+            keywords |= {"enable_ssd_offload": True, "ssd_offload_path": config.ssd_path}
+        if config.http and protocol != "rpc_only":
+            keywords |= {"enable_client_http_server": True, "client_http_port": config.http_port}
+        try:
+            return int(setup(*given, **keywords))
+        except TypeError:
+            log.warning("this release of Mooncake does not know %s", ", ".join(keywords))
+            return int(setup(*given))
+
+    def _checked(self, raw: object, code: int) -> Raw | int:
+        return cast(Raw, raw) if code == 0 else code
+
+
+def _load() -> ModuleType:
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"mooncake:// needs Mooncake's library: {_INSTALL}") from error
+    except ImportError as error:  # a shared library that it needs
+        if "libibverbs" in str(error):
+            raise MissingExtra(
+                "Mooncake's library needs libibverbs.so.1; as root: apt-get install libibverbs1"
+            ) from error
+        raise MissingExtra(
+            f"Mooncake's library cannot be loaded ({error}); on a machine without a GPU it is the"
+            f" wrong one: {_INSTALL}"
+        ) from error
+
+
+def _address_towards(master: str) -> str:
+    """This host's address on the way to the master; nothing is sent."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.strip("[]"), int(port)))
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):  # several masters, or a name that is not known yet
+        return "127.0.0.1" if "://" not in master else socket.gethostname()

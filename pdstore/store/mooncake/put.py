@@ -1,0 +1,194 @@
+"""Putter: puts a batch so that what it says is stored can be read, whatever Mooncake answered.
+
+Mooncake answers a put of a taken key with success and drops the bytes, also when the key is taken
+by a writer that is not done yet, or never will be. So every put is followed by one look that all
+keys are there; the same look leases them, so that a long prompt does not evict its own beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pdstore.errors import StoreFull
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Slots
+from pdstore.store.mooncake.batches import Batches
+from pdstore.store.mooncake.codes import (
+    ABSENT,
+    NO_ROOM,
+    RPC_TIMED_OUT,
+    TRANSFER_FAILED,
+    error_of,
+    is_outage,
+)
+
+log = logging.getLogger(__name__)
+
+PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts behind a put that found no room
+PRESSURE_S = 1.0
+WRITER_S = 1.0  # how long to wait for another writer of the same key
+_QUICK_S = 1.0
+_MOST_DOUBTS = 4096
+
+
+class Doubts:
+    """Keys that are taken and cannot be read: no put can help before the master frees them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._until: dict[BlockKey, float] = {}
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._until = {key: end for key, end in self._until.items() if end > now}
+            self._until |= dict.fromkeys(keys, now + self._seconds)
+            while len(self._until) > _MOST_DOUBTS:
+                del self._until[next(iter(self._until))]
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._until.pop(key, None)
+
+    def forget_all(self, prefix: str) -> None:
+        with self._lock:
+            self._until = {k: end for k, end in self._until.items() if not k.startswith(prefix)}
+
+    def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        now = time.monotonic()
+        with self._lock:
+            return (
+                {key for key in keys if self._until.get(key, 0.0) > now} if self._until else set()
+            )
+
+
+class Putter:
+    """Puts batches for one store.
+
+    num_stored: how many of the first keys are there; leases them. Its second argument is what its
+      errors count from.
+    size_of: the size of a stored value, or the code that says why there is none.
+    doubt_s: how long the master keeps a key for a writer that is gone.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        batches: Batches,
+        num_stored: Callable[[Sequence[BlockKey], int], int],
+        size_of: Callable[[BlockKey], int],
+        doubt_s: float,
+    ) -> None:
+        self._label, self._batches = label, batches
+        self._num_stored, self._size_of = num_stored, size_of
+        self.doubts = Doubts(doubt_s)
+        self._pressure_until = 0.0
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots, config: object, num_done: int) -> int:
+        """How many of the first keys of a batch can be read now. Raises StoreError, counting from
+        `num_done`.
+        """
+        doubted = self.doubts.among(keys)  # once: what is left alone is not waited for either
+        codes = self._try_all(keys, slots, config, doubted)
+        for i, code in enumerate(codes):
+            if is_outage(code):
+                raise self._error(code, keys[i], num_done + i)
+        stored = self._num_stored(keys, num_done)
+        for _ in range(len(PAUSES_S)):
+            if stored == len(keys) or codes[stored] < 0 or keys[stored] in doubted:
+                break
+            stored = self._wait_for_writer(keys, stored, num_done, doubted)
+            if stored == len(keys) or keys[stored] in doubted:
+                break
+            rest = slots.part(stored, len(keys))  # what was put was evicted before it was leased
+            codes[stored:] = self._try_all(keys[stored:], rest, config, doubted)
+            stored += self._num_stored(keys[stored:], num_done + stored)
+        self.doubts.forget(keys[:stored])
+        if stored == len(keys) or keys[stored] in doubted:
+            return stored
+        if codes[stored] < 0:
+            raise self._error(codes[stored], keys[stored], num_done + stored)
+        raise StoreFull(
+            f"{self._label}: {keys[stored]} is evicted as soon as it is put",
+            num_done=num_done + stored,
+        )
+
+    def _try_all(
+        self, keys: Sequence[BlockKey], slots: Slots, config: object, doubted: set[BlockKey]
+    ) -> list[int]:
+        """Puts the keys that are not in doubt; again those for which trying again helps."""
+        codes = [0] * len(keys)
+        self._try(
+            [i for i, key in enumerate(keys) if key not in doubted], codes, keys, slots, config
+        )
+        for pause in () if time.monotonic() < self._pressure_until else PAUSES_S:
+            if NO_ROOM not in codes:
+                break
+            time.sleep(pause)
+            self._try(
+                [i for i, code in enumerate(codes) if code == NO_ROOM], codes, keys, slots, config
+            )
+        if NO_ROOM in codes:
+            self._pressure_until = time.monotonic() + PRESSURE_S
+        return codes
+
+    def _try(
+        self,
+        which: list[int],
+        codes: list[int],
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        config: object,
+    ) -> None:
+        """One put of some of the keys, and one more of those whose transfer failed at once."""
+        for _ in range(2):
+            if not which:
+                return
+            start = time.monotonic()
+            part = replace(
+                slots,
+                numbers=[slots.numbers[i] for i in which],
+                sizes=[slots.sizes[i] for i in which],
+            )
+            answers = self._batches.put([keys[i] for i in which], part, config)
+            for i, code in zip(which, answers, strict=True):
+                codes[i] = code
+            if RPC_TIMED_OUT in answers:  # the master may still take the key when it wakes up
+                self.doubts.add([keys[i] for i in which if codes[i] == RPC_TIMED_OUT])
+            if time.monotonic() - start > _QUICK_S:
+                return
+            which = [i for i in which if codes[i] == TRANSFER_FAILED]
+
+    def _wait_for_writer(
+        self, keys: Sequence[BlockKey], stored: int, num_done: int, doubted: set[BlockKey]
+    ) -> int:
+        """Waits while another writer of the first missing key is at work; how many are stored then.
+
+        A key whose writer does not come to an end is in doubt from then on, and in `doubted`.
+        """
+        end, pause = time.monotonic() + WRITER_S, 0.002
+        while stored < len(keys) and self._size_of(keys[stored]) != ABSENT:
+            stored += self._num_stored(keys[stored:], num_done + stored)
+            if stored == len(keys):
+                break
+            if time.monotonic() > end:
+                self.doubts.add([keys[stored]])
+                doubted.add(keys[stored])
+                log.warning(
+                    "%s: %s is half-written by another client; not put again for a while",
+                    self._label,
+                    keys[stored],
+                )
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return stored
+
+    def _error(self, code: int, key: BlockKey, num_done: int) -> Exception:
+        return error_of(code, f"{self._label}: put of {key}", num_done=num_done)

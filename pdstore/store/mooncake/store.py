@@ -1,0 +1,234 @@
+"""MooncakeStore: blocks in a Mooncake pool, the distributed store for production."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from pdstore.environment import mooncake_sources
+from pdstore.errors import StoreTimeout, WrongLength
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.namespace import prefix_of
+from pdstore.settings import Settings
+from pdstore.store.base import Life, Slots, Store, check_call
+from pdstore.store.mooncake.batches import Batches
+from pdstore.store.mooncake.client import Client, Raw, close_on_sigterm
+from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
+from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.library import Library
+from pdstore.store.mooncake.memory import Memory, address_of, addresses_of
+from pdstore.store.mooncake.put import Putter
+from pdstore.store.url import StoreURL
+
+log = logging.getLogger(__name__)
+
+_WINDOWS = (32, 128, 512)
+_SLOW_S = 0.8  # a transfer that failed after this waited for a peer that hangs
+
+
+class MooncakeStore(Store):
+    """`mooncake://master:50051?topology=holder`; the options are those of `MooncakeConfig`.
+
+    Two connections, each made at its first use: one to the master alone, for `match` and `remove`,
+    and one that moves values. A value stays until the master evicts it, least recently leased
+    first; the pool's own key is pinned.
+
+    What cannot be had is a miss: evicted, half-written, or in the memory of a process that died. A
+    master that does not answer is StoreUnavailable or StoreTimeout; then nothing calls the library
+    before the master was seen to answer again, because each such call would hang for seconds.
+
+    Raises MissingExtra when the library cannot be loaded.
+    """
+
+    def __init__(self, label: str, config: MooncakeConfig) -> None:
+        self.label = label
+        self._config = config
+        self._life = Life(label)
+        library = Library(config)
+        self._memory = Memory(library.allocator())
+        self._lookup = Client(label, _address(config.master), library.connect_lookup)
+        data_at = config.client if config.topology == "shared" else config.master
+        self._data = Client(label, _address(data_at), self._connect_data)
+        self._library = library
+        self._batches = Batches(
+            self._data,
+            self._memory,
+            config.lease_s,
+            any_memory=config.topology != "shared" and config.protocol == "tcp",
+        )
+        self._putter = Putter(
+            label, self._batches, self._num_stored, self._size_of, config.discard_s
+        )
+        self._put_config = library.put_config(is_pinned=False)
+        self._pin_config = library.put_config(is_pinned=True)
+        if config.topology == "embedded":
+            close_on_sigterm()
+
+    @classmethod
+    def open(cls, url: StoreURL, settings: Settings) -> MooncakeStore:
+        config = MooncakeConfig.of(url, mooncake_sources())
+        log.info("%s: %s", url.label, config.describe())
+        return cls(url.label, config)
+
+    @property
+    def lease_s(self) -> float:
+        return self._config.lease_s
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        self._life.check()
+        check_call(keys)
+        found = 0
+        for start, end in _windows(len(keys)):
+            found += self._num_stored(keys[start:end], start)
+            if found < end:
+                break
+        return found
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        self._life.check()
+        check_call(keys, slots)
+        for start, end in self._batches.split(keys, slots.sizes):
+            n = self._get_batch(keys[start:end], slots.part(start, end), start)
+            if start + n < end:
+                return start + n
+        return len(keys)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        self._life.check()
+        check_call(keys, slots)
+        for start, end in self._batches.split(keys, slots.sizes):
+            batch = keys[start:end]
+            config = self._pin_config if POOL_ID_KEY in batch else self._put_config
+            n = self._putter.put(batch, slots.part(start, end), config, start)
+            if start + n < end:
+                return start + n
+        return len(keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._life.check()
+        check_call(keys)
+        if not keys:
+            return
+        with self._lookup.call() as raw:
+            codes = raw.batch_remove(list(keys), True)
+        self._lookup.note(codes)
+        self._putter.doubts.forget(keys)
+        for key, code in zip(keys, codes, strict=True):
+            if code < 0 and code not in MISSES:
+                raise error_of(code, f"{self.label}: remove of {key}")
+
+    def clear(self, namespace: str) -> None:
+        """The master does it in one call, by force: also under readers, who find out by verifying.
+
+        What is half-written stays so.
+        """
+        self._life.check()
+        prefix = prefix_of(namespace)
+        with self._lookup.call() as raw:
+            code = raw.remove_by_regex(f"^{prefix}", True)  # it searches: ^, or hashes match too
+        self._lookup.note([code])
+        if code < 0:
+            raise error_of(code, f"{self.label}: clear of {prefix}")
+        self._putter.doubts.forget_all(prefix)
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        return self._memory.allocate(num_bytes)
+
+    def codes(self) -> Mapping[str, int]:
+        return self._lookup.codes + self._data.codes
+
+    def close(self) -> None:
+        if self._life.end():
+            self._memory.disconnect()
+            self._data.close()
+            self._lookup.close()
+
+    def _connect_data(self) -> Raw | int:
+        raw = self._library.connect_data()
+        if not isinstance(raw, int):
+            self._memory.connect(raw)
+        return raw
+
+    def _get_batch(self, keys: Sequence[BlockKey], slots: Slots, num_done: int) -> int:
+        begin = time.monotonic()
+        codes = self._batches.get(keys, slots)
+        if LEASE_OVER in codes and len(keys) > 1:
+            half = len(keys) // 2
+            codes = self._batches.get(keys[:half], slots.part(0, half))
+            codes += self._batches.get(keys[half:], slots.part(half, len(keys)))
+        for i, code in enumerate(codes):
+            if code == slots.sizes[i]:
+                continue
+            what = f"{self.label}: get of {keys[i]}"
+            if code == TRANSFER_FAILED and time.monotonic() - begin > _SLOW_S:
+                raise StoreTimeout(f"{what}: its holder hangs", num_done=num_done + i)
+            if code in MISSES:
+                return i
+            if code >= 0 or (code == INVALID and self._size_of(keys[i]) not in (slots.sizes[i], 0)):
+                raise WrongLength(f"{what}: not {slots.sizes[i]} bytes", num_done=num_done + i)
+            raise error_of(code, what, num_done=num_done + i)
+        return len(keys)
+
+    def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
+        """How many of the first keys are there, asked in one call, which leases all that are."""
+        with self._lookup.call() as raw:
+            codes = raw.batch_is_exist(list(keys))
+        self._lookup.note(codes)
+        for i, code in enumerate(codes):
+            if code == 0:
+                return i
+            if code < 0:
+                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=num_done + i)
+        return len(keys)
+
+    def _size_of(self, key: BlockKey) -> int:
+        with self._lookup.call() as raw:
+            size = raw.get_size(key)
+        self._lookup.note([size])
+        return size
+
+
+class RawMooncake:
+    """batch_put_from and batch_get_into on the same memory: what MooncakeStore stands on."""
+
+    def __init__(self, store: MooncakeStore) -> None:
+        self._store = store
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        addresses = addresses_of(slots, address_of(slots.view))
+        with self._store._data.call() as raw:
+            codes = raw.batch_put_from(
+                _other(keys), addresses, list(slots.sizes), self._store._put_config
+            )
+        assert not any(codes), codes
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        addresses = addresses_of(slots, address_of(slots.view))
+        with self._store._data.call() as raw:
+            assert raw.batch_get_into(_other(keys), addresses, list(slots.sizes)) == [*slots.sizes]
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        with self._store._lookup.call() as raw:
+            raw.batch_remove(_other(keys), True)
+
+
+def _other(keys: Sequence[BlockKey]) -> list[str]:
+    return [f"raw:{key}" for key in keys]
+
+
+def _windows(count: int) -> Iterator[tuple[int, int]]:
+    """A prefix in growing pieces: what lies behind the first gap is leased for nothing."""
+    start, sizes = 0, iter(_WINDOWS)
+    while start < count:
+        end = min(start + next(sizes, _WINDOWS[-1]), count)
+        yield start, end
+        start = end
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    """Host and port; None for what is no single address (`etcd://...`)."""
+    host, _, port = text.rpartition(":")
+    if "://" in text or not port.isdigit():
+        return None
+    return host.strip("[]"), int(port)

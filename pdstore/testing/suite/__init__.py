@@ -1,0 +1,1 @@
+"""The Store contract as tests, one file per part of the contract."""

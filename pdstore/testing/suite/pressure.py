@@ -1,0 +1,116 @@
+"""What a store does when it is full. It has room for 16 to 64 values of 64 KiB here."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from pdstore.errors import StoreFull
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.store.base import Store
+from pdstore.testing.values import assert_values, content, fresh_keys, get, put
+
+SIZE = 64 << 10
+MOST = 64  # more values than `small_store` has room for
+
+
+class PressureTests:
+    """A full store says so or makes room; what it promised to keep it keeps."""
+
+    @pytest.fixture
+    def small_store(self) -> Store:
+        """A store with room for 16 to 64 values of 64 KiB; override it."""
+        pytest.skip("this store's suite has no `small_store`")
+
+    def test_a_leased_value_survives_pressure(self, small_store: Store) -> None:
+        keys = fresh_keys(6)
+        values = [content(key, SIZE) for key in keys]
+        if not small_store.lease_s:  # nothing is promised: a value may go, and not change
+            put(small_store, keys, values)
+            _fill(small_store, 4 * MOST)
+            found = get(small_store, keys, [SIZE] * 6)
+            assert_values(found, values[: len(found)])
+            return
+        for _ in range(5):  # on a slow machine a lease may end before all is read
+            put(small_store, keys, values)
+            leased_at = time.monotonic()
+            assert small_store.match(keys) == 6
+            _fill(small_store, 4 * MOST, until=leased_at + small_store.lease_s / 2)
+            found = get(small_store, keys, [SIZE] * 6)
+            if time.monotonic() - leased_at < small_store.lease_s:
+                assert_values(found, values)
+                return
+        pytest.fail("too slow to tell")
+
+    def test_a_put_under_pressure_is_stored_or_store_full(self, small_store: Store) -> None:
+        stored = []
+        for [key] in (fresh_keys(1) for _ in range(4 * MOST)):
+            done, is_full = _put_what_fits(small_store, [key])
+            assert done == (0 if is_full else 1)
+            if small_store.lease_s:
+                assert small_store.match([key]) == done, "nobody evicts what was put just now"
+            stored += [key] * done
+        assert len(stored) >= 16
+        found = [key for key in stored if small_store.match([key])]
+        assert 12 <= len(found) < 2 * MOST
+        for key in found:
+            read = get(small_store, [key], [SIZE])
+            assert_values(read, [content(key, SIZE)] * len(read))
+
+    def test_store_full_counts_what_was_stored(self, small_store: Store) -> None:
+        for keys in (fresh_keys(8) for _ in range(MOST // 4)):
+            done, is_full = _put_what_fits(small_store, keys)
+            found = small_store.match(keys)
+            values = get(small_store, keys, [SIZE] * 8)
+            assert_values(values, [content(key, SIZE) for key in keys[: len(values)]])
+            if small_store.lease_s:
+                assert found == len(values) == done
+            if is_full:
+                assert done < 8
+                return
+        assert not small_store.lease_s, "all is leased, and more than there is room for was taken"
+
+    def test_a_full_store_still_serves(self, small_store: Store) -> None:
+        keys = fresh_keys(2)
+        values = [content(key, SIZE) for key in keys]
+        put(small_store, keys, values)
+        small_store.match(keys)
+        _fill(small_store, MOST)
+        assert small_store.match(fresh_keys(1)) == 0
+        small_store.remove(keys[:1])
+        assert small_store.match(keys) == 0
+        assert put(small_store, keys[:1], values[:1]) == 1, "a removed value leaves its room"
+
+    def test_a_value_larger_than_the_store_is_store_full(self, small_store: Store) -> None:
+        keys = fresh_keys(1)
+        with pytest.raises(StoreFull) as caught:
+            put(small_store, keys, [content(keys[0], MOST * SIZE)])
+        assert caught.value.num_done == 0
+        assert small_store.match(keys) == 0
+
+    def test_the_pool_key_survives_pressure(self, small_store: Store) -> None:
+        value = content(POOL_ID_KEY, 64)
+        small_store.remove([POOL_ID_KEY])
+        put(small_store, [POOL_ID_KEY], [value])
+        _fill(small_store, 4 * MOST)
+        assert small_store.match([POOL_ID_KEY]) == 1
+        assert_values(get(small_store, [POOL_ID_KEY], [64]), [value])
+        small_store.remove([POOL_ID_KEY])
+
+
+def _fill(store: Store, count: int, until: float = math.inf) -> None:
+    """Puts values of 64 KiB, whether there is room or not, for as long as there is time."""
+    for key in fresh_keys(count):
+        if time.monotonic() > until:
+            return
+        _put_what_fits(store, [key])
+
+
+def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:
+    """How many were put, and whether the store said then that it is full."""
+    try:
+        return put(store, keys, [content(key, SIZE) for key in keys]), False
+    except StoreFull as error:
+        return error.num_done, True

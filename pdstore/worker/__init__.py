@@ -1,0 +1,1 @@
+"""The worker process's half: moves KV blocks between the paged cache and the store."""

@@ -1,0 +1,293 @@
+"""KVPool: save and load; the worker process's half, which holds the KV tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from pdstore.errors import LayoutError, ReadOnly, SwapError
+from pdstore.format.handoff import Attempt
+from pdstore.format.keys import PromptKeys
+from pdstore.format.layout import BlockTables, Layout
+from pdstore.format.namespace import Namespace
+from pdstore.metrics import Metrics
+from pdstore.outcome import Direction, Reason
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+from pdstore.store.connect import connect_store
+from pdstore.threads import DevicePin
+from pdstore.worker.job import Job
+from pdstore.worker.job_queue import Transfer
+from pdstore.worker.mover import Mover
+from pdstore.worker.parallel_load import Stripe, StripedLoad, stripes_of
+from pdstore.worker.staging import Staging
+from pdstore.worker.swap import open_swap
+from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.swap.caches import LayerCache
+from pdstore.worker.values import Value, bytes_of, check_windows, tables_of, values_of
+
+log = logging.getLogger(__name__)
+
+_BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
+_PIN_S = 30.0
+
+
+class KVPool:
+    """Saves prompts' KV blocks to the pool and loads them from it. Any thread may call it.
+
+    layout, kv_caches: as `TorchSwap` takes them. The constructor returns when staging is pinned:
+      graphs may be captured from then on, also while saves and loads run.
+    namespace: `layout.namespace(...)`; keys of another one are refused.
+    store: the caller's, who closes it; None opens PDSTORE_STORE.
+    Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
+    DeviceError, and StoreError when the store is required and does not answer.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        kv_caches: Sequence[LayerCache],
+        namespace: Namespace,
+        *,
+        metrics: Metrics | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.layout, self.namespace = layout, namespace
+        self.metrics = metrics or Metrics()
+        self._settings = settings
+        with contextlib.ExitStack() as undo:
+            self._swap = swap = open_swap(settings, layout, kv_caches)
+            undo.callback(swap.close)
+            self._num_blocks = swap.num_blocks
+            if store is None:
+                store = connect_store(settings, self.metrics)
+                undo.callback(store.close)
+            staging = Staging(
+                store.allocate,
+                layout.largest_payload_bytes,
+                int(settings.staging),
+                swap.registrar,
+            )
+            undo.callback(staging.close)
+            undo.callback(swap.close)  # before the memory that it copies to is unpinned
+            self.metrics.slots_lent.set_function(lambda: staging.num_lent)
+            undo.callback(self.metrics.slots_lent.set_function, lambda: 0)
+            self._mover = Mover(layout, swap, staging, store, self.metrics)
+            for plan in swap.plan():
+                log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
+            staging.ready(_PIN_S + int(settings.staging) / _BYTES_PER_S)
+            pin = DevicePin(swap.device, swap.device_api)
+            self._transfer = Transfer(settings, pin, self.metrics)
+            self._resources = undo.pop_all()
+
+    def save(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int] | BlockTables,
+        *,
+        first_token: int = 0,
+        ready: ReadyEvent | None = None,
+        handoff: Attempt | None = None,
+        after: Sequence[Job] = (),
+    ) -> Job:
+        """Starts to store the blocks that `keys` names; returns at once.
+
+        The source blocks must stay as they are until `job.captured`; with a hand-off until
+        `job.done`, because blocks that the store lost meanwhile are saved again.
+
+        Args:
+          block_ids: the engine blocks of the prompt from its first token on, in order,
+            `values.NO_BLOCK` where a window has moved on; a list for each block table if the
+            layout has several.
+          first_token: tokens before it are stored or on their way already.
+          ready: an event after which the paged cache holds these tokens; None: after what the
+            calling thread's current stream has queued.
+          handoff: publish the whole prompt under this name: D is told when all of it is durable.
+          after: saves that this one follows.
+        """
+        tables, first_block = self._check(keys, block_ids, first_token)
+        body = partial(
+            self._save,
+            keys.first(keys.num_tokens),
+            tables,
+            first_block,
+            ready or self._order(),
+            handoff,
+        )
+        num_bytes = bytes_of(self.layout, keys, first_block)
+        most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
+        seconds = self._settings.save_deadline_s + most_bytes / _BYTES_PER_S
+        job = Job(Direction.SAVE, body, num_bytes=num_bytes, seconds=seconds)
+        if not self._settings.publish:
+            return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
+        self._transfer.submit(job, after)
+        if handoff is not None:
+            job.on_end(partial(self._withdraw_if_failed, handoff))
+        return job
+
+    def load(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int] | BlockTables,
+        *,
+        first_token: int = 0,
+    ) -> Job:
+        """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
+
+        They are written after what the calling thread's current stream has queued.
+        The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
+        first `job.result.num_tokens` tokens are there; what is missing was not stored any more, or
+        did not verify.
+
+        Args:
+          block_ids: as in `save`; nothing is loaded for NO_BLOCK.
+          first_token: tokens before it are there already, and their engine blocks are not written
+            (they may be shared): a multiple of the engine's block.
+        """
+        tables, first_block = self._check(keys, block_ids, first_token)
+        if first_token % self.layout.engine_block_tokens:
+            raise LayoutError(
+                f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
+            )
+        check_windows(self.layout, tables)
+        num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
+        stripes = stripes_of(first_block, len(keys), num_bytes)
+        job = StripedLoad(
+            stripes,
+            partial(self._load, keys.first(keys.num_tokens), tables, first_token, ready),
+            min(len(stripes), self._settings.workers - 1),
+            num_bytes=num_bytes,
+            seconds=self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
+            first_token=first_token,
+            num_tokens=keys.num_tokens,
+        )
+        job.on_end(self._transfer.count)
+        for carrier in job.carriers:
+            self._transfer.submit(carrier)
+        return job
+
+    def withdraw(self, handoff: Attempt) -> Job:
+        """P: this hand-off will not come (its request was aborted): D need not wait for it.
+
+        A save with a hand-off that fails is withdrawn by itself.
+        """
+        body = partial(self._mark_failed, handoff)
+        job = Job(Direction.SAVE, body, num_bytes=0, seconds=self._settings.save_deadline_s)
+        if not self._settings.publish:
+            return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
+        return self._transfer.submit(job)
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return self._transfer.num_alive
+
+    def close(self) -> None:
+        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine."""
+        self._transfer.close(self._settings.drain_s)
+        self._resources.close()
+
+    def _save(
+        self,
+        keys: PromptKeys,
+        tables: BlockTables,
+        first_block: int,
+        ready: ReadyEvent | None,
+        handoff: Attempt | None,
+        job: Job,
+    ) -> Reason | None:
+        ready = self._swap.to_follow(ready)
+        if handoff is not None:
+            return self._publish(keys, tables, first_block, ready, handoff, job)
+        values = values_of(self.layout, keys, tables, first_block)
+        new = values[self._mover.num_stored(job, values) :]
+        reason = self._mover.save(job, new, ready, job.set_captured)
+        job.set_captured()
+        stored = self._mover.num_stored(job, values)
+        job.progress = _end_of(keys, values, stored)
+        return reason or (None if stored == len(values) else Reason.LOST)
+
+    def _publish(
+        self,
+        keys: PromptKeys,
+        tables: BlockTables,
+        first_block: int,
+        ready: ReadyEvent | None,
+        handoff: Attempt,
+        job: Job,
+    ) -> Reason | None:
+        """Saves what is new, then what the store lost meanwhile; tells D when all is durable."""
+        chain = values_of(self.layout, keys, tables, 0)
+        reason = self._mover.save(job, [v for v in chain if v.number >= first_block], ready)
+        for saves_left in (2, 1, 0):
+            stored = self._mover.num_stored(job, chain)
+            job.progress = _end_of(keys, chain, stored)
+            if stored == len(chain):
+                namespace, of = self.namespace, self.layout.grid_shards
+                markers = {
+                    handoff.done(namespace, n): handoff.marker(namespace, n, of, job.progress)
+                    for n in self.layout.owned_shards
+                }
+                return self._mover.mark(job, markers)
+            if saves_left:
+                reason = self._mover.save(job, chain[stored:], ready)
+        return reason or Reason.LOST
+
+    def _withdraw_if_failed(self, handoff: Attempt, job: Job) -> None:
+        if not job.durable:
+            self.withdraw(handoff)
+
+    def _mark_failed(self, handoff: Attempt, job: Job) -> Reason | None:
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        return self._mover.mark(job, {handoff.failed(self.namespace): marker})
+
+    def _load(
+        self,
+        keys: PromptKeys,
+        tables: BlockTables,
+        first_token: int,
+        ready: ReadyEvent | None,
+        stripe: Stripe,
+        job: Job,
+    ) -> Reason | None:
+        job.progress = max(first_token, keys.end_of(stripe.first))
+        ready = self._swap.to_follow(ready)
+        part = keys.first(keys.end_of(stripe.stop))
+        values = values_of(self.layout, part, tables, stripe.first)
+        return self._mover.load(job, values, first_token, ready)
+
+    def _order(self) -> ReadyEvent | None:
+        """An event behind what the caller's stream has queued; None where there are no streams."""
+        device = self._swap.device
+        if device.type != "cuda":
+            return None
+        with self._swap.relaxed(), torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                raise SwapError("KVPool cannot be called while its stream is being captured")
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream())
+            return event
+
+    def _check(
+        self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int
+    ) -> tuple[BlockTables, int]:
+        """The block tables, and the block that `first_token` is in.
+
+        Raises LayoutError for arguments that do not fit.
+        """
+        if keys.namespace.digest != self.namespace.digest:
+            raise LayoutError("these keys are of another namespace than the pool's")
+        if not 0 <= first_token <= keys.num_tokens:
+            raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._num_blocks)
+        return tables, first_token // self.layout.block_tokens
+
+
+def _end_of(keys: PromptKeys, values: Sequence[Value], stored: int) -> int:
+    """The tokens before the first value that is not stored."""
+    return keys.num_tokens if stored == len(values) else keys.end_of(values[stored].number)

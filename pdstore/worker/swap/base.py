@@ -1,0 +1,102 @@
+"""Block copies between the paged cache and staging slots."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pdstore.format.namespace import Part
+from pdstore.threads import DeviceApi
+
+
+class Piece(NamedTuple):
+    """One value of one block: where it is in the paged cache, and its payload in a slot.
+
+    block_ids: the engine blocks that hold the pool block's tokens, in order.
+    num_tokens: tokens of the block; the payload has exactly these. A page counts as one.
+    first_token: of a scatter: tokens before it are not written; a multiple of the engine's block.
+    payload: the slot's bytes behind the header.
+    """
+
+    part: Part
+    block_ids: Sequence[int]
+    num_tokens: int
+    first_token: int
+    payload: memoryview
+
+
+class PiecePlan(NamedTuple):
+    """How payloads of a part with this many tokens move, and why so."""
+
+    part: Part
+    num_tokens: int
+    path: str
+    why: str
+
+
+class Registrar(Protocol):
+    """Who pins host memory for a device's copies."""
+
+    def populate(self, address: int, num_bytes: int) -> None:
+        """Makes the memory present, so that registering it is quick."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins a piece; a payload must lie in one piece. Raises SwapError."""
+
+    def unregister(self, address: int) -> None:
+        """Unpins the piece that begins here. Raises SwapError."""
+
+
+class ReadyEvent(Protocol):
+    """Says when the paged cache may be copied; a `torch.cuda.Event` fits."""
+
+    def synchronize(self) -> None: ...
+
+
+class Swap(ABC):
+    """Copies KV between an engine's paged cache and host slots; blocks until the bytes are there.
+
+    What the model has still to write or read in these blocks is done before the call, or before the
+    event that the copy follows: one that `to_follow` returned.
+    `NativeSwap` is for speed; `TorchSwap` is the reference, and for machines without the library.
+    """
+
+    device: torch.device
+    num_blocks: int
+    device_api: DeviceApi | None = None
+    """How threads that copy are put on the device; None: the usual way."""
+
+    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """The event if copies can follow it by themselves; else waits for it here, and None."""
+        if ready is not None:
+            ready.synchronize()
+        return None
+
+    @abstractmethod
+    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        """Paged cache -> slots."""
+
+    @abstractmethod
+    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
+
+    @property
+    def registrar(self) -> Registrar | None:
+        """Who has to pin the memory of payloads; None: it may be any."""
+        return None
+
+    @abstractmethod
+    def plan(self) -> list[PiecePlan]:
+        """Which path each part's blocks take, and why."""
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """While it lasts, the calling thread disturbs no other thread's graph capture."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to free
+        """Frees what the copies need; nothing may be copied any more. Twice is fine."""

@@ -1,0 +1,66 @@
+"""An engine's cache tensors, checked against the layout and seen as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.format.layout import Layout
+
+LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """The caches as `layout.cells` describes them: a page of one head as one token.
+
+    Raises LayoutError for a page that is not in one piece.
+    """
+    if layout.order != "page":
+        return list(kv_caches)
+    caches_as_bytes(layout, kv_caches)
+    return [_as_cells(layer, cache) for layer, cache in enumerate(kv_caches)]
+
+
+def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
+    if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
+        raise LayoutError(f"layer {layer}: the pages of one head must be in one piece each")
+    blocks, tokens, heads, channels = cache.shape
+    strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
+    return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
+
+
+def caches_as_bytes(
+    layout: Layout, kv_caches: Sequence[LayerCache]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Each layer's cache tensors as bytes. Raises LayoutError where they do not fit the layout."""
+    if len(kv_caches) != len(layout.layers):
+        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(layout.layers)} layers")
+    caches = [_as_bytes(layout, n, cache) for n, cache in enumerate(kv_caches)]
+    one = caches[0][0]
+    if any(t.shape[0] != one.shape[0] or t.device != one.device for c in caches for t in c):
+        raise LayoutError("all layers' caches must have as many blocks and be on one device")
+    return caches
+
+
+def _as_bytes(layout: Layout, layer: int, cache: LayerCache) -> tuple[torch.Tensor, ...]:
+    """A layer's cache tensors as bytes, after checking them against the layout."""
+    tensors = cache if isinstance(cache, tuple) else (cache,)
+    dtype = getattr(torch, layout.dtype)
+    expected = (layout.engine_block_tokens, layout.local_heads(layer))
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.dim() != 4 or tuple(tensor.shape[1:3]) != expected:
+            raise LayoutError(
+                f"layer {layer}: cache of {tensor.dtype} {tuple(tensor.shape)}, expected {dtype}"
+                f" [blocks, {expected[0]}, {expected[1]}, channels]"
+            )
+        if tensor.stride(3) != 1:
+            raise LayoutError(f"layer {layer}: the cache's last dimension must be contiguous")
+    channels = sum(t.shape[3] for t in tensors)
+    if channels != layout.layers[layer].channels:
+        raise LayoutError(
+            f"layer {layer}: {channels} channels, expected {layout.layers[layer].channels}"
+        )
+    return tuple(t.view(torch.uint8) for t in tensors)

@@ -1,0 +1,239 @@
+"""NativeSwap: block copies by libpdstore, beside the model and at the speed of the link."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.format.layout import Layout
+from pdstore.format.namespace import Part
+from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Region
+from pdstore.native.library import Engine, Library, Ticket, address_of
+from pdstore.outcome import Direction
+from pdstore.threads import CudaApi
+from pdstore.worker.swap.base import Piece, PiecePlan, ReadyEvent, Registrar, Swap
+from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
+
+log = logging.getLogger(__name__)
+
+_ITEM = struct.Struct("=Qiiii")
+_pack_into = _ITEM.pack_into
+_WAIT_S = 30.0
+FOLLOW_NOTHING = 0
+DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
+
+
+class Packed(NamedTuple):
+    """Pieces in the engine's form; their payloads must stay."""
+
+    items: bytes
+    ids: bytes
+
+
+class RelaxedCudaApi(CudaApi):
+    """Puts threads on a device so that they do not disturb other threads' graph captures."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def reset_stream(self, index: int) -> None:
+        super().reset_stream(index)
+        self._library.exchange_capture_mode(RELAXED)
+
+
+class NativeSwap(Swap):
+    """Block copies by the native engine, on one GPU or in host memory. Any thread may call it.
+
+    kv_caches: as `TorchSwap` takes them; they are kept until `close`.
+    mode, path, sizes: the engine's options; the defaults are for serving.
+    On a GPU payloads must lie in memory that `register` pinned, or that `add_host` was told.
+    Raises LayoutError, DeviceError or SwapError.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        layout: Layout,
+        kv_caches: Sequence[LayerCache],
+        *,
+        throughput: bool = False,
+        path: CopyPath = CopyPath.AUTO,
+        sizes: dict[str, int] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._caches = caches_as_bytes(layout, kv_caches)
+        self.device = self._caches[0][0].device
+        self.num_blocks = self._caches[0][0].shape[0]
+        self._library = library
+        self._ordinal = CPU if self.device.type == "cpu" else self.device.index
+        if self.device.type == "cuda":
+            self.device_api = RelaxedCudaApi(library)
+        self._parts = {part: number for number, part in enumerate(layout.owned_parts)}
+        options = {
+            "device": self._ordinal,
+            "num_blocks": self.num_blocks,
+            "block_tokens": layout.engine_block_tokens,
+            "max_tokens": layout.block_tokens,
+            "order": int(layout.order == "head"),
+            "mode": int(throughput),
+            "path": int(path),
+            **(sizes or {}),
+        }
+        shapes = [self._shape(part) for part in layout.owned_parts]
+        regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
+        self._engine = Engine(library, options, shapes, regions)
+
+    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """CUDA's events are followed on the device, any other is waited for."""
+        is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
+        return ready if is_cuda else super().to_follow(ready)
+
+    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self._copy(Direction.SAVE, pieces, ready)
+
+    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self._copy(Direction.LOAD, pieces, ready)
+
+    def start(
+        self,
+        direction: Direction,
+        pieces: Sequence[Piece],
+        *,
+        stream: int = FOLLOW_NOTHING,
+        ready: int = 0,
+    ) -> Ticket:
+        """Starts a copy. The caches' blocks and the payloads must stay until it is done.
+
+        stream: the copy follows what this CUDA stream (its handle) has queued; `FOLLOW_NOTHING`.
+        ready: a CUDA event's handle to follow; it must live on too.
+        Raises SwapError when the stream is being captured into a graph.
+        """
+        return self.submit(direction, self.pack(direction, pieces), stream=stream, ready=ready)
+
+    def pack(self, direction: Direction, pieces: Sequence[Piece]) -> Packed:
+        """The pieces as the engine takes them; for a copy that is made again and again."""
+        ids: list[int] = []
+        items = bytearray(_ITEM.size * len(pieces))
+        loads = direction is Direction.LOAD
+        known = None
+        number = tokens = need = at = 0
+        for part, block_ids, num_tokens, first_token, payload in pieces:
+            if part is not known or num_tokens != tokens:  # mostly those of the piece before
+                number, need = self._size_of(part, num_tokens)
+                known, tokens = part, num_tokens
+            if len(payload) != need:
+                raise LayoutError(f"a payload of {len(payload)} bytes, expected {need}")
+            first = first_token if loads else 0
+            _pack_into(items, at, address_of(payload), number, tokens, first, len(block_ids))
+            at += _ITEM.size
+            ids += block_ids
+        return Packed(bytes(items), array("q", ids).tobytes())
+
+    def submit(
+        self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
+    ) -> Ticket:
+        """`start` of packed pieces."""
+        way = int(direction is Direction.LOAD)
+        return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
+
+    @property
+    def registrar(self) -> Registrar | None:
+        return None if self._ordinal == CPU else self
+
+    def populate(self, address: int, num_bytes: int) -> None:
+        """Makes host memory present."""
+        self._library.populate(address, num_bytes)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins host memory; from now on payloads may lie in it. Raises SwapError."""
+        self._library.register(self._ordinal, address, num_bytes)
+        self.add_host(address, num_bytes)
+
+    def unregister(self, address: int) -> None:
+        """Unpins what was registered from this address on; no copy may use it any more."""
+        self._library.unregister(self._ordinal, address)
+
+    def add_host(self, address: int, num_bytes: int) -> None:
+        """From now on a payload must lie in one of the ranges that were added."""
+        self._engine.add_host(address, num_bytes)
+
+    def plan(self) -> list[PiecePlan]:
+        """The path of a whole block, and of a tail of one token, for each part."""
+        tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
+        return [
+            PiecePlan(part, n, plan.path, f"{plan.why} ({plan.num_pieces} x {plan.piece_bytes} B)")
+            for part, number in self._parts.items()
+            for n in tokens
+            for plan in [self._engine.explain(number, n)]
+        ]
+
+    def stats(self, direction: Direction) -> PumpStats:
+        """Bytes, slices and CPU time of one direction's thread."""
+        return self._engine.stats(int(direction is Direction.LOAD))
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        before = self._library.exchange_capture_mode(RELAXED)
+        try:
+            yield
+        finally:
+            self._library.exchange_capture_mode(before)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _size_of(self, part: Part, num_tokens: int) -> tuple[int, int]:
+        """A part's number, and the bytes of a payload of it."""
+        number = self._parts.get(part)
+        if number is None:
+            raise LayoutError(f"{part} is not one of this rank")
+        return number, self._layout.payload_bytes(part, num_tokens)
+
+    def _copy(
+        self, direction: Direction, pieces: Sequence[Piece], ready: ReadyEvent | None
+    ) -> None:
+        event = self.to_follow(ready)
+        handle = event.cuda_event if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
+        self._finish(self.start(direction, pieces, ready=handle))
+
+    def _finish(self, ticket: Ticket) -> None:
+        """Waits for the end, whenever that is: until then the device may write to the payloads."""
+        while not ticket.wait(_WAIT_S):
+            log.warning("a block copy still runs after %d s", _WAIT_S)
+
+    def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
+        layers = self._layout.groups[part.group]
+        cell = sum(t.shape[3] for t in self._caches[layers[0]])
+        return PartShape(
+            num_layers=len(layers), num_heads=len(self._layout.heads_of(part)), cell=cell
+        )
+
+    def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
+        """The part's cache tensors from its first head on, a tensor's K or V after the other."""
+        first_head = self._layout.heads_of(part).start
+        regions = []
+        for n, layer in enumerate(self._layout.groups[part.group]):
+            start = 0
+            for cache in self._caches[layer]:
+                block, token, head, _ = cache.stride()
+                regions.append(
+                    Region(
+                        base=cache.data_ptr() + first_head * head,
+                        block_stride=block,
+                        token_stride=token,
+                        head_stride=head,
+                        width=cache.shape[3],
+                        start=start,
+                        layer=n,
+                        part=number,
+                    )
+                )
+                start += cache.shape[3]
+        return regions

@@ -1,0 +1,98 @@
+"""TorchSwap: block copies by torch, the reference, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.format.layout import Layout
+from pdstore.format.namespace import Part
+from pdstore.worker.swap.base import Piece, PiecePlan, ReadyEvent, Swap
+from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
+
+
+class TorchSwap(Swap):
+    """Block copies by torch, on any device.
+
+    kv_caches: per layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels],
+      channels being K then V (for MLA the latent), or a pair (K, V) of such tensors. Any strides,
+      but the last must be 1.
+    Raises LayoutError where a tensor does not fit the layout.
+    """
+
+    def __init__(self, layout: Layout, kv_caches: Sequence[LayerCache]) -> None:
+        self._layout = layout
+        self._caches = caches_as_bytes(layout, kv_caches)
+        self.device = self._caches[0][0].device
+        self.num_blocks = self._caches[0][0].shape[0]
+
+    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self.to_follow(ready)
+        for piece in pieces:
+            ids = self._ids(piece.block_ids, piece.num_tokens)
+            for cache, payload in self._layers(piece):
+                rows = cache[ids][:, :, self._head_slice(piece.part)].flatten(0, 1)
+                payload.copy_(rows[: piece.num_tokens])
+
+    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+        self.to_follow(ready)
+        step = self._layout.engine_block_tokens
+        for piece in pieces:
+            if piece.first_token % step:
+                raise LayoutError(
+                    f"first_token {piece.first_token} is not on an engine block of {step}"
+                )
+            ids = self._ids(piece.block_ids, piece.num_tokens)
+            if len(set(piece.block_ids)) != len(piece.block_ids):
+                raise LayoutError("a load names one block twice")
+            whole = piece.num_tokens // step
+            first = piece.first_token // step
+            heads = self._head_slice(piece.part)
+            for cache, payload in self._layers(piece):
+                if whole > first:
+                    rows = payload[first * step : whole * step]
+                    rows = rows.reshape(whole - first, step, *rows.shape[1:])
+                    cache[ids[first:whole], :, heads] = rows.to(self.device)
+                if piece.num_tokens > max(whole, first) * step:
+                    rest = payload[whole * step :].to(self.device)
+                    cache[ids[whole], : len(rest), heads] = rest
+        if self.device.type == "cuda":  # the writes above are only queued
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def plan(self) -> list[PiecePlan]:
+        tokens = self._layout.block_tokens
+        return [PiecePlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
+
+    def _layers(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each tensor of the part's layers: its cache, its payload as [token, head, bytes]."""
+        layers = self._layout.groups[piece.part.group]
+        heads = len(self._layout.heads_of(piece.part))
+        width = sum(t.shape[3] for t in self._caches[layers[0]])
+        payload = torch.frombuffer(piece.payload, dtype=torch.uint8)
+        if self._layout.order == "token":
+            view = payload.view(len(layers), piece.num_tokens, heads, width)
+        else:
+            view = payload.view(len(layers), heads, piece.num_tokens, width).transpose(1, 2)
+        shares = []
+        for i, layer in enumerate(layers):
+            start = 0
+            for cache in self._caches[layer]:
+                shares.append((cache, view[i, :, :, start : start + cache.shape[3]]))
+                start += cache.shape[3]
+        return shares
+
+    def _ids(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+        if len(block_ids) * self._layout.engine_block_tokens < num_tokens:
+            raise LayoutError(f"{len(block_ids)} engine blocks cannot hold {num_tokens} tokens")
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks:
+                raise LayoutError(
+                    f"block id {block_id} is outside the cache of {self.num_blocks} blocks"
+                )
+        return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+
+    def _head_slice(self, part: Part) -> slice:
+        heads = self._layout.heads_of(part)
+        return slice(heads.start, heads.stop)

@@ -1,0 +1,82 @@
+"""A load that fails at its first, middle or last block: computed instead, or a clean error."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, post, prefill
+from tests.adapters.vllm.conftest import CACHING
+from tests.adapters.vllm.gate import LOAD
+from tests.support.kv import eventually
+
+BLOCK, LONG, NUM_BLOCKS = 64, 900, 15
+BAD = {"first": 0, "middle": NUM_BLOCKS // 2, "last": NUM_BLOCKS - 1}
+
+
+def delete(redis, key):
+    redis.delete(key)
+
+
+def corrupt(redis, key):
+    redis.setrange(key, 1000, b"\0not KV\0")
+
+
+def spoil(pair, bad_block, harm, request):
+    """The answer to a request whose load meets a block that went bad after it was matched."""
+    pair.d_gate.hold(LOAD)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(request)
+        keys = eventually(lambda: pair.d_gate.held, 30)
+        with pair.redis.client() as redis:
+            harm(redis, keys[bad_block])
+        pair.d_gate.release()
+        return answer.result()
+
+
+@pytest.mark.parametrize("harm", [delete, corrupt])
+@pytest.mark.parametrize("bad_block", BAD.values(), ids=BAD)
+def test_what_was_not_loaded_is_computed_and_not_asked_for_again(pair, bad_block, harm):
+    prompt = new_prompt(LONG)
+    params = prefill(pair.p, prompt)
+    since = Since(pair.d)
+    answer = spoil(pair, bad_block, harm, lambda: ask(pair.d, prompt, kv_transfer_params=params))
+    reason = "lost" if harm is delete else "corrupt"
+    jobs = {name: n for name, n in since.all().items() if name.startswith("pdstore_jobs_total")}
+    assert jobs == {f"pdstore_jobs_total:load:{reason}": 1}
+    assert since.loaded == bad_block * BLOCK
+    answer.assert_same(alone(pair.d, prompt))
+
+
+@pytest.fixture(scope="module")
+def strict_d(started_pair, launcher, checkpoints):
+    """A D that vLLM's own option turns on: what cannot be loaded is an error there."""
+    config = {
+        "kv_connector": "PDStoreConnector",
+        "kv_connector_module_path": "pdstore.adapters.vllm",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"store": started_pair.d_gate.url},
+    }
+    option = f"--kv-transfer-config={json.dumps(config)}"
+    server = launcher.vllm("strict-d", checkpoints("llama"), *CACHING, option)
+    yield server.wait_ready()
+    server.stop()
+
+
+@pytest.mark.parametrize("bad_block", BAD.values(), ids=BAD)
+def test_with_policy_fail_the_request_is_an_error_and_the_engine_goes_on(pair, strict_d, bad_block):
+    prompt = new_prompt(LONG)
+    params = prefill(pair.p, prompt)
+    response = spoil(
+        pair, bad_block, delete, lambda: post(strict_d, prompt, kv_transfer_params=params)
+    )
+    assert response.status_code >= 500, response.text
+    assert_idle(strict_d)
+    other = new_prompt(LONG)
+    since = Since(strict_d)
+    answer = ask(strict_d, other, kv_transfer_params=prefill(pair.p, other))
+    assert since.loaded == LONG
+    answer.assert_same(alone(strict_d, other))

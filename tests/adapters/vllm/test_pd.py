@@ -1,0 +1,61 @@
+"""P, pool, D: the answers of one instance alone, and D computes nothing of the prompt."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.adapters.vllm.asking import Since, alone, ask, at_once, new_prompt
+
+BLOCK = 64
+LONG = 900
+
+
+@pytest.mark.parametrize("num_tokens", [1, 10, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, LONG])
+def test_answers_are_those_of_one_instance_alone(pair, num_tokens):
+    prompt = new_prompt(num_tokens)
+    expected = alone(pair.d, prompt)
+    since = Since(pair.d)
+    answer = ask(pair.proxy, prompt)
+    answer.assert_same(expected)
+    assert since.loaded == (num_tokens if num_tokens > 1 else 0)
+    assert since.computed <= 1
+
+
+def test_a_salted_request_has_nothing_to_do_with_the_pool(pair):
+    prompt = new_prompt(300)
+    ask(pair.proxy, prompt)
+    since = Since(pair.d)
+    alone(pair.d, prompt)
+    assert not [name for name in since.all() if name.startswith("pdstore_")]
+    assert since.computed == 300
+
+
+def test_each_of_forty_prompts_one_after_the_other_is_loaded_whole(pair):
+    since = Since(pair.d)
+    for number in range(40):
+        ask(pair.proxy, new_prompt(LONG), 2)
+        assert since.loaded == (number + 1) * LONG
+    assert since.computed <= 40
+
+
+def test_each_of_forty_prompts_four_at_a_time_is_loaded_whole(pair):
+    prompts = [new_prompt(LONG) for _ in range(40)]
+    since = Since(pair.d)
+    answers = at_once([partial(ask, pair.proxy, prompt, 2) for prompt in prompts])
+    assert since.loaded == 40 * LONG
+    assert since.computed <= 40
+    for prompt, answer in zip(prompts[::8], answers[::8], strict=True):
+        answer.assert_same(alone(pair.d, prompt, 2))
+
+
+@pytest.mark.nightly
+def test_six_hundred_prompts_eight_at_a_time_of_any_length(pair):
+    prompts = [new_prompt(2 + 37 * n % 900) for n in range(600)]  # eight fit: none is preempted
+    since = Since(pair.d)
+    answers = at_once([partial(ask, pair.proxy, prompt) for prompt in prompts], workers=8)
+    assert since.loaded == sum(len(prompt) for prompt in prompts)
+    assert since.computed <= len(prompts)
+    for prompt, answer in zip(prompts[::10], answers[::10], strict=True):
+        answer.assert_same(alone(pair.d, prompt))

@@ -1,0 +1,80 @@
+"""pdstore's counters on their way to vLLM's /metrics: nothing is lost, nothing counted twice."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pdstore.adapters.vllm.stats import PDStorePromMetrics, PDStoreStats, StepMetrics
+from pdstore.outcome import Direction, Reason
+
+
+@pytest.fixture
+def metrics():
+    return StepMetrics()
+
+
+def test_a_step_in_which_nothing_happened_has_no_stats(metrics):
+    metrics.take()
+    assert metrics.take() is None
+
+
+def test_what_happened_is_taken_once(metrics):
+    metrics.miss(Reason.LOST)
+    metrics.tokens.labels("loaded").inc(900)
+    taken = metrics.take()
+    assert taken.data["counters"] == {"pdstore_misses|lost": 1, "pdstore_tokens|loaded": 900}
+    metrics.tokens.labels("loaded").inc(1)
+    assert metrics.take().data["counters"] == {"pdstore_tokens|loaded": 1}
+
+
+def test_steps_and_processes_add_up(metrics):
+    other = StepMetrics()
+    for each, seconds in ((metrics, 0.25), (other, 0.75)):
+        each.job_ended(Direction.LOAD, None, seconds)
+    other.jobs_alive.set(2)
+    total = metrics.take().aggregate(other.take())
+    assert total.data["counters"] == {"pdstore_jobs|load|ok": 2}
+    assert total.data["seconds"] == {"pdstore_job_seconds|load": [0.25, 0.75]}
+    assert total.data["gauges"] == {"pdstore_jobs_alive": 2}
+
+
+def test_the_log_has_counts_and_mean_seconds():
+    counters, seconds = {"pdstore_jobs|load|ok": 2}, {"pdstore_job_seconds|load": [0.25, 0.75]}
+    stats = PDStoreStats({"counters": counters, "seconds": seconds, "gauges": {}})
+    assert stats.reduce() == {"jobs load ok": 2, "job_seconds load (mean)": 0.5}
+
+
+def test_reset_stats_are_empty(metrics):
+    metrics.miss(Reason.LOST)
+    stats = metrics.take()
+    stats.reset()
+    assert stats.is_empty()
+    assert PDStoreStats().is_empty()
+
+
+def test_the_metrics_page_shows_what_was_observed(metrics):
+    registry = CollectorRegistry()
+    shown = PDStorePromMetrics(
+        SimpleNamespace(kv_transfer_config=None),
+        {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)},
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
+    )
+    metrics.miss(Reason.LOST)
+    metrics.job_ended(Direction.SAVE, Reason.STORE_FULL, 0.5)
+    metrics.slots_lent.set(3)
+    taken = metrics.take()
+    shown.observe(taken.data)
+    shown.observe(taken.data)
+    labels = {"model_name": "m", "engine": "0"}
+    value = registry.get_sample_value
+    assert value("pdstore_misses_total", {"reason": "lost", **labels}) == 2
+    outcome = {"direction": "save", "outcome": "store_full", **labels}
+    assert value("pdstore_jobs_total", outcome) == 2
+    assert value("pdstore_drops_total", {"reason": "store_full", **labels}) == 2
+    assert value("pdstore_job_seconds_sum", {"direction": "save", **labels}) == 1.0
+    assert value("pdstore_slots_lent", labels) == 3

@@ -1,0 +1,136 @@
+"""The store is killed or stops: right answers in bounded time, and it is used again when back."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, prefill
+from tests.adapters.vllm.gate import LOAD, SAVE
+from tests.adapters.vllm.servers import SETTINGS
+from tests.support.kv import eventually
+
+LONG = 900
+SLACK_S = 15.0  # a busy machine's
+
+
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+def assert_loads_again(pair):
+    """Soon prompts are handed over as before."""
+
+    def is_loaded():
+        since = Since(pair.d)
+        ask(pair.proxy, new_prompt(100), 1)
+        return since.loaded == 100
+
+    eventually(is_loaded, 30)
+
+
+def restart(pair):
+    pair.redis.start()
+    assert_loads_again(pair)
+
+
+def test_killed_before_a_request(pair):
+    pair.redis.stop()
+    prompt = new_prompt(LONG)
+    ask(pair.proxy, prompt).assert_same(alone(pair.d, prompt))
+    restart(pair)
+
+
+def test_killed_during_a_save(pair, thread):
+    prompt = new_prompt(LONG)
+    pair.p_gate.hold(SAVE)
+    answer = thread.submit(ask, pair.proxy, prompt)
+    eventually(lambda: pair.p_gate.held, 30)
+    pair.redis.stop()
+    pair.p_gate.release()
+    answer.result().assert_same(alone(pair.d, prompt))
+    restart(pair)
+
+
+def test_killed_during_a_load(pair, thread):
+    prompt = new_prompt(LONG)
+    since = Since(pair.d)
+    pair.d_gate.hold(LOAD)
+    answer = thread.submit(ask, pair.proxy, prompt)
+    eventually(lambda: pair.d_gate.held, 30)
+    pair.redis.stop()
+    pair.d_gate.release()
+    answer.result().assert_same(alone(pair.d, prompt))
+    assert since["pdstore_jobs_total:load:store_down"] == 1
+    restart(pair)
+
+
+def test_killed_after_a_load(pair, thread):
+    prompt = new_prompt(LONG)
+    since = Since(pair.d)
+    answer = thread.submit(ask, pair.proxy, prompt, 400)
+    eventually(lambda: since.loaded == LONG, 30)
+    pair.redis.stop()
+    answer.result().assert_same(alone(pair.d, prompt, 400))
+    restart(pair)
+
+
+def assert_others_go_on(pair, waiting):
+    """Answers without the pool come while another request waits for it."""
+    for server in (pair.p, pair.d):
+        alone(server, new_prompt(100))
+    assert not waiting.done()
+
+
+def test_stopped_before_a_request(pair, thread):
+    prompt = new_prompt(LONG)
+    pair.redis.pause()
+    begin = time.monotonic()
+    answer = thread.submit(ask, pair.proxy, prompt)
+    assert_others_go_on(pair, answer)
+    expected = alone(pair.d, prompt)
+    answer.result().assert_same(expected)
+    waits = ("PDSTORE_LOOKUP_WAIT_S", "PDSTORE_HANDOFF_WAIT_S")
+    assert time.monotonic() - begin < sum(float(SETTINGS[name]) for name in waits) + 1 + SLACK_S
+    pair.redis.resume()
+    assert_loads_again(pair)
+
+
+def test_stopped_during_a_load(pair, thread):
+    prompt = new_prompt(LONG)
+    params = prefill(pair.p, prompt)
+    since = Since(pair.d)
+    pair.d_gate.hold(LOAD)
+    answer = thread.submit(ask, pair.d, prompt, kv_transfer_params=params)
+    eventually(lambda: pair.d_gate.held, 30)
+    begin = time.monotonic()
+    assert_others_go_on(pair, answer)
+    answer.result().assert_same(alone(pair.d, prompt))
+    assert time.monotonic() - begin < float(SETTINGS["PDSTORE_LOAD_DEADLINE_S"]) + SLACK_S
+    assert since["pdstore_jobs_total:load:deadline"] == 1
+    pair.d_gate.release()
+    assert_loads_again(pair)
+
+
+@pytest.mark.nightly
+def test_a_store_that_comes_and_goes_twenty_times(pair):
+    """Requests go on all the while, four at a time, and every answer is right."""
+    prompts = [new_prompt(700 + n) for n in range(120)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(ask, pair.proxy, prompt) for prompt in prompts]
+        for turn in range(20):
+            eventually(lambda turn=turn: sum(a.done() for a in answers) >= 6 * turn, 120)
+            if turn % 2:
+                pair.redis.stop()
+                pair.redis.start()
+            else:
+                pair.redis.pause()
+                alone(pair.d, new_prompt(50))
+                pair.redis.resume()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            answer.result().assert_same(alone(pair.d, prompt))
+    assert_loads_again(pair)

@@ -1,0 +1,309 @@
+"""What P saves, D loads: D computes one token and gives the same answer, whatever the pool does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+
+from examples.mini_engine.request import Finish, Request, State
+from pdstore import Attempt, Slots, open_store, read_settings
+from pdstore.testing.faulty import Faulty
+from pdstore.worker import pool
+from pdstore.worker.values import values_of
+from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+    SHAPES,
+    Gate,
+    ask,
+    assert_same,
+    checkpoints_fixture,
+    expect,
+    open_engine_fixture,
+    prompt_of,
+    until,
+)
+
+PULL = {"do_remote_decode": True}
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    return f"memory://mini{next(_numbers)}" if request.param == "memory" else f"file://{tmp_path}"
+
+
+@pytest.fixture
+def open_instance(open_engine, url):
+    """Makes P and D engines on one pool."""
+
+    def open_one(role, shape="llama", *, wait_s=5.0, drain_s=5.0, **options):
+        pd = {
+            "pd_transfer_via_storage": True,
+            "role": role,
+            "store": url,
+            "staging": "8MiB",
+            "handoff_wait_s": wait_s,
+            "drain_s": drain_s,
+        }
+        return open_engine(shape, pd, **options)
+
+    return open_one
+
+
+def hand_over(p, prompt):
+    """Lets P prefill a prompt; what its answer says to D."""
+    asked = ask(p, prompt, max_tokens=1, kv_transfer_params=PULL).wait()
+    assert asked.finish == Finish("length")
+    return asked.request.answer_params
+
+
+def decode(d, prompt, params):
+    return ask(d, prompt, kv_transfer_params=params).wait()
+
+
+def stored(engine, prompt):
+    """The pool's values of a prompt: where a test can reach in."""
+    keys = engine.adapter._cache.keys(prompt)
+    return values_of(engine.adapter._pool.layout, keys, [range(64)], 0)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_d_computes_one_token_and_answers_the_same(open_instance, checkpoints, shape):
+    p, d = open_instance("prefill", shape), open_instance("decode", shape)
+    for num_tokens in (1, 5, 16, 63, 64, 65, 128, 200):
+        prompt = prompt_of(num_tokens)
+        asked = decode(d, prompt, hand_over(p, prompt))
+        assert_same(asked, *expect(checkpoints[shape], prompt))
+        assert (asked.request.num_loaded, asked.request.num_fed) == (num_tokens - 1, 1)
+        assert asked.request.miss_reason is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu_answers_and_hand_offs_are_those_of_the_cpu(open_instance, checkpoints, shape):
+    options = {"device": "cuda", "max_num_batched_tokens": 100}
+    p, d = open_instance("prefill", shape, **options), open_instance("decode", shape, **options)
+    prompts = [prompt_of(n) for n in (1, 64, 150, 200)]
+    params = [hand_over(p, prompt) for prompt in prompts]
+    asked = [ask(d, prompts[i], kv_transfer_params=params[i]) for i in range(4)]
+    for prompt, one in zip(prompts, asked, strict=True):
+        assert_same(one.wait(), *expect(checkpoints[shape], prompt))
+        assert one.request.num_fed == 1
+
+
+@pytest.mark.parametrize("chunk", [7, 100])
+def test_the_chunks_of_p_and_d_need_not_be_alike(open_instance, checkpoints, chunk):
+    p = open_instance("prefill", max_num_batched_tokens=chunk, num_blocks=40)
+    d = open_instance("decode", max_num_batched_tokens=30, block_size=8, num_blocks=80)
+    prompts = [prompt_of(150, seed) for seed in range(3)]
+    params = [hand_over(p, prompt) for prompt in prompts]
+    asked = [ask(d, prompts[i], kv_transfer_params=params[i]) for i in range(3)]
+    for prompt, one in zip(prompts, asked, strict=True):
+        assert_same(one.wait(), *expect(checkpoints["llama"], prompt))
+        assert one.request.num_fed == 1
+
+
+def test_prompts_with_a_common_beginning_share_its_blocks(open_instance, checkpoints):
+    p, d = open_instance("prefill"), open_instance("decode")
+    first, second = prompt_of(128) + prompt_of(30), prompt_of(128) + prompt_of(50)
+    hand_over(p, first)
+    until(lambda: not p.scheduler.leaving)
+    asked = ask(p, second, max_tokens=1).wait()
+    assert (asked.request.num_loaded, asked.request.num_fed) == (128, 50)
+    asked = decode(d, second, asked.request.answer_params)
+    assert_same(asked, *expect(checkpoints["llama"], second))
+    assert asked.request.num_fed == 1
+
+
+def test_p_loads_what_the_pool_has_and_still_hands_over(open_instance):
+    p, d = open_instance("prefill"), open_instance("decode")
+    hand_over(p, prompt_of(200))
+    until(lambda: not p.scheduler.leaving)
+    again = ask(p, prompt_of(200), max_tokens=1).wait()
+    assert (again.request.num_loaded, again.request.num_fed) == (199, 1)
+    assert decode(d, prompt_of(200), again.request.answer_params).request.num_fed == 1
+
+
+def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, checkpoints):
+    engine = open_instance("both")
+    first = ask(engine, prompt_of(100)).wait()
+    assert first.request.answer_params is None
+    until(lambda: not engine.scheduler.leaving)
+    second = ask(engine, prompt_of(100)).wait()
+    assert_same(second, *expect(checkpoints["llama"], prompt_of(100)))
+    assert second.request.num_fed == 1
+    params = hand_over(engine, prompt_of(90))
+    assert decode(engine, prompt_of(90), params).request.num_fed == 1
+
+
+def test_p_and_d_can_be_asked_at_once(open_instance, checkpoints):
+    p, d = open_instance("prefill"), open_instance("decode")
+    params = {"pdstore": {"attempt": Attempt.new().hex}}
+    waiting = ask(d, prompt_of(150), kv_transfer_params=params)
+    until(lambda: waiting.request.state is State.LOOKING_UP)
+    ask(p, prompt_of(150), max_tokens=1, kv_transfer_params=params).wait()
+    assert_same(waiting.wait(), *expect(checkpoints["llama"], prompt_of(150)))
+    assert waiting.request.num_fed == 1
+
+
+def test_a_wiped_pool_costs_d_a_prefill_and_nothing_else(open_instance, checkpoints, url):
+    p, d = open_instance("prefill"), open_instance("decode")
+    params = hand_over(p, prompt_of(150))
+    until(lambda: not p.scheduler.leaving)
+    store = open_store(url, read_settings(store=url))
+    store.remove([value.key for value in stored(p, prompt_of(150))])
+    store.close()
+    asked = decode(d, prompt_of(150), params)
+    assert_same(asked, *expect(checkpoints["llama"], prompt_of(150)))
+    assert (asked.request.num_loaded, asked.request.num_fed) == (0, 150)
+    assert asked.request.miss_reason == "absent"
+
+
+def test_a_corrupt_value_is_computed_not_used(open_instance, checkpoints, url):
+    p, d = open_instance("prefill"), open_instance("decode")
+    params = hand_over(p, prompt_of(150))
+    until(lambda: not p.scheduler.leaving)
+    flip_a_bit(url, stored(p, prompt_of(150))[1])
+    asked = decode(d, prompt_of(150), params)
+    assert_same(asked, *expect(checkpoints["llama"], prompt_of(150)))
+    assert (asked.request.num_loaded, asked.request.num_fed) == (64, 86)
+    assert asked.request.miss_reason == "corrupt"
+
+
+def flip_a_bit(url, value):
+    """Of the last byte of a stored value: of a V in its payload."""
+    store = open_store(url, read_settings(store=url))
+    buffer = bytearray(value.size)
+    slots = Slots(memoryview(buffer), value.size, [0], [value.size])
+    assert store.get([value.key], slots) == 1
+    buffer[-1] ^= 1
+    store.remove([value.key])
+    assert store.put([value.key], slots) == 1
+    store.close()
+
+
+def test_a_hand_off_that_never_comes_is_waited_for_only_so_long(open_instance, checkpoints):
+    d = open_instance("decode", wait_s=0.05)
+    asked = decode(d, prompt_of(40), {"pdstore": {"attempt": Attempt.new().hex}})
+    assert_same(asked, *expect(checkpoints["llama"], prompt_of(40)))
+    assert asked.request.miss_reason == "handoff_late"
+
+
+def test_one_late_hand_off_does_not_hold_up_the_others(open_instance, checkpoints):
+    d = open_instance("decode", wait_s=60)
+    late = ask(d, prompt_of(40), kv_transfer_params={"pdstore": {"attempt": Attempt.new().hex}})
+    assert_same(ask(d, prompt_of(50)).wait(), *expect(checkpoints["llama"], prompt_of(50)))
+    assert late.request.state is State.LOOKING_UP
+    d.abort(late.request)
+    assert late.wait().finish == Finish("abort")
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A store around the pool's, in the workers' half only, whose calls a test can hold up."""
+    stores = []
+    connect = pool.connect_store
+
+    def connect_held(settings, metrics):
+        stores.append(Faulty(connect(settings, metrics)))
+        return stores[-1]
+
+    monkeypatch.setattr(pool, "connect_store", connect_held)
+    yield stores
+    for store in stores:
+        store.release()
+
+
+def test_a_save_does_not_delay_the_answer_and_keeps_its_blocks(open_instance, held):
+    p, d = open_instance("prefill"), open_instance("decode")
+    held[0].hold()
+    params = hand_over(p, prompt_of(100))
+    assert p.cache.num_free == p.cache.num_blocks - 7
+    held[0].release()
+    assert decode(d, prompt_of(100), params).request.num_fed == 1
+
+
+def test_a_request_can_be_aborted_while_it_loads(open_instance, held, checkpoints):
+    p, d = open_instance("prefill"), open_instance("decode")
+    params = hand_over(p, prompt_of(100))
+    held[1].hold()
+    asked = ask(d, prompt_of(100), kv_transfer_params=params)
+    until(lambda: asked.request.state is State.LOADING)
+    d.abort(asked.request)
+    assert asked.wait().finish == Finish("abort")
+    until(lambda: d.cache.num_free == d.cache.num_blocks)
+    held[1].release()
+    assert_same(decode(d, prompt_of(100), params), *expect(checkpoints["llama"], prompt_of(100)))
+
+
+def test_a_prefill_that_is_aborted_gives_its_blocks_back_after_its_saves(
+    open_instance, held, monkeypatch
+):
+    p = open_instance("prefill", max_num_batched_tokens=64)
+    gate = Gate(p, monkeypatch)
+    held[0].hold()
+    asked = ask(p, prompt_of(150), max_tokens=1)
+    gate.wait_for_step()
+    gate.open(1)
+    gate.wait_for_step()
+    until(lambda: held[0].num_held == 1)
+    p.abort(asked.request)
+    gate.open()
+    assert asked.wait().finish == Finish("abort")
+    assert p.cache.num_free < p.cache.num_blocks
+    held[0].release()
+
+
+def test_stop_does_not_wait_for_a_store_that_hangs(open_instance, held):
+    p = open_instance("prefill", drain_s=0.2)
+    held[0].hold()
+    hand_over(p, prompt_of(100))
+    before = time.monotonic()
+    p.stop()
+    assert time.monotonic() - before < 5
+    held[0].release()
+
+
+@pytest.mark.parametrize("half", ["_cache", "_pool"])
+def test_a_bug_in_the_pool_costs_hits_not_answers(open_instance, checkpoints, monkeypatch, half):
+    engine = open_instance("both")
+    monkeypatch.setattr(engine.adapter, half, None)
+    asked = ask(engine, prompt_of(100)).wait()
+    assert_same(asked, *expect(checkpoints["llama"], prompt_of(100)))
+    assert asked.request.miss_reason == "fault"
+    monkeypatch.undo()
+
+
+def test_a_malformed_hand_off_is_refused(open_instance):
+    engine = open_instance("decode")
+    request = Request([1], 1, print, kv_transfer_params={"pdstore": {"attempt": "x"}})
+    with pytest.raises(ValueError, match="attempt"):
+        engine.check(request)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_right_whatever_the_store_does(open_instance, held, checkpoints, seed):
+    """Errors, misses and flipped bits at random, requests of one prompt at once, and aborts."""
+    choose = random.Random(seed)
+    p = open_instance("prefill", wait_s=0.2)
+    d = open_instance("decode", wait_s=0.2, num_blocks=48)
+    for store in held:
+        store.error_rate, store.miss_rate, store.corrupt_rate = 0.1, 0.1, 0.1
+    prompts = [prompt_of(n, seed) for n in (3, 64, 100, 190)]
+    expected = [expect(checkpoints["llama"], prompt) for prompt in prompts]
+    asked = []
+    for _ in range(30):
+        i = choose.randrange(len(prompts))
+        params = hand_over(p, prompts[i]) if choose.random() < 0.8 else None
+        asked.append((i, ask(d, prompts[i], kv_transfer_params=params)))
+        if choose.random() < 0.2:
+            d.abort(asked[-1][1].request)
+    for i, one in asked:
+        if one.wait().finish != Finish("abort"):
+            assert_same(one, *expected[i])
+    assert {one.finish.reason for _, one in asked} <= {"length", "abort"}
+    assert any(one.request.num_loaded for _, one in asked)

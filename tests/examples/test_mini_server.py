@@ -1,0 +1,360 @@
+"""The mini engine's HTTP: OpenAI's completions, errors in OpenAI's form, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from examples.make_checkpoint import ROOT, make_checkpoint
+from examples.mini_engine.config import Config, parse
+from examples.mini_engine.engine import Engine
+from examples.mini_engine.server import HttpServer
+from pdstore import PDStoreError, read_settings
+from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
+
+PROMPT = "A block is stored under its key"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A trained model, though hardly."""
+    return make_checkpoint(tmp_path_factory.mktemp("trained") / "tiny", steps=12)
+
+
+class Serving:
+    """An engine behind real HTTP on a free port, in this process."""
+
+    def __init__(self, checkpoint, pd=None):
+        settings = read_settings(**pd or {})
+        self.engine = Engine(
+            Config(
+                model=checkpoint,
+                settings=settings,
+                num_blocks=32,
+                max_num_batched_tokens=64,
+                served_model_name="tiny",
+                port=0,
+            )
+        )
+        self._server = HttpServer(self.engine)
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        until(lambda: self._server.started)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
+
+    def close(self):
+        self.client.close()
+        until(lambda: self.engine.cache.num_free == 32)
+        self._server.should_exit = True
+        self._thread.join(DEADLINE_S)
+        close(self.engine)
+
+    def post(self, **body):
+        return self.client.post("/v1/completions", json={"prompt": PROMPT, **body})
+
+    def ask(self, **body):
+        response = self.post(**body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, **body):
+        """The parts of a stream; it must end as it should."""
+        lines = self.post(stream=True, **body).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@pytest.fixture(scope="module")
+def serving(checkpoint):
+    serving = Serving(checkpoint)
+    yield serving
+    serving.close()
+
+
+def test_an_answer_says_what_it_cost(serving):
+    answer = serving.ask(max_tokens=5)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    num_prompt = len(serving.engine.model.tokenizer(PROMPT)["input_ids"])
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 5,
+        "total_tokens": num_prompt + 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "pdstore": {"loaded_tokens": 0, "computed_tokens": num_prompt, "reason": None},
+    }
+
+
+def test_ids_and_text_are_the_same_prompt(serving):
+    ids = serving.engine.model.tokenizer(PROMPT)["input_ids"]
+    by_text = serving.ask(return_token_ids=True)["choices"][0]
+    by_ids = serving.ask(prompt=ids, return_token_ids=True)["choices"][0]
+    assert by_text == by_ids
+    assert by_text["prompt_token_ids"] == ids
+    assert serving.engine.model.tokenizer.decode(by_text["token_ids"]) == by_text["text"]
+
+
+def test_a_stream_says_the_same_in_parts(serving):
+    options = {"max_tokens": 40, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
+    whole = serving.ask(**options)
+    parts = serving.stream(**options, stream_options={"include_usage": True})
+    choices = [part["choices"][0] for part in parts[:-1]]
+    assert len(choices) == 41
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    ids = [id for choice in choices for id in choice["token_ids"]]
+    assert ids == whole["choices"][0]["token_ids"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        together = [one for choice in choices for one in choice["logprobs"][name]]
+        expected = whole["choices"][0]["logprobs"][name]
+        assert together == (pytest.approx(expected, abs=1e-4) if "token_l" in name else expected)
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"] == whole["usage"]
+    assert {part["id"] for part in parts} == {parts[0]["id"]}
+
+
+def test_half_a_character_is_held_back(serving, monkeypatch):
+    """Each byte of it is a token of its own."""
+    tokenizer = serving.engine.model.tokenizer
+    ids = iter(tokenizer("é€")["input_ids"])
+    assert len(tokenizer("é€")["input_ids"]) == 5
+    forward = serving.engine.model.forward
+
+    def say(chunks, cache):
+        logits = forward(chunks, cache).clone()
+        logits[:, next(ids)] = 1e4
+        return logits
+
+    monkeypatch.setattr(serving.engine.model, "forward", say)
+    parts = serving.stream(max_tokens=5)
+    assert [part["choices"][0]["text"] for part in parts] == ["", "é", "", "", "€", ""]
+
+
+def test_logprobs_are_the_models(serving):
+    logprobs = serving.ask(max_tokens=4, logprobs=3)["choices"][0]["logprobs"]
+    for chosen, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert len(top) == 3
+        assert max(top.values()) == chosen
+    assert (
+        serving.ask(max_tokens=4, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [{}] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [-1]}, r"\[0, \d+\)"),
+        ({"prompt": [10**6]}, r"\[0, \d+\)"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 4000}, r"max_tokens=4000 are over the context of 2048"),
+        ({"prompt": [1] * 600}, r"600 prompt tokens .* KV cache of 512"),
+        ({"temperature": 0.7}, "greedy"),
+        ({"temperature": "hot"}, "greedy"),
+        ({"n": 2}, "n:"),
+        ({"echo": True}, "echo"),
+        ({"stop": "."}, "stop"),
+        ({"logprobs": 100}, "logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": 1}, "stream_options"),
+        ({"kv_transfer_params": "x"}, "kv_transfer_params"),
+    ],
+)
+def test_bad_input_is_refused_in_openais_form(serving, body, words):
+    response = serving.post(**body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert re.search(words, error["message"])
+    assert serving.ask(max_tokens=1)
+
+
+@pytest.mark.parametrize("content", [b"", b"{prompt", b"[]", b'"x"', b"\xff", b"[" * 10_000])
+def test_a_body_that_is_no_object_is_refused(serving, content):
+    response = serving.client.post("/v1/completions", content=content)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the body")
+
+
+def test_another_model_and_another_path_are_not_found(serving):
+    response = serving.post(model="gpt-9")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert serving.client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+    assert serving.client.get("/v1/completions").status_code == 405
+    assert serving.ask(model="tiny", temperature=0, seed=3, user="me", max_tokens=1)
+
+
+def test_models_health_and_metrics(serving):
+    assert serving.client.get("/health").json() == {"status": "ok"}
+    model = serving.client.get("/v1/models").json()["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 2048)
+    serving.ask(max_tokens=3)
+    metrics = serving.client.get("/metrics").text
+    assert "mini_engine_generated_tokens_total" in metrics
+    assert "pdstore_slots_lent 0.0" in metrics
+
+
+def test_a_client_that_goes_ends_its_request(serving, monkeypatch):
+    gate = Gate(serving.engine, monkeypatch)
+
+    async def come_and_go(body):
+        async with httpx.AsyncClient(base_url=serving.client.base_url) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            assert await asyncio.to_thread(gate.arrived.acquire, timeout=DEADLINE_S)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    for stream in (False, True):
+        asyncio.run(come_and_go({"prompt": "x", "max_tokens": 400, "stream": stream}))
+        request = serving.engine.scheduler.running[0]
+        until(lambda request=request: request.is_aborted)
+        gate.open(1)
+        until(lambda: serving.engine.cache.num_free == 32)
+        assert len(request.output_ids) == 1
+
+
+def test_a_client_that_goes_during_a_stream_ends_its_request(serving, monkeypatch):
+    gate = Gate(serving.engine, monkeypatch)
+    body = {"prompt": "x", "max_tokens": 400, "stream": True}
+    gate.open(3)
+    with serving.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+    request = serving.engine.scheduler.running[0]
+    until(lambda: request.is_aborted)
+    gate.open(1)
+    until(lambda: serving.engine.cache.num_free == 32)
+
+
+def test_a_failed_step_is_a_500_with_its_reason(serving, monkeypatch):
+    def fail(chunks, cache):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(serving.engine.model, "forward", fail)
+    for stream in (False, True):
+        response = serving.post(stream=stream)
+        assert response.status_code == 500
+        assert "out of luck" in response.json()["error"]["message"]
+    assert serving.client.get("/health").status_code == 200
+
+
+def test_a_failure_in_a_stream_is_its_last_part(serving, monkeypatch):
+    forward, calls = serving.engine.model.forward, []
+
+    def fail_later(chunks, cache):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+        return forward(chunks, cache)
+
+    monkeypatch.setattr(serving.engine.model, "forward", fail_later)
+    parts = serving.stream()
+    assert len(parts) == 3
+    assert "out of luck" in parts[-1]["error"]["message"]
+
+
+def test_a_dead_engine_says_so(checkpoint, monkeypatch):
+    serving = Serving(checkpoint)
+    monkeypatch.setattr(serving.engine.scheduler, "advance", lambda: 1 / 0)
+    assert serving.post().status_code == 503
+    until(lambda: serving.engine.error)
+    health = serving.client.get("/health")
+    assert health.status_code == 503
+    assert "ZeroDivisionError" in health.json()["error"]
+    assert serving.post().status_code == 503
+    serving.close()
+
+
+def test_a_hand_off_goes_through_the_answer(checkpoint):
+    pd = {"pd_transfer_via_storage": True, "store": "memory://over-http", "staging": "8MiB"}
+    p, d = (
+        Serving(checkpoint, {**pd, "role": "prefill"}),
+        Serving(checkpoint, {**pd, "role": "decode"}),
+    )
+    expected = p.ask(max_tokens=9)["choices"]
+    params = p.ask(max_tokens=1)["kv_transfer_params"]
+    answer = d.ask(max_tokens=9, kv_transfer_params=params)
+    assert answer["choices"] == expected
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_prompt - 1
+    assert answer["usage"]["pdstore"]["computed_tokens"] == 1
+    assert p.stream(max_tokens=1)[-1]["kv_transfer_params"]["pdstore"]["attempt"]
+    assert 'pdstore_tokens_total{verb="loaded"}' in d.client.get("/metrics").text
+    response = d.post(kv_transfer_params={"pdstore": {"attempt": "x"}})
+    assert response.status_code == 400
+    p.close()
+    d.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_cleanly(checkpoint, number):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with started("--model", checkpoint, "--port", port, "--num-blocks", 16) as process:
+        until(lambda: is_healthy(url, process))
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+        assert "Traceback" not in process.communicate(timeout=DEADLINE_S)[1]
+        assert process.returncode == 0
+
+
+def test_a_bad_command_line_is_one_clear_line_and_exit_code_2():
+    with started("--model", "nowhere") as process:
+        said = process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == 2
+    assert said == "mini_engine: --model nowhere: no checkpoint there (no config.json)\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--role", "judge"], "PDSTORE_ROLE"),
+        (["--store", "ftp://x"], "ftp"),
+        (["--num-blocks", "0"], "1 or more"),
+        (["--block-size", "24"], "PDSTORE_BLOCK_TOKENS"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(checkpoint, option, words, capsys, monkeypatch):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises((PDStoreError, SystemExit)) as refused:
+        Engine(parse(["--model", str(checkpoint), *option]))
+    assert words in capsys.readouterr().err + str(refused.value)
+
+
+def started(*options):
+    command = [sys.executable, "-m", "examples.mini_engine", *map(str, options)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def is_healthy(url, process):
+    assert process.poll() is None, process.stderr.read()
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False

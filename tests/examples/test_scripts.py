@@ -1,0 +1,271 @@
+"""The example scripts and the Makefile, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINES = ["run_prefill.sh", "run_decode.sh"]
+SCRIPTS = [*ENGINES, "run_router.sh", "run_pd_storage.sh"]
+OURS = ("PYTHON", "VIRTUAL_ENV", "MODEL", "PDSTORE_STORE", "PD_TRANSFER_VIA_STORAGE")
+
+STUB = f"""#!{sys.executable}
+import json, os, sys
+if sys.argv[1] != "-c":
+    env = {{k: v for k, v in os.environ.items() if k.startswith("PD")}}
+    print(json.dumps({{"arguments": sys.argv[1:], "env": env, "pid": os.getpid()}}))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A `python` that shows how it was called."""
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+    return stub
+
+
+def run(
+    script: str, *arguments: object, root: Path = ROOT, **env: object
+) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    return subprocess.run(
+        [str(root / "examples" / script), *map(str, arguments)],
+        env=clean | {name: str(value) for name, value in env.items()},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_says_how_and_starts_nothing(script: str, option: str) -> None:
+    done = run(script, option)
+    assert done.returncode == 0
+    assert f"examples/{script} [--" in done.stdout
+    assert "#" not in done.stdout
+    assert "set -e" not in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:3])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--bogus"], "unknown option '--bogus'"), (["--port"], "--port needs a value")],
+)
+def test_a_wrong_option_is_said(script: str, arguments: list[str], message: str) -> None:
+    done = run(script, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_an_unknown_engine_is_said(script: str) -> None:
+    done = run(script, "--engine", "sglang")
+    assert done.returncode == 2
+    assert "unknown engine 'sglang': there are mini and vllm" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:3])
+def test_a_busy_port_is_said(script: str, python: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        done = run(script, "--port", port, PYTHON=python)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"port {port} is in use" in done.stderr
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1"])
+def test_a_port_that_is_none_is_said(port: str) -> None:
+    done = run("run_prefill.sh", PREFILL_PORT=port)
+    assert done.returncode == 2
+    assert f"not a port: '{port}'" in done.stderr
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_a_missing_model_is_said(script: str, python: Path, tmp_path: Path) -> None:
+    done = run(script, "--port", free_port(), PYTHON=python, MODEL=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"no checkpoint in '{tmp_path}'" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_environment_is_said(script: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = run(script, root=tmp_path, **free_ports())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"make -C {tmp_path} setup" in done.stderr
+
+
+@pytest.mark.parametrize("script", [*ENGINES, "run_pd_storage.sh"])
+def test_vllm_has_an_environment_of_its_own(script: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = run(script, "--engine", "vllm", root=tmp_path, **free_ports())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"make -C {tmp_path} setup-vllm" in done.stderr
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_vllm_gets_options_for_a_tiny_checkpoint_only_with_the_tiny_one(
+    script: str, python: Path, model: Path
+) -> None:
+    arguments = ["--engine", "vllm", "--port", free_port()]
+    own = json.loads(run(script, *arguments, PYTHON=python, MODEL=model).stdout)["arguments"]
+    assert own[:2] == ["-m", "examples.vllm_serve"]
+    assert "--tiny" not in own
+    tiny = json.loads(run(script, *arguments, PYTHON=python).stdout.splitlines()[-1])["arguments"]
+    assert "--tiny" in tiny
+
+
+def test_an_environment_without_the_packages_is_passed_over(tmp_path: Path, python: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("#!/bin/sh\nexit 1\n")
+    empty.chmod(0o700)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python.rename(tmp_path / "venv" / "bin" / "python")
+    done = run("run_pd_storage.sh", PYTHON=empty, VIRTUAL_ENV=tmp_path / "venv")
+    assert json.loads(done.stdout)["arguments"] == ["-m", "examples.demo"]
+
+
+@pytest.mark.parametrize(
+    ("script", "role"), [("run_prefill.sh", "prefill"), ("run_decode.sh", "decode")]
+)
+def test_an_engine_is_started_with_the_switch_on(
+    script: str, role: str, python: Path, model: Path
+) -> None:
+    port = free_port()
+    arguments = ["--port", port, "--store", "redis://h:1/0", "--model", model]
+    done = run(script, *arguments, "--", "--threads", "2", PYTHON=python)
+    seen = json.loads(done.stdout)
+    assert seen["env"]["PD_TRANSFER_VIA_STORAGE"] == "1"
+    assert seen["env"]["PDSTORE_STORE"] == "redis://h:1/0"
+    assert seen["arguments"][:2] == ["-m", "examples.mini_engine"]
+    options = seen["arguments"][2:]
+    assert options[:6] == ["--role", role, "--port", str(port), "--model", str(model)]
+    assert options[-2:] == ["--threads", "2"]
+    assert "PD_TRANSFER_VIA_STORAGE=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "variable"), [("run_prefill.sh", "PREFILL_PORT"), ("run_decode.sh", "DECODE_PORT")]
+)
+def test_ports_store_and_model_come_from_the_environment_too(
+    script: str, variable: str, python: Path, model: Path
+) -> None:
+    port = free_port()
+    given = {"PYTHON": python, "MODEL": model, variable: port, "PDSTORE_STORE": "file:///x"}
+    seen = json.loads(run(script, **given).stdout)
+    assert str(port) in seen["arguments"]
+    assert str(model) in seen["arguments"]
+    assert seen["env"]["PDSTORE_STORE"] == "file:///x"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
+    script: str, python: Path, model: Path
+) -> None:
+    ports = {name: str(port) for name, port in free_ports().items()}
+    with subprocess.Popen(
+        [ROOT / "examples" / script],
+        env=os.environ | ports | {"PYTHON": str(python), "MODEL": str(model)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        output, _ = process.communicate(timeout=30)
+    assert json.loads(output)["pid"] == process.pid
+
+
+def test_without_a_store_the_package_chooses(python: Path, model: Path) -> None:
+    done = run("run_prefill.sh", "--port", free_port(), PYTHON=python, MODEL=model)
+    assert "PDSTORE_STORE" not in json.loads(done.stdout)["env"]
+
+
+def test_the_router_finds_p_and_d_and_says_how_to_ask(python: Path) -> None:
+    port = free_port()
+    done = run("run_router.sh", PYTHON=python, ROUTER_PORT=port, PREFILL_PORT=11, DECODE_PORT=12)
+    options = json.loads(done.stdout)["arguments"][2:]
+    assert options[:4] == ["--port", str(port), "--mode", "relay"]
+    assert options[4:] == ["--prefill", "http://127.0.0.1:11", "--decode", "http://127.0.0.1:12"]
+    assert f"curl http://127.0.0.1:{port}/v1/completions" in done.stderr
+
+
+def test_the_router_takes_many_instances(python: Path) -> None:
+    given = ["--mode", "concurrent", "--prefill", "http://a", "--prefill", "http://b"]
+    done = run("run_router.sh", "--port", free_port(), *given, PYTHON=python)
+    options = json.loads(done.stdout)["arguments"]
+    assert options[options.index("--mode") + 1] == "concurrent"
+    assert [options[i + 1] for i, o in enumerate(options) if o == "--prefill"] == [
+        "http://a",
+        "http://b",
+    ]
+
+
+def test_the_demo_passes_its_options_on(python: Path, model: Path) -> None:
+    done = run("run_pd_storage.sh", "--store", "redis", PYTHON=python, MODEL=model)
+    asked = json.loads(done.stdout)["arguments"]
+    assert asked == ["-m", "examples.demo", "--model", str(model), "--store", "redis"]
+
+
+def test_make_explains_itself() -> None:
+    done = subprocess.run(
+        ["make", "-s"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    targets = (
+        "setup",
+        "setup-vllm",
+        "demo",
+        "test",
+        "test-vllm",
+        "nightly",
+        "check",
+        "bench",
+        "wheel",
+    )
+    for target in targets:
+        assert f"make {target} " in done.stdout
+
+
+def test_make_says_what_to_install_for_a_venv(tmp_path: Path) -> None:
+    no_venv = tmp_path / "python"
+    no_venv.write_text(f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\n{sys.executable} "$@"')
+    no_venv.chmod(0o700)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={no_venv}", f"VENV={tmp_path}/venv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "apt-get install python3-venv" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def free_ports() -> dict[str, int]:
+    return {name: free_port() for name in ("PREFILL_PORT", "DECODE_PORT", "ROUTER_PORT")}

@@ -1,0 +1,70 @@
+"""The stored value: whatever is wrong with it is seen."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstore.format.block import HEADER_BYTES, Header, read_header, seal, verify
+from pdstore.outcome import Reason
+
+HEADER = Header(1, 2, 3, 4, 5, 96, b"n" * 16, b"h" * 16)
+
+
+def sealed(header: Header = HEADER, fill: int = 7) -> bytearray:
+    value = bytearray([fill]) * (HEADER_BYTES + header.payload_bytes)
+    seal(memoryview(value), header)
+    return value
+
+
+def test_a_sealed_value_verifies():
+    assert verify(memoryview(sealed()), HEADER) is None
+    assert read_header(memoryview(sealed())) == HEADER
+
+
+def test_the_header_is_laid_out_as_the_format_says():
+    value = sealed()
+    assert value[:4] == b"PDSB"
+    assert struct.unpack_from("<BBHHHIQ", value, 4) == (1, 1, 2, 3, 4, 5, 96)
+    assert value[24:40] == b"n" * 16
+    assert value[40:56] == b"h" * 16
+    want = xxhash.xxh3_64(bytes(value[:56] + value[64:])).intdigest()
+    assert struct.unpack_from("<Q", value, 56)[0] == want
+
+
+@given(st.integers(0, (HEADER_BYTES + 96) * 8 - 1))
+def test_any_flipped_bit_is_corrupt(bit):
+    value = sealed()
+    value[bit // 8] ^= 1 << bit % 8
+    assert verify(memoryview(value), HEADER) is Reason.CORRUPT
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 100, HEADER_BYTES + 95])
+def test_a_truncated_value_is_corrupt(length):
+    assert verify(memoryview(sealed())[:length], HEADER) is Reason.CORRUPT
+
+
+def test_an_extended_value_is_corrupt():
+    assert verify(memoryview(sealed() + b"\0"), HEADER) is Reason.CORRUPT
+
+
+@pytest.mark.parametrize("field", [f for f in Header._fields if f != "payload_bytes"])
+def test_a_whole_value_of_another_key_is_foreign(field):
+    other = b"o" * 16 if isinstance(getattr(HEADER, field), bytes) else getattr(HEADER, field) + 1
+    value = sealed(HEADER._replace(**{field: other}))
+    assert verify(memoryview(value), HEADER) is Reason.FOREIGN
+
+
+def test_sealing_a_value_of_another_length_is_an_error():
+    with pytest.raises(ValueError, match="payload"):
+        seal(memoryview(bytearray(HEADER_BYTES + 95)), HEADER)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused_and_never_raise(data):
+    assert verify(memoryview(data), HEADER) is Reason.CORRUPT
+    assert read_header(memoryview(data)) is None

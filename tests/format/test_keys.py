@@ -1,0 +1,231 @@
+"""The format of keys: vectors, chains, tails, extras, namespaces."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstore.format.handoff import Attempt
+from pdstore.format.keys import POOL_ID_KEY, Item, Kind, PromptKeys, int32_bytes, kind_of
+from pdstore.format.namespace import Namespace, Part, prefix_of
+
+ROOT = Path(__file__).parents[2]
+VECTORS = Path(__file__).parent / "vectors" / "keys.json"
+PARTS = (Part(0, 0), Part(0, 1), Part(1, 0))
+NAMESPACE = Namespace({"format": 1, "weights": "w"}, PARTS, block_tokens=4)
+
+
+def reference_hashes(vector: dict) -> tuple[list[bytes], bytes | None]:
+    """The format of pdstore/format/keys.py's docstring, written a second time without its code."""
+
+    def cut(data: bytes) -> bytes:
+        if vector["hash"] == "sha256":
+            return hashlib.sha256(data).digest()[:16]
+        return xxhash.xxh3_128(data).digest()
+
+    def lp(data: bytes) -> bytes:
+        return len(data).to_bytes(4, "little") + data
+
+    text = json.dumps(vector["fields"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    namespace = hashlib.sha256(text.encode()).digest()[:16]
+    size = vector["block_tokens"]
+    h = cut(namespace + lp(bytes.fromhex(vector["lora"])) + lp(bytes.fromhex(vector["cache_salt"])))
+    hashes = []
+    for first in range(0, len(vector["tokens"]), size):
+        tokens = vector["tokens"][first : first + size]
+        data = h + struct.pack(f"<{len(tokens)}i", *tokens)
+        for offset, length, content in vector["items"]:
+            if offset < first + len(tokens) and offset + length > first:
+                data += lp(bytes.fromhex(content) + struct.pack("<i", offset - first))
+        h = cut(data)
+        hashes.append(h)
+    tail = hashes.pop() if len(vector["tokens"]) % size else None
+    return hashes, tail
+
+
+def keys_of(vector: dict) -> list[str]:
+    parts = tuple(Part(*p) for p in vector["parts"])
+    namespace = Namespace(vector["fields"], parts, vector["block_tokens"], vector["hash"])
+    items = [Item(offset, length, bytes.fromhex(h)) for offset, length, h in vector["items"]]
+    keys = PromptKeys(
+        namespace,
+        lora=bytes.fromhex(vector["lora"]),
+        cache_salt=bytes.fromhex(vector["cache_salt"]),
+        items=items,
+    )
+    return keys.extend(vector["tokens"]).keys(parts)
+
+
+VECTOR_LIST = json.loads(VECTORS.read_text())
+
+
+@pytest.mark.parametrize("vector", VECTOR_LIST, ids=lambda v: v["name"])
+def test_vectors(vector):
+    assert keys_of(vector) == vector["keys"]
+
+
+@pytest.mark.parametrize("vector", VECTOR_LIST, ids=lambda v: v["name"])
+def test_vectors_agree_with_the_format_written_a_second_time(vector):
+    full, tail = reference_hashes(vector)
+    names = [h.hex() for h in full] + ([tail.hex()] if tail else [])
+    per_block = len(vector["parts"])
+    assert [k.split(":")[4] for k in vector["keys"][::per_block]] == names
+
+
+def test_each_field_changes_the_keys():
+    firsts = [v["keys"][0] for v in VECTOR_LIST if v["tokens"]]
+    assert len(set(firsts)) == len(firsts)
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_keys_are_equal_in_every_process_and_hash_seed(seed):
+    code = (
+        "import json; from tests.format.test_keys import *;"
+        "print(json.dumps([keys_of(v) for v in VECTOR_LIST]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(out.stdout) == [v["keys"] for v in VECTOR_LIST]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.data())
+def test_extending_in_pieces_gives_the_keys_of_the_whole(tokens, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
+    items = [Item(3, 5, b"a"), Item(9, 1, b"b")]
+    whole = PromptKeys(NAMESPACE, items=items).extend(tokens)
+    pieces = PromptKeys(NAMESPACE, items=items)
+    for start, stop in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        pieces.extend(tokens[start:stop])
+    assert pieces.keys(PARTS) == whole.keys(PARTS)
+    assert pieces.num_tokens == len(tokens)
+    assert len(pieces) == -(-len(tokens) // 4)
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 32))
+def test_first_is_a_prefix_and_has_the_tail_only_when_it_is_whole(tokens, n):
+    keys = PromptKeys(NAMESPACE).extend(tokens)
+    short = keys.first(n)
+    assert short.num_tokens == (len(tokens) if n >= len(tokens) else n // 4 * 4)
+    assert short.keys(PARTS) == keys.keys(PARTS)[: len(short) * len(PARTS)]
+    before = short.keys(PARTS)
+    keys.extend([1, 2, 3, 4, 5])
+    assert short.keys(PARTS) == before
+
+
+def test_a_key_commits_to_all_tokens_before_it():
+    one = PromptKeys(NAMESPACE).extend([1, 2, 3, 4, 5, 6, 7, 8])
+    two = PromptKeys(NAMESPACE).extend([9, 2, 3, 4, 5, 6, 7, 8])
+    assert one.hash_of(1) != two.hash_of(1)
+
+
+def test_keys_are_block_major_then_parts():
+    keys = PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS)
+    assert [tuple(map(int, k.split(":")[2:4])) for k in keys] == [tuple(p) for p in PARTS] * 2
+    assert keys[3].endswith(":partial:2")
+    assert PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS, start=1) == keys[3:]
+
+
+def test_a_tail_of_n_tokens_is_not_the_block_that_begins_with_them():
+    tail = PromptKeys(NAMESPACE).extend([1, 2])
+    full = PromptKeys(NAMESPACE).extend([1, 2, 3, 4])
+    assert tail.keys(PARTS[:1])[0] != full.keys(PARTS[:1])[0]
+
+
+@pytest.mark.parametrize(
+    ("item", "touched"),
+    [
+        (Item(0, 4, b"x"), {0}),
+        (Item(0, 5, b"x"), {0, 1}),
+        (Item(3, 1, b"x"), {0}),
+        (Item(4, 1, b"x"), {1}),
+        (Item(3, 6, b"x"), {0, 1, 2}),
+        (Item(8, 2, b"x"), {2}),
+        (Item(10, 3, b"x"), set()),
+        (Item(5, 0, b"x"), set()),
+    ],
+)
+def test_an_item_touches_the_blocks_that_it_covers_and_the_tail(item, touched):
+    tokens = range(10)  # two full blocks and a tail of two
+    plain, withitem = (PromptKeys(NAMESPACE, items=i).extend(tokens) for i in ([], [item]))
+    first = min(touched, default=3)
+    for block in range(3):
+        assert (plain.hash_of(block) != withitem.hash_of(block)) == (block >= first)
+    other = PromptKeys(NAMESPACE, items=[item._replace(content_hash=b"y")]).extend(tokens)
+    assert (other.hash_of(2) != withitem.hash_of(2)) == bool(touched)
+
+
+def test_where_an_item_starts_matters_beyond_which_blocks_it_touches():
+    a = PromptKeys(NAMESPACE, items=[Item(1, 2, b"x")]).extend(range(4))
+    b = PromptKeys(NAMESPACE, items=[Item(0, 2, b"x")]).extend(range(4))
+    assert a.hash_of(0) != b.hash_of(0)
+
+
+def test_lists_and_int32_buffers_give_the_same_keys():
+    tokens = list(range(11))
+    want = PromptKeys(NAMESPACE).extend(tokens).keys(PARTS)
+    assert PromptKeys(NAMESPACE).extend(array("i", tokens)).keys(PARTS) == want
+    assert PromptKeys(NAMESPACE).extend(memoryview(array("i", tokens))).keys(PARTS) == want
+    assert PromptKeys(NAMESPACE).extend(array("q", tokens)).keys(PARTS) == want
+
+
+@pytest.mark.parametrize(
+    "bad", [[-1], [2**31], [2**32 - 1], [2**32], [1, -5], array("i", [3, -1]), array("q", [2**31])]
+)
+def test_ids_that_do_not_fit_are_refused(bad):
+    with pytest.raises(ValueError, match="token id"):
+        int32_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.5], array("f", [1.0]), memoryview(array("f", [1.0])), b"abcd", bytearray(4)]
+)
+def test_ids_that_are_no_ints_are_refused(bad):
+    with pytest.raises(TypeError):
+        int32_bytes(bad)
+
+
+def test_kinds():
+    keys = PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS[:1])
+    assert [kind_of(k) for k in keys] == [Kind.BLOCK, Kind.TAIL]
+    assert kind_of(Attempt.new().done(NAMESPACE, 0)) is Kind.HANDOFF
+    assert kind_of(POOL_ID_KEY) is Kind.POOL
+
+
+def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
+    prefix = prefix_of(NAMESPACE.hex)
+    keys = PromptKeys(NAMESPACE).extend(range(100)).keys(NAMESPACE.parts)
+    keys += [Attempt.new().done(NAMESPACE, 3), Attempt.new().failed(NAMESPACE)]
+    assert all(key.startswith(prefix) for key in keys)
+    assert not POOL_ID_KEY.startswith(prefix)
+
+
+def test_equal_fields_in_another_order_are_one_namespace():
+    a = Namespace({"a": 1, "b": [1, 2]}, PARTS, 4)
+    b = Namespace({"b": [1, 2], "a": 1}, PARTS, 4)
+    assert a.digest == b.digest
+
+
+def test_differences_name_the_fields_and_never_the_salt():
+    a = Namespace({"weights": "x", "dtype": "float32", "salt": "a" * 64}, PARTS, 4)
+    b = Namespace({"weights": "y", "dtype": "float32", "salt": "b" * 64}, PARTS, 4)
+    lines = a.differences(b.describe())
+    assert [line.split(":")[0] for line in lines] == ["salt", "weights"]
+    assert "aaaa" not in str(a.describe())
+    assert a.differences(a.describe()) == []

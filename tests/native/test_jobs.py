@@ -1,0 +1,158 @@
+"""Copies in flight: several at once, from many threads and engines, and closed in the middle."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pdstore.errors import SwapError
+from pdstore.format.layout import LayerSpec
+from pdstore.native.abi import CopyPath
+from pdstore.native.library import address_of
+from pdstore.outcome import Direction
+from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support import native_kit
+from tests.support.swap_case import (
+    PLAIN,
+    POISON,
+    SIZES,
+    Case,
+    SwapBench,
+    host_memory,
+    layout_of,
+    view_of,
+)
+
+
+@pytest.fixture
+def library():
+    library = native_kit.library()
+    yield library
+    library.fail("none", 0, 0)
+    library.delay(0)
+
+
+def end_of(ticket) -> object:
+    try:
+        return ticket.wait(0)
+    except SwapError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+def test_closing_ends_what_is_queued(library, device):
+    bench = SwapBench(library, device, CopyPath.BATCH)
+    library.delay(3000)
+    tickets = [
+        bench.swap.start(direction, bench.pieces) for direction in Direction for _ in range(20)
+    ]
+    bench.swap.close()
+    ends = [end_of(ticket) for ticket in tickets]
+    assert "the engine was closed" in ends
+    assert set(ends) <= {True, "the engine was closed"}
+    assert library.live() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+def test_a_ticket_says_pending_until_the_copy_is_done(library, device):
+    """Starting a copy does not wait for its end."""
+    bench = SwapBench(library, device, CopyPath.BATCH)
+    library.delay(20_000)
+    ticket = bench.swap.start(Direction.SAVE, bench.pieces)
+    assert not ticket.done
+    assert not ticket.wait(0.001)
+    assert ticket.wait(30)
+    assert ticket.done
+    assert torch.equal(bench.host, bench.want)
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+@pytest.mark.parametrize("path", list(CopyPath))
+def test_threads_save_and_load_at_once(library, device, path):
+    """Scratch and descriptors are nobody else's while a copy uses them."""
+    layout = layout_of(layers=(LayerSpec(2, 32),) * 4)
+    case = Case.of(layout, 64, device, **PLAIN)
+    sizes = dict.fromkeys(SIZES, 20_000)
+    swap = NativeSwap(library, layout, case.caches, path=path, sizes=sizes)
+    before, wrong = case.buffer.clone(), []
+
+    def work(number):
+        tables = [[8 * number + 2 * i, 8 * number + 2 * i + 1] for i in range(4)]
+        host = host_memory(case.host_bytes(4), device)
+        swap.add_host(address_of(view_of(host)), len(host))
+        pieces = case.pieces(tables, 32, view_of(host))
+        kept = None
+        for _ in range(20):
+            swap.gather(pieces)
+            kept = host.clone() if kept is None else kept
+            if not torch.equal(kept, host):
+                wrong.append(number)
+            swap.scatter(pieces)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert torch.equal(case.buffer, before)
+    swap.close()
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+def test_what_the_caller_gave_may_change_right_after_the_call(library, device):
+    """No copy reads ids or addresses from the caller's memory once the call has returned."""
+    bench = SwapBench(library, device, CopyPath.BATCH)
+    library.delay(10_000)
+    first = bench.swap.start(Direction.SAVE, bench.pieces[:1])
+    ticket = bench.swap.start(Direction.SAVE, bench.pieces)
+    bench.tables[0][:] = [39, 39]  # the very list that the piece names
+    assert first.wait(30)
+    assert ticket.wait(30)
+    assert torch.equal(bench.host, bench.want)
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+@pytest.mark.parametrize("path", list(CopyPath))
+def test_a_larger_copy_takes_no_more_device_memory(library, device, path):
+    """Scratch is of a fixed size, however long the prompt, and goes with its engine."""
+    bench = SwapBench(library, device, path)
+    bench.copy(Direction.SAVE)
+    before = library.live()
+    many = [piece for _ in range(50) for piece in bench.pieces]
+    assert bench.swap.start(Direction.SAVE, many).wait(30)
+    assert bench.swap.start(Direction.LOAD, bench.pieces).wait(30)
+    assert library.live() == before
+    bench.swap.close()
+    assert library.live() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+def test_engines_of_two_layouts_share_nothing(library, device):
+    """No table or buffer is the process's: one engine's copies do not show in another's."""
+    benches = [SwapBench(library, device, CopyPath.STAGE, size) for size in (1000, 300_000)]
+    other = layout_of(layers=(LayerSpec(1, 48, value_dim=0, kind="mla"),) * 7, order="head")
+    case = Case.of(other, 40, device, **{**PLAIN, "pad": 3, "offset": 1})
+    swap = NativeSwap(library, other, case.caches, path=CopyPath.STAGE)
+    host = host_memory(case.host_bytes(8), device)
+    swap.add_host(address_of(view_of(host)), len(host))
+    pieces = case.pieces(benches[0].tables, 32, view_of(host))
+    want = host_memory(len(host), "cpu")
+    TorchSwap(other, case.caches).gather(case.pieces(benches[0].tables, 32, view_of(want)))
+    for _ in range(5):
+        host.fill_(POISON)
+        for bench in benches:
+            bench.host.fill_(POISON)
+        tickets = [s.start(Direction.SAVE, p) for s, p in [(b.swap, b.pieces) for b in benches]]
+        tickets.append(swap.start(Direction.SAVE, pieces))
+        assert all(ticket.wait(30) for ticket in tickets)
+        assert torch.equal(host, want)
+        assert all(torch.equal(bench.host, bench.want) for bench in benches)
+    benches[0].swap.close()
+    swap.gather(pieces)
+    assert torch.equal(host, want)
+    swap.close()
+    benches[1].swap.close()

@@ -1,0 +1,148 @@
+"""MooncakeStore keeps the contract in each topology, on a real master."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from pdstore.format.keys import BlockKey
+from pdstore.testing import StoreTests
+from pdstore.testing.values import filled_slots
+from tests.support.mooncake_cluster import SEGMENT, Cluster, wait_until_it_serves
+
+pytestmark = pytest.mark.mooncake
+
+BALLAST = [BlockKey(f"ballast:{i}") for i in range(13)]
+SMALL_FLAGS = ["--eviction_high_watermark_ratio=0.95", "--eviction_ratio=0.02"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with contextlib.closing(Cluster(tmp_path_factory.mktemp("mooncake"))) as cluster:
+        with cluster.open() as store:
+            wait_until_it_serves(store)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def small_cluster(tmp_path_factory):
+    """A pool of 16 MiB, the least there is, of which 13 are taken for good."""
+    directory = tmp_path_factory.mktemp("small")
+    with contextlib.closing(Cluster(directory, segment=16 << 20, flags=SMALL_FLAGS)) as cluster:
+        with cluster.open() as store:
+            take_13_mib(store)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def small_lonely_store(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("small-lonely")
+    with (
+        contextlib.closing(Cluster(directory, segment=0, flags=SMALL_FLAGS)) as cluster,
+        cluster.open(f"{cluster.url}&segment=16MB") as store,
+    ):
+        take_13_mib(store)
+        yield store
+
+
+def take_13_mib(store):
+    wait_until_it_serves(store)
+    slots = filled_slots([bytes(1 << 20)] * len(BALLAST))
+    assert store._putter.put(BALLAST, slots, store._pin_config, 0) == len(BALLAST)
+
+
+def emptied(store):
+    with store._lookup.call() as raw:
+        raw.remove_by_regex("^pds1", True)
+    return store
+
+
+@pytest.fixture(scope="module")
+def lonely_master(tmp_path_factory):
+    with contextlib.closing(Cluster(tmp_path_factory.mktemp("lonely"), segment=0)) as cluster:
+        yield cluster
+
+
+class Stores:
+    """Open stores by URL: a test gets one that the tests before it used, unless they closed it."""
+
+    def __init__(self) -> None:
+        self._open = {}
+
+    def get(self, cluster, url, name="store"):
+        store = self._open.get((url, name))
+        if store is None or store._life.is_over:
+            store = self._open[url, name] = cluster.connect(url)
+        return store
+
+    def close(self) -> None:
+        for store in self._open.values():
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def stores(cluster, small_cluster, lonely_master):
+    with contextlib.closing(Stores()) as stores:
+        yield stores
+
+
+class Topology(StoreTests):
+    clears_under_readers = True  # rule 12
+
+    def write_raw(self, store, key, data):
+        slots = filled_slots([data])
+        assert store._batches.put([key], slots, store._put_config) == [0]
+
+    @pytest.mark.parametrize("length", [1, 4095, 4097])
+    def test_a_planted_value_of_another_length_raises_wrong_length(self, store, length):
+        """Without 0: Mooncake cannot store an empty value."""
+        super().test_a_planted_value_of_another_length_raises_wrong_length(store, length)
+
+
+class TestHolder(Topology):
+    """The memory belongs to a process of its own: production."""
+
+    @pytest.fixture
+    def store(self, cluster, stores):
+        return stores.get(cluster, cluster.url)
+
+    @pytest.fixture
+    def peer(self, cluster, stores):
+        return stores.get(cluster, cluster.url, "peer")
+
+    @pytest.fixture
+    def small_store(self, small_cluster, stores):
+        return emptied(stores.get(small_cluster, small_cluster.url))
+
+
+class TestEmbedded(Topology):
+    """This process lends the memory."""
+
+    @pytest.fixture
+    def store(self, lonely_master, stores):
+        return stores.get(lonely_master, f"{lonely_master.url}&segment={SEGMENT}")
+
+    @pytest.fixture
+    def peer(self, lonely_master, stores):
+        return stores.get(lonely_master, lonely_master.url)
+
+    @pytest.fixture
+    def small_store(self, small_lonely_store):
+        return emptied(small_lonely_store)
+
+
+class TestShared(Topology):
+    """The memory belongs to another process of this host, and is shared with it."""
+
+    @pytest.fixture
+    def store(self, cluster, stores):
+        return stores.get(cluster, cluster.shared_url)
+
+    @pytest.fixture
+    def peer(self, cluster, stores):
+        return stores.get(cluster, cluster.url)
+
+    @pytest.fixture
+    def small_store(self, small_cluster, stores):
+        return emptied(stores.get(small_cluster, small_cluster.shared_url))

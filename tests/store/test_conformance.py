@@ -1,0 +1,57 @@
+"""The conformance suite fails every wrong store that we can think of, and passes a right one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.testing import StoreTests
+from pdstore.testing.wrong import all as wrong_stores
+
+pytest_plugins = ["pytester"]
+
+SUITES = """
+import pytest
+from pdstore.testing import StoreTests, wrong_stores
+
+def suite_of(wrong):
+    class Suite(StoreTests):
+        deadline_s = 1.0
+
+        @pytest.fixture
+        def store(self):
+            return wrong()
+
+        @pytest.fixture
+        def small_store(self):
+            return wrong()
+
+    return Suite
+
+for wrong in wrong_stores.ALL:
+    globals()[f"Test{wrong.__name__}"] = suite_of(wrong)
+"""
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """(class, test) for each test that must fail."""
+    return {(wrong.__name__, test) for wrong in wrong_stores.ALL for test in wrong.caught_by}
+
+
+def test_every_wrong_store_names_tests_that_there_are(expected):
+    assert len(wrong_stores.ALL) > 35
+    assert {test for _, test in expected} <= set(dir(StoreTests))
+
+
+def test_the_suite_fails_every_wrong_store(pytester, expected):
+    file = pytester.makepyfile(test_wrong=SUITES)
+    nodes = [f"{file}::Test{wrong}::{test}" for wrong, test in sorted(expected)]
+    run = pytester.inline_run("-p", "no:cacheprovider", "-q", "--tb=short", *nodes)
+    failed = {}
+    for report in run.getreports("pytest_runtest_logreport"):
+        if report.when == "call" and report.failed:
+            _, wrong, test = report.nodeid.partition("[")[0].split("::")
+            failed[wrong.removeprefix("Test"), test] = report.longrepr.reprcrash.message
+    assert set(failed) == expected
+    slips = ("TypeError", "NameError", "AttributeError", "KeyError", "IndexError: list")
+    assert [m for m in failed.values() if m.startswith(slips)] == [], "failed by mistake"

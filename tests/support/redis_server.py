@@ -1,0 +1,75 @@
+"""A redis-server process for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+
+class RedisServer:
+    """A redis-server process of ours, on a free port and a unix socket, keeping nothing on disk."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        binary = shutil.which("redis-server")
+        if binary is None:
+            pytest.fail(
+                "these tests need a redis: `apt-get install redis-server`, start Docker,"
+                " or set TEST_REDIS_URL=redis://..."
+            )
+        self.binary, self.directory, self.options = binary, directory, options
+        self.port = free_port()
+        self.socket = str(directory / "redis.sock")
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._num_starts = 0
+        self.start()
+
+    def start(self) -> None:
+        port = [] if "--tls-port" in self.options else ["--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [
+                *(self.binary, *port, "--bind", "127.0.0.1", "--unixsocket", self.socket),
+                *("--dir", str(self.directory), "--logfile", "redis.log", "--save", ""),
+                *("--appendonly", "no", *self.options),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        self._num_starts += 1
+        log, deadline = self.directory / "redis.log", time.monotonic() + 10
+        while not log.exists() or log.read_text().count("Ready to accept") < self._num_starts:
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "redis-server does not answer"
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """Ends the server at once, as a crash would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+    def pause(self) -> None:
+        """From now on the server accepts connections and answers nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def client(self, **kwargs) -> contextlib.closing[redis.Redis]:
+        return contextlib.closing(redis.Redis(unix_socket_path=self.socket, **kwargs))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

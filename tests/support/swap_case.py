@@ -1,0 +1,127 @@
+"""A small paged cache in one poisoned buffer, and a copy's pieces: for tests of block copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.native.abi import CopyPath
+from pdstore.native.library import address_of
+from pdstore.outcome import Direction
+from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.swap.torch import TorchSwap
+
+POISON = 0xA5
+SIZES = ("copy_out_bytes", "copy_in_bytes", "stage_out_bytes", "stage_in_bytes")
+GUARD = 64  # bytes around each payload that nobody may touch
+
+
+def host_memory(num_bytes: int, device: str) -> torch.Tensor:
+    memory = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+    return memory.pin_memory() if device != "cpu" else memory
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.numpy())
+
+
+@dataclass
+class Case:
+    """A layout with caches in one poisoned buffer, so that gaps can be compared too."""
+
+    layout: Layout
+    num_blocks: int
+    buffer: torch.Tensor
+    caches: list
+
+    @classmethod
+    def of(cls, layout, num_blocks, device, *, split, heads_outer, pad, offset, seed=0) -> Case:
+        shapes = []
+        at = offset
+        for n, spec in enumerate(layout.layers):
+            widths = [spec.head_dim, spec.channels - spec.head_dim] if split else [spec.channels]
+            for width in filter(None, widths):
+                heads, tokens = layout.local_heads(n), layout.engine_block_tokens
+                inner = width + (pad if pad % 2 else 0)
+                strides = (
+                    (tokens * heads * inner + pad, inner, tokens * inner, 1)
+                    if heads_outer
+                    else (tokens * heads * inner + pad, heads * inner, inner, 1)
+                )
+                shapes.append((n, at, (num_blocks, tokens, heads, width), strides))
+                at += num_blocks * strides[0] + pad
+        generator = torch.Generator().manual_seed(seed)
+        bytes_ = torch.randint(0, 256, (at * layout.itemsize,), generator=generator)
+        buffer = bytes_.to(torch.uint8).to(device)
+        flat = buffer.view(getattr(torch, layout.dtype))
+        layers: list[list[torch.Tensor]] = [[] for _ in layout.layers]
+        for n, start, shape, strides in shapes:
+            layers[n].append(torch.as_strided(flat, shape, strides, start))
+        caches = [tuple(t) if len(t) == 2 else t[0] for t in layers]
+        return cls(layout, num_blocks, buffer, caches)
+
+    def pieces(self, ids_of_blocks, num_tokens, host, first_token=0, parts=None):
+        """One piece per part and pool block, each with a guard around its payload."""
+        pieces, at = [], GUARD
+        for ids in ids_of_blocks:
+            for part in parts or self.layout.owned_parts:
+                size = self.layout.payload_bytes(part, num_tokens)
+                pieces.append(Piece(part, ids, num_tokens, first_token, host[at : at + size]))
+                at += size + GUARD
+        return pieces
+
+    def host_bytes(self, num_blocks) -> int:
+        size = sum(
+            self.layout.payload_bytes(p, self.layout.block_tokens) + GUARD
+            for p in self.layout.owned_parts
+        )
+        return GUARD + num_blocks * size
+
+
+def native_of(library, case, device, **options) -> NativeSwap:
+    return NativeSwap(library, case.layout, case.caches, **options)
+
+
+def layout_of(**changes) -> Layout:
+    return Layout(
+        **{
+            "dtype": "bfloat16",
+            "rope": "",
+            "layers": (LayerSpec(4, 64),) * 4,
+            "block_tokens": 32,
+            "engine_block_tokens": 16,
+            **changes,
+        }
+    )
+
+
+PLAIN = {"split": False, "heads_outer": False, "pad": 0, "offset": 0}
+
+
+class SwapBench:
+    """A native swap with host memory for two pool blocks per save or load."""
+
+    def __init__(self, library, device, path=CopyPath.AUTO, slice_bytes=4096) -> None:
+        layout = layout_of(layers=(LayerSpec(2, 32),) * 4)
+        self.case = Case.of(layout, 40, device, **PLAIN)
+        sizes = dict.fromkeys(SIZES, slice_bytes)
+        self.swap = NativeSwap(library, layout, self.case.caches, path=path, sizes=sizes)
+        self.tables = [[2 * i, 2 * i + 1] for i in range(8)]
+        self.host = host_memory(self.case.host_bytes(8), device)
+        self.swap.add_host(address_of(view_of(self.host)), len(self.host))
+        self.pieces = self.case.pieces(self.tables, 32, view_of(self.host))
+        want = host_memory(len(self.host), "cpu")
+        TorchSwap(layout, self.case.caches).gather(self.case.pieces(self.tables, 32, view_of(want)))
+        self.want = want
+
+    def copy_works(self, direction) -> bool:
+        self.host.fill_(0xA5) if direction is Direction.SAVE else self.host.copy_(self.want)
+        self.copy(direction)
+        return torch.equal(self.host, self.want)
+
+    def copy(self, direction) -> None:
+        verb = self.swap.gather if direction is Direction.SAVE else self.swap.scatter
+        verb(self.pieces)

@@ -1,0 +1,170 @@
+"""What a native swap plans, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdstore.errors import LayoutError, SwapError
+from pdstore.format.layout import LayerSpec
+from pdstore.native.abi import CopyPath
+from pdstore.native.library import address_of
+from pdstore.outcome import Direction
+from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.native import NativeSwap, Packed
+from tests.support import native_kit
+from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of, native_of, view_of
+
+
+@pytest.fixture(scope="module")
+def library():
+    return native_kit.library()
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "path", "why"),
+    [
+        ({}, PLAIN, "STAGE", "small"),
+        ({"layers": (LayerSpec(8, 128),) * 32}, PLAIN, "BATCH", "64 KiB"),
+        ({"layers": (LayerSpec(8, 64),) * 64}, PLAIN, "STRIDED", "2 MiB"),
+        ({"layers": (LayerSpec(8, 64),) * 64}, {**PLAIN, "heads_outer": True}, "STAGE", "order"),
+        ({"layers": (LayerSpec(8, 64),) * 64, "num_shards": 2}, PLAIN, "STAGE", "order"),
+        ({"layers": (LayerSpec(8, 64),) * 2}, {**PLAIN, "heads_outer": True}, "STAGE", "order"),
+    ],
+)
+def test_the_plan_says_which_path_and_why(library, changes, shape, path, why):
+    layout = layout_of(**changes)
+    case = Case.of(layout, 4, "cpu", **shape)
+    plan = native_of(library, case, "cpu").plan()
+    assert (plan[0].path, plan[0].num_tokens) == (path, 32)
+    assert why in plan[0].why
+    assert plan[1].num_tokens == 1
+    assert plan[1].path == "STAGE"
+
+
+def test_a_block_that_is_one_run_over_its_layers_is_one_piece(library):
+    layout = layout_of(block_tokens=16, layers=(LayerSpec(4, 64),) * 8)
+    whole = torch.zeros(10, 8, 16, 4, 128, dtype=torch.bfloat16)
+    native = NativeSwap(library, layout, [whole[:, n] for n in range(8)])
+    plan = native.plan()[0]
+    assert plan.path == "BATCH"
+    assert "1 x 131072 B" in plan.why
+
+
+def test_throughput_mode_stages_everything(library):
+    layout = layout_of(layers=(LayerSpec(8, 128),) * 32)
+    case = Case.of(layout, 4, "cpu", **PLAIN)
+    assert {p.path for p in native_of(library, case, "cpu", throughput=True).plan()} == {"STAGE"}
+
+
+def test_an_item_larger_than_a_slice_is_cut_by_layers(library):
+    layout = layout_of(layers=(LayerSpec(4, 64),) * 6)
+    case = Case.of(layout, 4, "cpu", **PLAIN)
+    layer = layout.payload_bytes(layout.parts[0], 32) // 6
+    sizes = {"stage_out_bytes": 2 * layer}
+    native = native_of(library, case, "cpu", path=CopyPath.STAGE, sizes=sizes)
+    host = host_memory(case.host_bytes(2), "cpu")
+    native.gather(case.pieces([[0, 1], [2, 3]], 32, view_of(host)))
+    assert native.stats(Direction.SAVE).num_slices == 6
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_tokens", "first", "word"),
+    [
+        ([0, 9], 32, 0, "block id 9"),
+        ([-1, 0], 32, 0, "block id -1"),
+        ([0], 32, 0, "1 engine blocks"),
+        ([2, 2], 32, 0, "block 2 twice"),
+        ([2, 3], 32, 5, "first_token 5"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_moves(library, ids, num_tokens, first, word):
+    """Ids are in the cache's range and as many as the tokens need, or nothing is copied."""
+    layout = layout_of()
+    case = Case.of(layout, 9, "cpu", **PLAIN)
+    before = case.buffer.clone()
+    native = native_of(library, case, "cpu")
+    host = host_memory(case.host_bytes(2), "cpu")
+    good = case.pieces([[0, 1]], 32, view_of(host))
+    bad = case.pieces([ids], num_tokens, view_of(host), first)
+    with pytest.raises(LayoutError, match=word):
+        native.scatter([*good, *bad])
+    assert torch.equal(case.buffer, before)
+    assert native.stats(Direction.LOAD).num_slices == 0
+
+
+def test_a_block_written_by_two_pieces_of_one_load_is_refused(library):
+    layout = layout_of()
+    case = Case.of(layout, 9, "cpu", **PLAIN)
+    host = host_memory(case.host_bytes(2), "cpu")
+    with pytest.raises(LayoutError, match="block 1 twice"):
+        native_of(library, case, "cpu").scatter(case.pieces([[0, 1], [1, 2]], 32, view_of(host)))
+
+
+def test_a_payload_that_straddles_two_ranges_of_host_memory_is_refused(library):
+    layout = layout_of()
+    case = Case.of(layout, 9, "cpu", **PLAIN)
+    native = native_of(library, case, "cpu")
+    host = host_memory(case.host_bytes(2), "cpu")
+    pieces = case.pieces([[0, 1]], 32, view_of(host))
+    middle = address_of(pieces[0].payload) + 100
+    start = address_of(view_of(host))
+    native.add_host(start, middle - start)
+    native.add_host(middle, start + len(host) - middle)
+    with pytest.raises(LayoutError, match="registered range"):
+        native.gather(pieces)
+
+
+def test_a_payload_of_another_length_is_refused(library):
+    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
+    piece = Piece(case.layout.parts[0], [0, 1], 32, 0, memoryview(bytearray(100)))
+    with pytest.raises(LayoutError, match="100 bytes"):
+        native_of(library, case, "cpu").gather([piece])
+
+
+def test_nothing_to_copy_is_done_at_once(library):
+    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
+    native = native_of(library, case, "cpu")
+    assert native.start(Direction.SAVE, []).wait(10)
+    native.scatter([])
+
+
+def test_a_closed_engine_refuses_and_may_be_closed_again(library):
+    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
+    native = native_of(library, case, "cpu")
+    native.close()
+    native.close()
+    with pytest.raises(SwapError, match="closed"):
+        native.gather([])
+
+
+def test_items_that_name_more_ids_than_there_are_are_refused(library):
+    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
+    native = native_of(library, case, "cpu")
+    host = host_memory(case.host_bytes(2), "cpu")
+    items, ids = native.pack(Direction.SAVE, case.pieces([[0, 1], [2, 3]], 32, view_of(host)))
+    for fewer in (ids[:-8], ids[:8], b""):
+        with pytest.raises(LayoutError, match="fewer ids"):
+            native.submit(Direction.SAVE, Packed(items, fewer))
+    assert (host == POISON).all()
+
+
+@pytest.mark.parametrize("option", ["mode", "path", "order"])
+def test_an_option_that_is_none_fails_the_constructor(library, option):
+    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
+    for value in (-1, 4):
+        with pytest.raises(LayoutError, match="no such"):
+            native_of(library, case, "cpu", sizes={option: value})
+
+
+def test_a_direction_that_is_none_is_an_error_and_not_the_other_one(library):
+    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
+    before = case.buffer.clone()
+    native = native_of(library, case, "cpu")
+    host = host_memory(case.host_bytes(1), "cpu")
+    items, ids = native.pack(Direction.SAVE, case.pieces([[0, 1]], 32, view_of(host)))
+    for direction in (-1, 2, 7):
+        with pytest.raises(LayoutError):
+            native._engine.submit(direction, items, ids)
+    assert (host == POISON).all()
+    assert torch.equal(case.buffer, before)

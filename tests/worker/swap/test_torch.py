@@ -1,0 +1,172 @@
+"""Block copies: every byte in its place, nothing else touched."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdstore.errors import LayoutError
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.namespace import Part
+from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support.kv import POISON, caches_of
+
+MLA = LayerSpec(1, 24, value_dim=0, kind="mla")
+
+
+def layout_of(**changes) -> Layout:
+    return Layout(
+        **{
+            "dtype": "float32",
+            "layers": (LayerSpec(4, 6), LayerSpec(4, 6)),
+            "block_tokens": 8,
+            "engine_block_tokens": 4,
+            "rope": "",
+            **changes,
+        }
+    )
+
+
+def piece_of(layout, part, block_ids, num_tokens, first_token=0, payload=None) -> Piece:
+    if payload is None:
+        payload = memoryview(bytearray(layout.payload_bytes(part, num_tokens)))
+    return Piece(part, block_ids, num_tokens, first_token, payload)
+
+
+def expected_payload(layout, caches, part, block_ids, num_tokens) -> bytes:
+    """The payload as the format says it, token by token."""
+    out = []
+    heads = layout.heads_of(part)
+    for layer in layout.groups[part.group]:
+        tokens = caches[layer][list(block_ids)].flatten(0, 1)[:num_tokens]
+        for t, h in (
+            itertools.product(range(num_tokens), heads)
+            if layout.order == "token"
+            else ((t, h) for h in heads for t in range(num_tokens))
+        ):
+            out.append(tokens[t, h].contiguous().view(torch.uint8))
+    return bytes(torch.cat(out).tolist())
+
+
+@pytest.mark.parametrize("order", ["token", "head"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "layers", [(LayerSpec(4, 6), LayerSpec(4, 6)), (MLA,), (LayerSpec(4, 6, value_dim=3),)]
+)
+def test_a_payload_is_laid_out_as_the_format_says(order, num_tokens, layers):
+    layout = layout_of(order=order, layers=layers)
+    caches = caches_of(layout, 10)
+    piece = piece_of(layout, Part(0, 0), [7, 2], num_tokens)
+    TorchSwap(layout, caches).gather([piece])
+    assert bytes(piece.payload) == expected_payload(layout, caches, Part(0, 0), [7, 2], num_tokens)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_what_is_gathered_and_scattered_is_equal_and_nothing_else_is_written(data):
+    order = data.draw(st.sampled_from(["token", "head"]))
+    num_shards = data.draw(st.sampled_from([1, 2, 4]))
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
+    layers = data.draw(st.lists(st.sampled_from([LayerSpec(4, 5), MLA]), min_size=1, max_size=4))
+    layout = layout_of(order=order, num_shards=num_shards, dtype=dtype, layers=tuple(layers))
+    fill = 9.0
+    source = [(c * 10).to(c.dtype) for c in caches_of(layout, 12)]
+    target = caches_of(layout, 12, fill=fill)
+    ids = data.draw(st.permutations(range(12)))
+    num_tokens = data.draw(st.integers(1, 8))
+    first = data.draw(st.integers(0, (num_tokens - 1) // 4)) * 4
+    src, dst = ids[:2], ids[5:7]
+    pieces = [piece_of(layout, part, src, num_tokens) for part in layout.owned_parts]
+    TorchSwap(layout, source).gather(pieces)
+    TorchSwap(layout, target).scatter(
+        [p._replace(block_ids=dst, first_token=first) for p in pieces]
+    )
+    for a, b in zip(source, target, strict=True):
+        got, want = b[dst].flatten(0, 1), a[src].flatten(0, 1)
+        assert torch.equal(got[first:num_tokens], want[first:num_tokens])
+        assert (got[:first] == fill).all()
+        assert (got[num_tokens:] == fill).all()
+        others = [i for i in range(12) if i not in dst]
+        assert (b[others] == fill).all()
+
+
+def test_shards_of_two_ranks_are_the_shards_of_one():
+    one = layout_of(num_shards=2)
+    caches = caches_of(one, 4)
+    whole = [piece_of(one, part, [1, 3], 7) for part in one.owned_parts]
+    TorchSwap(one, caches).gather(whole)
+    for rank in range(2):
+        half = layout_of(num_shards=2, tp_size=2, tp_rank=rank)
+        mine = [c[:, :, 2 * rank : 2 * rank + 2] for c in caches]
+        piece = piece_of(half, half.owned_parts[0], [1, 3], 7)
+        TorchSwap(half, mine).gather([piece])
+        assert bytes(piece.payload) == bytes(whole[rank].payload)
+
+
+def test_separate_k_and_v_are_one_payload():
+    layout = layout_of()
+    caches = caches_of(layout, 4)
+    split = [(c[..., :6].contiguous(), c[..., 6:].contiguous()) for c in caches]
+    a, b = (piece_of(layout, Part(0, 0), [0, 2], 8) for _ in range(2))
+    TorchSwap(layout, caches).gather([a])
+    TorchSwap(layout, split).gather([b])
+    assert bytes(a.payload) == bytes(b.payload)
+    target = [tuple(torch.full_like(t, POISON) for t in pair) for pair in split]
+    TorchSwap(layout, target).scatter([b])
+    for pair, want in zip(target, split, strict=True):
+        assert all(torch.equal(t[[0, 2]], w[[0, 2]]) for t, w in zip(pair, want, strict=True))
+
+
+def test_a_cache_may_have_any_strides_but_the_last():
+    layout = layout_of()
+    caches = caches_of(layout, 4)
+    heads_first = [c.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for c in caches]
+    a, b = (piece_of(layout, Part(0, 0), [1, 2], 5) for _ in range(2))
+    TorchSwap(layout, caches).gather([a])
+    TorchSwap(layout, heads_first).gather([b])
+    assert bytes(a.payload) == bytes(b.payload)
+
+
+@pytest.mark.parametrize("block_ids", [[0, 10], [-1, 0], [0]])
+def test_block_ids_that_do_not_fit_are_refused(block_ids):
+    layout = layout_of()
+    swap = TorchSwap(layout, caches_of(layout, 10))
+    for copy in (swap.gather, swap.scatter):
+        with pytest.raises(LayoutError, match="block"):
+            copy([piece_of(layout, Part(0, 0), block_ids, 8)])
+
+
+def test_a_scatter_into_one_block_twice_is_refused():
+    layout = layout_of()
+    swap = TorchSwap(layout, caches_of(layout, 10))
+    with pytest.raises(LayoutError, match="twice"):
+        swap.scatter([piece_of(layout, Part(0, 0), [3, 3], 8)])
+
+
+def test_a_scatter_that_begins_inside_an_engine_block_is_refused():
+    layout = layout_of()
+    swap = TorchSwap(layout, caches_of(layout, 10))
+    with pytest.raises(LayoutError, match="first_token 2"):
+        swap.scatter([piece_of(layout, Part(0, 0), [3, 4], 8, first_token=2)])
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda c: c[:1], "1 cache tensors for 2"),
+        (lambda c: [c[0].half(), c[1]], "layer 0"),
+        (lambda c: [c[0], c[1][:, :2]], "layer 1"),
+        (lambda c: [c[0], c[1][..., :5]], "channels"),
+        (lambda c: [c[0], c[1][..., ::2]], "contiguous"),
+        (lambda c: [c[0], c[1][:5]], "as many blocks"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, word):
+    layout = layout_of()
+    with pytest.raises(LayoutError, match=word):
+        TorchSwap(layout, change(caches_of(layout, 10)))

@@ -1,0 +1,158 @@
+"""Pinning the ring: whole slots, all or nothing, in order, with errors and deadlines."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstore.errors import ConfigError, SwapError
+from pdstore.format.block import HEADER_BYTES
+from pdstore.native.library import address_of
+from pdstore.worker import pinned_memory as staging_pin
+from pdstore.worker.pinned_memory import PinnedMemory, spans_of
+from pdstore.worker.staging import Staging
+
+PAGE = 4096
+
+
+class FakeRegistrar:
+    """Remembers calls; `fail_at` is the number of the registration that fails."""
+
+    def __init__(self, fail_at: int | None = None, gate: threading.Event | None = None) -> None:
+        self.fail_at, self.gate = fail_at, gate
+        self.calls: list[tuple[str, int]] = []
+        self.present: set[int] = set()
+
+    def populate(self, address, num_bytes):
+        self.present.add(address)
+
+    def register(self, address, num_bytes):
+        assert address in self.present
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        registered = [a for verb, a in self.calls if verb == "register"]
+        if len(registered) == self.fail_at:
+            raise SwapError("no memory to pin (error 2 of cudaHostRegister)")
+        self.calls.append(("register", address))
+
+    def unregister(self, address):
+        self.calls.append(("unregister", address))
+
+    def verbs(self, verb):
+        return [a for v, a in self.calls if v == verb]
+
+
+@given(
+    slot_pages=st.integers(1, 40),
+    num_slots=st.integers(1, 200),
+    piece_bytes=st.integers(1, 400 * PAGE),
+)
+def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, piece_bytes):
+    slot, base = slot_pages * PAGE, 1 << 20
+    spans = spans_of(base, num_slots * slot, slot, piece_bytes)
+    at = base
+    for span in spans:
+        assert span.address == at
+        assert span.num_bytes % slot == 0
+        assert span.num_bytes <= max(slot, piece_bytes)
+        at += span.num_bytes
+    assert at == base + num_slots * slot
+
+
+def test_memory_that_is_not_whole_pages_is_refused():
+    with pytest.raises(ConfigError, match="whole pages"):
+        spans_of(100, 10 * PAGE, PAGE, PAGE)
+
+
+def test_all_of_it_is_registered_and_unregistered_in_the_opposite_order():
+    registrar = FakeRegistrar()
+    pinned = PinnedMemory(registrar, spans_of(1 << 20, 64 * PAGE, PAGE, 4 * PAGE))
+    pinned.ready(30)
+    assert pinned.progress == 1
+    assert len(registrar.verbs("register")) == 16
+    pinned.close()
+    pinned.close()
+    assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
+
+
+@pytest.mark.parametrize("fail_at", [0, 7, 15])
+def test_when_a_piece_fails_the_others_are_undone_and_ready_says_why(fail_at):
+    registrar = FakeRegistrar(fail_at)
+    pinned = PinnedMemory(registrar, spans_of(1 << 20, 64 * PAGE, PAGE, 4 * PAGE))
+    with pytest.raises(SwapError, match="cudaHostRegister"):
+        pinned.ready(30)
+    assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
+    assert len(registrar.verbs("register")) == fail_at
+    pinned.close()
+    assert len(registrar.verbs("unregister")) == fail_at
+
+
+def test_ready_has_a_deadline_and_says_how_far_it_is():
+    gate = threading.Event()
+    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    with pytest.raises(TimeoutError, match="0 %"):
+        pinned.ready(0.01)
+    gate.set()
+    pinned.ready(30)
+    pinned.close()
+
+
+def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(staging_pin, "_REPORT_S", 0.001)
+    gate, lines = threading.Event(), []
+
+    class OpenGate(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+            gate.set()
+
+    handler = OpenGate()
+    staging_pin.log.addHandler(handler)
+    monkeypatch.setattr(staging_pin.log, "level", logging.INFO)
+    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    pinned.ready(30)
+    pinned.close()
+    staging_pin.log.removeHandler(handler)
+    assert lines[0] == "staging is pinned to 0 % of 0.0 GiB"
+
+
+def test_a_ring_says_how_far_it_is_pinned_and_why_it_cannot_be():
+    gate = threading.Event()
+    registrar = FakeRegistrar(fail_at=2, gate=gate)
+    allocate = lambda n: memoryview(mmap.mmap(-1, n))  # noqa: E731
+    staging = Staging(allocate, 100, 20 * PAGE, registrar, piece_bytes=6 * PAGE)
+    assert staging.progress == 0
+    gate.set()
+    with pytest.raises(SwapError, match="cudaHostRegister"):
+        staging.ready(30)
+    assert staging.progress == 0
+    assert Staging(allocate, 100, 20 * PAGE).progress == 1
+
+
+def test_closing_in_the_middle_unregisters_what_was_registered():
+    gate = threading.Event()
+    registrar = FakeRegistrar(gate=gate)
+    pinned = PinnedMemory(registrar, spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    closer = threading.Thread(target=pinned.close)
+    closer.start()
+    gate.set()
+    closer.join(30)
+    assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
+    assert not pinned.progress
+
+
+def test_a_ring_is_pinned_from_its_first_slot_to_its_last():
+    registrar = FakeRegistrar()
+    payload = PAGE - HEADER_BYTES
+    staging = Staging(
+        lambda n: memoryview(mmap.mmap(-1, n)), payload, 20 * PAGE, registrar, piece_bytes=6 * PAGE
+    )
+    staging.ready(30)
+    start = address_of(staging.view)
+    assert sorted(registrar.verbs("register")) == [start + 6 * i * PAGE for i in range(4)]
+    staging.close()

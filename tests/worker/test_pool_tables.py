@@ -1,0 +1,213 @@
+"""Several block tables, sliding windows, and caches of pages: what P leaves D finds."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys, Reason
+from pdstore.errors import LayoutError
+from pdstore.format.layout import NO_BLOCK
+from pdstore.store import open_store
+from tests.support.kv import POISON, caches_of, settings_of
+
+WINDOW, BLOCK = 40, 16
+FULL = LayerSpec(2, 8)
+SLIDING = LayerSpec(2, 8, kind="sliding", window=WINDOW, table=1)
+FULL_IDS, SLIDING_IDS = list(range(20, 40)), list(range(40, 60))
+
+
+@pytest.fixture
+def store():
+    store = open_store("memory://", settings_of())
+    yield store
+    store.close()
+
+
+class Half:
+    """Both halves over one store, for a layout of any kind."""
+
+    def __init__(self, store, layers, fill=None, page=None):
+        self.settings = settings_of(block_tokens=BLOCK)
+        self.layout = Layout.of(
+            self.settings,
+            dtype="float32",
+            layers=layers,
+            engine_block_tokens=BLOCK,
+            rope="",
+            page=page,
+        )
+        namespace = self.layout.namespace(self.settings, weights="w")
+        self.caches = caches_of(self.layout, fill=fill)
+        if page is not None:  # head before token, as pages of one head must be
+            self.caches = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in self.caches]
+        self.cache = PrefixCacheManager(self.settings, namespace, store=store)
+        self.pool = KVPool(self.settings, self.layout, self.caches, namespace, store=store)
+
+    def tokens(self, ids, layer, start, stop):
+        return self.caches[layer][ids].flatten(0, 1)[start:stop]
+
+    def close(self):
+        self.pool.close()
+        self.cache.close()
+
+
+@pytest.fixture
+def half(store):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Half(store, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def behind(ids: list[int], num_tokens: int) -> list[int]:
+    """The table of a sliding layer when `num_tokens` are computed: older blocks are given back."""
+    first = max(0, num_tokens - WINDOW) // BLOCK
+    return [NO_BLOCK if i < first else id for i, id in enumerate(ids)]
+
+
+@pytest.mark.parametrize("num_tokens", [5, 40, 48, 57, 100, 160])
+def test_d_needs_of_a_sliding_layer_only_the_window_that_p_still_holds(half, num_tokens):
+    p, d = half([FULL, SLIDING]), half([FULL, SLIDING], fill=POISON)
+    keys = p.cache.keys(range(num_tokens))
+    tables = [FULL_IDS, behind(SLIDING_IDS, num_tokens)]
+    attempt, _ = p.cache.announce(keys)
+    assert p.pool.save(keys, tables, handoff=attempt).wait(10).num_tokens == num_tokens
+    found = d.cache.match(d.cache.keys(range(num_tokens)))
+    assert (found.num_tokens, found.reason) == (num_tokens, None)
+    assert d.pool.load(found.keys, tables).wait(10).num_tokens == num_tokens
+    start = max(0, num_tokens - WINDOW)
+    for layer, ids, first in ((0, FULL_IDS, 0), (1, SLIDING_IDS, start)):
+        got, want = (each.tokens(ids, layer, first, num_tokens) for each in (d, p))
+        assert torch.equal(got, want)
+    held = [id for id in tables[1] if id != NO_BLOCK]
+    rest = [i for i in range(d.caches[1].shape[0]) if i not in held]
+    assert (d.caches[1][rest] == POISON).all(), "nothing is written where there is no block"
+
+
+def test_chunks_with_a_window_are_a_whole_prompt_for_a_shorter_and_a_longer_one(half):
+    p, d = half([FULL, SLIDING]), half([FULL, SLIDING], fill=POISON)
+    keys = p.cache.keys(range(160))
+    for start, stop in ((0, 64), (64, 112), (112, 160)):
+        tables = [FULL_IDS, behind(SLIDING_IDS, start)]
+        result = p.pool.save(keys.first(stop), tables, first_token=start).wait(10)
+        assert result.num_tokens == stop
+    for want in (64, 112, 160):
+        found = d.cache.match(d.cache.keys([*range(want), 9999]))
+        assert found.num_tokens == want
+
+
+def test_a_gap_in_the_window_ends_the_prompt_before_it(half, store):
+    p = half([FULL, SLIDING])
+    keys = p.cache.keys(range(160))
+    p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10)
+    sliding = [part for part in p.layout.parts if part.group == 1]
+    names = keys.keys(sliding)
+    store.remove([names[8]])
+    assert p.cache.match(keys).num_tokens == 8 * BLOCK
+    store.remove([names[6], names[4], names[2]])
+    assert p.cache.match(keys).num_tokens == 2 * BLOCK, "the window before block 2 is whole"
+
+
+def test_a_prompt_whose_window_is_gone_is_no_hit(half, store):
+    p = half([FULL, SLIDING])
+    keys = p.cache.keys(range(320))
+    p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10)
+    store.remove(keys.keys([part for part in p.layout.parts if part.group == 1]))
+    found = p.cache.match(keys)
+    assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
+
+
+def test_layers_that_all_slide_match_by_their_windows(half):
+    p = half([SLIDING, SLIDING])
+    keys = p.cache.keys(range(160))
+    p.pool.save(keys, [FULL_IDS, behind(SLIDING_IDS, 160)]).wait(10)
+    assert p.cache.match(keys).num_tokens == 160
+    assert p.cache.match(p.cache.keys(range(100))).num_tokens == 0
+
+
+def test_a_full_layer_has_a_block_for_every_token(half):
+    p = half([FULL, SLIDING])
+    keys = p.cache.keys(range(64))
+    with pytest.raises(LayoutError, match="block ids -1"):
+        p.pool.save(keys, [[NO_BLOCK] * 4, SLIDING_IDS])
+    with pytest.raises(LayoutError, match="1 block tables; the layout has 2"):
+        p.pool.save(keys, FULL_IDS)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 100])
+def test_pages_come_back_whole_with_their_tail(half, num_tokens):
+    p, d = (half([FULL, FULL], fill=fill, page="packed") for fill in (None, POISON))
+    keys = p.cache.keys(range(num_tokens))
+    assert p.pool.save(keys, FULL_IDS).wait(10).num_tokens == num_tokens
+    found = d.cache.match(keys)
+    assert d.pool.load(found.keys, SLIDING_IDS).wait(10).num_tokens == num_tokens
+    used = -(-num_tokens // BLOCK)
+    for layer in range(2):
+        got, want = d.caches[layer][SLIDING_IDS[:used]], p.caches[layer][FULL_IDS[:used]]
+        assert torch.equal(got, want), "a page has what is behind the tail too"
+    assert (d.caches[0][:40] == POISON).all()
+
+
+def test_other_packing_is_another_namespace(half):
+    one, two = half([FULL], page="vec"), half([FULL], page="amx")
+    assert one.pool.namespace.differences(two.pool.namespace.describe()) == [
+        'page: "amx" there, "vec" here'
+    ]
+
+
+def test_pages_that_are_not_in_one_piece_are_refused(store):
+    settings = settings_of()
+    layout = Layout.of(
+        settings, dtype="float32", layers=[FULL], engine_block_tokens=BLOCK, rope="", page="x"
+    )
+    namespace = layout.namespace(settings, weights="w")
+    with pytest.raises(LayoutError, match="one piece"):
+        KVPool(settings, layout, caches_of(layout), namespace, store=store)
+
+
+def test_a_salt_and_pages_are_refused_together():
+    with pytest.raises(LayoutError, match="PDSTORE_SALT"):
+        Layout.of(
+            settings_of(salt="s"),
+            dtype="float32",
+            layers=[FULL],
+            engine_block_tokens=BLOCK,
+            rope="",
+            page="x",
+        )
+
+
+def test_a_block_that_reaches_over_a_windows_edge_is_never_loaded_in_part(store):
+    settings = settings_of(block_tokens=4 * BLOCK)
+    layout = Layout.of(
+        settings, dtype="float32", layers=[FULL, SLIDING], engine_block_tokens=BLOCK, rope=""
+    )
+    namespace = layout.namespace(settings, weights="w")
+    with contextlib.closing(
+        KVPool(settings, layout, caches_of(layout), namespace, store=store)
+    ) as pool:
+        keys = PromptKeys(namespace).extend(range(160))
+        with pytest.raises(LayoutError, match="a window begins inside a block of 64 tokens"):
+            pool.load(keys, [FULL_IDS, behind(SLIDING_IDS, 160)])
+        edge = [NO_BLOCK] * 4 + SLIDING_IDS[4:]
+        assert pool.load(keys, [FULL_IDS, edge]).wait(10).reason is Reason.LOST
+
+
+def test_the_pools_block_is_the_engines_where_blocks_behind_a_window_are_given_back():
+    layout = Layout.of(
+        settings_of(block_tokens=4 * BLOCK),
+        dtype="float32",
+        layers=[FULL, SLIDING],
+        engine_block_tokens=BLOCK,
+        rope="",
+        gives_back=True,
+    )
+    assert layout.block_tokens == BLOCK

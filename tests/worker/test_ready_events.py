@@ -1,0 +1,182 @@
+"""Copies follow events: on the device where they can, else they are waited for before."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pdstore.errors import SwapError
+from pdstore.native.abi import CopyPath
+from pdstore.outcome import Direction
+from pdstore.store.memory import MemoryStore
+from pdstore.worker.swap.native import DEFAULT_STREAM
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support import native_kit
+from tests.support.gpu_kit import gpu_instance, rig, spin
+from tests.support.kv import Instance
+from tests.support.swap_case import POISON, SwapBench
+
+gpu = [pytest.mark.cuda, native_kit.needs_gpu]
+
+
+@pytest.fixture
+def library():
+    library = native_kit.library()
+    yield library
+    library.fail("none", 0, 0)
+
+
+class Followed:
+    """Stands for an event that copies can follow: who waits for it on the host fails."""
+
+    def synchronize(self) -> None:
+        raise AssertionError("waited for on the host")
+
+
+def tell(swap, monkeypatch) -> list:
+    """Lets a swap follow `Followed` events; what its copies are told."""
+    told = []
+    for verb in ("gather", "scatter"):
+        copy = getattr(swap, verb)
+
+        def following(pieces, ready=None, copy=copy):
+            told.append(ready)
+            copy(pieces)
+
+        monkeypatch.setattr(swap, verb, following)
+    monkeypatch.setattr(swap, "to_follow", lambda ready: ready)
+    return told
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_save_hands_its_event_to_every_copy(monkeypatch, publishes):
+    p = Instance(MemoryStore())
+    told, event = tell(p.pool._swap, monkeypatch), Followed()
+    p.pool._mover._window = 2
+    keys = p.cache.keys(list(range(600)))
+    handoff = p.cache.announce(keys, None)[0] if publishes else None
+    job = p.pool.save(keys, list(range(38)), ready=event, handoff=handoff)
+    assert job.wait(20).num_tokens == 600
+    assert len(told) == 5
+    assert all(ready is event for ready in told)
+    p.close()
+
+
+def test_a_load_hands_its_event_to_every_copy(monkeypatch):
+    p = Instance(MemoryStore())
+    keys = p.cache.keys(list(range(600)))
+    assert p.pool.save(keys, list(range(38))).wait(20).num_tokens == 600
+    told, event = tell(p.pool._swap, monkeypatch), Followed()
+    monkeypatch.setattr(p.pool, "_order", lambda: event)
+    p.pool._mover._window = 2
+    assert p.pool.load(keys, list(range(38))).wait(20).num_tokens == 600
+    assert told == [event] * 5
+    p.close()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_event_that_copies_cannot_follow_is_waited_for_before_a_byte_is_read(library, native):
+    bench = SwapBench(library, "cpu")
+    swap = bench.swap if native else TorchSwap(bench.case.layout, bench.case.caches)
+    bench.case.buffer.fill_(7)
+
+    class Model:
+        def synchronize(self):
+            bench.case.buffer.fill_(9)
+
+    swap.gather(bench.pieces, Model())
+    assert all(set(bytes(piece.payload)) == {9} for piece in bench.pieces)
+    bench.host.fill_(POISON)
+    assert swap.to_follow(Model()) is None
+    assert swap.to_follow(None) is None
+    bench.swap.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+def test_an_event_that_cannot_be_asked_fails_its_copy_alone(library, device, direction):
+    bench = SwapBench(library, device)
+    library.fail("query", 0, 719)
+    ticket = bench.swap.start(direction, bench.pieces, stream=DEFAULT_STREAM)
+    with pytest.raises(SwapError, match="cudaEventQuery"):
+        ticket.wait(30)
+    assert bench.copy_works(direction)
+    bench.swap.close()
+    assert library.live() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.STRIDED, CopyPath.STAGE])
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
+def test_a_copy_that_need_not_wait_passes_one_that_does(library, device, path):
+    _case, swap, _host, pieces = rig(library, path, device)
+    event = torch.cuda.Event()
+    spin(300)
+    event.record()
+    late = swap.start(Direction.SAVE, pieces[:8], ready=event.cuda_event)
+    for _ in range(4):
+        assert swap.start(Direction.SAVE, pieces[8:]).wait(30)
+    assert not event.query()
+    assert not late.done
+    assert late.wait(30)
+    assert event.query()
+    swap.close()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
+def test_closing_ends_a_copy_that_still_waits_for_its_event(library, device):
+    _case, swap, _host, pieces = rig(library, device=device)
+    event = torch.cuda.Event()
+    spin(300)
+    event.record()
+    late = swap.start(Direction.SAVE, pieces, ready=event.cuda_event)
+    swap.close()
+    with pytest.raises(SwapError, match="closed"):
+        late.wait(0)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
+def test_a_load_asks_the_store_while_the_model_still_runs(library, device):
+    asked = threading.Event()
+
+    class Store(MemoryStore):
+        def get(self, keys, slots):
+            asked.set()
+            return super().get(keys, slots)
+
+    store = Store()
+    p = gpu_instance(store, device)
+    keys = p.cache.keys(list(range(333)))
+    assert p.pool.save(keys, list(range(21))).wait(20).num_tokens == 333
+    want = p.tokens(range(21))[:333]
+    spin(500)
+    for cache in p.caches:
+        cache[:64] = -7
+    event = torch.cuda.Event()
+    event.record()
+    job = p.pool.load(keys, list(range(21)))
+    assert asked.wait(20)
+    assert not event.query()
+    assert job.wait(20).num_tokens == 333
+    assert torch.equal(p.tokens(range(21))[:333], want)
+    p.close()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
+def test_a_save_reads_what_its_event_says_is_there(library, device):
+    p = gpu_instance(MemoryStore(), device)
+    keys = p.cache.keys(list(range(333)))
+    spin(100)
+    for cache in p.caches:
+        cache.normal_()
+    event = torch.cuda.Event()
+    event.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        job = p.pool.save(keys, list(range(21)), ready=event)
+    want = p.tokens(range(21))[:333]
+    assert job.wait(20).num_tokens == 333
+    assert p.pool.load(keys, list(range(30, 51))).wait(20).num_tokens == 333
+    assert torch.equal(p.tokens(range(30, 51))[:333], want)
+    p.close()
