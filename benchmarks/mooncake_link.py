@@ -213,13 +213,13 @@ class Worker:
 
     def _put(self, keys: list[BlockKey], headers: list[block.Header], slots: Slots) -> None:
         for i, header in enumerate(headers):
-            block.seal(slots.piece(i), header)
+            block.seal(slots.value(i), header)
         assert self.store.put(keys, slots) == COUNT
 
     def _get(self, keys: list[BlockKey], headers: list[block.Header], slots: Slots) -> None:
         assert self.store.get(keys, slots) == COUNT
         for i, header in enumerate(headers):
-            assert block.verify(slots.piece(i), header) is None
+            assert block.verify(slots.value(i), header) is None
 
     def _slots(self, size: int) -> Slots:
         view = self.store.allocate(size * COUNT)

@@ -28,7 +28,7 @@ WAYS = {
 
 def main(source: Path, target: Path) -> None:
     found = json.loads(source.read_text())
-    sizes = {shape.name: shape.piece_bytes for shape in SHAPES}
+    sizes = {shape.name: shape.span_bytes for shape in SHAPES}
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in found["rows"]:
         if row["what"] == "throughput":

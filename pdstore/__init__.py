@@ -6,8 +6,8 @@ pool = pdstore.KVPool(settings, layout, kv_caches, namespace)   # the worker's h
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import PDStoreError
-from pdstore.format.handoff import Attempt, Handoff
-from pdstore.format.keys import Item, PromptKeys
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import MultimodalItem, PromptKeys
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
@@ -23,9 +23,8 @@ from pdstore.worker.pool import KVPool
 
 __all__ = [
     "AsyncRunner",
-    "Attempt",
     "Handoff",
-    "Item",
+    "HandoffId",
     "Job",
     "JobResult",
     "KVPool",
@@ -34,6 +33,7 @@ __all__ = [
     "Lookup",
     "Match",
     "Metrics",
+    "MultimodalItem",
     "Namespace",
     "PDStoreError",
     "PrefixCacheManager",

@@ -26,7 +26,7 @@ class _Transfer:
 
     keys: pdstore.PromptKeys
     lookup: pdstore.Lookup
-    attempt: pdstore.Attempt | None = None  # set if this instance is P for the request
+    attempt: pdstore.HandoffId | None = None  # set if this instance is P for the request
     load: pdstore.Job | None = None
     saves: list[pdstore.Job] = field(default_factory=list)
     publish: pdstore.Job | None = None
@@ -113,7 +113,7 @@ class Adapter:
             transfer = self._transfers.get(request)
             if transfer is None or self._role == "decode":
                 return
-            keys = transfer.keys.first(request.num_computed)
+            keys = transfer.keys.prefix(request.num_computed)
             is_end = request.num_computed == len(request.prompt)
             if is_end and transfer.attempt is not None:
                 transfer.publish = self._pool.save(
@@ -137,7 +137,7 @@ class Adapter:
                 if transfer.load is not None:
                     transfer.load.cancel()
                 if transfer.attempt is not None and transfer.publish is None:
-                    self._pool.withdraw(transfer.attempt)
+                    self._pool.abort_handoff(transfer.attempt)
 
     def is_done(self, request: Request) -> bool:
         """Whether no job reads or writes the request's blocks any more: they may be given back."""

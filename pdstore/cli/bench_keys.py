@@ -50,7 +50,7 @@ def _hashing(namespace: Namespace, tokens: array[int]) -> Callable[[], object]:
 
 
 def _texts(keys: PromptKeys) -> Callable[[], object]:
-    return lambda: keys.keys((Part(0, 0),))
+    return lambda: keys.store_keys((Part(0, 0),))
 
 
 def _cbor_hashing(tokens: list[int], size: int) -> Callable[[], object]:

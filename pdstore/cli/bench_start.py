@@ -53,7 +53,7 @@ def bench_start(rounds: int) -> Report:
     return report
 
 
-def _pin(pins: _Pins, num_bytes: int, piece_bytes: int) -> tuple[float, list[float]]:
+def _pin(pins: _Pins, num_bytes: int, span_bytes: int) -> tuple[float, list[float]]:
     """Seconds until ready, and those of launches meanwhile."""
     num_bytes -= num_bytes % _SLOT_BYTES
     memory = memoryview(mmap.mmap(-1, num_bytes))
@@ -65,7 +65,7 @@ def _pin(pins: _Pins, num_bytes: int, piece_bytes: int) -> tuple[float, list[flo
 
     launch()
     start = time.perf_counter()
-    pinned = PinnedMemory(pins, spans_of(address_of(memory), num_bytes, _SLOT_BYTES, piece_bytes))
+    pinned = PinnedMemory(pins, spans_of(address_of(memory), num_bytes, _SLOT_BYTES, span_bytes))
     launches = [seconds(launch)]
     while pinned.progress < 1 and time.perf_counter() < start + 60:
         launches.append(seconds(launch))

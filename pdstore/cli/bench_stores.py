@@ -47,12 +47,12 @@ class RawFiles:
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         for i, key in enumerate(keys):
             with open(self._directory / key, "wb", buffering=0) as file:
-                file.write(slots.piece(i))
+                file.write(slots.value(i))
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         for i, key in enumerate(keys):
             with open(self._directory / key, "rb", buffering=0) as file:
-                file.readinto(slots.piece(i))
+                file.readinto(slots.value(i))
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
@@ -197,7 +197,7 @@ def _turn(
 
     def seal_all() -> None:
         for i, header in enumerate(headers):
-            block.seal(slots.piece(i), header)
+            block.seal(slots.value(i), header)
 
     def put() -> None:
         seal_all()
@@ -206,7 +206,7 @@ def _turn(
     def get() -> None:
         assert store.get(keys, slots) == len(keys)
         for i, header in enumerate(headers):
-            assert block.verify(slots.piece(i), header) is None
+            assert block.verify(slots.value(i), header) is None
 
     seconds: dict[Callable[[], object], float] = {}
     ways: list[Callable[[], object]] = [

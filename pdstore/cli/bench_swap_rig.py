@@ -17,9 +17,9 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
-from pdstore.worker.pinned_memory import PIECE_BYTES, PinnedMemory, spans_of
+from pdstore.worker.pinned_memory import SPAN_BYTES, PinnedMemory, spans_of
 from pdstore.worker.staging import slot_bytes_for
-from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
 
 OUT, IN = Direction.SAVE, Direction.LOAD
@@ -65,7 +65,7 @@ class Rig:
         self.cache = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
         self.slot_bytes = slot_bytes_for(shape.block_bytes)
         self._memory = memoryview(mmap.mmap(-1, n * self.slot_bytes))
-        spans = spans_of(address_of(self._memory), len(self._memory), self.slot_bytes, PIECE_BYTES)
+        spans = spans_of(address_of(self._memory), len(self._memory), self.slot_bytes, SPAN_BYTES)
         chance = random.Random(0)
         self.ids = chance.sample(range(num_blocks), n)
         self.slots = chance.sample(range(n), n)
@@ -165,11 +165,11 @@ class Rig:
         self.serving.close()
         self._pinned.close()
 
-    def piece(self, i: int) -> Piece:
+    def piece(self, i: int) -> BlockCopy:
         """The i-th random block with its random slot."""
         start = self.slots[i] * self.slot_bytes + HEADER_BYTES
         payload = self._memory[start : start + self.shape.block_bytes]
-        return Piece(self.layout.parts[0], [self.ids[i]], 1, 0, payload)
+        return BlockCopy(self.layout.parts[0], [self.ids[i]], 1, 0, payload)
 
     def _tables(self, n: int) -> tuple[array[int], array[int]]:
         cache, host, base = array("q"), array("q"), address_of(self._memory)

@@ -37,7 +37,7 @@ def _try(store: Store) -> Report:
     keys = [BlockKey(f"pds1:doctor:{name.hex()}")]
     slots = Slots(store.allocate(_SIZE), _SIZE, [0], [_SIZE])
     header = block.Header(0, 0, 0, 1, 1, _SIZE - block.HEADER_BYTES, bytes(HASH_BYTES), name)
-    block.seal(slots.piece(0), header)
+    block.seal(slots.value(0), header)
     report = Report(store.label, ["step", "ms"])
 
     def step(what: str, function: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ def _try(store: Store) -> Report:
 
     def verified() -> bool:
         slots.view[:] = bytes(_SIZE)
-        return store.get(keys, slots) == 1 and block.verify(slots.piece(0), header) is None
+        return store.get(keys, slots) == 1 and block.verify(slots.value(0), header) is None
 
     def removed() -> bool:
         store.remove(keys)

@@ -14,13 +14,13 @@ from pdstore.format.namespace import HASH_BYTES, Json, Namespace
 _NAME = "pdstore"
 
 
-class Attempt(NamedTuple):
+class HandoffId(NamedTuple):
     """The random 128-bit name of one hand-off; never a request id, which may come twice."""
 
     hex: str
 
     @classmethod
-    def new(cls) -> Attempt:
+    def new(cls) -> HandoffId:
         return cls(secrets.token_hex(HASH_BYTES))
 
     def done(self, namespace: Namespace, shard: int) -> BlockKey:
@@ -49,7 +49,7 @@ class Attempt(NamedTuple):
 class Handoff:
     """What `kv_transfer_params["pdstore"]` says; the attempt only when a router made it."""
 
-    attempt: Attempt
+    attempt: HandoffId
     num_tokens: int | None = None
     namespace: str | None = None
     pool_id: str | None = None
@@ -76,7 +76,7 @@ class Handoff:
         if attempt is None:
             raise ValueError(f"kv_transfer_params.{_NAME}.attempt is missing")
         return cls(
-            attempt=Attempt(attempt),
+            attempt=HandoffId(attempt),
             num_tokens=num_tokens,
             namespace=_hex_of(said, "namespace"),
             pool_id=_hex_of(said, "pool_id"),

@@ -53,7 +53,7 @@ def kind_of(key: BlockKey) -> Kind:
     return Kind.POOL if key == POOL_ID_KEY else Kind.BLOCK
 
 
-class Item(NamedTuple):
+class MultimodalItem(NamedTuple):
     """A multimodal item in a prompt: it covers the tokens [offset, offset + length)."""
 
     offset: int
@@ -79,7 +79,7 @@ class PromptKeys:
         *,
         lora: bytes = b"",
         cache_salt: bytes = b"",
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
     ) -> None:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
@@ -134,7 +134,7 @@ class PromptKeys:
         """How many tokens the first `num_blocks` blocks have."""
         return min(num_blocks * self.block_tokens, self.num_tokens)
 
-    def first(self, num_tokens: int) -> PromptKeys:
+    def prefix(self, num_tokens: int) -> PromptKeys:
         """A copy that names the blocks that are complete within the first `num_tokens` tokens.
 
         The tail is one of them only when those are all tokens. Later `extend`s do not show in the
@@ -147,7 +147,7 @@ class PromptKeys:
         short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
         return short
 
-    def keys(self, parts: Sequence[Part], start: int = 0) -> list[BlockKey]:
+    def store_keys(self, parts: Sequence[Part], start: int = 0) -> list[BlockKey]:
         """Store keys of the blocks from `start` on: block-major, then `parts` in order."""
         heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
         keys = [head + digest.hex() for digest in self._full[start:] for head in heads]

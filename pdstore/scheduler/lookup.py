@@ -55,7 +55,7 @@ class Lookup:
     def poll(self) -> Match | None:
         """The match, or None: ask again later. Never blocks; never None after the deadline."""
         if self._found is None and self._deadline.is_over():
-            self.finish(Match(self.keys.first(0), 0, Reason.DEADLINE))
+            self.finish(Match(self.keys.prefix(0), 0, Reason.DEADLINE))
         return self._found
 
     def wait(self, timeout_s: float) -> Match:
@@ -69,7 +69,7 @@ class Lookup:
 
     def cancel(self) -> None:
         """Nobody waits for this any more."""
-        self.finish(Match(self.keys.first(0), 0, Reason.CANCELLED))
+        self.finish(Match(self.keys.prefix(0), 0, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:
         """The first answer counts."""

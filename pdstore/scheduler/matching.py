@@ -17,15 +17,15 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
     """
     parts, windows = keys.namespace.parts, keys.namespace.windows
     if not windows:
-        return store.match(keys.keys(parts)) // len(parts)
+        return store.match(keys.store_keys(parts)) // len(parts)
     whole = [part for part in parts if part.group not in windows]
-    count = store.match(keys.keys(whole)) // len(whole) if whole else len(keys)
+    count = store.match(keys.store_keys(whole)) // len(whole) if whole else len(keys)
     for _ in range(_MOST_GAPS):
-        gap = _last_gap(store, keys.first(keys.end_of(count)))
+        gap = _last_gap(store, keys.prefix(keys.end_of(count)))
         if gap is None:
             return count
         count = gap
-    return store.match(keys.first(keys.end_of(count)).keys(parts)) // len(parts)
+    return store.match(keys.prefix(keys.end_of(count)).store_keys(parts)) // len(parts)
 
 
 def _last_gap(store: Store, keys: PromptKeys) -> int | None:
@@ -45,4 +45,4 @@ def _last_gap(store: Store, keys: PromptKeys) -> int | None:
 def _window_of(keys: PromptKeys, part: Part, window: int) -> list[tuple[int, BlockKey]]:
     """The blocks, with their keys, that hold the last `window` tokens."""
     first = max(0, keys.num_tokens - window) // keys.block_tokens
-    return list(enumerate(keys.keys([part], first), first))
+    return list(enumerate(keys.store_keys([part], first), first))

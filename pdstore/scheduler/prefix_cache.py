@@ -14,8 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
 from pdstore.errors import StoreError
-from pdstore.format.handoff import Attempt, Handoff
-from pdstore.format.keys import Item, PromptKeys, Tokens
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import MultimodalItem, PromptKeys, Tokens
 from pdstore.format.namespace import Json, Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
@@ -72,7 +72,7 @@ class PrefixCacheManager:
         *,
         lora: bytes = b"",
         cache_salt: bytes = b"",
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
     ) -> PromptKeys:
         """The names of a prompt's blocks. Raises ValueError for an id that does not fit."""
         keys = PromptKeys(self.namespace, lora=lora, cache_salt=cache_salt, items=items)
@@ -92,14 +92,14 @@ class PrefixCacheManager:
         """
         handoff = Handoff.of(params)
         wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
-        lookup = Lookup(keys.first(keys.num_tokens), handoff, wait_s, self._count)
+        lookup = Lookup(keys.prefix(keys.num_tokens), handoff, wait_s, self._count)
         if handoff is not None and handoff.namespace not in (None, self.namespace.hex):
             self._say_namespace(handoff)
-            lookup.finish(Match(keys.first(0), 0, Reason.NAMESPACE))
+            lookup.finish(Match(keys.prefix(0), 0, Reason.NAMESPACE))
             return lookup
         refusal = self._refuse()
         if refusal is not None:
-            lookup.finish(Match(keys.first(0), 0, refusal))
+            lookup.finish(Match(keys.prefix(0), 0, refusal))
             return lookup
         self._lookups.append(lookup)
         self._thread.wake()
@@ -107,7 +107,7 @@ class PrefixCacheManager:
 
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None
-    ) -> tuple[Attempt, dict[str, Json]]:
+    ) -> tuple[HandoffId, dict[str, Json]]:
         """P: a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
         params: the request's own; an attempt in them (a router that asks P and D at once) is taken
@@ -115,7 +115,7 @@ class PrefixCacheManager:
         A read-only instance (PDSTORE_PUBLISH=0) has nothing to announce: its answer says nothing.
         """
         asked = Handoff.of(params)
-        attempt = asked.attempt if asked else Attempt.new()
+        attempt = asked.attempt if asked else HandoffId.new()
         handoff = Handoff(
             attempt=attempt,
             num_tokens=keys.num_tokens,
@@ -175,7 +175,7 @@ class PrefixCacheManager:
 
     def _advance(self, lookup: Lookup) -> None:
         """Answers a lookup or puts it back; one that cannot even be asked about is a fault."""
-        found: Match | None = Match(lookup.keys.first(0), 0, Reason.FAULT)
+        found: Match | None = Match(lookup.keys.prefix(0), 0, Reason.FAULT)
         try:
             found = self._step(lookup) if lookup.next_poll_at <= time.monotonic() else None
         finally:
@@ -192,11 +192,11 @@ class PrefixCacheManager:
         if handoff is None:
             return self._match(lookup.keys, None)
         if not self._is_same_pool(handoff):
-            return Match(lookup.keys.first(0), 0, Reason.OTHER_POOL)
+            return Match(lookup.keys.prefix(0), 0, Reason.OTHER_POOL)
         try:
             is_over, because = self._look_for_markers(lookup, handoff)
         except StoreError as error:
-            return Match(lookup.keys.first(0), 0, reason_of(error))
+            return Match(lookup.keys.prefix(0), 0, reason_of(error))
         if is_over:
             return self._match(lookup.keys, because)
         lookup.next_poll_at = time.monotonic() + lookup.poll_s
@@ -222,11 +222,11 @@ class PrefixCacheManager:
         try:
             num_blocks = num_usable(self._store, keys)
         except StoreError as error:
-            return Match(keys.first(0), 0, reason_of(error))
+            return Match(keys.prefix(0), 0, reason_of(error))
         num_tokens = keys.end_of(num_blocks)
         if num_tokens == keys.num_tokens:
             return Match(keys, num_tokens, None)
-        return Match(keys.first(num_tokens), num_tokens, because or Reason.ABSENT)
+        return Match(keys.prefix(num_tokens), num_tokens, because or Reason.ABSENT)
 
     def _count(self, found: Match) -> None:
         self.metrics.tokens.labels("matched").inc(found.num_tokens)

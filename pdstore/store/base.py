@@ -32,7 +32,7 @@ class Slots:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def piece(self, i: int) -> memoryview:
+    def value(self, i: int) -> memoryview:
         """The bytes of the i-th value."""
         start = self.numbers[i] * self.slot_bytes
         return self.view[start : start + self.sizes[i]]
@@ -131,7 +131,7 @@ class Store(ABC):
         """Ends the store's connections; twice is fine. Later calls raise StoreClosed."""
 
 
-class Life:
+class Lifecycle:
     """Whether a store may be used: until `end`, and never in the child of a fork."""
 
     def __init__(self, label: str) -> None:
@@ -140,12 +140,12 @@ class Life:
         self._ended = False
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         return self._ended or self._pid != os.getpid()
 
     def check(self, num_done: int = 0) -> None:
         """Raises StoreClosed if it is over."""
-        if self.is_over:
+        if self.is_closed:
             why = (
                 "is closed" if self._ended else "belongs to the parent process: open it again here"
             )
@@ -153,7 +153,7 @@ class Life:
 
     def end(self) -> bool:
         """Ends it; True for the one call, in the store's own process, that has to clean up."""
-        first = not self.is_over
+        first = not self.is_closed
         self._ended = True
         return first
 

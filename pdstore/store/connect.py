@@ -13,7 +13,7 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.store.wrappers import Guarded, Metered
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
     Raises ConfigError for a bad URL or a missing package; StoreError when the store is required and
     away.
     """
-    store = Guarded(
-        Metered(open_store(settings.store, settings), metrics),
+    store = CircuitBreaker(
+        Instrumented(open_store(settings.store, settings), metrics),
         failures=settings.breaker_failures,
         open_s=settings.breaker_open_s,
         max_s=settings.breaker_max_s,
@@ -44,7 +44,7 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
 def read_pool_id(store: Store) -> bytes:
     """The random value that names this pool; a pool without one gets it. Raises StoreError."""
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
-    value = slots.piece(0)
+    value = slots.value(0)
     for _ in range(3):  # a value that does not verify is removed and written again
         if store.get([POOL_ID_KEY], slots) == 1:
             header = block.read_header(value)

@@ -12,7 +12,7 @@ from pdstore.errors import ConfigError, StoreFull, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import FRESH_S, Life, Slots, Store, check_call
+from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
 from pdstore.store.url import StoreURL
 
 DEFAULT_LEASE_S = 10.0
@@ -105,7 +105,7 @@ class MemoryStore(Store):
         lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
         self.label = label
-        self._life = Life(label)
+        self._lifecycle = Lifecycle(label)
         if label == "memory://":
             self._shelf = _Shelf(budget, lease_s)
         else:
@@ -141,13 +141,13 @@ class MemoryStore(Store):
                     f"{self.label}: {key} has {len(value.data)} bytes, not {slots.sizes[i]}",
                     num_done=i,
                 )
-            slots.piece(i)[:] = value.data
+            slots.value(i)[:] = value.data
         return len(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         shelf = self._enter(keys, slots)
         for i, key in enumerate(keys):
-            if key not in shelf.values and not shelf.add(key, bytes(slots.piece(i))):
+            if key not in shelf.values and not shelf.add(key, bytes(slots.value(i))):
                 raise StoreFull(
                     f"{self.label}: no room for {key} in {shelf.budget} bytes", num_done=i
                 )
@@ -162,12 +162,12 @@ class MemoryStore(Store):
         self._enter([]).drop_all(prefix_of(namespace))
 
     def close(self) -> None:
-        self._life.end()
+        self._lifecycle.end()
         self._shelf = _Shelf(None, self._shelf.lease_s)
 
     def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> _Shelf:
         shelf = self._shelf  # before the check: `close` ends the life first
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         return shelf
 

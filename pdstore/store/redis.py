@@ -31,7 +31,7 @@ from pdstore.errors import (
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Life, Slots, Store, check_call
+from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.url import StoreURL
 
 _CONNECT_S = 1.0
@@ -67,7 +67,7 @@ class RedisStore(Store):
 
     def __init__(self, label: str, pool: redis.ConnectionPool, settings: Settings) -> None:
         self.label = label
-        self._life = Life(label)
+        self._lifecycle = Lifecycle(label)
         self._pool = pool
         self._client = redis.Redis(connection_pool=pool)
         self._ttl_s: Mapping[Kind, int | None] = {
@@ -126,7 +126,7 @@ class RedisStore(Store):
         return self._lease_s or 0.0
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys)
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
@@ -149,7 +149,7 @@ class RedisStore(Store):
         return n
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         for part in _batches(slots.sizes, _READ_BATCH):
             n = self._get_part(keys, slots, part)
@@ -158,17 +158,17 @@ class RedisStore(Store):
         return len(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         for part in _batches(slots.sizes, _WRITE_BATCH):
             pipe = self._client.pipeline(transaction=False)
             for i in part:
-                pipe.set(keys[i], slots.piece(i), nx=True, ex=self._ttl_s[kind_of(keys[i])])
+                pipe.set(keys[i], slots.value(i), nx=True, ex=self._ttl_s[kind_of(keys[i])])
             self._run(pipe, keys, part)
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys)
         if keys:
             pipe = self._client.pipeline(transaction=False)
@@ -177,7 +177,7 @@ class RedisStore(Store):
 
     def clear(self, namespace: str) -> None:
         """Also what was stored in between two of its scans, unless that is behind the cursor."""
-        self._life.check()
+        self._lifecycle.check()
         prefix = prefix_of(namespace)
         cursor, is_first = 0, True
         while cursor or is_first:
@@ -190,7 +190,7 @@ class RedisStore(Store):
 
     def close(self) -> None:
         """Calls that are under way end by themselves, and close their connections then."""
-        if self._life.end():
+        if self._lifecycle.end():
             self._pool.disconnect(inuse_connections=False)
 
     def _get_part(self, keys: Sequence[BlockKey], slots: Slots, part: range) -> int:
@@ -203,7 +203,7 @@ class RedisStore(Store):
             pipe.getrange(keys[i], at, slots.sizes[i] if is_last else at + _CHUNK - 1)
         replies = iter(self._run(pipe, keys, [i for i, _ in pieces]))
         for i in part:
-            piece, done = slots.piece(i), 0
+            piece, done = slots.value(i), 0
             for at in range(0, len(piece), _CHUNK):
                 data = next(replies)
                 assert isinstance(data, bytes)
@@ -246,13 +246,13 @@ class RedisStore(Store):
 
     def _run(self, pipe: Pipeline, keys: Sequence[BlockKey], part: Sequence[int]) -> list[object]:
         """The replies to commands about the keys of these numbers. Raises StoreError."""
-        self._life.check(part[0])
+        self._lifecycle.check(part[0])
         try:
             replies: list[object] = pipe.execute(raise_on_error=False)
         except RedisError as error:
             raise self._error(error, keys[part[0]], part[0]) from error
         finally:
-            if self._life.is_over:
+            if self._lifecycle.is_closed:
                 self._pool.disconnect(inuse_connections=False)
         for i, reply in zip(part, replies, strict=True):
             if isinstance(reply, RedisError):
@@ -283,7 +283,7 @@ class RawRedis:
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         pipe = self._client.pipeline(transaction=False)
         for i, key in enumerate(keys):
-            pipe.set(f"raw:{key}", slots.piece(i))
+            pipe.set(f"raw:{key}", slots.value(i))
         pipe.execute()
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
@@ -291,7 +291,7 @@ class RawRedis:
         for key in keys:
             pipe.get(f"raw:{key}")
         for i, value in enumerate(pipe.execute()):
-            slots.piece(i)[:] = value
+            slots.value(i)[:] = value
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._client.unlink(*[f"raw:{key}" for key in keys])

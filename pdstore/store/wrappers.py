@@ -59,7 +59,7 @@ class WrapperStore(Store):
         self._store.close()
 
 
-class Metered(WrapperStore):
+class Instrumented(WrapperStore):
     """Counts calls, seconds and bytes."""
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
@@ -108,7 +108,7 @@ class Metered(WrapperStore):
             self._metrics.store_seconds.labels(verb).observe(time.monotonic() - start)
 
 
-class Guarded(WrapperStore):
+class CircuitBreaker(WrapperStore):
     """One retry after a broken connection, and a breaker.
 
     After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at

@@ -54,7 +54,7 @@ class Faulty(WrapperStore):
         n = self._shortened(super().get(keys, slots))
         for i in range(n):
             if self._chance(self.corrupt_rate):
-                piece = slots.piece(i)
+                piece = slots.value(i)
                 piece[self._below(len(piece))] ^= 1 << self._below(8)
         return n
 

@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
         n = self.store.get(keys, slots)
         assert n == self._num_stored(keys)
         for i, key in enumerate(keys[:n]):
-            assert slots.piece(i) == self.expected[key]
+            assert slots.value(i) == self.expected[key]
 
     @rule(batch=batches, size=sizes)
     def get_of_one_size(self, batch: Sequence[int], size: int) -> None:

@@ -32,7 +32,7 @@ def filled_slots(values: Sequence[bytes], *, slot_bytes: int | None = None) -> S
     """Slots that hold these values."""
     slots = empty_slots([len(value) for value in values], slot_bytes=slot_bytes)
     for i, value in enumerate(values):
-        slots.piece(i)[:] = value
+        slots.value(i)[:] = value
     return slots
 
 
@@ -46,7 +46,7 @@ def get(store: Store, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[by
     n = store.get(keys, slots)
     assert type(n) is int, "get returns how many of the first were there"
     assert 0 <= n <= len(keys), f"get says {n} of {len(keys)}"
-    return [bytes(slots.piece(i)) for i in range(n)]
+    return [bytes(slots.value(i)) for i in range(n)]
 
 
 def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:

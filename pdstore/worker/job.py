@@ -117,7 +117,7 @@ class Job:
         self._announce()
 
     @contextlib.contextmanager
-    def touching(self) -> Iterator[None]:
+    def copying(self) -> Iterator[None]:
         """Around all that touches the paged cache. Raises JobError when the job has ended."""
         with self._lock:
             self._raise_if_ended()
@@ -134,7 +134,7 @@ class Job:
                 self._announce()
 
     @contextlib.contextmanager
-    def asking_store(self) -> Iterator[None]:
+    def in_store_call(self) -> Iterator[None]:
         """Around every call of the store. Raises JobError before or after it when the job ended."""
         self.check()
         self._in_store = True

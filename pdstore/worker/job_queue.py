@@ -36,7 +36,7 @@ MAX_HUNG_CALLS = 2
 _JOIN_S = 1.0
 
 
-class Transfer:
+class JobQueue:
     """Runs jobs: loads first, a worker kept for each direction, bounds on queues, time and close.
 
     A deadline ends the job; its worker stays out of service until the store call has really

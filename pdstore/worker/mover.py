@@ -61,7 +61,7 @@ class Mover:
 
     def num_stored(self, job: Job, values: Sequence[Value]) -> int:
         """How many of the first values are in the store; renews their leases."""
-        with job.asking_store():
+        with job.in_store_call():
             return self._store.match([value.key for value in values])
 
     def save(
@@ -84,14 +84,14 @@ class Mover:
                     return Reason.NO_SLOTS
                 window, rest = rest[: len(numbers)], rest[len(numbers) :]
                 slots = self._slots(numbers, [value.size for value in window])
-                with job.touching():
-                    pieces = [v.piece(slots.piece(i)) for i, v in enumerate(window)]
-                    self._swap.gather(pieces, ready)
+                with job.copying():
+                    copies = [v.block_copy(slots.value(i)) for i, v in enumerate(window)]
+                    self._swap.gather(copies, ready)
                 if not rest:
                     gathered()
                 for i, value in enumerate(window):
-                    block.seal(slots.piece(i), value.header)
-                with job.asking_store():
+                    block.seal(slots.value(i), value.header)
+                with job.in_store_call():
                     accepted = self._store.put([value.key for value in window], slots)
                     self._count("saved", window[:accepted])
                 if accepted < len(window):
@@ -136,8 +136,8 @@ class Mover:
                 return Reason.NO_SLOTS
             slots = self._slots(numbers, [block.HEADER_BYTES] * len(keys))
             for i, header in enumerate(markers.values()):
-                block.seal(slots.piece(i), header)
-            with job.asking_store():
+                block.seal(slots.value(i), header)
+            with job.in_store_call():
                 self._store.put(keys, slots)
                 stored = self._store.match(keys)
         return None if stored == len(keys) else Reason.LOST
@@ -148,7 +148,7 @@ class Mover:
         reason: Reason | None = None
         failure: StoreError | None = None
         sums: Sequence[int] | None = None
-        with job.asking_store():
+        with job.in_store_call():
             try:
                 found, sums = self._store.get_and_sum(keys, slots)
                 reason = None if found == len(keys) else Reason.LOST
@@ -157,7 +157,7 @@ class Mover:
             except StoreError as error:  # what came before it is good
                 found, failure = error.num_done, error
         for i in range(found):
-            wrong = block.verify(slots.piece(i), window[i].header, sums[i] if sums else None)
+            wrong = block.verify(slots.value(i), window[i].header, sums[i] if sums else None)
             if wrong is not None:
                 found, reason = i, wrong
                 break
@@ -168,7 +168,7 @@ class Mover:
     def _remove(self, job: Job, key: BlockKey, reason: Reason) -> None:
         """Forgets a value that must not be used, so that the next save heals it."""
         log.warning("%s: %s is %s and is removed", self._store.label, key, reason.value)
-        with job.asking_store():
+        with job.in_store_call():
             try:
                 self._store.remove([key])
             except StoreError as error:
@@ -182,12 +182,14 @@ class Mover:
         first_token: int,
         ready: ReadyEvent | None,
     ) -> None:
-        pieces = [
-            value.piece(slots.piece(i), max(0, first_token - value.number * self._block_tokens))
+        copies = [
+            value.block_copy(
+                slots.value(i), max(0, first_token - value.number * self._block_tokens)
+            )
             for i, value in enumerate(usable)
         ]
-        with job.touching():
-            self._swap.scatter(pieces, ready)
+        with job.copying():
+            self._swap.scatter(copies, ready)
             if usable:
                 last = usable[-1]
                 job.progress = last.number * self._block_tokens + last.header.num_tokens

@@ -15,7 +15,7 @@ from pdstore.worker.swap.base import Registrar
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 20
+SPAN_BYTES = 16 << 20
 """Registering stalls every kernel launch of the process meanwhile: 1 ms for this much."""
 _BACKGROUND_BYTES = 4 << 30
 _PAUSE_S = 0.002  # between pieces in the background, so that others can launch
@@ -31,14 +31,14 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-def spans_of(address: int, num_bytes: int, slot_bytes: int, piece_bytes: int) -> list[Span]:
-    """Pieces of whole slots, about `piece_bytes` each: no slot is in two of them.
+def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> list[Span]:
+    """Pieces of whole slots, about `span_bytes` each: no slot is in two of them.
 
     Raises ConfigError for memory or slots that are not whole pages.
     """
     if address % _PAGE or slot_bytes % _PAGE:
         raise ConfigError("only memory of whole pages can be pinned")
-    step = max(1, piece_bytes // slot_bytes) * slot_bytes
+    step = max(1, span_bytes // slot_bytes) * slot_bytes
     return [Span(address + at, min(step, num_bytes - at)) for at in range(0, num_bytes, step)]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from pdstore.errors import LayoutError, ReadOnly, SwapError
-from pdstore.format.handoff import Attempt
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
@@ -21,9 +21,9 @@ from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import DevicePin
 from pdstore.worker.job import Job
-from pdstore.worker.job_queue import Transfer
+from pdstore.worker.job_queue import JobQueue
 from pdstore.worker.mover import Mover
-from pdstore.worker.parallel_load import Stripe, StripedLoad, stripes_of
+from pdstore.worker.parallel_load import BlockRange, ParallelLoad, ranges_of
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent
@@ -82,7 +82,7 @@ class KVPool:
                 log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
             staging.ready(_PIN_S + int(settings.staging) / _BYTES_PER_S)
             pin = DevicePin(swap.device, swap.device_api)
-            self._transfer = Transfer(settings, pin, self.metrics)
+            self._transfer = JobQueue(settings, pin, self.metrics)
             self._resources = undo.pop_all()
 
     def save(
@@ -92,7 +92,7 @@ class KVPool:
         *,
         first_token: int = 0,
         ready: ReadyEvent | None = None,
-        handoff: Attempt | None = None,
+        handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
     ) -> Job:
         """Starts to store the blocks that `keys` names; returns at once.
@@ -113,7 +113,7 @@ class KVPool:
         tables, first_block = self._check(keys, block_ids, first_token)
         body = partial(
             self._save,
-            keys.first(keys.num_tokens),
+            keys.prefix(keys.num_tokens),
             tables,
             first_block,
             ready or self._order(),
@@ -127,7 +127,7 @@ class KVPool:
             return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
         self._transfer.submit(job, after)
         if handoff is not None:
-            job.on_end(partial(self._withdraw_if_failed, handoff))
+            job.on_end(partial(self._abort_if_failed, handoff))
         return job
 
     def load(
@@ -156,25 +156,25 @@ class KVPool:
             )
         check_windows(self.layout, tables)
         num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
-        stripes = stripes_of(first_block, len(keys), num_bytes)
-        job = StripedLoad(
-            stripes,
-            partial(self._load, keys.first(keys.num_tokens), tables, first_token, ready),
-            min(len(stripes), self._settings.workers - 1),
+        ranges = ranges_of(first_block, len(keys), num_bytes)
+        job = ParallelLoad(
+            ranges,
+            partial(self._load, keys.prefix(keys.num_tokens), tables, first_token, ready),
+            min(len(ranges), self._settings.workers - 1),
             num_bytes=num_bytes,
             seconds=self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
             first_token=first_token,
             num_tokens=keys.num_tokens,
         )
         job.on_end(self._transfer.count)
-        for carrier in job.carriers:
-            self._transfer.submit(carrier)
+        for child in job.children:
+            self._transfer.submit(child)
         return job
 
-    def withdraw(self, handoff: Attempt) -> Job:
+    def abort_handoff(self, handoff: HandoffId) -> Job:
         """P: this hand-off will not come (its request was aborted): D need not wait for it.
 
-        A save with a hand-off that fails is withdrawn by itself.
+        A save with a hand-off that fails is aborted by itself.
         """
         body = partial(self._mark_failed, handoff)
         job = Job(Direction.SAVE, body, num_bytes=0, seconds=self._settings.save_deadline_s)
@@ -198,7 +198,7 @@ class KVPool:
         tables: BlockTables,
         first_block: int,
         ready: ReadyEvent | None,
-        handoff: Attempt | None,
+        handoff: HandoffId | None,
         job: Job,
     ) -> Reason | None:
         ready = self._swap.to_follow(ready)
@@ -218,7 +218,7 @@ class KVPool:
         tables: BlockTables,
         first_block: int,
         ready: ReadyEvent | None,
-        handoff: Attempt,
+        handoff: HandoffId,
         job: Job,
     ) -> Reason | None:
         """Saves what is new, then what the store lost meanwhile; tells D when all is durable."""
@@ -238,11 +238,11 @@ class KVPool:
                 reason = self._mover.save(job, chain[stored:], ready)
         return reason or Reason.LOST
 
-    def _withdraw_if_failed(self, handoff: Attempt, job: Job) -> None:
+    def _abort_if_failed(self, handoff: HandoffId, job: Job) -> None:
         if not job.durable:
-            self.withdraw(handoff)
+            self.abort_handoff(handoff)
 
-    def _mark_failed(self, handoff: Attempt, job: Job) -> Reason | None:
+    def _mark_failed(self, handoff: HandoffId, job: Job) -> Reason | None:
         marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
         return self._mover.mark(job, {handoff.failed(self.namespace): marker})
 
@@ -252,13 +252,13 @@ class KVPool:
         tables: BlockTables,
         first_token: int,
         ready: ReadyEvent | None,
-        stripe: Stripe,
+        blocks: BlockRange,
         job: Job,
     ) -> Reason | None:
-        job.progress = max(first_token, keys.end_of(stripe.first))
+        job.progress = max(first_token, keys.end_of(blocks.first))
         ready = self._swap.to_follow(ready)
-        part = keys.first(keys.end_of(stripe.stop))
-        values = values_of(self.layout, part, tables, stripe.first)
+        part = keys.prefix(keys.end_of(blocks.stop))
+        values = values_of(self.layout, part, tables, blocks.first)
         return self._mover.load(job, values, first_token, ready)
 
     def _order(self) -> ReadyEvent | None:

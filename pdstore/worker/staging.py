@@ -11,7 +11,7 @@ from pdstore.format.block import HEADER_BYTES
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.threads import Deadline
-from pdstore.worker.pinned_memory import PIECE_BYTES, PinnedMemory, spans_of
+from pdstore.worker.pinned_memory import SPAN_BYTES, PinnedMemory, spans_of
 from pdstore.worker.swap.base import Registrar
 
 MIN_SLOTS = 16
@@ -38,7 +38,7 @@ class Staging:
         payload_bytes: int,
         num_bytes: int,
         registrar: Registrar | None = None,
-        piece_bytes: int = PIECE_BYTES,
+        span_bytes: int = SPAN_BYTES,
     ) -> None:
         self.slot_bytes = slot_bytes_for(payload_bytes)
         self.num_slots = num_bytes // self.slot_bytes
@@ -51,7 +51,7 @@ class Staging:
         self.view = allocate(self.num_slots * self.slot_bytes)
         self._pinned: PinnedMemory | None = None
         if registrar is not None:
-            spans = spans_of(address_of(self.view), len(self.view), self.slot_bytes, piece_bytes)
+            spans = spans_of(address_of(self.view), len(self.view), self.slot_bytes, span_bytes)
             self._pinned = PinnedMemory(registrar, spans)
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._lent = dict.fromkeys(Direction, 0)

@@ -10,7 +10,7 @@ from pdstore.format import block
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Part
-from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.base import BlockCopy
 
 
 class Value(NamedTuple):
@@ -35,13 +35,13 @@ class Value(NamedTuple):
         """Bytes of the stored value."""
         return block.HEADER_BYTES + self.header.payload_bytes
 
-    def piece(self, value: memoryview, before: int = 0) -> Piece:
+    def block_copy(self, value: memoryview, before: int = 0) -> BlockCopy:
         """The block copy between this value's bytes and the paged cache.
 
         before: tokens of the block that a scatter leaves alone.
         """
         payload = value[block.HEADER_BYTES :]
-        return Piece(self.part, self.block_ids, self.num_cells, before, payload)
+        return BlockCopy(self.part, self.block_ids, self.num_cells, before, payload)
 
 
 def tables_of(
@@ -96,7 +96,7 @@ def values_of(
     """
     parts = [(part, tables[layout.table_of(part)]) for part in layout.owned_parts]
     per_block = layout.block_tokens // layout.engine_block_tokens
-    names = iter(keys.keys(layout.owned_parts, first_block))
+    names = iter(keys.store_keys(layout.owned_parts, first_block))
     values: list[Value] = []
     for number in range(first_block, len(keys)):
         num_tokens = keys.tokens_of(number)

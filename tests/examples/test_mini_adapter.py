@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.mini_engine.request import Finish, Request, State
-from pdstore import Attempt, Slots, open_store, read_settings
+from pdstore import HandoffId, Slots, open_store, read_settings
 from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
 from pdstore.worker.values import values_of
@@ -142,7 +142,7 @@ def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, check
 
 def test_p_and_d_can_be_asked_at_once(open_instance, checkpoints):
     p, d = open_instance("prefill"), open_instance("decode")
-    params = {"pdstore": {"attempt": Attempt.new().hex}}
+    params = {"pdstore": {"attempt": HandoffId.new().hex}}
     waiting = ask(d, prompt_of(150), kv_transfer_params=params)
     until(lambda: waiting.request.state is State.LOOKING_UP)
     ask(p, prompt_of(150), max_tokens=1, kv_transfer_params=params).wait()
@@ -188,14 +188,14 @@ def flip_a_bit(url, value):
 
 def test_a_hand_off_that_never_comes_is_waited_for_only_so_long(open_instance, checkpoints):
     d = open_instance("decode", wait_s=0.05)
-    asked = decode(d, prompt_of(40), {"pdstore": {"attempt": Attempt.new().hex}})
+    asked = decode(d, prompt_of(40), {"pdstore": {"attempt": HandoffId.new().hex}})
     assert_same(asked, *expect(checkpoints["llama"], prompt_of(40)))
     assert asked.request.miss_reason == "handoff_late"
 
 
 def test_one_late_hand_off_does_not_hold_up_the_others(open_instance, checkpoints):
     d = open_instance("decode", wait_s=60)
-    late = ask(d, prompt_of(40), kv_transfer_params={"pdstore": {"attempt": Attempt.new().hex}})
+    late = ask(d, prompt_of(40), kv_transfer_params={"pdstore": {"attempt": HandoffId.new().hex}})
     assert_same(ask(d, prompt_of(50)).wait(), *expect(checkpoints["llama"], prompt_of(50)))
     assert late.request.state is State.LOOKING_UP
     d.abort(late.request)

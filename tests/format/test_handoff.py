@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.format.handoff import Attempt, Handoff
+from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Namespace, Part
 
 NAMESPACE = Namespace({"format": 1}, (Part(0, 0),), 64)
 
 
 def test_parameters_come_back_as_they_went():
-    handoff = Handoff(Attempt.new(), 1503, NAMESPACE.hex, "0" * 32, {"dtype": '"float32"'})
+    handoff = Handoff(HandoffId.new(), 1503, NAMESPACE.hex, "0" * 32, {"dtype": '"float32"'})
     assert Handoff.of(handoff.params()) == handoff
 
 
 def test_an_attempt_alone_is_enough():
-    attempt = Attempt.new()
+    attempt = HandoffId.new()
     assert Handoff.of({"pdstore": {"attempt": attempt.hex}}) == Handoff(attempt)
 
 
@@ -47,7 +47,7 @@ def test_a_malformed_handoff_is_refused_by_field(said, field):
 
 
 def test_attempts_are_never_equal():
-    assert len({Attempt.new() for _ in range(1000)}) == 1000
+    assert len({HandoffId.new() for _ in range(1000)}) == 1000
 
 
 def test_what_a_client_says_is_one_plain_line():
@@ -57,6 +57,6 @@ def test_what_a_client_says_is_one_plain_line():
 
 
 def test_a_marker_is_one_attempts_shard_and_state():
-    attempt = Attempt("ab" * 16)
+    attempt = HandoffId("ab" * 16)
     assert attempt.done(NAMESPACE, 3) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
     assert attempt.failed(NAMESPACE) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:0:failed"

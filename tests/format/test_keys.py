@@ -16,8 +16,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstore.format.handoff import Attempt
-from pdstore.format.keys import POOL_ID_KEY, Item, Kind, PromptKeys, int32_bytes, kind_of
+from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import POOL_ID_KEY, Kind, MultimodalItem, PromptKeys, int32_bytes, kind_of
 from pdstore.format.namespace import Namespace, Part, prefix_of
 
 ROOT = Path(__file__).parents[2]
@@ -57,14 +57,16 @@ def reference_hashes(vector: dict) -> tuple[list[bytes], bytes | None]:
 def keys_of(vector: dict) -> list[str]:
     parts = tuple(Part(*p) for p in vector["parts"])
     namespace = Namespace(vector["fields"], parts, vector["block_tokens"], vector["hash"])
-    items = [Item(offset, length, bytes.fromhex(h)) for offset, length, h in vector["items"]]
+    items = [
+        MultimodalItem(offset, length, bytes.fromhex(h)) for offset, length, h in vector["items"]
+    ]
     keys = PromptKeys(
         namespace,
         lora=bytes.fromhex(vector["lora"]),
         cache_salt=bytes.fromhex(vector["cache_salt"]),
         items=items,
     )
-    return keys.extend(vector["tokens"]).keys(parts)
+    return keys.extend(vector["tokens"]).store_keys(parts)
 
 
 VECTOR_LIST = json.loads(VECTORS.read_text())
@@ -108,12 +110,12 @@ def test_keys_are_equal_in_every_process_and_hash_seed(seed):
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.data())
 def test_extending_in_pieces_gives_the_keys_of_the_whole(tokens, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
-    items = [Item(3, 5, b"a"), Item(9, 1, b"b")]
+    items = [MultimodalItem(3, 5, b"a"), MultimodalItem(9, 1, b"b")]
     whole = PromptKeys(NAMESPACE, items=items).extend(tokens)
     pieces = PromptKeys(NAMESPACE, items=items)
     for start, stop in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         pieces.extend(tokens[start:stop])
-    assert pieces.keys(PARTS) == whole.keys(PARTS)
+    assert pieces.store_keys(PARTS) == whole.store_keys(PARTS)
     assert pieces.num_tokens == len(tokens)
     assert len(pieces) == -(-len(tokens) // 4)
 
@@ -121,12 +123,12 @@ def test_extending_in_pieces_gives_the_keys_of_the_whole(tokens, data):
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 32))
 def test_first_is_a_prefix_and_has_the_tail_only_when_it_is_whole(tokens, n):
     keys = PromptKeys(NAMESPACE).extend(tokens)
-    short = keys.first(n)
+    short = keys.prefix(n)
     assert short.num_tokens == (len(tokens) if n >= len(tokens) else n // 4 * 4)
-    assert short.keys(PARTS) == keys.keys(PARTS)[: len(short) * len(PARTS)]
-    before = short.keys(PARTS)
+    assert short.store_keys(PARTS) == keys.store_keys(PARTS)[: len(short) * len(PARTS)]
+    before = short.store_keys(PARTS)
     keys.extend([1, 2, 3, 4, 5])
-    assert short.keys(PARTS) == before
+    assert short.store_keys(PARTS) == before
 
 
 def test_a_key_commits_to_all_tokens_before_it():
@@ -136,29 +138,29 @@ def test_a_key_commits_to_all_tokens_before_it():
 
 
 def test_keys_are_block_major_then_parts():
-    keys = PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS)
+    keys = PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS)
     assert [tuple(map(int, k.split(":")[2:4])) for k in keys] == [tuple(p) for p in PARTS] * 2
     assert keys[3].endswith(":partial:2")
-    assert PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS, start=1) == keys[3:]
+    assert PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS, start=1) == keys[3:]
 
 
 def test_a_tail_of_n_tokens_is_not_the_block_that_begins_with_them():
     tail = PromptKeys(NAMESPACE).extend([1, 2])
     full = PromptKeys(NAMESPACE).extend([1, 2, 3, 4])
-    assert tail.keys(PARTS[:1])[0] != full.keys(PARTS[:1])[0]
+    assert tail.store_keys(PARTS[:1])[0] != full.store_keys(PARTS[:1])[0]
 
 
 @pytest.mark.parametrize(
     ("item", "touched"),
     [
-        (Item(0, 4, b"x"), {0}),
-        (Item(0, 5, b"x"), {0, 1}),
-        (Item(3, 1, b"x"), {0}),
-        (Item(4, 1, b"x"), {1}),
-        (Item(3, 6, b"x"), {0, 1, 2}),
-        (Item(8, 2, b"x"), {2}),
-        (Item(10, 3, b"x"), set()),
-        (Item(5, 0, b"x"), set()),
+        (MultimodalItem(0, 4, b"x"), {0}),
+        (MultimodalItem(0, 5, b"x"), {0, 1}),
+        (MultimodalItem(3, 1, b"x"), {0}),
+        (MultimodalItem(4, 1, b"x"), {1}),
+        (MultimodalItem(3, 6, b"x"), {0, 1, 2}),
+        (MultimodalItem(8, 2, b"x"), {2}),
+        (MultimodalItem(10, 3, b"x"), set()),
+        (MultimodalItem(5, 0, b"x"), set()),
     ],
 )
 def test_an_item_touches_the_blocks_that_it_covers_and_the_tail(item, touched):
@@ -172,17 +174,17 @@ def test_an_item_touches_the_blocks_that_it_covers_and_the_tail(item, touched):
 
 
 def test_where_an_item_starts_matters_beyond_which_blocks_it_touches():
-    a = PromptKeys(NAMESPACE, items=[Item(1, 2, b"x")]).extend(range(4))
-    b = PromptKeys(NAMESPACE, items=[Item(0, 2, b"x")]).extend(range(4))
+    a = PromptKeys(NAMESPACE, items=[MultimodalItem(1, 2, b"x")]).extend(range(4))
+    b = PromptKeys(NAMESPACE, items=[MultimodalItem(0, 2, b"x")]).extend(range(4))
     assert a.hash_of(0) != b.hash_of(0)
 
 
 def test_lists_and_int32_buffers_give_the_same_keys():
     tokens = list(range(11))
-    want = PromptKeys(NAMESPACE).extend(tokens).keys(PARTS)
-    assert PromptKeys(NAMESPACE).extend(array("i", tokens)).keys(PARTS) == want
-    assert PromptKeys(NAMESPACE).extend(memoryview(array("i", tokens))).keys(PARTS) == want
-    assert PromptKeys(NAMESPACE).extend(array("q", tokens)).keys(PARTS) == want
+    want = PromptKeys(NAMESPACE).extend(tokens).store_keys(PARTS)
+    assert PromptKeys(NAMESPACE).extend(array("i", tokens)).store_keys(PARTS) == want
+    assert PromptKeys(NAMESPACE).extend(memoryview(array("i", tokens))).store_keys(PARTS) == want
+    assert PromptKeys(NAMESPACE).extend(array("q", tokens)).store_keys(PARTS) == want
 
 
 @pytest.mark.parametrize(
@@ -202,16 +204,16 @@ def test_ids_that_are_no_ints_are_refused(bad):
 
 
 def test_kinds():
-    keys = PromptKeys(NAMESPACE).extend(range(6)).keys(PARTS[:1])
+    keys = PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS[:1])
     assert [kind_of(k) for k in keys] == [Kind.BLOCK, Kind.TAIL]
-    assert kind_of(Attempt.new().done(NAMESPACE, 0)) is Kind.HANDOFF
+    assert kind_of(HandoffId.new().done(NAMESPACE, 0)) is Kind.HANDOFF
     assert kind_of(POOL_ID_KEY) is Kind.POOL
 
 
 def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
     prefix = prefix_of(NAMESPACE.hex)
-    keys = PromptKeys(NAMESPACE).extend(range(100)).keys(NAMESPACE.parts)
-    keys += [Attempt.new().done(NAMESPACE, 3), Attempt.new().failed(NAMESPACE)]
+    keys = PromptKeys(NAMESPACE).extend(range(100)).store_keys(NAMESPACE.parts)
+    keys += [HandoffId.new().done(NAMESPACE, 3), HandoffId.new().failed(NAMESPACE)]
     assert all(key.startswith(prefix) for key in keys)
     assert not POOL_ID_KEY.startswith(prefix)
 

@@ -51,7 +51,7 @@ def test_a_failed_call_fails_its_copy_alone(library, device, direction, call, pa
     bench = SwapBench(library, device, path)
     follow = DEFAULT_STREAM if call == "wait" else FOLLOW_NOTHING
     library.fail(call, nth, CODE)
-    ticket = bench.swap.start(direction, bench.pieces, stream=follow)
+    ticket = bench.swap.start(direction, bench.copies, stream=follow)
     with pytest.raises(SwapError) as failure:
         ticket.wait(30)
     error = failure.value
@@ -71,7 +71,7 @@ def test_a_copy_that_cannot_follow_its_stream_is_refused(library, device, direct
     bench = SwapBench(library, device)
     library.fail(call, 0, CODE)
     with pytest.raises(SwapError) as failure:
-        bench.swap.start(direction, bench.pieces, stream=DEFAULT_STREAM)
+        bench.swap.start(direction, bench.copies, stream=DEFAULT_STREAM)
     assert failure.value.device_code == CODE
     assert failure.value.slice_number == -1
     assert failure.value.call
@@ -139,7 +139,7 @@ def test_a_sticky_error_poisons_the_engine_and_fails_what_is_queued(library, dev
     bench = SwapBench(library, device, CopyPath.BATCH)
     library.delay(2000)
     library.fail(call, 3, CODE, sticky=True)
-    tickets = [bench.swap.start(Direction.SAVE, bench.pieces) for _ in range(5)]
+    tickets = [bench.swap.start(Direction.SAVE, bench.copies) for _ in range(5)]
     outcomes = []
     for ticket in tickets:
         with pytest.raises(SwapError) as failure:

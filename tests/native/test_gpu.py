@@ -40,32 +40,32 @@ def stream_handle(stream) -> int:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_a_save_reads_after_what_the_stream_had_queued(library, path, own_stream):
-    case, swap, host, pieces = rig(library, path)
+    case, swap, host, copies = rig(library, path)
     want = host.clone()
     stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
     with torch.cuda.stream(stream):
         spin(30)
         case.buffer.copy_(torch.randint_like(case.buffer, 256))
-        ticket = swap.start(Direction.SAVE, pieces, stream=stream_handle(stream))
+        ticket = swap.start(Direction.SAVE, copies, stream=stream_handle(stream))
     assert not ticket.done or stream.query()
     assert ticket.wait(30)
     assert stream.query()
     TorchSwap(case.layout, case.caches).gather(
-        case.pieces([p.block_ids for p in pieces], 32, view_of(want))
+        case.copies([p.block_ids for p in copies], 32, view_of(want))
     )
     assert torch.equal(host, want)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_load_writes_after_what_the_event_says(library, path):
-    case, swap, _host, pieces = rig(library, path)
-    swap.gather(pieces)
+    case, swap, _host, copies = rig(library, path)
+    swap.gather(copies)
     want = case.buffer.clone()
     event = torch.cuda.Event()
     spin(30)
     case.buffer.zero_()
     event.record()
-    ticket = swap.start(Direction.LOAD, pieces, ready=event.cuda_event)
+    ticket = swap.start(Direction.LOAD, copies, ready=event.cuda_event)
     assert not ticket.done or event.query()
     assert ticket.wait(30)
     assert event.query()
@@ -82,7 +82,7 @@ def test_twenty_graphs_are_captured_while_saves_and_loads_run(library):
     def work():
         try:
             while not stop.is_set():
-                store.remove(keys.keys(instance.layout.owned_parts, 0))
+                store.remove(keys.store_keys(instance.layout.owned_parts, 0))
                 saved = instance.pool.save(keys, ids).wait(20)
                 loaded = instance.pool.load(keys, ids).wait(20)
                 assert saved.num_tokens == loaded.num_tokens == 2000
@@ -142,7 +142,7 @@ def test_threads_on_streams_of_their_own_save_and_load_what_each_queued(library,
         ids = torch.arange(8 * number, 8 * number + 8, device="cuda")
         host = host_memory(case.host_bytes(4), "cuda")
         swap.add_host(address_of(view_of(host)), len(host))
-        pieces = case.pieces(ids.view(4, 2).tolist(), 32, view_of(host))
+        copies = case.copies(ids.view(4, 2).tolist(), 32, view_of(host))
         with torch.cuda.stream(stream):
             for _ in range(10):
                 want = []
@@ -151,12 +151,12 @@ def test_threads_on_streams_of_their_own_save_and_load_what_each_queued(library,
                     new = torch.randn(8, *cache.shape[1:], device="cuda", generator=generator)
                     want.append(new.to(cache.dtype))
                     cache[ids] = want[-1]
-                saved = swap.start(Direction.SAVE, pieces, stream=stream_handle(stream))
+                saved = swap.start(Direction.SAVE, copies, stream=stream_handle(stream))
                 assert saved.wait(30)
                 for cache in case.caches:
                     spin(0.3)
                     cache[ids] = 0
-                loaded = swap.start(Direction.LOAD, pieces, stream=stream_handle(stream))
+                loaded = swap.start(Direction.LOAD, copies, stream=stream_handle(stream))
                 assert loaded.wait(30)
                 if not all(
                     torch.equal(cache[ids], new)
@@ -175,23 +175,23 @@ def test_threads_on_streams_of_their_own_save_and_load_what_each_queued(library,
 
 
 def test_a_call_under_capture_is_refused(library):
-    _case, swap, _host, pieces = rig(library)
+    _case, swap, _host, copies = rig(library)
     x = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x += 1
         stream = torch.cuda.current_stream()
         with pytest.raises(SwapError, match="captured"):
-            swap.start(Direction.SAVE, pieces, stream=stream_handle(stream))
+            swap.start(Direction.SAVE, copies, stream=stream_handle(stream))
     graph.replay()
-    swap.gather(pieces)
+    swap.gather(copies)
 
 
 def test_host_memory_that_is_not_registered_is_refused(library):
-    _case, swap, _host, pieces = rig(library)
-    payload = memoryview(bytearray(len(pieces[0].payload)))
+    _case, swap, _host, copies = rig(library)
+    payload = memoryview(bytearray(len(copies[0].payload)))
     with pytest.raises(LayoutError, match="registered"):
-        swap.gather([pieces[0]._replace(payload=payload)])
+        swap.gather([copies[0]._replace(payload=payload)])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -214,16 +214,16 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path, odd):
     case = Case(layout, 64, flat, caches)
     host = host_memory(case.host_bytes(64), "cuda")
     swap.add_host(address_of(view_of(host)), len(host))
-    pieces = case.pieces([[(7 * i) % 64] for i in range(64)], 1, view_of(host))
-    swap.gather(pieces)
+    copies = case.copies([[(7 * i) % 64] for i in range(64)], 1, view_of(host))
+    swap.gather(copies)
     want = torch.full_like(host, POISON)
-    TorchSwap(layout, caches).gather(case.pieces([p.block_ids for p in pieces], 1, view_of(want)))
+    TorchSwap(layout, caches).gather(case.copies([p.block_ids for p in copies], 1, view_of(want)))
     assert torch.equal(host, want)
     before = [c.clone() for c in caches]
     for cache in caches:
         cache.zero_()
     torch.cuda.synchronize()
-    swap.scatter(pieces)
+    swap.scatter(copies)
     assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
     between = [flat[n * step + size : (n + 1) * step] for n in range(2)]
     assert not any(gap.any() for gap in between)
@@ -238,7 +238,7 @@ def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
     part, step = case.layout.parts[0], staging.slot_bytes
     for slot in range(staging.num_slots):
         payload_view = staging.view[slot * step + 64 :][:payload]
-        piece = case.pieces([[1, 2]], 32, view_of(host))[0]._replace(payload=payload_view)
+        piece = case.copies([[1, 2]], 32, view_of(host))[0]._replace(payload=payload_view)
         assert piece.part == part
         swap.gather([piece])
     swap.close()
@@ -253,9 +253,9 @@ def test_what_cannot_be_pinned_is_an_error_and_leaves_no_error_behind(library):
 
 
 def test_an_injected_failure_leaves_torch_working(library):
-    _, swap, _, pieces = rig(library)
+    _, swap, _, copies = rig(library)
     library.fail("stage", 0, 719)
     with pytest.raises(SwapError):
-        swap.gather(pieces)
-    swap.gather(pieces)
+        swap.gather(copies)
+    swap.gather(copies)
     assert torch.zeros(1, device="cuda").item() == 0

@@ -47,7 +47,7 @@ def test_closing_ends_what_is_queued(library, device):
     bench = SwapBench(library, device, CopyPath.BATCH)
     library.delay(3000)
     tickets = [
-        bench.swap.start(direction, bench.pieces) for direction in Direction for _ in range(20)
+        bench.swap.start(direction, bench.copies) for direction in Direction for _ in range(20)
     ]
     bench.swap.close()
     ends = [end_of(ticket) for ticket in tickets]
@@ -61,7 +61,7 @@ def test_a_ticket_says_pending_until_the_copy_is_done(library, device):
     """Starting a copy does not wait for its end."""
     bench = SwapBench(library, device, CopyPath.BATCH)
     library.delay(20_000)
-    ticket = bench.swap.start(Direction.SAVE, bench.pieces)
+    ticket = bench.swap.start(Direction.SAVE, bench.copies)
     assert not ticket.done
     assert not ticket.wait(0.001)
     assert ticket.wait(30)
@@ -83,14 +83,14 @@ def test_threads_save_and_load_at_once(library, device, path):
         tables = [[8 * number + 2 * i, 8 * number + 2 * i + 1] for i in range(4)]
         host = host_memory(case.host_bytes(4), device)
         swap.add_host(address_of(view_of(host)), len(host))
-        pieces = case.pieces(tables, 32, view_of(host))
+        copies = case.copies(tables, 32, view_of(host))
         kept = None
         for _ in range(20):
-            swap.gather(pieces)
+            swap.gather(copies)
             kept = host.clone() if kept is None else kept
             if not torch.equal(kept, host):
                 wrong.append(number)
-            swap.scatter(pieces)
+            swap.scatter(copies)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -107,8 +107,8 @@ def test_what_the_caller_gave_may_change_right_after_the_call(library, device):
     """No copy reads ids or addresses from the caller's memory once the call has returned."""
     bench = SwapBench(library, device, CopyPath.BATCH)
     library.delay(10_000)
-    first = bench.swap.start(Direction.SAVE, bench.pieces[:1])
-    ticket = bench.swap.start(Direction.SAVE, bench.pieces)
+    first = bench.swap.start(Direction.SAVE, bench.copies[:1])
+    ticket = bench.swap.start(Direction.SAVE, bench.copies)
     bench.tables[0][:] = [39, 39]  # the very list that the piece names
     assert first.wait(30)
     assert ticket.wait(30)
@@ -122,9 +122,9 @@ def test_a_larger_copy_takes_no_more_device_memory(library, device, path):
     bench = SwapBench(library, device, path)
     bench.copy(Direction.SAVE)
     before = library.live()
-    many = [piece for _ in range(50) for piece in bench.pieces]
+    many = [piece for _ in range(50) for piece in bench.copies]
     assert bench.swap.start(Direction.SAVE, many).wait(30)
-    assert bench.swap.start(Direction.LOAD, bench.pieces).wait(30)
+    assert bench.swap.start(Direction.LOAD, bench.copies).wait(30)
     assert library.live() == before
     bench.swap.close()
     assert library.live() == (0, 0, 0)
@@ -139,20 +139,20 @@ def test_engines_of_two_layouts_share_nothing(library, device):
     swap = NativeSwap(library, other, case.caches, path=CopyPath.STAGE)
     host = host_memory(case.host_bytes(8), device)
     swap.add_host(address_of(view_of(host)), len(host))
-    pieces = case.pieces(benches[0].tables, 32, view_of(host))
+    copies = case.copies(benches[0].tables, 32, view_of(host))
     want = host_memory(len(host), "cpu")
-    TorchSwap(other, case.caches).gather(case.pieces(benches[0].tables, 32, view_of(want)))
+    TorchSwap(other, case.caches).gather(case.copies(benches[0].tables, 32, view_of(want)))
     for _ in range(5):
         host.fill_(POISON)
         for bench in benches:
             bench.host.fill_(POISON)
-        tickets = [s.start(Direction.SAVE, p) for s, p in [(b.swap, b.pieces) for b in benches]]
-        tickets.append(swap.start(Direction.SAVE, pieces))
+        tickets = [s.start(Direction.SAVE, p) for s, p in [(b.swap, b.copies) for b in benches]]
+        tickets.append(swap.start(Direction.SAVE, copies))
         assert all(ticket.wait(30) for ticket in tickets)
         assert torch.equal(host, want)
         assert all(torch.equal(bench.host, bench.want) for bench in benches)
     benches[0].swap.close()
-    swap.gather(pieces)
+    swap.gather(copies)
     assert torch.equal(host, want)
     swap.close()
     benches[1].swap.close()

@@ -181,7 +181,7 @@ def test_a_child_of_a_fork_is_told_that_the_engine_is_its_parents():
 import os
 from tests.support import native_kit
 from tests.support.kv import caches_of
-from tests.worker.swap.test_torch import layout_of, piece_of
+from tests.worker.swap.test_torch import layout_of, copy_of
 from pdstore.format.namespace import Part
 from pdstore.worker.swap.native import NativeSwap
 layout = layout_of()
@@ -189,12 +189,12 @@ swap = NativeSwap(native_kit.library(), layout, caches_of(layout, 10))
 pid = os.fork()
 if pid == 0:
     try:
-        swap.gather([piece_of(layout, Part(0, 0), [1, 2], 8)])
+        swap.gather([copy_of(layout, Part(0, 0), [1, 2], 8)])
     except RuntimeError as error:
         os._exit(0 if "parent process" in str(error) else 1)
     os._exit(2)
 assert os.waitpid(pid, 0)[1] == 0
-swap.gather([piece_of(layout, Part(0, 0), [1, 2], 8)])
+swap.gather([copy_of(layout, Part(0, 0), [1, 2], 8)])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60

@@ -32,7 +32,7 @@ SHAPES = st.fixed_dictionaries(
 
 @st.composite
 def layouts(draw) -> Layout:
-    """Up to 18 regions of small pieces, in every order and split."""
+    """Up to 18 regions of small copies, in every order and split."""
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     heads = draw(st.sampled_from([1, 2, 4]))
     specs = [
@@ -53,7 +53,7 @@ def layouts(draw) -> Layout:
 
 @st.composite
 def deep_layouts(draw) -> Layout:
-    """Up to 80 layers, and with K and V apart twice the regions; pieces from 3 bytes on."""
+    """Up to 80 layers, and with K and V apart twice the regions; copies from 3 bytes on."""
     return Layout(
         dtype="uint8",
         rope="",
@@ -99,23 +99,23 @@ def check_parity(library, device, data, layout, most_blocks=20) -> None:
     got = want.clone().pin_memory() if device != "cpu" else want.clone()
     native.add_host(address_of(view_of(got)), len(got))
     repeated = tables + tables[:1]  # reading a block twice is fine
-    torch_swap.gather(case.pieces(tables, num_tokens, view_of(want)))
-    native.gather(case.pieces(tables, num_tokens, view_of(got)))
+    torch_swap.gather(case.copies(tables, num_tokens, view_of(want)))
+    native.gather(case.copies(tables, num_tokens, view_of(got)))
     assert torch.equal(got, want)
     room = host_memory(case.host_bytes(len(repeated)), device)
     native.add_host(address_of(view_of(room)), len(room))
-    native.gather(case.pieces(repeated, num_tokens, view_of(room)))
+    native.gather(case.copies(repeated, num_tokens, view_of(room)))
     again = host_memory(len(room), "cpu")
-    torch_swap.gather(case.pieces(repeated, num_tokens, view_of(again)))
+    torch_swap.gather(case.copies(repeated, num_tokens, view_of(again)))
     assert torch.equal(room, again)
 
     step = layout.engine_block_tokens
     first = data.draw(st.integers(0, (num_tokens - 1) // step)) * step
     a, b = (Case.of(layout, num_blocks, device, **shape, seed=1) for _ in range(2))
-    TorchSwap(layout, a.caches).scatter(a.pieces(tables, num_tokens, view_of(want), first))
+    TorchSwap(layout, a.caches).scatter(a.copies(tables, num_tokens, view_of(want), first))
     into = native_of(library, b, device, path=path, sizes=sizes)
     into.add_host(address_of(view_of(got)), len(got))
-    into.scatter(b.pieces(tables, num_tokens, view_of(got), first))
+    into.scatter(b.copies(tables, num_tokens, view_of(got), first))
     assert torch.equal(a.buffer, b.buffer)
     assert torch.equal(got, want)
     native.close()
@@ -160,9 +160,9 @@ def test_every_byte_of_pieces_of_every_small_length_is_copied(library, device, p
         )
         case = Case.of(layout, 3, device, **{**PLAIN, "offset": width % 17})
         want, got = host_memory(case.host_bytes(3), "cpu"), host_memory(case.host_bytes(3), device)
-        TorchSwap(layout, case.caches).gather(case.pieces([[2], [0], [1]], 1, view_of(want)))
+        TorchSwap(layout, case.caches).gather(case.copies([[2], [0], [1]], 1, view_of(want)))
         native = native_of(library, case, device, path=path)
         native.add_host(address_of(view_of(got)), len(got))
-        native.gather(case.pieces([[2], [0], [1]], 1, view_of(got)))
+        native.gather(case.copies([[2], [0], [1]], 1, view_of(got)))
         native.close()
         assert torch.equal(got, want), width

@@ -99,7 +99,7 @@ def test_a_flipped_bit_in_a_file_is_a_miss(library, tmp_path):
     p, d = Instance(store, native="require"), Instance(store, fill=POISON, native="require")
     prompt, blocks = range(300), list(range(1, 20))
     p.pool.save(p.cache.keys(prompt), blocks).wait(10)
-    third = p.cache.keys(prompt).keys(p.namespace.parts)[2]
+    third = p.cache.keys(prompt).store_keys(p.namespace.parts)[2]
     (path,) = (tmp_path / "pool").rglob(third)
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1

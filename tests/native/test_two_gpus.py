@@ -25,12 +25,12 @@ def library():
 def test_copies_land_on_the_engines_device_whatever_the_callers_is(library, mine, its):
     """And the caller's thread is back on its own device after each call."""
     torch.cuda.set_device(mine)
-    case, swap, _host, pieces = rig(library, device=f"cuda:{its}")
-    swap.gather(pieces)
+    case, swap, _host, copies = rig(library, device=f"cuda:{its}")
+    swap.gather(copies)
     want = case.buffer.clone()
     case.buffer.zero_()
     torch.cuda.synchronize(its)
-    swap.scatter(pieces)
+    swap.scatter(copies)
     assert torch.equal(case.buffer, want)
     assert torch.cuda.current_device() == mine
     store = MemoryStore()
@@ -53,7 +53,7 @@ import torch
 from tests.support import native_kit
 from tests.support.swap_case import layout_of
 from pdstore.native.library import address_of
-from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap
 def active():
     driver = ctypes.CDLL("libcuda.so.1")
@@ -68,7 +68,7 @@ swap = NativeSwap(library, layout, caches)
 memory = memoryview(mmap.mmap(-1, 1 << 20))
 swap.register(address_of(memory), len(memory))
 part = layout.parts[0]
-swap.gather([Piece(part, [0, 1], 32, 0, memory[: layout.payload_bytes(part, 32)])])
+swap.gather([BlockCopy(part, [0, 1], 32, 0, memory[: layout.payload_bytes(part, 32)])])
 swap.close()
 swap.unregister(address_of(memory))
 print(before, active())

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pdstore import PrefixCacheManager
-from pdstore.format.handoff import Attempt
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY
 from pdstore.outcome import Reason
 from pdstore.store import open_store
@@ -68,7 +68,7 @@ def test_d_waits_for_p(instance):
     keys = p.cache.keys(range(100))
     attempt, params = p.cache.announce(keys)
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
-    p.pool.save(keys.first(64), BLOCKS).wait(10)
+    p.pool.save(keys.prefix(64), BLOCKS).wait(10)
     time.sleep(0.05)  # a window in which a wrong lookup would answer
     assert lookup.poll() is None
     p.pool.save(keys, BLOCKS, handoff=attempt)
@@ -79,7 +79,7 @@ def test_p_that_dies_costs_d_its_deadline_and_what_is_durable_counts(instance):
     p, d = instance(), instance(handoff_wait_s=0.1)
     keys = p.cache.keys(range(100))
     _, params = p.cache.announce(keys)
-    p.pool.save(keys.first(64), BLOCKS).wait(10)
+    p.pool.save(keys.prefix(64), BLOCKS).wait(10)
     start = time.monotonic()
     found = find(d, range(100), params)
     assert time.monotonic() - start < 5
@@ -161,7 +161,7 @@ def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
 
 def test_an_attempt_of_the_router_is_taken_over(instance):
     p, d = instance(), instance()
-    params = {"pdstore": {"attempt": Attempt.new().hex}}
+    params = {"pdstore": {"attempt": HandoffId.new().hex}}
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
     keys = p.cache.keys(range(100))
     attempt, said = p.cache.announce(keys, params)
@@ -180,9 +180,9 @@ def test_every_shard_must_be_done(instance, store):
     p = instance(kv_shards=2)
     job, params = publish(p, range(100))
     job.wait(10)
-    attempt = Attempt(params["pdstore"]["attempt"])
+    attempt = HandoffId(params["pdstore"]["attempt"])
     store.remove([attempt.done(p.namespace, 1)])
-    store.remove([p.cache.keys(range(100)).keys(p.layout.parts)[2]])
+    store.remove([p.cache.keys(range(100)).store_keys(p.layout.parts)[2]])
     found = find(d, range(100), params)
     assert (found.num_tokens, found.reason) == (64, Reason.HANDOFF_LATE)
 
@@ -201,7 +201,7 @@ def test_waiting_asks_for_markers_only(instance, store):
     d = instance(over=watched, handoff_wait_s=0.2)
     eventually(lambda: d.cache._pool_id)
     watched.asked.clear()
-    lookup = d.cache.lookup(d.cache.keys(range(200)), {"pdstore": {"attempt": Attempt.new().hex}})
+    lookup = d.cache.lookup(d.cache.keys(range(200)), {"pdstore": {"attempt": HandoffId.new().hex}})
     while lookup.poll() is None:
         blocks = [k for k in watched.asked if ":handoff:" not in k]
         if lookup.poll() is None:

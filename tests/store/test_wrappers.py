@@ -9,7 +9,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.store.wrappers import Guarded, Metered
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 from tests.support.kv import settings_of
 
 KEYS = [BlockKey("a")]
@@ -65,19 +65,19 @@ def failing(store):
 
 def test_a_broken_connection_is_tried_once_more():
     inner = Scripted(StoreUnavailable("stale"), 1)
-    assert Guarded(inner).match(KEYS) == 1
+    assert CircuitBreaker(inner).match(KEYS) == 1
     assert inner.num_calls == 2
 
 
 def test_a_time_out_is_not_tried_again():
     inner = Scripted(StoreTimeout("slow"))
-    failing(Guarded(inner))
+    failing(CircuitBreaker(inner))
     assert inner.num_calls == 1
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 3)
-    store = Guarded(inner, failures=3, clock=clock)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
     for _ in range(3):
         assert not store.is_open
         failing(store)
@@ -89,7 +89,7 @@ def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock)
 
 def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
     inner = Scripted(StoreUnavailable("stale"), 1, *[StoreTimeout("slow")] * 3)
-    store = Guarded(inner, failures=3, clock=clock)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
     store.clear("0" * 32)
     assert inner.num_calls == 2
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
 
 def test_a_success_between_failures_starts_the_count_again(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 2, 1, *[StoreTimeout("slow")] * 2)
-    store = Guarded(inner, failures=3, clock=clock)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
     for _ in range(2):
         failing(store)
     store.match(KEYS)
@@ -113,7 +113,7 @@ def test_a_success_between_failures_starts_the_count_again(clock):
 
 def test_one_probe_is_let_through_and_closes_the_breaker(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 3)
-    store = Guarded(inner, failures=3, clock=clock)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     clock.now += 1.01
@@ -123,7 +123,7 @@ def test_one_probe_is_let_through_and_closes_the_breaker(clock):
 
 def test_the_pause_doubles_up_to_its_bound_while_probes_fail(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 20)
-    store = Guarded(inner, failures=3, open_s=1.0, max_s=4.0, clock=clock)
+    store = CircuitBreaker(inner, failures=3, open_s=1.0, max_s=4.0, clock=clock)
     for _ in range(3):
         failing(store)
     for pause in (1.0, 2.0, 4.0, 4.0):
@@ -147,7 +147,7 @@ def test_only_one_caller_probes(clock):
             return super().match(keys)
 
     inner = Probing(*[StoreTimeout("slow")] * 3)
-    store = Guarded(inner, failures=3, clock=clock)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     clock.now += 1.01
@@ -155,7 +155,7 @@ def test_only_one_caller_probes(clock):
 
 
 def test_an_empty_call_says_nothing_about_the_store(clock):
-    store = Guarded(Scripted(*[StoreTimeout("slow")] * 3), failures=3, clock=clock)
+    store = CircuitBreaker(Scripted(*[StoreTimeout("slow")] * 3), failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     assert store.match([]) == 1
@@ -178,7 +178,7 @@ def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
                 raise StoreTimeout("slow")
             raise StoreTimeout("slow")
 
-    store = Guarded(Slow(), failures=3, open_s=1.0, clock=clock)
+    store = CircuitBreaker(Slow(), failures=3, open_s=1.0, clock=clock)
     failing(store)
     assert outer == ["probe begins"]
     with pytest.raises(StoreUnavailable, match="in a row"):
@@ -188,7 +188,7 @@ def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
 
 @pytest.mark.parametrize("error", [StoreFull("full"), ValueError("bad call")])
 def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock):
-    store = Guarded(Scripted(*[error] * 10), failures=3, clock=clock)
+    store = CircuitBreaker(Scripted(*[error] * 10), failures=3, clock=clock)
     for _ in range(10):
         with pytest.raises(type(error)):
             store.match(KEYS)
@@ -198,7 +198,7 @@ def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock
 def test_calls_seconds_and_bytes_are_counted():
     metrics = Metrics()
     assert metrics.total() == 0
-    store = Metered(open_store("memory://", settings_of()), metrics)
+    store = Instrumented(open_store("memory://", settings_of()), metrics)
     slots = Slots(memoryview(bytearray(b"abcd")), 4, [0], [4])
     store.put(KEYS, slots)
     store.match(KEYS)
@@ -215,7 +215,7 @@ def test_calls_seconds_and_bytes_are_counted():
 
 def test_a_failed_call_is_counted_by_its_error():
     metrics = Metrics()
-    store = Metered(Scripted(StoreTimeout("slow")), metrics)
+    store = Instrumented(Scripted(StoreTimeout("slow")), metrics)
     failing(store)
     labels = {"verb": "match", "outcome": "StoreTimeout"}
     assert metrics.registry.get_sample_value("pdstore_store_calls_total", labels) == 1

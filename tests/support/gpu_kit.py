@@ -19,8 +19,8 @@ def rig(library, path=CopyPath.AUTO, device="cuda:0", layers=8):
     swap = NativeSwap(library, layout, case.caches, path=path)
     host = host_memory(case.host_bytes(32), device)
     swap.add_host(address_of(view_of(host)), len(host))
-    pieces = case.pieces([[2 * i, 2 * i + 1] for i in range(32)], 32, view_of(host))
-    return case, swap, host, pieces
+    copies = case.copies([[2 * i, 2 * i + 1] for i in range(32)], 32, view_of(host))
+    return case, swap, host, copies
 
 
 def gpu_instance(store, device="cuda:0", **changes) -> kv.Instance:

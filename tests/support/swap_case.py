@@ -1,4 +1,4 @@
-"""A small paged cache in one poisoned buffer, and a copy's pieces: for tests of block copies."""
+"""A small paged cache in one poisoned buffer, and copies of its blocks: for tests of the swap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
-from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
 
@@ -63,15 +63,15 @@ class Case:
         caches = [tuple(t) if len(t) == 2 else t[0] for t in layers]
         return cls(layout, num_blocks, buffer, caches)
 
-    def pieces(self, ids_of_blocks, num_tokens, host, first_token=0, parts=None):
-        """One piece per part and pool block, each with a guard around its payload."""
-        pieces, at = [], GUARD
+    def copies(self, ids_of_blocks, num_tokens, host, first_token=0, parts=None):
+        """One copy per part and pool block, each with a guard around its payload."""
+        copies, at = [], GUARD
         for ids in ids_of_blocks:
             for part in parts or self.layout.owned_parts:
                 size = self.layout.payload_bytes(part, num_tokens)
-                pieces.append(Piece(part, ids, num_tokens, first_token, host[at : at + size]))
+                copies.append(BlockCopy(part, ids, num_tokens, first_token, host[at : at + size]))
                 at += size + GUARD
-        return pieces
+        return copies
 
     def host_bytes(self, num_blocks) -> int:
         size = sum(
@@ -112,9 +112,9 @@ class SwapBench:
         self.tables = [[2 * i, 2 * i + 1] for i in range(8)]
         self.host = host_memory(self.case.host_bytes(8), device)
         self.swap.add_host(address_of(view_of(self.host)), len(self.host))
-        self.pieces = self.case.pieces(self.tables, 32, view_of(self.host))
+        self.copies = self.case.copies(self.tables, 32, view_of(self.host))
         want = host_memory(len(self.host), "cpu")
-        TorchSwap(layout, self.case.caches).gather(self.case.pieces(self.tables, 32, view_of(want)))
+        TorchSwap(layout, self.case.caches).gather(self.case.copies(self.tables, 32, view_of(want)))
         self.want = want
 
     def copy_works(self, direction) -> bool:
@@ -124,4 +124,4 @@ class SwapBench:
 
     def copy(self, direction) -> None:
         verb = self.swap.gather if direction is Direction.SAVE else self.swap.scatter
-        verb(self.pieces)
+        verb(self.copies)

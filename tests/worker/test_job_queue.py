@@ -15,7 +15,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.threads import CPU, DevicePin
 from pdstore.worker.job import Job
-from pdstore.worker.job_queue import MAX_HUNG_CALLS, Transfer
+from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from tests.support.kv import eventually, settings_of
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
@@ -25,9 +25,9 @@ LOAD, SAVE = Direction.LOAD, Direction.SAVE
 def make():
     made = []
 
-    def make(**changes) -> Transfer:
+    def make(**changes) -> JobQueue:
         settings = settings_of(**{"workers": 3, "drain_s": 0.0, **changes})
-        made.append(Transfer(settings, DevicePin(CPU), Metrics()))
+        made.append(JobQueue(settings, DevicePin(CPU), Metrics()))
         return made[-1]
 
     yield make
@@ -43,7 +43,7 @@ def held(gate: threading.Event, direction=LOAD, seconds=30.0, num_bytes=1) -> Jo
     """A job that stays inside its store call until the gate opens."""
 
     def body(job):
-        with job.asking_store():
+        with job.in_store_call():
             gate.wait(30)
 
     return job_of(body, direction, seconds, num_bytes)
@@ -139,7 +139,7 @@ def test_a_block_copy_is_never_cut_short(make):
     inside, go_on, ended_inside = threading.Event(), threading.Event(), []
 
     def body(job):
-        with job.touching():
+        with job.copying():
             inside.set()
             go_on.wait(30)
             ended_inside.append(job.done)
@@ -161,7 +161,7 @@ def test_nothing_touches_the_cache_after_the_end(make, gate):
         started.set()
         gate.wait(30)
         try:
-            with job.touching():
+            with job.copying():
                 touched.append(1)
         finally:
             tried.set()
@@ -341,7 +341,7 @@ def test_a_pin_that_fails_leaves_no_thread(make):
     before = set(threading.enumerate())
     pin = DevicePin(torch.device("cuda:1"), Api())
     with pytest.raises(DeviceError):
-        Transfer(settings_of(workers=8), pin, Metrics())
+        JobQueue(settings_of(workers=8), pin, Metrics())
     eventually(lambda: set(threading.enumerate()) <= before)
 
 

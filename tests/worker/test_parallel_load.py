@@ -1,4 +1,4 @@
-"""Loads in stripes over several workers: the result is that of one load."""
+"""Loads in ranges over several workers: the result is that of one load."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pdstore.format.keys import Kind, kind_of
 from pdstore.outcome import Direction
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.job import Job
-from pdstore.worker.parallel_load import stripes_of
+from pdstore.worker.parallel_load import ranges_of
 from tests.support.kv import POISON, Instance, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
 
 
 @pytest.fixture(autouse=True)
-def small_stripes(monkeypatch):
-    monkeypatch.setattr("pdstore.worker.parallel_load.STRIPE_BYTES", 1)
+def small_ranges(monkeypatch):
+    monkeypatch.setattr("pdstore.worker.parallel_load.RANGE_BYTES", 1)
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def save(p, num_tokens):
 
 
 def test_stripes_are_even_and_in_order():
-    assert stripes_of(2, 12, 3) == [(2, 5), (5, 8), (8, 12)]
-    assert stripes_of(0, 2, 10) == [(0, 1), (1, 2)]
-    assert stripes_of(4, 4, 0) == [(4, 4)]
+    assert ranges_of(2, 12, 3) == [(2, 5), (5, 8), (8, 12)]
+    assert ranges_of(0, 2, 10) == [(0, 1), (1, 2)]
+    assert ranges_of(4, 4, 0) == [(4, 4)]
 
 
 def test_a_small_load_is_one_stripe(monkeypatch):
-    monkeypatch.setattr("pdstore.worker.parallel_load.STRIPE_BYTES", 100)
-    assert stripes_of(0, 10, 199) == [(0, 10)]
-    assert len(stripes_of(0, 10, 200)) == 2
+    monkeypatch.setattr("pdstore.worker.parallel_load.RANGE_BYTES", 100)
+    assert ranges_of(0, 10, 199) == [(0, 10)]
+    assert len(ranges_of(0, 10, 200)) == 2
 
 
 @pytest.mark.parametrize("first_token", [0, 48, 64, 144])
@@ -75,7 +75,7 @@ def test_a_striped_load_brings_what_one_job_brings(p, d, num_tokens, first_token
 
 def test_the_tokens_before_the_first_gap_count_and_the_load_counts_once(p, d, store):
     keys = save(p, 320)
-    names = keys.keys(keys.namespace.parts)
+    names = keys.store_keys(keys.namespace.parts)
     store.remove([names[2], names[4]])
     result = d.pool.load(keys, D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (128, Reason.LOST)
@@ -143,7 +143,7 @@ def test_who_finds_no_worker_is_not_waited_for(p, store):
 
 def test_a_stripe_that_takes_long_holds_up_no_other(p, store):
     keys = save(p, 320)
-    first = keys.keys(keys.namespace.parts)[0]
+    first = keys.store_keys(keys.namespace.parts)[0]
     gate = FirstHeld(store, first)
     d = Instance(gate, fill=POISON, workers=3)
     job = d.pool.load(keys, D_BLOCKS)
@@ -156,7 +156,7 @@ def test_a_stripe_that_takes_long_holds_up_no_other(p, store):
 
 def test_behind_a_gap_no_stripe_is_begun(p, store):
     keys = save(p, 320)
-    names = keys.keys(keys.namespace.parts)
+    names = keys.store_keys(keys.namespace.parts)
     store.remove(names[:1])
     gate = FirstHeld(store, names[4])
     gate.opened.set()

@@ -50,16 +50,16 @@ class FakeRegistrar:
 @given(
     slot_pages=st.integers(1, 40),
     num_slots=st.integers(1, 200),
-    piece_bytes=st.integers(1, 400 * PAGE),
+    span_bytes=st.integers(1, 400 * PAGE),
 )
-def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, piece_bytes):
+def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, span_bytes):
     slot, base = slot_pages * PAGE, 1 << 20
-    spans = spans_of(base, num_slots * slot, slot, piece_bytes)
+    spans = spans_of(base, num_slots * slot, slot, span_bytes)
     at = base
     for span in spans:
         assert span.address == at
         assert span.num_bytes % slot == 0
-        assert span.num_bytes <= max(slot, piece_bytes)
+        assert span.num_bytes <= max(slot, span_bytes)
         at += span.num_bytes
     assert at == base + num_slots * slot
 
@@ -125,7 +125,7 @@ def test_a_ring_says_how_far_it_is_pinned_and_why_it_cannot_be():
     gate = threading.Event()
     registrar = FakeRegistrar(fail_at=2, gate=gate)
     allocate = lambda n: memoryview(mmap.mmap(-1, n))  # noqa: E731
-    staging = Staging(allocate, 100, 20 * PAGE, registrar, piece_bytes=6 * PAGE)
+    staging = Staging(allocate, 100, 20 * PAGE, registrar, span_bytes=6 * PAGE)
     assert staging.progress == 0
     gate.set()
     with pytest.raises(SwapError, match="cudaHostRegister"):
@@ -150,7 +150,7 @@ def test_a_ring_is_pinned_from_its_first_slot_to_its_last():
     registrar = FakeRegistrar()
     payload = PAGE - HEADER_BYTES
     staging = Staging(
-        lambda n: memoryview(mmap.mmap(-1, n)), payload, 20 * PAGE, registrar, piece_bytes=6 * PAGE
+        lambda n: memoryview(mmap.mmap(-1, n)), payload, 20 * PAGE, registrar, span_bytes=6 * PAGE
     )
     staging.ready(30)
     start = address_of(staging.view)

@@ -16,7 +16,7 @@ from pdstore.errors import (
     StoreUnavailable,
 )
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.handoff import Attempt
+from pdstore.format.handoff import HandoffId
 from pdstore.outcome import Direction, Reason
 from pdstore.store import open_store
 from pdstore.store.base import Slots
@@ -143,8 +143,8 @@ def test_a_longer_prompt_finds_the_full_blocks_of_a_shorter_one(p, d):
 def test_chunks_saved_one_after_the_other_are_the_whole(p, d):
     keys, jobs, saved = p.cache.keys(range(200)), [], 0
     for end in (50, 100, 150):
-        jobs.append(p.pool.save(keys.first(end), P_BLOCKS, first_token=saved))
-        saved = keys.first(end).num_tokens
+        jobs.append(p.pool.save(keys.prefix(end), P_BLOCKS, first_token=saved))
+        saved = keys.prefix(end).num_tokens
     attempt, params = p.cache.announce(keys)
     last = p.pool.save(keys, P_BLOCKS, first_token=saved, handoff=attempt, after=jobs)
     lookup = d.cache.lookup(d.cache.keys(range(200)), params)
@@ -228,7 +228,7 @@ def flip(data: bytes, at: int) -> bytes:
 )
 def test_a_damaged_value_is_a_miss_is_removed_and_heals(p, d, store, block, damage, reason):
     save(p, range(200))
-    key = p.cache.keys(range(200)).keys(p.layout.parts)[block]
+    key = p.cache.keys(range(200)).store_keys(p.layout.parts)[block]
     plant(store, key, damage(raw(store)[key]))
     result = load(d, range(200))
     assert (result.num_tokens, result.reason) == (64 * block, reason)
@@ -243,7 +243,7 @@ def test_swapped_values_are_misses(instance, store):
     layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
     p, d = (instance(fill=f, kv_shards=2, layers=layers) for f in (None, POISON))
     save(p, range(128))
-    keys = p.cache.keys(range(128)).keys(p.layout.parts)
+    keys = p.cache.keys(range(128)).store_keys(p.layout.parts)
     values = raw(store)
     for a, b in ((0, 4), (0, 1), (0, 2)):  # two blocks, two shards, two groups
         plant(store, keys[a], values[keys[b]])
@@ -255,7 +255,7 @@ def test_swapped_values_are_misses(instance, store):
 def test_a_block_is_loaded_whole_or_not_at_all(instance, store):
     p, d = (instance(fill=f, kv_shards=2) for f in (None, POISON))
     save(p, range(200))
-    keys = p.cache.keys(range(200)).keys(p.layout.parts)
+    keys = p.cache.keys(range(200)).store_keys(p.layout.parts)
     store.remove([keys[5]])  # the second shard of block 2
     assert d.cache.match(d.cache.keys(range(200))).num_tokens == 128
     result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
@@ -301,7 +301,7 @@ def test_a_block_lost_before_the_check_is_saved_again(store, instance):
     forgetful = Forgetful(store)
     p, d = instance(over=forgetful), instance(fill=POISON)
     keys = p.cache.keys(range(200))
-    forgetful.lose = keys.keys(p.layout.parts)[1]
+    forgetful.lose = keys.store_keys(p.layout.parts)[1]
     attempt, params = p.cache.announce(keys)
     assert p.pool.save(keys, P_BLOCKS, handoff=attempt).wait(10).reason is None
     found = eventually(d.cache.lookup(d.cache.keys(range(200)), params).poll)
@@ -327,7 +327,7 @@ def test_a_handoffs_blocks_are_not_captured_before_it_is_over(store, instance):
     p, d = instance(over=watched), instance(fill=POISON)
     keys = p.cache.keys(range(200))
     attempt, _ = p.cache.announce(keys)
-    job = p.pool.save(keys.first(0), P_BLOCKS)
+    job = p.pool.save(keys.prefix(0), P_BLOCKS)
     job = p.pool.save(keys, P_BLOCKS, handoff=attempt, after=[job])
     assert job.wait(10).reason is None
     assert watched.captured == (False, False)
@@ -457,7 +457,7 @@ def test_a_withdrawn_handoff_is_not_waited_for(instance):
     p, d = instance(), instance(fill=POISON, handoff_wait_s=30.0)
     attempt, params = p.cache.announce(p.cache.keys(range(100)))
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
-    assert p.pool.withdraw(attempt).wait(10).reason is None
+    assert p.pool.abort_handoff(attempt).wait(10).reason is None
     assert lookup.wait(5).reason is Reason.HANDOFF_FAILED
 
 
@@ -575,7 +575,7 @@ def test_a_value_that_cannot_be_removed_is_still_only_a_miss(store, instance):
 
     p, d = instance(), instance(fill=POISON, over=ReadOnlyUser(store))
     save(p, range(200))
-    key = p.cache.keys(range(200)).keys(p.layout.parts)[1]
+    key = p.cache.keys(range(200)).store_keys(p.layout.parts)[1]
     plant(store, key, flip(raw(store)[key], 100))
     result = load(d, range(200))
     assert (result.num_tokens, result.reason) == (64, Reason.CORRUPT)
@@ -650,5 +650,5 @@ def test_close_ends_everything(instance):
 def test_a_handoff_needs_its_own_name(p):
     keys = p.cache.keys(range(100))
     first, second = (p.cache.announce(keys)[0] for _ in range(2))
-    assert isinstance(first, Attempt)
+    assert isinstance(first, HandoffId)
     assert first != second

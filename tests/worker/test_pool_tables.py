@@ -97,7 +97,7 @@ def test_chunks_with_a_window_are_a_whole_prompt_for_a_shorter_and_a_longer_one(
     keys = p.cache.keys(range(160))
     for start, stop in ((0, 64), (64, 112), (112, 160)):
         tables = [FULL_IDS, behind(SLIDING_IDS, start)]
-        result = p.pool.save(keys.first(stop), tables, first_token=start).wait(10)
+        result = p.pool.save(keys.prefix(stop), tables, first_token=start).wait(10)
         assert result.num_tokens == stop
     for want in (64, 112, 160):
         found = d.cache.match(d.cache.keys([*range(want), 9999]))
@@ -109,7 +109,7 @@ def test_a_gap_in_the_window_ends_the_prompt_before_it(half, store):
     keys = p.cache.keys(range(160))
     p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10)
     sliding = [part for part in p.layout.parts if part.group == 1]
-    names = keys.keys(sliding)
+    names = keys.store_keys(sliding)
     store.remove([names[8]])
     assert p.cache.match(keys).num_tokens == 8 * BLOCK
     store.remove([names[6], names[4], names[2]])
@@ -120,7 +120,7 @@ def test_a_prompt_whose_window_is_gone_is_no_hit(half, store):
     p = half([FULL, SLIDING])
     keys = p.cache.keys(range(320))
     p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10)
-    store.remove(keys.keys([part for part in p.layout.parts if part.group == 1]))
+    store.remove(keys.store_keys([part for part in p.layout.parts if part.group == 1]))
     found = p.cache.match(keys)
     assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
 

@@ -28,7 +28,7 @@ def library():
     library.fail("none", 0, 0)
 
 
-class Followed:
+class RequestTracker:
     """Stands for an event that copies can follow: who waits for it on the host fails."""
 
     def synchronize(self) -> None:
@@ -36,14 +36,14 @@ class Followed:
 
 
 def tell(swap, monkeypatch) -> list:
-    """Lets a swap follow `Followed` events; what its copies are told."""
+    """Lets a swap follow `RequestTracker` events; what its copies are told."""
     told = []
     for verb in ("gather", "scatter"):
         copy = getattr(swap, verb)
 
-        def following(pieces, ready=None, copy=copy):
+        def following(copies, ready=None, copy=copy):
             told.append(ready)
-            copy(pieces)
+            copy(copies)
 
         monkeypatch.setattr(swap, verb, following)
     monkeypatch.setattr(swap, "to_follow", lambda ready: ready)
@@ -53,7 +53,7 @@ def tell(swap, monkeypatch) -> list:
 @pytest.mark.parametrize("publishes", [False, True])
 def test_a_save_hands_its_event_to_every_copy(monkeypatch, publishes):
     p = Instance(MemoryStore())
-    told, event = tell(p.pool._swap, monkeypatch), Followed()
+    told, event = tell(p.pool._swap, monkeypatch), RequestTracker()
     p.pool._mover._window = 2
     keys = p.cache.keys(list(range(600)))
     handoff = p.cache.announce(keys, None)[0] if publishes else None
@@ -68,7 +68,7 @@ def test_a_load_hands_its_event_to_every_copy(monkeypatch):
     p = Instance(MemoryStore())
     keys = p.cache.keys(list(range(600)))
     assert p.pool.save(keys, list(range(38))).wait(20).num_tokens == 600
-    told, event = tell(p.pool._swap, monkeypatch), Followed()
+    told, event = tell(p.pool._swap, monkeypatch), RequestTracker()
     monkeypatch.setattr(p.pool, "_order", lambda: event)
     p.pool._mover._window = 2
     assert p.pool.load(keys, list(range(38))).wait(20).num_tokens == 600
@@ -86,8 +86,8 @@ def test_an_event_that_copies_cannot_follow_is_waited_for_before_a_byte_is_read(
         def synchronize(self):
             bench.case.buffer.fill_(9)
 
-    swap.gather(bench.pieces, Model())
-    assert all(set(bytes(piece.payload)) == {9} for piece in bench.pieces)
+    swap.gather(bench.copies, Model())
+    assert all(set(bytes(piece.payload)) == {9} for piece in bench.copies)
     bench.host.fill_(POISON)
     assert swap.to_follow(Model()) is None
     assert swap.to_follow(None) is None
@@ -99,7 +99,7 @@ def test_an_event_that_copies_cannot_follow_is_waited_for_before_a_byte_is_read(
 def test_an_event_that_cannot_be_asked_fails_its_copy_alone(library, device, direction):
     bench = SwapBench(library, device)
     library.fail("query", 0, 719)
-    ticket = bench.swap.start(direction, bench.pieces, stream=DEFAULT_STREAM)
+    ticket = bench.swap.start(direction, bench.copies, stream=DEFAULT_STREAM)
     with pytest.raises(SwapError, match="cudaEventQuery"):
         ticket.wait(30)
     assert bench.copy_works(direction)
@@ -110,13 +110,13 @@ def test_an_event_that_cannot_be_asked_fails_its_copy_alone(library, device, dir
 @pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.STRIDED, CopyPath.STAGE])
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
 def test_a_copy_that_need_not_wait_passes_one_that_does(library, device, path):
-    _case, swap, _host, pieces = rig(library, path, device)
+    _case, swap, _host, copies = rig(library, path, device)
     event = torch.cuda.Event()
     spin(300)
     event.record()
-    late = swap.start(Direction.SAVE, pieces[:8], ready=event.cuda_event)
+    late = swap.start(Direction.SAVE, copies[:8], ready=event.cuda_event)
     for _ in range(4):
-        assert swap.start(Direction.SAVE, pieces[8:]).wait(30)
+        assert swap.start(Direction.SAVE, copies[8:]).wait(30)
     assert not event.query()
     assert not late.done
     assert late.wait(30)
@@ -126,11 +126,11 @@ def test_a_copy_that_need_not_wait_passes_one_that_does(library, device, path):
 
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
 def test_closing_ends_a_copy_that_still_waits_for_its_event(library, device):
-    _case, swap, _host, pieces = rig(library, device=device)
+    _case, swap, _host, copies = rig(library, device=device)
     event = torch.cuda.Event()
     spin(300)
     event.record()
-    late = swap.start(Direction.SAVE, pieces, ready=event.cuda_event)
+    late = swap.start(Direction.SAVE, copies, ready=event.cuda_event)
     swap.close()
     with pytest.raises(SwapError, match="closed"):
         late.wait(0)

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
-from pdstore.adapters.vllm.messages import Registered, StepOrders
-from pdstore.adapters.vllm.scheduler import SchedulerHalf
-from pdstore.adapters.vllm.worker import WorkerHalf
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, Registered
+from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
+from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
@@ -55,15 +55,17 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         refuse_unsupported(vllm_config, kv_cache_config)
         settings = settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: PDStoreConnectorScheduler | None = None
+        self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
                 log.warning("kv_load_failure_policy is fail: a block that is lost ends its request")
             num_ranks = vllm_config.parallel_config.world_size
-            self._scheduler = SchedulerHalf(settings, num_ranks, self.metrics)
+            self._scheduler = PDStoreConnectorScheduler(settings, num_ranks, self.metrics)
         else:
-            self._worker = WorkerHalf(settings, vllm_config, kv_cache_config, self.metrics)
+            self._worker = PDStoreConnectorWorker(
+                settings, vllm_config, kv_cache_config, self.metrics
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -71,14 +73,16 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return False
 
     @property
-    def _orders(self) -> StepOrders:
+    def _orders(self) -> PDStoreConnectorMetadata:
         orders = self._connector_metadata
-        return orders if isinstance(orders, StepOrders) else StepOrders()
+        return (
+            orders if isinstance(orders, PDStoreConnectorMetadata) else PDStoreConnectorMetadata()
+        )
 
     # The scheduler's side.
 
     @property
-    def scheduler(self) -> SchedulerHalf:
+    def scheduler(self) -> PDStoreConnectorScheduler:
         assert self._scheduler is not None, "this is a worker's connector"
         return self._scheduler
 
@@ -112,13 +116,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
         return True
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+    def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
         orders = self.scheduler.take_orders()
         self._add_saves(orders, scheduler_output)
         return orders
 
     @degrades(lambda: None)
-    def _add_saves(self, orders: StepOrders, scheduler_output: Any) -> None:
+    def _add_saves(self, orders: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
         self.scheduler.add_saves(orders, scheduler_output)
 
     @degrades(lambda: None)
@@ -152,7 +156,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     # A worker's side.
 
     @property
-    def worker(self) -> WorkerHalf:
+    def worker(self) -> PDStoreConnectorWorker:
         assert self._worker is not None, "this is the scheduler's connector"
         return self._worker
 

@@ -14,14 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pdstore.format.handoff import Attempt
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables
 from pdstore.format.namespace import Namespace
 
 
 @dataclass(frozen=True)
-class LoadOrder:
+class LoadSpec:
     """Load what `keys` names, from `first_token` on, into these blocks.
 
     num_tokens: leading tokens that vLLM counts on; fewer are a failure.
@@ -36,7 +36,7 @@ class LoadOrder:
 
 
 @dataclass(frozen=True)
-class SaveOrder:
+class SaveSpec:
     """Save what `keys` names, from `first_token` on; with an attempt, hand it over."""
 
     number: int
@@ -44,16 +44,16 @@ class SaveOrder:
     keys: PromptKeys
     tables: BlockTables
     first_token: int
-    attempt: Attempt | None = None
+    attempt: HandoffId | None = None
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers have to do beside one step of the model."""
 
-    loads: list[LoadOrder] = field(default_factory=list)
-    saves: list[SaveOrder] = field(default_factory=list)
-    withdrawals: list[Attempt] = field(default_factory=list)
+    loads: list[LoadSpec] = field(default_factory=list)
+    saves: list[SaveSpec] = field(default_factory=list)
+    aborted_handoffs: list[HandoffId] = field(default_factory=list)
 
 
 @dataclass

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pdstore.errors import PDStoreError
-from pdstore.format.handoff import Attempt
-from pdstore.format.keys import Item, PromptKeys
+from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import MultimodalItem, PromptKeys
 from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.lookup import Lookup
@@ -23,7 +23,7 @@ log = logging.getLogger("vllm.pdstore")
 
 
 @dataclass
-class Followed:
+class RequestTracker:
     """What is known of a request.
 
     keys: of its prompt.
@@ -38,7 +38,7 @@ class Followed:
     request: Any
     keys: PromptKeys
     lookup: Lookup | None = None
-    attempt: Attempt | None = None
+    attempt: HandoffId | None = None
     answer: dict[str, Json] = field(default_factory=dict)
     is_announced: bool = False
     num_saved: int = 0
@@ -62,13 +62,13 @@ class Followed:
     def decoded_until(self, num_tokens: int) -> PromptKeys:
         """Keys of the first `num_tokens` tokens, prompt and decoded ones, in whole blocks."""
         if self.decoded is None:
-            self.decoded = self.keys.first(self.keys.num_tokens - 1)
+            self.decoded = self.keys.prefix(self.keys.num_tokens - 1)
         step = self.decoded.block_tokens
         end = num_tokens - num_tokens % step
         if end > self.decoded.num_tokens:
             new = self.request.all_token_ids[self.decoded.num_tokens : end]
             self.decoded.extend(list(new))
-        return self.decoded.first(end)
+        return self.decoded.prefix(end)
 
 
 def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
@@ -78,7 +78,7 @@ def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
     """
     salt = (request.cache_salt or "").encode()
     items = [
-        Item(
+        MultimodalItem(
             feature.mm_position.offset,
             feature.mm_position.length,
             (getattr(feature, "mm_hash", None) or feature.identifier).encode(),

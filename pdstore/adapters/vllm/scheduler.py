@@ -1,4 +1,4 @@
-"""SchedulerHalf: what the connector does in vLLM's scheduler, on PrefixCacheManager.
+"""PDStoreConnectorScheduler: what the connector does in vLLM's scheduler, on PrefixCacheManager.
 
 Nothing here waits for the store: lookups are started and asked about in a later step, and what is
 to be moved goes to the workers as orders.
@@ -14,10 +14,16 @@ from typing import Any
 
 from pdstore.adapters.vllm.block_refs import BlockRefs
 from pdstore.adapters.vllm.block_tables import NULL_BLOCK, Tables, as_pdstores
-from pdstore.adapters.vllm.messages import LoadOrder, Registered, SaveOrder, StepOrders, StepReport
-from pdstore.adapters.vllm.request import Followed, is_keyed, is_prefill_of, keys_of
+from pdstore.adapters.vllm.messages import (
+    LoadSpec,
+    PDStoreConnectorMetadata,
+    Registered,
+    SaveSpec,
+    StepReport,
+)
+from pdstore.adapters.vllm.request import RequestTracker, is_keyed, is_prefill_of, keys_of
 from pdstore.errors import ConfigError
-from pdstore.format.handoff import Attempt
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
@@ -30,7 +36,7 @@ log = logging.getLogger("vllm.pdstore")
 _IDLE_S = 0.0005  # vLLM steps as fast as it can while all it has to do is to wait for us
 
 
-class SchedulerHalf:
+class PDStoreConnectorScheduler:
     """Follows requests: what to look up, to load, to save, to hand over. One thread calls it.
 
     It begins with the first worker's word on the KV cache's real layout; before, nothing is found
@@ -45,9 +51,9 @@ class SchedulerHalf:
         self._refs: BlockRefs | None = None
         self._tables = Tables()
         self._block_tokens = 0  # of vLLM's blocks
-        self._requests: dict[str, Followed] = {}
-        self._loads: list[LoadOrder] = []
-        self._withdrawals: list[Attempt] = []
+        self._requests: dict[str, RequestTracker] = {}
+        self._loads: list[LoadSpec] = []
+        self._aborted_handoffs: list[HandoffId] = []
         self._numbers = itertools.count()
 
     def begin(self, ranks: Sequence[Registered]) -> None:
@@ -74,7 +80,7 @@ class SchedulerHalf:
         """vLLM's pool of blocks: saves hold theirs there."""
         self._refs = BlockRefs(block_pool, self._num_ranks)
 
-    def add(self, request: Any) -> Followed | None:
+    def add(self, request: Any) -> RequestTracker | None:
         """A new request: starts its lookup. None for one that the pool has no name for."""
         followed = self._requests.get(request.request_id)
         if followed is not None or self._cache is None:
@@ -84,7 +90,7 @@ class SchedulerHalf:
         keys = keys_of(request, self._cache)
         if keys is None:
             return None
-        followed = Followed(request, keys)
+        followed = RequestTracker(request, keys)
         self._requests[request.request_id] = followed
         params = request.kv_transfer_params
         is_prefill = is_prefill_of(request, self._settings)
@@ -115,10 +121,10 @@ class SchedulerHalf:
         first, keys = followed.num_computed, found.keys
         end = first + num_external  # vLLM may take less than it was told
         if end < _usable(found, request) or self._blocks_of(keys.num_tokens) > len(block_ids[0]):
-            keys = keys.first(end)
+            keys = keys.prefix(end)
         tables = as_pdstores(block_ids, self._blocks_of(keys.num_tokens))
         followed.num_loading = keys.num_tokens
-        self._loads.append(LoadOrder(request.request_id, keys, tables, first, end))
+        self._loads.append(LoadSpec(request.request_id, keys, tables, first, end))
 
     def give_up(self, request_id: str) -> None:
         """Something failed for this request: nothing is loaded for it any more."""
@@ -134,15 +140,15 @@ class SchedulerHalf:
         tables = as_pdstores(block_ids, len(block_ids[0]))
         end = len(block_ids[0]) * self._block_tokens
         first = end - self._blocks_of(num_external) * self._block_tokens
-        self._loads.append(LoadOrder(request_id, None, tables, first, end))
+        self._loads.append(LoadSpec(request_id, None, tables, first, end))
 
-    def take_orders(self) -> StepOrders:
+    def take_orders(self) -> PDStoreConnectorMetadata:
         """What the workers do beside this step, but for its saves."""
-        orders = StepOrders(self._loads, [], self._withdrawals)
-        self._loads, self._withdrawals = [], []
+        orders = PDStoreConnectorMetadata(self._loads, [], self._aborted_handoffs)
+        self._loads, self._aborted_handoffs = [], []
         return orders
 
-    def add_saves(self, orders: StepOrders, output: Any) -> None:
+    def add_saves(self, orders: PDStoreConnectorMetadata, output: Any) -> None:
         """Orders to save what this step computes; waits a moment if it computes nothing."""
         if output.num_scheduled_tokens:
             self._tables.step(output)
@@ -176,14 +182,14 @@ class SchedulerHalf:
         if followed.lookup is not None:
             followed.lookup.cancel()
         if followed.attempt is not None and not followed.is_announced:
-            self._withdrawals.append(followed.attempt)
+            self._aborted_handoffs.append(followed.attempt)
             return None
         return followed.answer or None
 
     @property
     def is_at_work(self) -> bool:
         """Whether vLLM has to go on stepping although it has no request."""
-        return bool(self._withdrawals or self._refs)
+        return bool(self._aborted_handoffs or self._refs)
 
     def reset(self) -> bool:
         """Forgets what the pool has of this namespace; False if that failed."""
@@ -193,7 +199,9 @@ class SchedulerHalf:
         if self._cache is not None:
             self._cache.close()
 
-    def _order_saves(self, followed: Followed, output: Any, orders: StepOrders) -> None:
+    def _order_saves(
+        self, followed: RequestTracker, output: Any, orders: PDStoreConnectorMetadata
+    ) -> None:
         request = followed.request
         computed, step = request.num_computed_tokens, followed.keys.block_tokens
         if followed.is_prompt_pending and self._settings.role != "decode":
@@ -201,14 +209,16 @@ class SchedulerHalf:
             if followed.attempt is not None and not followed.num_saved:
                 # In vLLM's prefix cache, so saved before; a hand-off sees if that is still so.
                 followed.num_saved = computed - computed % step
-            self._order_save(followed, followed.keys.first(end), orders)
+            self._order_save(followed, followed.keys.prefix(end), orders)
         elif self._settings.save_decoded:
             # The last token that is known has no KV yet; drafts that were refused never count.
             end = min(computed, request.num_tokens - 1)
             if end // step > followed.num_saved // step:
                 self._order_save(followed, followed.decoded_until(end), orders)
 
-    def _order_save(self, followed: Followed, keys: PromptKeys, orders: StepOrders) -> None:
+    def _order_save(
+        self, followed: RequestTracker, keys: PromptKeys, orders: PDStoreConnectorMetadata
+    ) -> None:
         """Saves the tokens of `keys` that are new; with the prompt's last one, hands it over."""
         is_end = followed.is_prompt_pending and keys.num_tokens == followed.keys.num_tokens
         attempt = followed.attempt if is_end else None
@@ -219,7 +229,7 @@ class SchedulerHalf:
         if block_ids is None or self._refs is None:
             return
         first_token = min(followed.num_saved, keys.num_tokens)
-        order = SaveOrder(
+        order = SaveSpec(
             next(self._numbers),
             request_id,
             keys,

@@ -1,4 +1,4 @@
-"""WorkerHalf: what the connector does beside one rank's model, on KVPool."""
+"""PDStoreConnectorWorker: what the connector does beside one rank's model, on KVPool."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from pdstore.adapters.vllm.describe import as_seen, layout_of, revision_of
 from pdstore.adapters.vllm.messages import (
-    LoadOrder,
+    LoadSpec,
+    PDStoreConnectorMetadata,
     Registered,
-    SaveOrder,
-    StepOrders,
+    SaveSpec,
     StepReport,
 )
 from pdstore.format.layout import NO_BLOCK, BlockTables
@@ -27,7 +27,7 @@ from pdstore.worker.pool import KVPool
 log = logging.getLogger("vllm.pdstore")
 
 
-class WorkerHalf:
+class PDStoreConnectorWorker:
     """Loads and saves what the scheduler's half orders, and reports. vLLM's worker thread calls it.
 
     A load is reported in every case: vLLM waits for it without a bound.
@@ -42,8 +42,8 @@ class WorkerHalf:
         self._pool: KVPool | None = None
         self._rows_per_block = 1
         self._registered: Registered | None = None
-        self._loads: dict[str, tuple[LoadOrder, Job | None]] = {}
-        self._saves: dict[int, tuple[SaveOrder, Job]] = {}
+        self._loads: dict[str, tuple[LoadSpec, Job | None]] = {}
+        self._saves: dict[int, tuple[SaveSpec, Job]] = {}
         self._of_request: defaultdict[str, list[Job]] = defaultdict(list)
         self._told: set[int] = set()  # saves that are released and not done
         self._released: Counter[int] = Counter()
@@ -81,8 +81,8 @@ class WorkerHalf:
         has_windows = self._registered is not None and self._registered.namespace.windows
         return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
-    def start_loads(self, orders: StepOrders) -> None:
-        """And withdrawals: this is called in every step, `start_saves` not in every empty one."""
+    def start_loads(self, orders: PDStoreConnectorMetadata) -> None:
+        """Starts loads and aborts hand-offs: called in every step, unlike `start_saves`."""
         for order in orders.loads:  # known, whatever happens next
             self._loads[order.request_id] = (order, None)
         for order in orders.loads:
@@ -91,10 +91,10 @@ class WorkerHalf:
             rows = self._rows(order.tables)
             job = self.pool.load(order.keys, rows, first_token=order.first_token)
             self._loads[order.request_id] = (order, job)
-        for attempt in orders.withdrawals:
-            self.pool.withdraw(attempt)
+        for attempt in orders.aborted_handoffs:
+            self.pool.abort_handoff(attempt)
 
-    def start_saves(self, orders: StepOrders) -> None:
+    def start_saves(self, orders: PDStoreConnectorMetadata) -> None:
         for order in orders.saves:  # if they cannot even be started
             self._released[order.number] = 1
         for order in orders.saves:
@@ -157,7 +157,7 @@ class WorkerHalf:
         if self._pool is not None:
             self._pool.close()
 
-    def _note_failure(self, order: LoadOrder, job: Job | None) -> None:
+    def _note_failure(self, order: LoadSpec, job: Job | None) -> None:
         result = job.result if job is not None else None
         loaded = max(order.first_token, result.num_tokens) if result else order.first_token
         if order.keys is not None and loaded >= order.num_tokens:

@@ -29,7 +29,7 @@ from pdstore.format.namespace import prefix_of
 from pdstore.native.abi import OTHER_LENGTH
 from pdstore.native.library import address_of, loaded_library
 from pdstore.settings import Settings
-from pdstore.store.base import Life, Slots, Store, check_call
+from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.url import StoreURL
@@ -75,7 +75,7 @@ class FileStore(Store):
         self.label = f"file://{root}"
         if not lease_s <= MAX_LEASE_S:
             raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
-        self._life = Life(self.label)
+        self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         try:
             self._directory = PoolDirectory(root)
@@ -109,7 +109,7 @@ class FileStore(Store):
         return self._lease_s
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys)
         now, n = time.time_ns(), 0
         times = (now, now + int(self._lease_s * 1e9))
@@ -124,12 +124,12 @@ class FileStore(Store):
         return n
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         spare, n = bytearray(1), 0
         try:
             for key in keys:
-                num_bytes = _read(self._directory.path(key), slots.piece(n), spare)
+                num_bytes = _read(self._directory.path(key), slots.value(n), spare)
                 if num_bytes != slots.sizes[n]:
                     raise self._other_length(keys, slots, n)
                 n += 1
@@ -145,7 +145,7 @@ class FileStore(Store):
         library = loaded_library()
         if library is None or not keys or min(slots.sizes) < HEADER_BYTES:
             return super().get_and_sum(keys, slots)
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         paths = [self._directory.path(key) for key in keys]
         base = address_of(slots.view)
@@ -159,7 +159,7 @@ class FileStore(Store):
         return n, sums
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         n, was_stored = 0, True  # look before the first write, then as long as that finds something
         try:
@@ -169,7 +169,7 @@ class FileStore(Store):
                 if not was_stored:
                     if not self._evictor.admit(slots.sizes[n]):
                         raise StoreFull(f"{self.label}: all is leased: {key}", num_done=n)
-                    was_stored = not self._write_or_repair(path, slots.piece(n))
+                    was_stored = not self._write_or_repair(path, slots.value(n))
                 n += 1
         except PDStoreError:
             raise
@@ -178,7 +178,7 @@ class FileStore(Store):
         return n
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys)
         n = 0
         try:
@@ -191,7 +191,7 @@ class FileStore(Store):
         self._evictor.look_again()
 
     def clear(self, namespace: str) -> None:
-        self._life.check()
+        self._lifecycle.check()
         prefix = prefix_of(namespace)
         try:
             for path in self._directory.paths(prefix):
@@ -202,7 +202,7 @@ class FileStore(Store):
         self._evictor.look_again()
 
     def close(self) -> None:
-        if self._life.end():
+        if self._lifecycle.end():
             self._directory.close()
 
     def _write_or_repair(self, path: str, piece: memoryview) -> bool:
@@ -210,7 +210,7 @@ class FileStore(Store):
         try:
             return self._write(path, piece)
         except FileNotFoundError:
-            self._life.check()
+            self._lifecycle.check()
             self._directory.repair()
         except OSError as error:
             if _ERRORS.get(error.errno or 0) is not StoreFull:

@@ -103,7 +103,7 @@ class Batches:
             starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
             for i in range(len(slots)):
-                bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.piece(i)
+                bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.value(i)
             base = address_of(bounce)
             return self._put(keys, [base + start for start in starts[:-1]], slots.sizes, config)
 
@@ -115,7 +115,7 @@ class Batches:
             codes = self._get(keys, [base + start for start in starts[:-1]], slots.sizes)
             for i, size in enumerate(slots.sizes):
                 if codes[i] == size:
-                    slots.piece(i)[:] = bounce[starts[i] : starts[i] + size]
+                    slots.value(i)[:] = bounce[starts[i] : starts[i] + size]
             return codes
 
     def _get(

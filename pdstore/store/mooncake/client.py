@@ -24,7 +24,7 @@ from typing import Protocol
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
-from pdstore.store.base import Life
+from pdstore.store.base import Lifecycle
 from pdstore.store.mooncake.codes import is_outage, name_of
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Client:
         set_up: Callable[[], Raw | int],
     ) -> None:
         self._label, self._address, self._set_up = label, address, set_up
-        self._life = Life(label)
+        self._lifecycle = Lifecycle(label)
         self._changed = threading.Condition()  # guards the raw object and the count of calls
         self._setting_up = threading.Lock()
         self._raw: Raw | None = None
@@ -81,7 +81,7 @@ class Client:
 
     @property
     def is_connected(self) -> bool:
-        return self._raw is not None and not self._life.is_over
+        return self._raw is not None and not self._lifecycle.is_closed
 
     @contextlib.contextmanager
     def call(self) -> Iterator[Raw]:
@@ -104,7 +104,7 @@ class Client:
 
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine."""
-        if not self._life.end():
+        if not self._lifecycle.end():
             return
         with self._changed:
             is_idle = self._changed.wait_for(lambda: self._num_calls == 0, drain_s)
@@ -118,14 +118,14 @@ class Client:
         _close_in_time(raw, self._label)
 
     def _enter(self) -> Raw:
-        self._life.check()
+        self._lifecycle.check()
         if self._raw is None:
             self._connect()
         elif self._is_suspect:
             self._probe()
             self._is_suspect = False
         with self._changed:
-            self._life.check()
+            self._lifecycle.check()
             assert self._raw is not None, "set until the end of this life"
             self._num_calls += 1
             return self._raw
@@ -143,11 +143,11 @@ class Client:
                 raise StoreUnavailable(f"{self._label}: setup failed: {name_of(raw)}")
             self._is_suspect = False
             with self._changed:
-                if not self._life.is_over:
+                if not self._lifecycle.is_closed:
                     self._raw = raw
                     return
             _close_in_time(raw, self._label)
-            self._life.check()
+            self._lifecycle.check()
         finally:
             self._setting_up.release()
 

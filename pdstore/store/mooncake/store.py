@@ -11,7 +11,7 @@ from pdstore.errors import StoreTimeout, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Life, Slots, Store, check_call
+from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.batches import Batches
 from pdstore.store.mooncake.client import Client, Raw, close_on_sigterm
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
@@ -44,7 +44,7 @@ class MooncakeStore(Store):
     def __init__(self, label: str, config: MooncakeConfig) -> None:
         self.label = label
         self._config = config
-        self._life = Life(label)
+        self._lifecycle = Lifecycle(label)
         library = Library(config)
         self._memory = Memory(library.allocator())
         self._lookup = Client(label, _address(config.master), library.connect_lookup)
@@ -76,7 +76,7 @@ class MooncakeStore(Store):
         return self._config.lease_s
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys)
         found = 0
         for start, end in _windows(len(keys)):
@@ -86,7 +86,7 @@ class MooncakeStore(Store):
         return found
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
             n = self._get_batch(keys[start:end], slots.part(start, end), start)
@@ -95,7 +95,7 @@ class MooncakeStore(Store):
         return len(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
             batch = keys[start:end]
@@ -106,7 +106,7 @@ class MooncakeStore(Store):
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._life.check()
+        self._lifecycle.check()
         check_call(keys)
         if not keys:
             return
@@ -123,7 +123,7 @@ class MooncakeStore(Store):
 
         What is half-written stays so.
         """
-        self._life.check()
+        self._lifecycle.check()
         prefix = prefix_of(namespace)
         with self._lookup.call() as raw:
             code = raw.remove_by_regex(f"^{prefix}", True)  # it searches: ^, or hashes match too
@@ -139,7 +139,7 @@ class MooncakeStore(Store):
         return self._lookup.codes + self._data.codes
 
     def close(self) -> None:
-        if self._life.end():
+        if self._lifecycle.end():
             self._memory.disconnect()
             self._data.close()
             self._lookup.close()

@@ -155,11 +155,11 @@ class PrefixTests:
         slots = Slots(store.allocate(8192), 4096, [1, 0], [4096, 100])
         values = [content(key, size) for key, size in zip(keys, slots.sizes, strict=True)]
         for i, value in enumerate(values):
-            slots.piece(i)[:] = value
+            slots.value(i)[:] = value
         assert store.put(keys, slots) == 2
         slots.view[:] = bytes(len(slots.view))
         assert store.get(keys, slots) == 2
-        assert_values([bytes(slots.piece(i)) for i in range(2)], values)
+        assert_values([bytes(slots.value(i)) for i in range(2)], values)
 
     def test_a_store_says_where_it_is_and_what_it_promises(self, store: Store) -> None:
         assert "://" in store.label

@@ -101,12 +101,12 @@ class ValueTests:
         slots = Slots(view, SIZE, numbers, [SIZE, 100, SIZE - 1, 7])
         values = [content(key, size) for key, size in zip(keys, slots.sizes, strict=True)]
         for i, value in enumerate(values):
-            slots.piece(i)[:] = value
+            slots.value(i)[:] = value
         store.put(keys, slots)
         assert_values(get(store, keys, slots.sizes), values)
         back = replace(slots, view=memoryview(bytearray(8 * SIZE)), numbers=[2, 7, 0, 5])
         assert store.get(keys, back) == 4
-        assert_values([bytes(back.piece(i)) for i in range(4)], values)
+        assert_values([bytes(back.value(i)) for i in range(4)], values)
 
     def test_get_writes_nothing_outside_the_sizes(self, store: Store) -> None:
         keys, sizes = fresh_keys(3), [1, 100, SIZE - 1]
@@ -181,7 +181,7 @@ class ValueTests:
         with pytest.raises(WrongLength) as caught:
             store.get(keys, slots)
         assert caught.value.num_done == where
-        assert_values([bytes(slots.piece(i)) for i in range(where)], values[:where])
+        assert_values([bytes(slots.value(i)) for i in range(where)], values[:where])
 
     def test_remove_heals_a_wrong_length(self, store: Store) -> None:
         keys = fresh_keys(3)

@@ -135,5 +135,5 @@ class TakesSlotsOutsideTheBuffer(WrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         check_call(keys)
         for i, key in enumerate(keys):
-            self._shelf.add(key, bytes(slots.piece(i)))
+            self._shelf.add(key, bytes(slots.value(i)))
         return len(keys)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Life, Slots, check_call
+from pdstore.store.base import Lifecycle, Slots, check_call
 from pdstore.testing.wrong.base import WrongStore
 
 
@@ -18,7 +18,7 @@ class ShowsHalfABlock(WrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         for i, key in enumerate(keys):
             if key not in self._shelf.values:
-                value = bytes(slots.piece(i))
+                value = bytes(slots.value(i))
                 half = len(value) // 2
                 self._shelf.add(key, value[:half] + bytes(len(value) - half))
                 time.sleep(0.002)  # as long as a disk takes for the rest
@@ -32,7 +32,7 @@ class ShowsAShortBlock(WrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         for i, key in enumerate(keys):
             if key not in self._shelf.values:
-                value = bytes(slots.piece(i))
+                value = bytes(slots.value(i))
                 self._shelf.add(key, value[: len(value) // 2])
                 time.sleep(0.002)  # as long as a disk takes for the rest
                 self._shelf.drop(key)
@@ -49,7 +49,7 @@ class MixesTwoWriters(WrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         check_call(keys, slots)
         for i, key in enumerate(keys):
-            value = bytes(slots.piece(i))
+            value = bytes(slots.value(i))
             middle = len(value) // 2
             if self._halves.setdefault((key, 0), value[:middle]) == value[:middle]:
                 time.sleep(0.001)  # as long as a disk takes for the first half
@@ -119,7 +119,7 @@ class ClosesOnce(WrongStore):
     caught_by = ("test_close_twice_is_fine",)
 
     def close(self) -> None:
-        self._life.check()
+        self._lifecycle.check()
         super().close()
 
 
@@ -127,7 +127,7 @@ class BreaksOnClose(WrongStore):
     caught_by = ("test_calls_after_close_raise_store_closed",)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        if self._life.is_over:
+        if self._lifecycle.is_closed:
             raise RuntimeError("the connection is gone")
         return super().match(keys)
 
@@ -136,6 +136,6 @@ class LivesOnInAForkedChild(WrongStore):
     caught_by = ("test_a_forked_child_is_refused_and_harms_nobody",)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        if self._life.is_over:
-            self._life = Life(self.label)
+        if self._lifecycle.is_closed:
+            self._lifecycle = Lifecycle(self.label)
         return super().match(keys)

@@ -20,13 +20,13 @@ class KeepsTheCallersMemory(WrongStore):
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         for i, key in enumerate(keys):
-            self._pieces.setdefault(key, slots.piece(i))
+            self._pieces.setdefault(key, slots.value(i))
         return super().put(keys, slots)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         n = super().get(keys, slots)
         for i in range(n):
-            slots.piece(i)[:] = self._pieces[keys[i]]
+            slots.value(i)[:] = self._pieces[keys[i]]
         return n
 
 
@@ -93,7 +93,7 @@ class ServesShortValues(WrongStore):
             if value is None:
                 return i
             data = value.data[: slots.sizes[i]]
-            slots.piece(i)[: len(data)] = data
+            slots.value(i)[: len(data)] = data
         return len(keys)
 
 
@@ -108,7 +108,7 @@ class CutsLongValues(WrongStore):
                 return i
             if len(value.data) < slots.sizes[i]:
                 raise WrongLength(f"{key} is short", num_done=i)
-            slots.piece(i)[:] = value.data[: slots.sizes[i]]
+            slots.value(i)[:] = value.data[: slots.sizes[i]]
         return len(keys)
 
 

@@ -14,7 +14,7 @@ from pdstore.format.namespace import Part
 from pdstore.threads import DeviceApi
 
 
-class Piece(NamedTuple):
+class BlockCopy(NamedTuple):
     """One value of one block: where it is in the paged cache, and its payload in a slot.
 
     block_ids: the engine blocks that hold the pool block's tokens, in order.
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     payload: memoryview
 
 
-class PiecePlan(NamedTuple):
+class BlockCopyPlan(NamedTuple):
     """How payloads of a part with this many tokens move, and why so."""
 
     part: Part
@@ -46,10 +46,10 @@ class Registrar(Protocol):
         """Makes the memory present, so that registering it is quick."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pins a piece; a payload must lie in one piece. Raises SwapError."""
+        """Pins a span of memory; a payload must lie within one. Raises SwapError."""
 
     def unregister(self, address: int) -> None:
-        """Unpins the piece that begins here. Raises SwapError."""
+        """Unpins the span that begins here. Raises SwapError."""
 
 
 class ReadyEvent(Protocol):
@@ -78,11 +78,11 @@ class Swap(ABC):
         return None
 
     @abstractmethod
-    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+    def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         """Paged cache -> slots."""
 
     @abstractmethod
-    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+    def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
 
     @property
@@ -91,7 +91,7 @@ class Swap(ABC):
         return None
 
     @abstractmethod
-    def plan(self) -> list[PiecePlan]:
+    def plan(self) -> list[BlockCopyPlan]:
         """Which path each part's blocks take, and why."""
 
     def relaxed(self) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Reg
 from pdstore.native.library import Engine, Library, Ticket, address_of
 from pdstore.outcome import Direction
 from pdstore.threads import CudaApi
-from pdstore.worker.swap.base import Piece, PiecePlan, ReadyEvent, Registrar, Swap
+from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
 from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 
 log = logging.getLogger(__name__)
@@ -95,16 +95,16 @@ class NativeSwap(Swap):
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
         return ready if is_cuda else super().to_follow(ready)
 
-    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
-        self._copy(Direction.SAVE, pieces, ready)
+    def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
+        self._copy(Direction.SAVE, copies, ready)
 
-    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
-        self._copy(Direction.LOAD, pieces, ready)
+    def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
+        self._copy(Direction.LOAD, copies, ready)
 
     def start(
         self,
         direction: Direction,
-        pieces: Sequence[Piece],
+        copies: Sequence[BlockCopy],
         *,
         stream: int = FOLLOW_NOTHING,
         ready: int = 0,
@@ -115,17 +115,17 @@ class NativeSwap(Swap):
         ready: a CUDA event's handle to follow; it must live on too.
         Raises SwapError when the stream is being captured into a graph.
         """
-        return self.submit(direction, self.pack(direction, pieces), stream=stream, ready=ready)
+        return self.submit(direction, self.pack(direction, copies), stream=stream, ready=ready)
 
-    def pack(self, direction: Direction, pieces: Sequence[Piece]) -> Packed:
-        """The pieces as the engine takes them; for a copy that is made again and again."""
+    def pack(self, direction: Direction, copies: Sequence[BlockCopy]) -> Packed:
+        """The copies as the engine takes them, to submit more than once."""
         ids: list[int] = []
-        items = bytearray(_ITEM.size * len(pieces))
+        items = bytearray(_ITEM.size * len(copies))
         loads = direction is Direction.LOAD
         known = None
         number = tokens = need = at = 0
-        for part, block_ids, num_tokens, first_token, payload in pieces:
-            if part is not known or num_tokens != tokens:  # mostly those of the piece before
+        for part, block_ids, num_tokens, first_token, payload in copies:
+            if part is not known or num_tokens != tokens:  # mostly those of the copy before
                 number, need = self._size_of(part, num_tokens)
                 known, tokens = part, num_tokens
             if len(payload) != need:
@@ -139,7 +139,7 @@ class NativeSwap(Swap):
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
     ) -> Ticket:
-        """`start` of packed pieces."""
+        """`start` of packed copies."""
         way = int(direction is Direction.LOAD)
         return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
 
@@ -164,11 +164,13 @@ class NativeSwap(Swap):
         """From now on a payload must lie in one of the ranges that were added."""
         self._engine.add_host(address, num_bytes)
 
-    def plan(self) -> list[PiecePlan]:
+    def plan(self) -> list[BlockCopyPlan]:
         """The path of a whole block, and of a tail of one token, for each part."""
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
         return [
-            PiecePlan(part, n, plan.path, f"{plan.why} ({plan.num_pieces} x {plan.piece_bytes} B)")
+            BlockCopyPlan(
+                part, n, plan.path, f"{plan.why} ({plan.num_pieces} x {plan.piece_bytes} B)"
+            )
             for part, number in self._parts.items()
             for n in tokens
             for plan in [self._engine.explain(number, n)]
@@ -197,11 +199,11 @@ class NativeSwap(Swap):
         return number, self._layout.payload_bytes(part, num_tokens)
 
     def _copy(
-        self, direction: Direction, pieces: Sequence[Piece], ready: ReadyEvent | None
+        self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
     ) -> None:
         event = self.to_follow(ready)
         handle = event.cuda_event if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
-        self._finish(self.start(direction, pieces, ready=handle))
+        self._finish(self.start(direction, copies, ready=handle))
 
     def _finish(self, ticket: Ticket) -> None:
         """Waits for the end, whenever that is: until then the device may write to the payloads."""

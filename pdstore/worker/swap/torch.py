@@ -9,7 +9,7 @@ import torch
 from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
-from pdstore.worker.swap.base import Piece, PiecePlan, ReadyEvent, Swap
+from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Swap
 from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 
 
@@ -28,53 +28,53 @@ class TorchSwap(Swap):
         self.device = self._caches[0][0].device
         self.num_blocks = self._caches[0][0].shape[0]
 
-    def gather(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+    def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.to_follow(ready)
-        for piece in pieces:
-            ids = self._ids(piece.block_ids, piece.num_tokens)
-            for cache, payload in self._layers(piece):
-                rows = cache[ids][:, :, self._head_slice(piece.part)].flatten(0, 1)
-                payload.copy_(rows[: piece.num_tokens])
+        for copy in copies:
+            ids = self._ids(copy.block_ids, copy.num_tokens)
+            for cache, payload in self._layers(copy):
+                rows = cache[ids][:, :, self._head_slice(copy.part)].flatten(0, 1)
+                payload.copy_(rows[: copy.num_tokens])
 
-    def scatter(self, pieces: Sequence[Piece], ready: ReadyEvent | None = None) -> None:
+    def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.to_follow(ready)
         step = self._layout.engine_block_tokens
-        for piece in pieces:
-            if piece.first_token % step:
+        for copy in copies:
+            if copy.first_token % step:
                 raise LayoutError(
-                    f"first_token {piece.first_token} is not on an engine block of {step}"
+                    f"first_token {copy.first_token} is not on an engine block of {step}"
                 )
-            ids = self._ids(piece.block_ids, piece.num_tokens)
-            if len(set(piece.block_ids)) != len(piece.block_ids):
+            ids = self._ids(copy.block_ids, copy.num_tokens)
+            if len(set(copy.block_ids)) != len(copy.block_ids):
                 raise LayoutError("a load names one block twice")
-            whole = piece.num_tokens // step
-            first = piece.first_token // step
-            heads = self._head_slice(piece.part)
-            for cache, payload in self._layers(piece):
+            whole = copy.num_tokens // step
+            first = copy.first_token // step
+            heads = self._head_slice(copy.part)
+            for cache, payload in self._layers(copy):
                 if whole > first:
                     rows = payload[first * step : whole * step]
                     rows = rows.reshape(whole - first, step, *rows.shape[1:])
                     cache[ids[first:whole], :, heads] = rows.to(self.device)
-                if piece.num_tokens > max(whole, first) * step:
+                if copy.num_tokens > max(whole, first) * step:
                     rest = payload[whole * step :].to(self.device)
                     cache[ids[whole], : len(rest), heads] = rest
         if self.device.type == "cuda":  # the writes above are only queued
             torch.cuda.current_stream(self.device).synchronize()
 
-    def plan(self) -> list[PiecePlan]:
+    def plan(self) -> list[BlockCopyPlan]:
         tokens = self._layout.block_tokens
-        return [PiecePlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
+        return [BlockCopyPlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
 
-    def _layers(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _layers(self, copy: BlockCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each tensor of the part's layers: its cache, its payload as [token, head, bytes]."""
-        layers = self._layout.groups[piece.part.group]
-        heads = len(self._layout.heads_of(piece.part))
+        layers = self._layout.groups[copy.part.group]
+        heads = len(self._layout.heads_of(copy.part))
         width = sum(t.shape[3] for t in self._caches[layers[0]])
-        payload = torch.frombuffer(piece.payload, dtype=torch.uint8)
+        payload = torch.frombuffer(copy.payload, dtype=torch.uint8)
         if self._layout.order == "token":
-            view = payload.view(len(layers), piece.num_tokens, heads, width)
+            view = payload.view(len(layers), copy.num_tokens, heads, width)
         else:
-            view = payload.view(len(layers), heads, piece.num_tokens, width).transpose(1, 2)
+            view = payload.view(len(layers), heads, copy.num_tokens, width).transpose(1, 2)
         shares = []
         for i, layer in enumerate(layers):
             start = 0

@@ -1,4 +1,4 @@
-"""Followed: keys of what was decoded are those of the next turn's prompt."""
+"""RequestTracker: keys of what was decoded are those of the next turn's prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore import Layout
-from pdstore.adapters.vllm.request import Followed, is_keyed, is_prefill_of
+from pdstore.adapters.vllm.request import RequestTracker, is_keyed, is_prefill_of
 from pdstore.format.keys import PromptKeys
 from tests.support.kv import LAYERS, settings_of
 
@@ -26,13 +26,13 @@ def namespace():
 def test_decoded_blocks_have_the_keys_of_the_next_turns_prompt(namespace, num_prompt, stride):
     tokens = list(range(1, 501))
     prompt = PromptKeys(namespace).extend(tokens[:num_prompt])
-    followed = Followed(SimpleNamespace(all_token_ids=tokens), prompt)
+    followed = RequestTracker(SimpleNamespace(all_token_ids=tokens), prompt)
     whole = PromptKeys(namespace).extend(tokens)
     for num_tokens in range(num_prompt, len(tokens), stride):
         keys = followed.decoded_until(num_tokens)
         end = max(num_tokens, keys.num_tokens) // BLOCK * BLOCK
         assert keys.num_tokens == end
-        assert keys.keys(namespace.parts) == whole.first(end).keys(namespace.parts)
+        assert keys.store_keys(namespace.parts) == whole.prefix(end).store_keys(namespace.parts)
     assert followed.keys.num_tokens == num_prompt
 
 

@@ -67,7 +67,7 @@ class Summing(WrapperStore):
     def get(self, keys, slots):
         n, sums = self._store.get_and_sum(keys, slots)
         if sums is not None:
-            assert list(sums) == [checksum(slots.piece(i)) for i in range(n)]
+            assert list(sums) == [checksum(slots.value(i)) for i in range(n)]
         return n
 
 

@@ -33,7 +33,7 @@ from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.mooncake import library as mooncake_library
 from pdstore.store.mooncake.client import Client
-from pdstore.store.wrappers import Guarded
+from pdstore.store.wrappers import CircuitBreaker
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import content, empty_slots, filled_slots, get, put
@@ -480,7 +480,7 @@ def test_after_an_outage_the_master_is_asked_before_the_library_is_called(store,
 
 def test_the_breaker_lets_nothing_through_while_it_is_open(store, raw):
     """Rule 7."""
-    guarded = Guarded(store, failures=3, open_s=60)
+    guarded = CircuitBreaker(store, failures=3, open_s=60)
     raw.script = [("exist", [-901])] * 3
     for _ in range(3):
         with pytest.raises(StoreTimeout):

@@ -20,7 +20,7 @@ from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.outcome import JobResult, Reason
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Slots
-from pdstore.store.wrappers import Guarded
+from pdstore.store.wrappers import CircuitBreaker
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import content, get, put
 from tests.support.kv import POISON, Instance, eventually
@@ -61,7 +61,7 @@ class Pair:
     """P and D, each with connections of its own."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.stores = [Guarded(cluster.connect(), open_s=0.2, max_s=1.0) for _ in range(2)]
+        self.stores = [CircuitBreaker(cluster.connect(), open_s=0.2, max_s=1.0) for _ in range(2)]
         changes = {"handoff_wait_s": 1.0, "save_deadline_s": 3.0, "load_deadline_s": 3.0}
         self.p = Instance(self.stores[0], **changes)
         self.d = Instance(self.stores[1], fill=POISON, **changes)
@@ -252,7 +252,7 @@ def test_over_shared_memory_a_dead_process_is_an_outage_and_its_successor_serves
         wait_until_it_serves(store)
         slots = Slots(store.allocate(4 * size), size, range(4), [size] * 4)
         for i, value in enumerate(values):
-            slots.piece(i)[:] = value
+            slots.value(i)[:] = value
         assert store.put(keys, slots) == 4
         kill(cluster.holder)
         start = time.monotonic()
@@ -265,11 +265,11 @@ def test_over_shared_memory_a_dead_process_is_an_outage_and_its_successor_serves
         wait_until_it_serves(store)
         eventually(lambda: store.match(keys) == 0)
         for i, value in enumerate(values):
-            slots.piece(i)[:] = value
+            slots.value(i)[:] = value
         assert store.put(keys, slots) == 4
         slots.view[:] = bytes(4 * size)
         assert store.get(keys, slots) == 4
-        assert [bytes(slots.piece(i)) for i in range(4)] == values
+        assert [bytes(slots.value(i)) for i in range(4)] == values
 
 
 def test_a_writer_killed_in_the_middle_of_a_put_blocks_its_keys_for_a_bounded_time(cluster):

@@ -72,7 +72,7 @@ class Stores:
 
     def get(self, cluster, url, name="store"):
         store = self._open.get((url, name))
-        if store is None or store._life.is_over:
+        if store is None or store._lifecycle.is_closed:
             store = self._open[url, name] = cluster.connect(url)
         return store
 

@@ -10,7 +10,7 @@ from pdstore.format.layout import LayerSpec
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
-from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
 from tests.support import native_kit
 from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of, native_of, view_of
@@ -64,7 +64,7 @@ def test_an_item_larger_than_a_slice_is_cut_by_layers(library):
     sizes = {"stage_out_bytes": 2 * layer}
     native = native_of(library, case, "cpu", path=CopyPath.STAGE, sizes=sizes)
     host = host_memory(case.host_bytes(2), "cpu")
-    native.gather(case.pieces([[0, 1], [2, 3]], 32, view_of(host)))
+    native.gather(case.copies([[0, 1], [2, 3]], 32, view_of(host)))
     assert native.stats(Direction.SAVE).num_slices == 6
 
 
@@ -85,8 +85,8 @@ def test_what_does_not_fit_is_refused_before_anything_moves(library, ids, num_to
     before = case.buffer.clone()
     native = native_of(library, case, "cpu")
     host = host_memory(case.host_bytes(2), "cpu")
-    good = case.pieces([[0, 1]], 32, view_of(host))
-    bad = case.pieces([ids], num_tokens, view_of(host), first)
+    good = case.copies([[0, 1]], 32, view_of(host))
+    bad = case.copies([ids], num_tokens, view_of(host), first)
     with pytest.raises(LayoutError, match=word):
         native.scatter([*good, *bad])
     assert torch.equal(case.buffer, before)
@@ -98,7 +98,7 @@ def test_a_block_written_by_two_pieces_of_one_load_is_refused(library):
     case = Case.of(layout, 9, "cpu", **PLAIN)
     host = host_memory(case.host_bytes(2), "cpu")
     with pytest.raises(LayoutError, match="block 1 twice"):
-        native_of(library, case, "cpu").scatter(case.pieces([[0, 1], [1, 2]], 32, view_of(host)))
+        native_of(library, case, "cpu").scatter(case.copies([[0, 1], [1, 2]], 32, view_of(host)))
 
 
 def test_a_payload_that_straddles_two_ranges_of_host_memory_is_refused(library):
@@ -106,20 +106,20 @@ def test_a_payload_that_straddles_two_ranges_of_host_memory_is_refused(library):
     case = Case.of(layout, 9, "cpu", **PLAIN)
     native = native_of(library, case, "cpu")
     host = host_memory(case.host_bytes(2), "cpu")
-    pieces = case.pieces([[0, 1]], 32, view_of(host))
-    middle = address_of(pieces[0].payload) + 100
+    copies = case.copies([[0, 1]], 32, view_of(host))
+    middle = address_of(copies[0].payload) + 100
     start = address_of(view_of(host))
     native.add_host(start, middle - start)
     native.add_host(middle, start + len(host) - middle)
     with pytest.raises(LayoutError, match="registered range"):
-        native.gather(pieces)
+        native.gather(copies)
 
 
 def test_a_payload_of_another_length_is_refused(library):
     case = Case.of(layout_of(), 9, "cpu", **PLAIN)
-    piece = Piece(case.layout.parts[0], [0, 1], 32, 0, memoryview(bytearray(100)))
+    copy = BlockCopy(case.layout.parts[0], [0, 1], 32, 0, memoryview(bytearray(100)))
     with pytest.raises(LayoutError, match="100 bytes"):
-        native_of(library, case, "cpu").gather([piece])
+        native_of(library, case, "cpu").gather([copy])
 
 
 def test_nothing_to_copy_is_done_at_once(library):
@@ -142,7 +142,7 @@ def test_items_that_name_more_ids_than_there_are_are_refused(library):
     case = Case.of(layout_of(), 9, "cpu", **PLAIN)
     native = native_of(library, case, "cpu")
     host = host_memory(case.host_bytes(2), "cpu")
-    items, ids = native.pack(Direction.SAVE, case.pieces([[0, 1], [2, 3]], 32, view_of(host)))
+    items, ids = native.pack(Direction.SAVE, case.copies([[0, 1], [2, 3]], 32, view_of(host)))
     for fewer in (ids[:-8], ids[:8], b""):
         with pytest.raises(LayoutError, match="fewer ids"):
             native.submit(Direction.SAVE, Packed(items, fewer))
@@ -162,7 +162,7 @@ def test_a_direction_that_is_none_is_an_error_and_not_the_other_one(library):
     before = case.buffer.clone()
     native = native_of(library, case, "cpu")
     host = host_memory(case.host_bytes(1), "cpu")
-    items, ids = native.pack(Direction.SAVE, case.pieces([[0, 1]], 32, view_of(host)))
+    items, ids = native.pack(Direction.SAVE, case.copies([[0, 1]], 32, view_of(host)))
     for direction in (-1, 2, 7):
         with pytest.raises(LayoutError):
             native._engine.submit(direction, items, ids)

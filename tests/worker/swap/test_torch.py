@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdstore.errors import LayoutError
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.format.namespace import Part
-from pdstore.worker.swap.base import Piece
+from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support.kv import POISON, caches_of
 
@@ -32,10 +32,10 @@ def layout_of(**changes) -> Layout:
     )
 
 
-def piece_of(layout, part, block_ids, num_tokens, first_token=0, payload=None) -> Piece:
+def copy_of(layout, part, block_ids, num_tokens, first_token=0, payload=None) -> BlockCopy:
     if payload is None:
         payload = memoryview(bytearray(layout.payload_bytes(part, num_tokens)))
-    return Piece(part, block_ids, num_tokens, first_token, payload)
+    return BlockCopy(part, block_ids, num_tokens, first_token, payload)
 
 
 def expected_payload(layout, caches, part, block_ids, num_tokens) -> bytes:
@@ -61,9 +61,9 @@ def expected_payload(layout, caches, part, block_ids, num_tokens) -> bytes:
 def test_a_payload_is_laid_out_as_the_format_says(order, num_tokens, layers):
     layout = layout_of(order=order, layers=layers)
     caches = caches_of(layout, 10)
-    piece = piece_of(layout, Part(0, 0), [7, 2], num_tokens)
-    TorchSwap(layout, caches).gather([piece])
-    assert bytes(piece.payload) == expected_payload(layout, caches, Part(0, 0), [7, 2], num_tokens)
+    copy = copy_of(layout, Part(0, 0), [7, 2], num_tokens)
+    TorchSwap(layout, caches).gather([copy])
+    assert bytes(copy.payload) == expected_payload(layout, caches, Part(0, 0), [7, 2], num_tokens)
 
 
 @settings(deadline=None, max_examples=60)
@@ -81,10 +81,10 @@ def test_what_is_gathered_and_scattered_is_equal_and_nothing_else_is_written(dat
     num_tokens = data.draw(st.integers(1, 8))
     first = data.draw(st.integers(0, (num_tokens - 1) // 4)) * 4
     src, dst = ids[:2], ids[5:7]
-    pieces = [piece_of(layout, part, src, num_tokens) for part in layout.owned_parts]
-    TorchSwap(layout, source).gather(pieces)
+    copies = [copy_of(layout, part, src, num_tokens) for part in layout.owned_parts]
+    TorchSwap(layout, source).gather(copies)
     TorchSwap(layout, target).scatter(
-        [p._replace(block_ids=dst, first_token=first) for p in pieces]
+        [p._replace(block_ids=dst, first_token=first) for p in copies]
     )
     for a, b in zip(source, target, strict=True):
         got, want = b[dst].flatten(0, 1), a[src].flatten(0, 1)
@@ -98,21 +98,21 @@ def test_what_is_gathered_and_scattered_is_equal_and_nothing_else_is_written(dat
 def test_shards_of_two_ranks_are_the_shards_of_one():
     one = layout_of(num_shards=2)
     caches = caches_of(one, 4)
-    whole = [piece_of(one, part, [1, 3], 7) for part in one.owned_parts]
+    whole = [copy_of(one, part, [1, 3], 7) for part in one.owned_parts]
     TorchSwap(one, caches).gather(whole)
     for rank in range(2):
         half = layout_of(num_shards=2, tp_size=2, tp_rank=rank)
         mine = [c[:, :, 2 * rank : 2 * rank + 2] for c in caches]
-        piece = piece_of(half, half.owned_parts[0], [1, 3], 7)
-        TorchSwap(half, mine).gather([piece])
-        assert bytes(piece.payload) == bytes(whole[rank].payload)
+        copy = copy_of(half, half.owned_parts[0], [1, 3], 7)
+        TorchSwap(half, mine).gather([copy])
+        assert bytes(copy.payload) == bytes(whole[rank].payload)
 
 
 def test_separate_k_and_v_are_one_payload():
     layout = layout_of()
     caches = caches_of(layout, 4)
     split = [(c[..., :6].contiguous(), c[..., 6:].contiguous()) for c in caches]
-    a, b = (piece_of(layout, Part(0, 0), [0, 2], 8) for _ in range(2))
+    a, b = (copy_of(layout, Part(0, 0), [0, 2], 8) for _ in range(2))
     TorchSwap(layout, caches).gather([a])
     TorchSwap(layout, split).gather([b])
     assert bytes(a.payload) == bytes(b.payload)
@@ -126,7 +126,7 @@ def test_a_cache_may_have_any_strides_but_the_last():
     layout = layout_of()
     caches = caches_of(layout, 4)
     heads_first = [c.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for c in caches]
-    a, b = (piece_of(layout, Part(0, 0), [1, 2], 5) for _ in range(2))
+    a, b = (copy_of(layout, Part(0, 0), [1, 2], 5) for _ in range(2))
     TorchSwap(layout, caches).gather([a])
     TorchSwap(layout, heads_first).gather([b])
     assert bytes(a.payload) == bytes(b.payload)
@@ -138,21 +138,21 @@ def test_block_ids_that_do_not_fit_are_refused(block_ids):
     swap = TorchSwap(layout, caches_of(layout, 10))
     for copy in (swap.gather, swap.scatter):
         with pytest.raises(LayoutError, match="block"):
-            copy([piece_of(layout, Part(0, 0), block_ids, 8)])
+            copy([copy_of(layout, Part(0, 0), block_ids, 8)])
 
 
 def test_a_scatter_into_one_block_twice_is_refused():
     layout = layout_of()
     swap = TorchSwap(layout, caches_of(layout, 10))
     with pytest.raises(LayoutError, match="twice"):
-        swap.scatter([piece_of(layout, Part(0, 0), [3, 3], 8)])
+        swap.scatter([copy_of(layout, Part(0, 0), [3, 3], 8)])
 
 
 def test_a_scatter_that_begins_inside_an_engine_block_is_refused():
     layout = layout_of()
     swap = TorchSwap(layout, caches_of(layout, 10))
     with pytest.raises(LayoutError, match="first_token 2"):
-        swap.scatter([piece_of(layout, Part(0, 0), [3, 4], 8, first_token=2)])
+        swap.scatter([copy_of(layout, Part(0, 0), [3, 4], 8, first_token=2)])
 
 
 @pytest.mark.parametrize(
