@@ -8,7 +8,8 @@ from pdstore.async_runner import AsyncRunner
 from pdstore.errors import PDStoreError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import MultimodalItem, PromptKeys
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics

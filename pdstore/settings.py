@@ -73,6 +73,12 @@ class Settings(BaseSettings):
         "token",
         description="Order of a stored block's bytes: `token` or `head` first. Equal on P and D.",
     )
+    layer_ranges: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Runs of layers a block is stored in. Unset: 1 to 4 by size. Equal on P and D.",
+    )
     publish: bool = Field(
         True, description="0: this instance loads from the pool and never saves to it."
     )

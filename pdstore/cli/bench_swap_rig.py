@@ -13,7 +13,8 @@ import torch
 
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from pdstore.errors import LayoutError
+from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import Settings
 
@@ -18,31 +19,12 @@ NO_BLOCK = -1
 """In a block table: the engine holds no block there (the window has moved on)."""
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
+
+MAX_RANGES = 4
+RANGE_BYTES = 1 << 20
+"""Unless the user says how many, a block has at most four layer ranges, of 1 MiB or more each."""
+
 Order = Literal["token", "head", "page"]
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One attention layer of the whole model (not of one rank).
-
-    num_kv_heads: KV heads; 1 for MLA.
-    head_dim: elements of K per head and token; for MLA the latent with its rope part.
-    value_dim: elements of V; None means as many as K, 0 means none (MLA).
-    window: tokens of a sliding window; None for full attention.
-    table: which of the engine's block tables names its blocks, for engines with several.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int | None = None
-    kind: Literal["full", "sliding", "mla"] = "full"
-    window: int | None = None
-    table: int = 0
-
-    @property
-    def channels(self) -> int:
-        """Elements of K and V together, per head and token."""
-        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class Layout:
     `Layout.of` fills in what the settings say.
 
     dtype: torch's name of the cache's element type.
-    layers: one LayerSpec per layer, in order; equal specs form one KV group.
+    layers: one LayerSpec per layer, in order; equal specs of one layer range form one KV group.
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
@@ -62,6 +44,8 @@ class Layout:
     page: how such an engine packs a page, in words; a namespace field.
     num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
+    num_ranges: how many runs of layers a block is stored in, as even as they can be. P stores the
+    values of one range while the model computes the next.
 
     Raises LayoutError for numbers that do not fit together.
     """
@@ -78,6 +62,7 @@ class Layout:
     tp_rank: int = 0
     tp_size: int = 1
     draft_layers: int = 0
+    num_ranges: int = 1
 
     @classmethod
     def of(
@@ -101,15 +86,16 @@ class Layout:
         blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
         over the window's edge.
         """
+        layers = tuple(layers)
         is_engines = gives_back or page is not None
         if page is not None and settings.salt is not None:
             raise LayoutError(
                 "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
                 " what an earlier request left in them: they cannot be used together"
             )
-        return cls(
+        layout = cls(
             dtype=dtype,
-            layers=tuple(layers),
+            layers=layers,
             block_tokens=engine_block_tokens if is_engines else settings.block_tokens,
             engine_block_tokens=engine_block_tokens,
             rope=rope,
@@ -121,6 +107,8 @@ class Layout:
             tp_size=tp_size,
             draft_layers=draft_layers,
         )
+        wanted = settings.layer_ranges or min(MAX_RANGES, layout.block_bytes // RANGE_BYTES)
+        return replace(layout, num_ranges=max(1, min(wanted, len(layers))))
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -141,6 +129,12 @@ class Layout:
                 f"PDSTORE_KV_SHARDS={self.num_shards} must be a multiple of the TP size"
                 f" {self.tp_size}, and rank {self.tp_rank} below it"
             )
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        """Raises LayoutError for layers and heads that do not split as asked."""
+        if not 1 <= self.num_ranges <= len(self.layers):
+            raise LayoutError(f"{len(self.layers)} layers do not make {self.num_ranges} ranges")
         for spec in self.layers:
             if spec.kind != "mla" and spec.num_kv_heads % self.num_shards:
                 raise LayoutError(
@@ -155,12 +149,35 @@ class Layout:
         return dtype.itemsize
 
     @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block: all layers, all KV heads."""
+        per_token = sum(spec.num_kv_heads * spec.channels for spec in self.layers)
+        return self.block_tokens * per_token * self.itemsize
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layer numbers of each KV group; groups in order of their first layer."""
-        groups: dict[LayerSpec, list[int]] = {}
+        """The layer numbers of each KV group; groups in order of their first layer.
+
+        A group's layers are of one range, and those of a range come before those of the next.
+        """
+        groups: dict[tuple[int, LayerSpec], list[int]] = {}
         for number, spec in enumerate(self.layers):
-            groups.setdefault(spec, []).append(number)
+            groups.setdefault((self.range_of(number), spec), []).append(number)
         return tuple(tuple(numbers) for numbers in groups.values())
+
+    def range_of(self, layer: int) -> int:
+        """The layer range that a layer belongs to, counted from 0."""
+        return layer * self.num_ranges // len(self.layers)
+
+    def range_of_part(self, part: Part) -> int:
+        """The layer range that a part's layers belong to."""
+        return self.range_of(self.groups[part.group][0])
+
+    def num_whole_ranges(self, num_layers: int) -> int:
+        """How many ranges are complete when the first `num_layers` layers have been computed."""
+        if num_layers >= len(self.layers):
+            return self.num_ranges
+        return self.range_of(num_layers)
 
     @cached_property
     def num_tables(self) -> int:
@@ -267,6 +284,7 @@ class Layout:
             "tables": [spec.table for spec in self.layers],
             "shards": self.grid_shards,
             "draft_layers": self.draft_layers,
+            "layer_ranges": self.num_ranges,
             "hash": settings.hash,
             "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
         }

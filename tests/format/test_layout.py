@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from pdstore.errors import LayoutError
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
 from pdstore.settings import read_settings
 
@@ -32,6 +33,43 @@ def layout(**changes) -> Layout:
 
 def test_layers_of_one_shape_and_window_are_a_group():
     assert layout().groups == ((0, 2), (1,))
+
+
+def test_layers_of_another_range_are_another_group_and_ranges_come_in_order():
+    assert layout(layers=(FULL, SLIDING) * 3, num_ranges=2).groups == ((0, 2), (1,), (3, 5), (4,))
+    assert layout(layers=(FULL,) * 5, num_ranges=3).groups == ((0, 1), (2, 3), (4,))
+
+
+@pytest.mark.parametrize("num_ranges", [1, 2, 3, 7])
+def test_a_range_is_whole_with_its_last_layer_and_not_before(num_ranges):
+    many = layout(layers=(FULL,) * 7, num_ranges=num_ranges)
+    for done in range(8):
+        whole = {many.range_of(n) for n in range(7)} - {many.range_of(n) for n in range(done, 7)}
+        assert many.num_whole_ranges(done) == len(whole)
+
+
+def test_ranges_together_are_the_block_and_each_part_is_of_one():
+    one, four = layout(layers=(FULL,) * 8), layout(layers=(FULL,) * 8, num_ranges=4)
+    assert sum(four.payload_bytes(p, 64) for p in four.parts) == one.payload_bytes(Part(0, 0), 64)
+    assert [four.range_of_part(part) for part in four.parts] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("num_layers", "num_ranges"), [(1, 1), (8, 1), (16, 2), (32, 4), (80, 4)])
+def test_the_number_of_ranges_follows_from_the_size_of_a_block(num_layers, num_ranges):
+    spec = LayerSpec(8, 64)  # 128 KiB of KV for a block of 64 tokens
+    made = Layout.of(
+        SETTINGS, dtype="bfloat16", layers=[spec] * num_layers, engine_block_tokens=16, rope=""
+    )
+    assert made.num_ranges == num_ranges
+
+
+def test_a_user_says_how_many_ranges_and_layers_bound_them():
+    wanted = read_settings(layer_ranges=3)
+    for num_layers, num_ranges in ((2, 2), (3, 3), (9, 3)):
+        made = Layout.of(
+            wanted, dtype="float16", layers=[FULL] * num_layers, engine_block_tokens=64, rope=""
+        )
+        assert made.num_ranges == num_ranges
 
 
 def test_payload_bytes_are_layers_tokens_heads_channels():
@@ -66,6 +104,7 @@ def test_an_mla_group_has_one_shard_that_every_rank_owns():
         ({"num_shards": 3, "tp_size": 2}, "PDSTORE_KV_SHARDS"),
         ({"num_shards": 16}, "do not split"),
         ({"tp_rank": 1}, "rank 1"),
+        ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(changes, word):
@@ -76,6 +115,7 @@ def test_numbers_that_do_not_fit_are_refused(changes, word):
 NAMESPACE_CHANGES = [
     {"dtype": "float16"},
     {"quantization": "fp8"},
+    {"num_ranges": 2},
     {"layers": (FULL, FULL, FULL)},
     {"layers": (FULL, dataclasses.replace(SLIDING, window=512), FULL)},
     {"layers": (FULL, SLIDING, dataclasses.replace(FULL, head_dim=64))},

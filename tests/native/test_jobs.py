@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdstore.errors import SwapError
-from pdstore.format.layout import LayerSpec
+from pdstore.format.layer_spec import LayerSpec
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pdstore.errors import ConfigError, DeviceError, NativeError
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.native import abi as native_abi
 from pdstore.native import library as native
 from pdstore.native.build import build_library

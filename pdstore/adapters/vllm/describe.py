@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
