@@ -1,0 +1,39 @@
+"""Counts that stores answer with, checked before anything relies on them.
+
+A count decides which slots are verified and scattered, so an impossible one is an error of the
+store and never a number to work with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from pdstore.errors import StoreError, WrongLength
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Store
+
+
+def count_of(answer: object, keys: Sequence[BlockKey], store: Store) -> int:
+    """Returns a store's answer about `keys` if it is an int in 0..len(keys).
+
+    Raises StoreError for any other answer.
+    """
+    if is_count(answer, len(keys)):
+        return answer
+    first = keys[0] if keys else "no key"
+    raise StoreError(f"{store.label}: answered {answer!r} about {len(keys)} keys from {first} on")
+
+
+def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
+    """Returns how many of the first `keys` were served before `error`; 0 if it claims too many.
+
+    At least one key is left behind a WrongLength: the one that it is about.
+    """
+    most = len(keys) - isinstance(error, WrongLength)
+    return error.num_done if is_count(error.num_done, most) else 0
+
+
+def is_count(answer: object, most: int) -> TypeGuard[int]:
+    """Whether `answer` is an int in 0..most; a bool is none."""
+    return isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= most
