@@ -48,7 +48,7 @@ check: setup ## Lint, format and types
 	$(BIN)/mypy -p pdstore -p examples.router -p examples.demo
 
 bench: setup ## How fast keys are computed and blocks put and got
-	@$(BIN)/python -m pdstore bench keys && $(BIN)/python -m pdstore bench stores
+	@$(BIN)/python -m benchmarks.keys && $(BIN)/python -m benchmarks.stores
 
 wheel: setup ## Build dist/*.whl
 	@rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .

@@ -20,7 +20,7 @@ pytest=(python3 -m pytest -q -p no:cacheprovider -m cuda)
 } | tee "$out/swap_machine.txt"
 
 run_tests() {
-    timeout 240 "${pytest[@]}" tests/test_native*.py tests/test_staging*.py tests/test_ready*.py \
+    timeout 240 "${pytest[@]}" tests/native tests/worker \
         --durations=5
 }
 # Both at once: neither looks at the clock.
@@ -28,15 +28,15 @@ run_check() {
     local tool
     for tool in memcheck racecheck; do
         timeout 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" \
-            -o faulthandler_timeout=0 tests/test_native_gpu.py tests/test_native_parity.py \
+            -o faulthandler_timeout=0 tests/native/test_gpu.py tests/native/test_parity.py \
             -k "reads_after or writes_after or staging or (small_length and 3-cuda)" >"$out/swap_$tool.txt" 2>&1 &
     done
     wait
     tail -n 4 "$out/swap_memcheck.txt" "$out/swap_racecheck.txt"
 }
-run_bench() { timeout 400 python3 -m pdstore bench swap --rounds 7 --json "$out/swap_bench.json"; }
-run_start() { timeout 150 python3 -m pdstore bench start --json "$out/swap_start.json"; }
-run_sweep() { timeout 200 python3 -m benchmarks.sweep_swap --json "$out/swap_sweep.json"; }
+run_bench() { timeout 400 python3 -m benchmarks.swap.bench --rounds 7 --json "$out/swap_bench.json"; }
+run_start() { timeout 150 python3 -m benchmarks.swap.start --json "$out/swap_start.json"; }
+run_sweep() { timeout 200 python3 -m benchmarks.swap.sweep --json "$out/swap_sweep.json"; }
 run_mini() { timeout 150 python3 -m benchmarks.mini_prefill --json "$out/mini_prefill.json"; }
 
 status=0

@@ -1,6 +1,6 @@
 """Two network namespaces as two hosts: pdstore over Mooncake against the link between them.
 
-    python benchmarks/mooncake_link.py [--gbit 1 10] [--delay-ms 1] [--json FILE]      (as root)
+    python -m benchmarks.mooncake_link [--gbit 1 10] [--delay-ms 1] [--json FILE]      (as root)
 
 P's host has the master, the process that holds the memory, and P, whose puts cross no link. D's
 host has D, which gets what P put; a put from there is what a P without memory on its own host does.
@@ -25,13 +25,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, cast
 
+from benchmarks.raw import RawMooncake
 from pdstore.cli.report import seconds_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.store import MooncakeStore, RawMooncake
+from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.testing.values import filled_slots, fresh_keys
 
 P_HOST, D_HOST = "10.77.0.1", "10.77.0.2"
@@ -64,7 +65,9 @@ def main() -> None:
                 rows = [
                     row
                     for host, role in zip(hosts, "pd", strict=True)
-                    for row in json.loads(run_in(host, sys.executable, __file__, "--worker", role))
+                    for row in json.loads(
+                        run_in(host, sys.executable, "-m", __spec__.name, "--worker", role)
+                    )
                 ]
         results.append({"gbit": gbit, "shaped": shaped, "rows": rows})
         show(gbit, shaped, rows)
@@ -165,7 +168,7 @@ class Worker:
     def __init__(self) -> None:
         url = f"mooncake://{P_HOST}:{MASTER}?lease=10&discard=10"
         self.store = cast(MooncakeStore, open_store(url, Settings()))
-        self.raw = RawMooncake(self.store)
+        self.raw = RawMooncake(url, self.store)
         self.rows: list[Row] = []
 
     def p(self) -> list[Row]:

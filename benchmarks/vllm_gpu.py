@@ -1,6 +1,6 @@
 """Real vLLM on a GPU or two, P -> pool -> D: what saving costs P, and how soon D has its prompt.
 
-    python benchmarks/vllm_gpu.py --json FILE [--pool DIRECTORY] [--tokens 32768 8192 65536]
+    python -m benchmarks.vllm_gpu --json FILE [--pool DIRECTORY] [--tokens 32768 8192 65536]
                                   [--gpus 0 1]
 
 Instances of vLLM with one dummy model lie side by side on the GPU and are asked in turn, so that

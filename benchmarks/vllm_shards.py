@@ -1,6 +1,6 @@
 """Real vLLM with unequal TP sizes, P -> pool -> D: two ranks to one, and one to two.
 
-    python benchmarks/vllm_shards.py --json FILE [--pool DIRECTORY] [--tokens 1000 8192 32768]
+    python -m benchmarks.vllm_shards --json FILE [--pool DIRECTORY] [--tokens 1000 8192 32768]
                                      [--gpus 0 1]
 
 Four instances with one checkpoint: of one rank and of two, without a connector and with pdstore

@@ -274,29 +274,6 @@ class RedisStore(Store):
         return next(kinds, StoreError)(f"{self.label}: {error}: {key}", num_done=num_done)
 
 
-class RawRedis:
-    """Plain SET and GET on a store's server: what the store is measured against."""
-
-    def __init__(self, store: RedisStore) -> None:
-        self._client = store._client
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for i, key in enumerate(keys):
-            pipe.set(f"raw:{key}", slots.value(i))
-        pipe.execute()
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipe.get(f"raw:{key}")
-        for i, value in enumerate(pipe.execute()):
-            slots.value(i)[:] = value
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._client.unlink(*[f"raw:{key}" for key in keys])
-
-
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:
     """Ranges of neighbours of at most so many bytes, or of one value that is larger."""
     start, num_bytes = 0, 0

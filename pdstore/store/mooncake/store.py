@@ -17,7 +17,7 @@ from pdstore.store.mooncake.client import Client, Raw, close_on_sigterm
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import Library
-from pdstore.store.mooncake.memory import Memory, address_of, addresses_of
+from pdstore.store.mooncake.memory import Memory
 from pdstore.store.mooncake.put import Putter
 from pdstore.store.url import StoreURL
 
@@ -138,6 +138,11 @@ class MooncakeStore(Store):
     def codes(self) -> Mapping[str, int]:
         return self._lookup.codes + self._data.codes
 
+    @property
+    def connections(self) -> tuple[Client, Client]:
+        """The connection to the master, and the one that moves values: for measurements."""
+        return self._lookup, self._data
+
     def close(self) -> None:
         if self._lifecycle.end():
             self._memory.disconnect()
@@ -187,34 +192,6 @@ class MooncakeStore(Store):
             size = raw.get_size(key)
         self._lookup.note([size])
         return size
-
-
-class RawMooncake:
-    """batch_put_from and batch_get_into on the same memory: what MooncakeStore stands on."""
-
-    def __init__(self, store: MooncakeStore) -> None:
-        self._store = store
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        addresses = addresses_of(slots, address_of(slots.view))
-        with self._store._data.call() as raw:
-            codes = raw.batch_put_from(
-                _other(keys), addresses, list(slots.sizes), self._store._put_config
-            )
-        assert not any(codes), codes
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        addresses = addresses_of(slots, address_of(slots.view))
-        with self._store._data.call() as raw:
-            assert raw.batch_get_into(_other(keys), addresses, list(slots.sizes)) == [*slots.sizes]
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        with self._store._lookup.call() as raw:
-            raw.batch_remove(_other(keys), True)
-
-
-def _other(keys: Sequence[BlockKey]) -> list[str]:
-    return [f"raw:{key}" for key in keys]
 
 
 def _windows(count: int) -> Iterator[tuple[int, int]]:

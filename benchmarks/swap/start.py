@@ -1,4 +1,9 @@
-"""How long staging takes to be pinned, and how long a kernel launch waits meanwhile."""
+"""How long staging takes to be pinned, and how long a kernel launch waits meanwhile.
+
+    python -m benchmarks.swap.start [--json FILE]
+
+Needs a GPU and nvcc.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,9 @@ from statistics import median
 
 import torch
 
-from pdstore.cli.bench_swap import open_bench_library
-from pdstore.cli.bench_swap_rig import seconds
+from benchmarks.command import parser_of, run
+from benchmarks.swap.library import open_bench_library
+from benchmarks.swap.rig import seconds
 from pdstore.cli.report import Report
 from pdstore.native.library import Library, address_of
 from pdstore.worker.pinned_memory import PinnedMemory, spans_of
@@ -73,3 +79,12 @@ def _pin(pins: _Pins, num_bytes: int, span_bytes: int) -> tuple[float, list[floa
     took = time.perf_counter() - start
     pinned.close()
     return took, launches
+
+
+def main() -> None:
+    given = parser_of(__doc__).parse_args()
+    run(lambda: bench_start(given.rounds), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.swap.library import BenchLibrary
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import Layout
 from pdstore.native.abi import CopyPath
-from pdstore.native.library import Library, address_of
+from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.worker.pinned_memory import SPAN_BYTES, PinnedMemory, spans_of
 from pdstore.worker.staging import slot_bytes_for
@@ -51,7 +52,7 @@ class Rig:
     n: blocks in the cache's and the ring's use; every n up to it can be measured.
     """
 
-    def __init__(self, library: Library, shape: SwapShape, n: int) -> None:
+    def __init__(self, library: BenchLibrary, shape: SwapShape, n: int) -> None:
         self.shape, self.n = shape, n
         self._library = library
         self.layout = Layout(

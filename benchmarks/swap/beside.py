@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
+from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
 from pdstore.native.abi import CopyPath
 from pdstore.outcome import Direction
 from pdstore.threads import Worker

@@ -1,6 +1,6 @@
 """Block copies under other sizes than the defaults: which slices, lanes and batches are best.
 
-    python -m benchmarks.sweep_swap --json FILE
+    python -m benchmarks.swap.sweep --json FILE
 
 Needs a GPU and nvcc. A copy is of 1 GiB; every number is a median, next to a contiguous copy.
 """
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from pdstore.cli.bench_swap import SHAPES, open_bench_library, speed_of
-from pdstore.cli.bench_swap_beside import keep_busy, pump, readback
-from pdstore.cli.bench_swap_rig import IN, OUT, Contiguous, Rig, seconds
+from benchmarks.swap.bench import SHAPES, speed_of
+from benchmarks.swap.beside import keep_busy, pump, readback
+from benchmarks.swap.library import open_bench_library
+from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
 from pdstore.cli.report import Report
 from pdstore.native.abi import CopyPath
 

@@ -1,17 +1,20 @@
-"""put and get of a store, with the checksum, against the raw calls that it stands on."""
+"""put and get of a store, with the checksum, against the raw calls that it stands on.
+
+python -m benchmarks.stores [--store redis://localhost:6379/0] [--json FILE]
+"""
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
+from benchmarks.command import parser_of, run
+from benchmarks.raw import Raw, raw_of
 from pdstore.cli.report import Report, seconds_of
-from pdstore.errors import ConfigError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings
@@ -27,36 +30,6 @@ _COLUMNS = (
     *("of ideal", "store/raw", "p50 ms", "p99 ms"),
 )
 _NAMESPACE = b"bench".ljust(16, b"\0")
-
-
-class Raw(Protocol):
-    """The plain calls of what a store stands on, for the same values."""
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None: ...
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None: ...
-    def remove(self, keys: Sequence[BlockKey]) -> None: ...
-
-
-class RawFiles:
-    """open, write and close; open, readinto and close."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir()
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        for i, key in enumerate(keys):
-            with open(self._directory / key, "wb", buffering=0) as file:
-                file.write(slots.value(i))
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        for i, key in enumerate(keys):
-            with open(self._directory / key, "rb", buffering=0) as file:
-                file.readinto(slots.value(i))
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            os.unlink(self._directory / key)
 
 
 class _Case(NamedTuple):
@@ -93,30 +66,13 @@ def bench_stores(urls: Sequence[str], directory: Path, rounds: int) -> Report:
         settings = read_settings(store="file://")
         for url in urls or [f"file://{temporary}/store?budget=8GiB"]:
             store = open_store(url, settings)
-            raw = _raw_of(url, store, Path(temporary))
+            raw = raw_of(url, store, Path(temporary))
             for name, size in _SIZES.items():
                 for count in (_BATCH, 1):
                     _measure(report, _Case(_name_of(url), store, raw, size, count), name, rounds)
             _measure_match(report, _name_of(url), store, max(rounds * 10, 100))
             store.close()
     return report
-
-
-def _raw_of(url: str, store: Store, temporary: Path) -> Raw:
-    scheme = url.partition(":")[0]
-    if scheme == "file":
-        return RawFiles(Path(tempfile.mkdtemp(dir=temporary)) / "raw")
-    if scheme.startswith("redis"):
-        from pdstore.store.redis import RawRedis, RedisStore
-
-        return RawRedis(cast(RedisStore, store))
-    if scheme == "mooncake":
-        from pdstore.store.mooncake.store import MooncakeStore, RawMooncake
-
-        return RawMooncake(cast(MooncakeStore, store))
-    raise ConfigError(
-        f"no raw calls to compare {scheme}:// with: measure file://, redis:// or mooncake://"
-    )
 
 
 def _name_of(url: str) -> str:
@@ -228,3 +184,26 @@ def _turn(
 
 def _header(size: int, prefix_hash: bytes) -> block.Header:
     return block.Header(0, 0, 0, 1, 64, size - block.HEADER_BYTES, _NAMESPACE, prefix_hash)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--store",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a store to measure, again for more (default: a new file store in --directory)",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="where the default file store is made, and removed again (default: %(default)s)",
+    )
+    given = parser.parse_args()
+    run(lambda: bench_stores(given.store, given.directory, given.rounds), given.json)
+
+
+if __name__ == "__main__":
+    main()

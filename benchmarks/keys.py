@@ -1,4 +1,7 @@
-"""How long it takes to name the blocks of a long prompt."""
+"""How long it takes to hash a long prompt into block keys.
+
+python -m benchmarks.keys [--json FILE]
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from statistics import median
 
+from benchmarks.command import parser_of, run
 from pdstore.cli.report import Report, seconds_of
 from pdstore.errors import MissingExtra
 from pdstore.format.keys import PromptKeys, int32_bytes
@@ -54,7 +58,7 @@ def _texts(keys: PromptKeys) -> Callable[[], object]:
 
 
 def _cbor_hashing(tokens: list[int], size: int) -> Callable[[], object]:
-    """What engines do that hash (parent, tokens, extra) as canonical CBOR."""
+    """Hashes (parent, tokens, extra) of each block as canonical CBOR, as some engines do."""
     try:
         from cbor2 import dumps
     except ImportError as error:
@@ -67,3 +71,12 @@ def _cbor_hashing(tokens: list[int], size: int) -> Callable[[], object]:
             parent = hashlib.sha256(dumps(block, canonical=True)).digest()
 
     return hash_all
+
+
+def main() -> None:
+    given = parser_of(__doc__).parse_args()
+    run(lambda: bench_keys(given.rounds), given.json)
+
+
+if __name__ == "__main__":
+    main()

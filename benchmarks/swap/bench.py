@@ -1,4 +1,9 @@
-"""How fast blocks move between a GPU and pinned slots, next to other ways, in one process."""
+"""How fast blocks move between a GPU and pinned slots, next to other ways, in one process.
+
+    python -m benchmarks.swap.bench [--alone] [--shape NAME] [--json FILE]
+
+Needs a GPU and, for the other ways, nvcc.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,12 @@ from statistics import median
 
 import torch
 
-from pdstore.cli.bench_swap_beside import Beside
-from pdstore.cli.bench_swap_rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
+from benchmarks.command import parser_of, run
+from benchmarks.swap.beside import Beside
+from benchmarks.swap.library import open_bench_library
+from benchmarks.swap.rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
 from pdstore.cli.report import Report
-from pdstore.errors import ConfigError
 from pdstore.native.abi import CopyPath
-from pdstore.native.build import build_library, checkout_sources
-from pdstore.native.library import Library
 from pdstore.outcome import Direction
 from pdstore.worker.swap.native import NativeSwap
 
@@ -66,15 +70,6 @@ def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Repor
         del rig
         torch.cuda.empty_cache()
     return report
-
-
-def open_bench_library() -> Library:
-    """The library with the other ways in it, for this GPU. Raises ConfigError or NativeError."""
-    if not torch.cuda.is_available():
-        raise ConfigError("bench swap needs a GPU")
-    major, minor = torch.cuda.get_device_capability()
-    options = ["-DPDSTORE_BENCH=ON", f"-DCMAKE_CUDA_ARCHITECTURES={major}{minor}-real"]
-    return Library(build_library(checkout_sources(), options))
 
 
 def _measure_shape(report: Report, rig: Rig, contiguous: Contiguous, rounds: int) -> None:
@@ -151,3 +146,18 @@ def _measure_both(report: Report, rig: Rig, swap: NativeSwap, rounds: int) -> No
     row = ("both directions", rig.shape.name, 2 * half, "save and load", swap.plan()[0].path)
     goal = 85 if rig.shape.name == _COMPARED[0] else ""
     report.add(*row, num_bytes / median(times) / 1e9, "GB/s", "", goal)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--alone", action="store_true", help="without a model beside the copies")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="NAME", help="a shape, again for more"
+    )
+    given = parser.parse_args()
+    beside = not given.alone
+    run(lambda: bench_swap(given.rounds, beside=beside, names=given.shape), given.json)
+
+
+if __name__ == "__main__":
+    main()

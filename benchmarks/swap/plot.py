@@ -1,6 +1,6 @@
-"""Plots `python -m pdstore bench swap --json FILE`: GB/s over piece size, ours and the other ways.
+"""Plots what `benchmarks.swap.bench --json` wrote: GB/s over piece size, ours and the other ways.
 
-    python benchmarks/plot_swap.py benchmarks/results/h200_swap_bench.json docs/swap_h200.png
+    python -m benchmarks.swap.plot benchmarks/results/h200_swap_bench.json docs/swap_h200.png
 
 Needs matplotlib.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from pdstore.cli.bench_swap import SHAPES
+from benchmarks.swap.bench import SHAPES
 
 WAYS = {
     "serving": "pdstore, serving",
@@ -28,7 +28,7 @@ WAYS = {
 
 def main(source: Path, target: Path) -> None:
     found = json.loads(source.read_text())
-    sizes = {shape.name: shape.span_bytes for shape in SHAPES}
+    sizes = {shape.name: shape.piece_bytes for shape in SHAPES}
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in found["rows"]:
         if row["what"] == "throughput":

@@ -1,0 +1,38 @@
+"""The flags that all benchmarks share, and what becomes of a report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pdstore.cli.report import Report
+from pdstore.errors import PDStoreError
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--rounds` and `--json`; `description` is the module's docstring."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=_count, default=15, help="repetitions (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    return parser
+
+
+def run(measure: Callable[[], Report], json: Path | None) -> None:
+    """Prints a report and writes it to `json`; a PDStoreError ends the program with one line."""
+    try:
+        report = measure()
+    except PDStoreError as error:
+        sys.exit(f"{error}")
+    print(report.text())
+    if json is not None:
+        json.write_text(report.json() + "\n")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

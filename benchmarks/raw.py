@@ -1,0 +1,131 @@
+"""The plain calls that each kind of store stands on, to compare the store with."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from pdstore.environment import mooncake_sources
+from pdstore.errors import ConfigError
+from pdstore.format.keys import BlockKey
+from pdstore.native.library import address_of
+from pdstore.store.base import Slots, Store
+from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.library import Library
+from pdstore.store.mooncake.memory import addresses_of
+from pdstore.store.mooncake.store import MooncakeStore
+from pdstore.store.url import StoreURL
+
+_CHUNK = 256 << 10  # redis-py copies larger arguments into one buffer
+
+
+class Raw(Protocol):
+    """Moves the same values as a store, without headers, checksums or any rule."""
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None: ...
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None: ...
+    def remove(self, keys: Sequence[BlockKey]) -> None: ...
+
+
+def raw_of(url: str, store: Store, temporary: Path) -> Raw:
+    """The raw calls of the store that was opened at `url`.
+
+    temporary: a directory on the file system to measure, for files.
+    Raises ConfigError for a store whose raw calls are unknown.
+    """
+    scheme = url.partition(":")[0]
+    if scheme == "file":
+        return RawFiles(Path(tempfile.mkdtemp(dir=temporary)) / "raw")
+    if scheme.startswith("redis"):
+        return RawRedis(url)
+    if scheme == "mooncake":
+        return RawMooncake(url, cast(MooncakeStore, store))
+    raise ConfigError(
+        f"no raw calls to compare {scheme}:// with: measure file://, redis:// or mooncake://"
+    )
+
+
+class RawFiles:
+    """open, write and close; open, readinto and close."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir()
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        for i, key in enumerate(keys):
+            with open(self._directory / key, "wb", buffering=0) as file:
+                file.write(slots.value(i))
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        for i, key in enumerate(keys):
+            with open(self._directory / key, "rb", buffering=0) as file:
+                file.readinto(slots.value(i))
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            os.unlink(self._directory / key)
+
+
+class RawRedis:
+    """Pipelines of SET and GET on a connection that sends as fast as the store's."""
+
+    def __init__(self, url: str) -> None:
+        import redis
+        from redis.connection import PythonRespSerializer
+
+        def encode(argument: Any) -> Any:
+            return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
+
+        self._client = redis.Redis.from_url(
+            url.replace("redis+unix", "unix", 1),
+            protocol=2,
+            command_packer=PythonRespSerializer(_CHUNK, encode),
+        )
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for i, key in enumerate(keys):
+            pipe.set(f"raw:{key}", slots.value(i))
+        pipe.execute()
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipe.get(f"raw:{key}")
+        for i, value in enumerate(pipe.execute()):
+            slots.value(i)[:] = value
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._client.unlink(*[f"raw:{key}" for key in keys])
+
+
+class RawMooncake:
+    """batch_put_from and batch_get_into on the store's own connection and registered memory."""
+
+    def __init__(self, url: str, store: MooncakeStore) -> None:
+        self._lookup, self._data = store.connections
+        config = MooncakeConfig.of(StoreURL.of(url), mooncake_sources())
+        self._put_config = Library(config).put_config(is_pinned=False)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        addresses = addresses_of(slots, address_of(slots.view))
+        with self._data.call() as raw:
+            codes = raw.batch_put_from(_raw(keys), addresses, list(slots.sizes), self._put_config)
+        assert not any(codes), codes
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        addresses = addresses_of(slots, address_of(slots.view))
+        with self._data.call() as raw:
+            assert raw.batch_get_into(_raw(keys), addresses, list(slots.sizes)) == [*slots.sizes]
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        with self._lookup.call() as raw:
+            raw.batch_remove(_raw(keys), True)
+
+
+def _raw(keys: Sequence[BlockKey]) -> list[str]:
+    return [f"raw:{key}" for key in keys]

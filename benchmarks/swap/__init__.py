@@ -1,0 +1,1 @@
+"""Block copies between a GPU's paged cache and pinned host memory, measured."""
