@@ -15,12 +15,6 @@ OTHER_LENGTH = -1
 """A file has not the length that was asked for; beside errno's numbers."""
 RELAXED = 2
 """The capture mode of threads that do not disturb other threads' graph captures."""
-CALLS = (
-    *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
-    *("batch", "strided", "stage", "enter", "capturing", "push", "recover"),
-    *("register", "unregister", "query"),
-)
-"""The device calls that a test build can make fail, in the order of the header."""
 
 
 class CopyPath(enum.IntEnum):
@@ -90,7 +84,6 @@ Error = _struct("Error", "code:i32 device_code:i32 slice:i64 call:40 message:200
 Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
 Plan = _struct("Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
 Stats = _struct("Stats", "bytes:i64 slices:i64 cpu_ns:i64")
-Live = _struct("Live", "allocations:i64 streams:i64 events:i64")
 
 _P = c_void_p
 SIGNATURES: dict[str, list[object]] = {
@@ -108,9 +101,6 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_populate": [c_uint64, c_int64],
     "pds_exchange_capture_mode": [_P],
     "pds_read_files": [c_char_p, _P, _P, c_int64, _P, _P, _P],
-    "pds_test_fail": [c_int32, c_int64, c_int32, c_int32],
-    "pds_test_delay": [c_int64],
-    "pds_test_live": [_P],
 }
 
 

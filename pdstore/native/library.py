@@ -14,7 +14,6 @@ from pathlib import Path
 from pdstore.errors import ConfigError, LayoutError, NativeError, SwapError
 from pdstore.native.abi import (
     ABI,
-    CALLS,
     SIGNATURES,
     Code,
     CopyPath,
@@ -22,7 +21,6 @@ from pdstore.native.abi import (
     Error,
     Info,
     Item,
-    Live,
     Options,
     PartShape,
     Plan,
@@ -98,31 +96,6 @@ class Library:
         before = c_int32(mode)
         self.calls.pds_exchange_capture_mode(byref(before))
         return before.value
-
-    def fail(self, call: str, nth: int, code: int, *, sticky: bool = False) -> None:
-        """Of a test build: the nth call of this kind from now on fails; `none` disarms."""
-        number = CALLS.index(call) if call != "none" else -1
-        self.calls.pds_test_fail(number, nth, code, sticky)
-
-    def delay(self, microseconds: int) -> None:
-        """Of a test build: every copy call takes this much longer."""
-        self.calls.pds_test_delay(microseconds)
-
-    def baseline(
-        self, method: int, to: int, source: int, n: int, num_bytes: int, per_block: int, stream: int
-    ) -> None:
-        """Of a benchmark build: another way to move n pieces, by tables of their addresses."""
-        call = self.calls.pds_bench_copy
-        call.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_uint64]
-        code = call(method, to, source, n, num_bytes, per_block, stream)
-        if code:
-            raise SwapError(f"baseline {method} failed with {code}", device_code=code)
-
-    def live(self) -> tuple[int, int, int]:
-        """Of a test build: device allocations, streams and events that live now."""
-        live = Live()
-        self.calls.pds_test_live(byref(live))
-        return live.allocations, live.streams, live.events
 
 
 class Engine:

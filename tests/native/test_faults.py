@@ -10,7 +10,7 @@ import mmap
 import pytest
 
 from pdstore.errors import SwapError
-from pdstore.native.abi import CALLS, CopyPath
+from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.native import DEFAULT_STREAM, FOLLOW_NOTHING
@@ -32,15 +32,9 @@ PINNING = ("register", "unregister")
 
 def test_every_call_of_a_device_has_its_test_here():
     copying = {call for call, _ in COPYING}
-    assert copying | {*OPENING, *SUBMITTING, *ASKING, *RECOVERING, *PINNING} == set(CALLS)
-
-
-@pytest.fixture
-def library():
-    library = native_kit.library()
-    yield library
-    library.fail("none", 0, 0)
-    library.delay(0)
+    assert copying | {*OPENING, *SUBMITTING, *ASKING, *RECOVERING, *PINNING} == set(
+        native_kit.CALLS
+    )
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)
@@ -104,7 +98,7 @@ def test_a_device_that_does_not_recover_poisons_the_engine(library, device, call
     library.fail("batch", 1, CODE)
     with pytest.raises(SwapError):
         bench.copy(Direction.SAVE)
-    library.fail("none", 0, 0)
+    library.mend()
     with pytest.raises(SwapError, match="broke") as failure:
         bench.copy(Direction.SAVE)
     assert failure.value.poisoned
@@ -127,7 +121,7 @@ def test_memory_that_cannot_be_pinned_or_unpinned_is_an_error(library, device, c
         pin_and_unpin()
     assert failure.value.device_code == CODE
     assert call in failure.value.call.lower()
-    library.fail("none", 0, 0)
+    library.mend()
     if call == "register":
         library.register(ordinal, address_of(memory), len(memory))
     library.unregister(ordinal, address_of(memory))
@@ -149,7 +143,7 @@ def test_a_sticky_error_poisons_the_engine_and_fails_what_is_queued(library, dev
     assert outcomes[-1].poisoned
     with pytest.raises(SwapError, match="broke"):
         bench.copy(Direction.LOAD)
-    library.fail("none", 0, 0)
+    library.mend()
     bench.swap.close()
     assert library.live() == (0, 0, 0)
 

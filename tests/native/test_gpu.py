@@ -26,14 +26,6 @@ pytestmark = [pytest.mark.cuda, native_kit.needs_gpu]
 PATHS = [CopyPath.BATCH, CopyPath.STRIDED, CopyPath.STAGE]
 
 
-@pytest.fixture
-def library():
-    library = native_kit.library()
-    yield library
-    library.fail("none", 0, 0)
-    library.delay(0)
-
-
 def stream_handle(stream) -> int:
     return stream.cuda_stream or DEFAULT_STREAM
 

@@ -27,14 +27,6 @@ from tests.support.swap_case import (
 )
 
 
-@pytest.fixture
-def library():
-    library = native_kit.library()
-    yield library
-    library.fail("none", 0, 0)
-    library.delay(0)
-
-
 def end_of(ticket) -> object:
     try:
         return ticket.wait(0)

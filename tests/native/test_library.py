@@ -34,7 +34,7 @@ def test_off_means_torch():
 
 
 def test_auto_means_the_library_on_host_tensors_too():
-    native_kit.library()
+    native_kit.open_library()
     layout = layout_of()
     swap = open_swap(settings_of(), layout, caches_of(layout))
     assert isinstance(swap, NativeSwap)
@@ -69,7 +69,10 @@ def test_a_device_that_is_not_there_fails_the_constructor(device):
     )
     with pytest.raises(DeviceError, match="no CUDA device"):
         NativeSwap(
-            native_kit.library(), layout, caches_of(layout, 2, fill=0), sizes={"device": device}
+            native_kit.open_library(),
+            layout,
+            caches_of(layout, 2, fill=0),
+            sizes={"device": device},
         )
 
 
@@ -89,7 +92,7 @@ def test_a_compilers_words_are_in_the_error(tmp_path):
 
 
 def test_who_comes_while_another_builds_waits_and_uses_that_build(tmp_path):
-    native_kit.library()
+    native_kit.open_library()
     sources = tmp_path / "csrc"
     sources.mkdir()
     count = tmp_path / "count"
@@ -121,7 +124,7 @@ def test_a_changed_source_is_another_build(tmp_path):
             f"cmake_minimum_required(VERSION 3.22)\nproject({text} NONE)\n"
             "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
         )
-        native_kit.library()
+        native_kit.open_library()
         paths.append(build_library(sources, directory=tmp_path / "cache"))
     assert paths[0] != paths[1]
 
@@ -144,7 +147,7 @@ def test_a_library_of_another_abi_is_refused_before_it_is_asked_for_more(tmp_pat
         ("pds_error", native_abi.Error),
         ("pds_plan", native_abi.Plan),
         ("pds_stats", native_abi.Stats),
-        ("pds_live", native_abi.Live),
+        ("pds_live", native_kit.Live),
         ("pds_info_t", native_abi.Info),
     ],
 )
@@ -173,11 +176,11 @@ def test_structs_are_those_of_the_header(name, struct):
 
 def test_the_calls_that_can_fail_are_those_of_the_header():
     names = re.findall(r"PDS_CALL_(\w+)", HEADER.read_text())
-    assert tuple(name.lower() for name in names) == native_abi.CALLS
+    assert tuple(name.lower() for name in names) == native_kit.CALLS
 
 
 def test_a_child_of_a_fork_is_told_that_the_engine_is_its_parents():
-    native_kit.library()
+    native_kit.open_library()
     program = """
 import os
 from tests.support import native_kit
@@ -186,7 +189,7 @@ from tests.worker.swap.test_torch import layout_of, copy_of
 from pdstore.format.namespace import Part
 from pdstore.worker.swap.native import NativeSwap
 layout = layout_of()
-swap = NativeSwap(native_kit.library(), layout, caches_of(layout, 10))
+swap = NativeSwap(native_kit.open_library(), layout, caches_of(layout, 10))
 pid = os.fork()
 if pid == 0:
     try:

@@ -15,12 +15,6 @@ from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
 from tests.support.swap_case import PLAIN, SIZES, Case, host_memory, layout_of, native_of, view_of
 
-
-@pytest.fixture(scope="module")
-def library():
-    return native_kit.library()
-
-
 SHAPES = st.fixed_dictionaries(
     {
         "split": st.booleans(),

@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from pdstore.store.memory import MemoryStore
-from tests.support import native_kit
 from tests.support.gpu_kit import gpu_instance, rig
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here")
 pytestmark = [pytest.mark.cuda, needs_two]
-
-
-@pytest.fixture
-def library():
-    return native_kit.library()
 
 
 @pytest.mark.parametrize(("mine", "its"), [(0, 1), (1, 0)])
@@ -60,7 +54,7 @@ def active():
     flags, state = ctypes.c_uint(), ctypes.c_int()
     assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(state)) == 0
     return state.value
-library = native_kit.library()
+library = native_kit.open_library()
 layout = layout_of()
 caches = [torch.empty(8, 16, 4, 128, dtype=torch.bfloat16, device="cuda:1") for _ in range(4)]
 before = active()

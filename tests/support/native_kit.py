@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import Structure, byref, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -17,21 +18,77 @@ SOURCES = Path(pdstore.__file__).parents[1] / "csrc"
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
 DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_gpu])]
+CALLS = (
+    *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
+    *("batch", "strided", "stage", "enter", "capturing", "push", "recover"),
+    *("register", "unregister", "query"),
+)
+"""The device calls that can be made to fail, in the header's order."""
+
+
+class Live(Structure):
+    """pds_live of csrc/pdstore.h."""
+
+    _fields_ = (("allocations", c_int64), ("streams", c_int64), ("events", c_int64))
+
+
+class FaultyLibrary(Library):
+    """A test build (`-DPDSTORE_TESTING=ON`)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        assert self.has_faults
+        self.calls.pds_test_fail.argtypes = [c_int32, c_int64, c_int32, c_int32]
+        self.calls.pds_test_delay.argtypes = [c_int64]
+        self.calls.pds_test_live.argtypes = [c_void_p]
+
+    def fail(self, call: str, nth: int, code: int, *, sticky: bool = False) -> None:
+        """Makes the nth call of this kind from now on fail; sticky: and all calls after it."""
+        self.calls.pds_test_fail(CALLS.index(call), nth, code, sticky)
+
+    def delay(self, microseconds: int) -> None:
+        """Makes every copy call take this much longer."""
+        self.calls.pds_test_delay(microseconds)
+
+    def mend(self) -> None:
+        """Takes every failure and delay back."""
+        self.calls.pds_test_fail(-1, 0, 0, 0)
+        self.calls.pds_test_delay(0)
+
+    def live(self) -> tuple[int, int, int]:
+        """Device allocations, streams and events that exist now."""
+        live = Live()
+        self.calls.pds_test_live(byref(live))
+        return live.allocations, live.streams, live.events
 
 
 @cache
-def _build() -> Library | NativeError:
+def _build() -> FaultyLibrary | NativeError:
     try:
         options = ["-DPDSTORE_TESTING=ON"]
         options += ["-DCMAKE_CUDA_ARCHITECTURES=native"] if HAS_GPU else ["-DPDSTORE_CUDA=OFF"]
-        return Library(build_library(SOURCES, options))
+        return FaultyLibrary(build_library(SOURCES, options))
     except NativeError as error:
         return error
 
 
-def library() -> Library:
-    """The test build. Where it cannot be built the tests fail, and say why: it is never skipped."""
+def open_library() -> FaultyLibrary:
+    """The test build. Fails the test, with the reason, where it cannot be built; never skips."""
     built = _build()
     if isinstance(built, NativeError):
         pytest.fail(f"no native library: {built}")
     return built
+
+
+@pytest.fixture(scope="session")
+def library():
+    """The test build."""
+    return open_library()
+
+
+@pytest.fixture(autouse=True)
+def mended():
+    """Takes back what a test told the test build to do wrong."""
+    yield
+    if _build.cache_info().currsize:
+        open_library().mend()

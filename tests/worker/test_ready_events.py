@@ -21,22 +21,15 @@ from tests.support.swap_case import POISON, SwapBench
 gpu = [pytest.mark.cuda, native_kit.needs_gpu]
 
 
-@pytest.fixture
-def library():
-    library = native_kit.library()
-    yield library
-    library.fail("none", 0, 0)
-
-
-class RequestTracker:
-    """Stands for an event that copies can follow: who waits for it on the host fails."""
+class DeviceEvent:
+    """Stands for an event that the device can wait for; waiting for it on the host is an error."""
 
     def synchronize(self) -> None:
         raise AssertionError("waited for on the host")
 
 
 def tell(swap, monkeypatch) -> list:
-    """Lets a swap follow `RequestTracker` events; what its copies are told."""
+    """Lets a swap follow `DeviceEvent` events; what its copies are told."""
     told = []
     for verb in ("gather", "scatter"):
         copy = getattr(swap, verb)
@@ -53,7 +46,7 @@ def tell(swap, monkeypatch) -> list:
 @pytest.mark.parametrize("publishes", [False, True])
 def test_a_save_hands_its_event_to_every_copy(monkeypatch, publishes):
     p = Instance(MemoryStore())
-    told, event = tell(p.pool._swap, monkeypatch), RequestTracker()
+    told, event = tell(p.pool._swap, monkeypatch), DeviceEvent()
     p.pool._mover._window = 2
     keys = p.cache.keys(list(range(600)))
     handoff = p.cache.announce(keys, None)[0] if publishes else None
@@ -68,7 +61,7 @@ def test_a_load_hands_its_event_to_every_copy(monkeypatch):
     p = Instance(MemoryStore())
     keys = p.cache.keys(list(range(600)))
     assert p.pool.save(keys, list(range(38))).wait(20).num_tokens == 600
-    told, event = tell(p.pool._swap, monkeypatch), RequestTracker()
+    told, event = tell(p.pool._swap, monkeypatch), DeviceEvent()
     monkeypatch.setattr(p.pool, "_order", lambda: event)
     p.pool._mover._window = 2
     assert p.pool.load(keys, list(range(38))).wait(20).num_tokens == 600

@@ -12,13 +12,7 @@ from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
-from tests.support import native_kit
 from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of, native_of, view_of
-
-
-@pytest.fixture(scope="module")
-def library():
-    return native_kit.library()
 
 
 @pytest.mark.parametrize(
