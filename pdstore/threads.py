@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from pdstore.errors import DeviceError
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
@@ -70,14 +74,47 @@ class DevicePin:
 def call_each(functions: Iterable[Callable[[], None]]) -> None:
     """Calls all of them; an exception of one is logged and keeps no other from its turn."""
     for function in functions:
-        _call_logged(function)
+        call_or(function, None)
 
 
-def _call_logged(function: Callable[[], None]) -> None:
+def call_or(function: Callable[[], T], otherwise: T) -> T:
+    """Returns what `function` returns; logs whatever it raises and returns `otherwise` then."""
     try:
-        function()
-    except Exception:
+        return function()
+    except BaseException:
         log.exception("%r failed", function)
+        return otherwise
+
+
+class Latch:
+    """An event that happens once. Also a signal handler may set it and wait for it.
+
+    `threading.Event` holds a lock while it works, so a handler that interrupts its own thread there
+    waits for ever. Here the lock is the state itself: it is free from `set` on.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    @property
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._open()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it is set; False if it is not after the time."""
+        if not self._is_set and self._closed.acquire(timeout=max(0.0, timeout_s)):
+            self._open()
+        return self._is_set
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # somebody else has opened it
+            self._closed.release()
 
 
 class Task(Protocol):
@@ -90,8 +127,10 @@ class Task(Protocol):
 class Worker:
     """A thread that runs tasks one after the other until `take` returns None.
 
-    An exception of a task, or of pinning the device before it, goes to the task's `fail`; the
-    worker goes on. Raises DeviceError from the constructor when the device cannot be used.
+    Whatever a task raises, or pinning the device before it, goes to the task's `fail`, and the
+    worker goes on. A BaseException, which a library may raise on any thread (CancelledError, a
+    panic of Rust), arrives there as a RuntimeError. Raises DeviceError from the constructor when
+    the device cannot be used.
     """
 
     def __init__(
@@ -124,46 +163,61 @@ class Worker:
             try:
                 self._pin.hold()
                 task.run()
-            except Exception as error:
+            except BaseException as error:
                 log.debug("%s: task failed", self._thread.name, exc_info=True)
-                task.fail(error)
+                task.fail(_as_exception(error))
             del task  # what the task holds is released before the thread waits for the next one
 
 
 class Ticker:
     """A thread that calls `step` again and again, until `stop`.
 
-    `step` returns the seconds to its next turn, or None to wait for `wake`. An exception of `step`
-    is logged, and the thread goes on a second later.
+    `step` returns the seconds to its next turn, or None to wait for `wake`. Whatever it raises is
+    logged, and the thread goes on `pause_s` later. `wake` and `stop` may be called by a signal
+    handler; in the child of a fork they do nothing.
     """
 
-    def __init__(self, name: str, step: Callable[[], float | None]) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], float | None], *, pause_s: float = 1.0
+    ) -> None:
         self._step = step
-        self._wake = threading.Event()
+        self._pause_s = pause_s
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` is reentrant
         self._stopped = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         """Makes the next turn come at once."""
-        self._wake.set()
+        if os.getpid() == self._pid:
+            self._calls.put(None)
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after its turn; False if it still runs."""
         self._stopped = True
-        self._wake.set()
+        if os.getpid() != self._pid:
+            return True
+        self._calls.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
+        after_an_error: float | None = self._pause_s
         while not self._stopped:
-            try:
-                pause = self._step()
-            except Exception:
-                log.exception("%s failed; it goes on", self._thread.name)
-                pause = 1.0
-            self._wake.wait(pause)
-            self._wake.clear()
+            pause = call_or(self._step, after_an_error)
+            with contextlib.suppress(queue.Empty):
+                self._calls.get(timeout=None if pause is None else max(0.0, pause))
+                while not self._calls.empty():  # one turn answers all calls before it
+                    self._calls.get_nowait()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    wrapped = RuntimeError(f"{type(error).__name__} on a thread of pdstore: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class Deadline:

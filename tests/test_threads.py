@@ -10,39 +10,13 @@ from collections import deque
 import pytest
 import torch
 
-from pdstore.async_runner import AsyncRunner
 from pdstore.errors import DeviceError
-from pdstore.threads import DevicePin, Ticker, Worker
+from pdstore.threads import DevicePin, Latch, Ticker, Worker, call_each
+from tests.support.device_api import FakeApi
+from tests.support.forked import exit_code_of
+from tests.support.interrupt import ends_though_interrupted
 
 GPU1 = torch.device("cuda:1")
-
-
-class FakeApi:
-    """A device runtime on paper: a current device per thread, and failures on demand."""
-
-    def __init__(self, num_devices: int = 2) -> None:
-        self.num_devices = num_devices
-        self.calls: list[str] = []
-        self.failures: deque[str] = deque()
-        self._local = threading.local()
-
-    def current_device(self) -> int:
-        return getattr(self._local, "device", 0)
-
-    def set_device(self, index: int) -> None:
-        self.calls.append(f"set {index}")
-        if self.failures and self.failures[0] == "set":
-            self.failures.popleft()
-            raise RuntimeError("driver says no")
-        if index >= self.num_devices:
-            raise RuntimeError("invalid device ordinal")
-        self._local.device = index
-
-    def reset_stream(self, index: int) -> None:
-        self.calls.append(f"stream {index}")
-        if self.failures and self.failures[0] == "stream":
-            self.failures.popleft()
-            raise RuntimeError("no stream")
 
 
 class Call:
@@ -178,6 +152,48 @@ def test_a_worker_forgets_its_task_before_it_waits(tasks):
     assert gone() is None
 
 
+class Stray(BaseException):
+    """Neither an Exception nor an exit: as asyncio.CancelledError or a panic of Rust."""
+
+
+@pytest.mark.parametrize("stray", [Stray, SystemExit, KeyboardInterrupt])
+def test_a_stray_base_exception_fails_its_task_and_the_worker_goes_on(tasks, stray):
+    def raises():
+        raise stray("odd")
+
+    worker = Worker("w", tasks.take)
+    bad, good = tasks.add(raises), tasks.add(lambda: None)
+    assert good.ended.wait(5)
+    assert isinstance(bad.error, RuntimeError)
+    assert isinstance(bad.error.__cause__, stray)
+    tasks.stop()
+    assert worker.join(5)
+
+
+def test_a_ticker_goes_on_after_a_stray_base_exception():
+    turns = threading.Semaphore(0)
+
+    def step():
+        turns.release()
+        raise Stray
+
+    ticker = Ticker("t", step, pause_s=0.0)
+    assert turns.acquire(timeout=5)
+    assert turns.acquire(timeout=5)
+    assert ticker.stop(5)
+
+
+def test_each_function_is_called_whatever_another_raises(caplog):
+    seen = []
+
+    def raises():
+        raise Stray("odd")
+
+    call_each([raises, lambda: seen.append(1)])
+    assert seen == [1]
+    assert "odd" in caplog.text
+
+
 def test_a_ticker_goes_on_after_an_exception_and_stops(caplog):
     turns = threading.Semaphore(0)
 
@@ -190,7 +206,7 @@ def test_a_ticker_goes_on_after_an_exception_and_stops(caplog):
     ticker.wake()
     assert turns.acquire(timeout=5)
     assert ticker.stop(5)
-    assert "t failed" in caplog.text
+    assert "once" in caplog.text
 
 
 def test_a_ticker_that_has_nothing_to_do_waits_to_be_woken():
@@ -201,74 +217,44 @@ def test_a_ticker_that_has_nothing_to_do_waits_to_be_woken():
     assert len(turns) <= 3
 
 
-@pytest.fixture
-def runner():
-    runner = AsyncRunner("r")
-    yield runner
-    assert runner.close()
+def test_a_ticker_is_woken_in_a_signal_handler_that_interrupts_wake():
+    ticker = Ticker("t", lambda: None)
+    assert ends_though_interrupted(ticker.wake, ticker.wake)
+    assert ticker.stop(5)
 
 
-def test_sync_returns_the_result_once(runner):
-    runner.launch(lambda: 42)
-    assert runner.sync() == 42
-    assert runner.sync() is None
+def test_in_the_child_of_a_fork_a_ticker_is_nothing():
+    ticker = Ticker("t", lambda: None)
+
+    def child() -> bool:
+        ticker.wake()
+        return ticker.stop(0.0)
+
+    assert exit_code_of(child) == 0
+    assert ticker.stop(5)
 
 
-def test_sync_without_a_launch_returns_at_once(runner):
-    assert runner.sync() is None
+def test_a_latch_lets_nobody_pass_before_it_is_set_and_everybody_after():
+    latch, passed = Latch(), []
+    assert not latch.wait(0.0)
+    threads = [threading.Thread(target=lambda: passed.append(latch.wait(30))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert passed == []
+    latch.set()
+    latch.set()
+    for thread in threads:
+        thread.join(5)
+    assert passed == [True] * 4
+    assert latch.is_set
+    assert latch.wait(0.0)
 
 
-@pytest.mark.parametrize("ask", ["sync", "launch"])
-def test_an_exception_is_raised_once_and_the_runner_goes_on(runner, ask):
-    runner.launch(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        runner.sync() if ask == "sync" else runner.launch(lambda: 0)
-    runner.launch(lambda: 5)
-    assert runner.sync() == 5
+def test_a_latch_is_set_and_waited_for_in_a_signal_handler_that_interrupts_either():
+    latch = Latch()
 
+    def sets_and_waits():
+        latch.set()
+        latch.wait(30)
 
-def test_launches_run_in_order(runner):
-    seen = []
-    for i in range(100):
-        runner.launch(lambda i=i: seen.append(i))
-    runner.sync()
-    assert seen == list(range(100))
-
-
-def test_a_function_that_does_not_end_is_a_time_out(runner):
-    gate = threading.Event()
-    runner.launch(lambda: gate.wait(30))
-    with pytest.raises(TimeoutError):
-        runner.sync(timeout_s=0.01)
-    with pytest.raises(TimeoutError):
-        runner.launch(lambda: None, timeout_s=0.01)
-    gate.set()
-    runner.sync()
-
-
-def test_the_function_is_released_before_sync_returns(runner):
-    class Big:
-        pass
-
-    big = Big()
-    gone = weakref.ref(big)
-    runner.launch(lambda big=big: None)
-    del big
-    runner.sync()
-    assert gone() is None
-
-
-def test_close_lets_the_running_function_end():
-    runner, gate, seen = AsyncRunner("r"), threading.Event(), []
-    runner.launch(lambda: (gate.wait(30), seen.append(1)))
-    assert not runner.close(timeout_s=0.01)
-    gate.set()
-    assert runner.close()
-    assert seen == [1]
-    with pytest.raises(RuntimeError, match="closed"):
-        runner.launch(lambda: None)
-
-
-def test_a_runner_on_a_bad_device_fails_its_constructor():
-    with pytest.raises(DeviceError):
-        AsyncRunner("r", torch.device("meta:7"), FakeApi())
+    assert ends_though_interrupted(sets_and_waits, sets_and_waits)
