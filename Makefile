@@ -1,4 +1,5 @@
-# `make demo` and `make test` need nothing but Python 3.10 or newer: they set everything up.
+# `make demo` and `make test` need nothing but Python 3.10 or newer: they set everything up, with
+# what the system lacks by apt-get where they may (scripts/system_packages.sh).
 # Without a GPU elsewhere: PIP_ARGS names an index of CPU builds of torch, or pip takes gigabytes.
 
 PYTHON ?= python3
@@ -14,19 +15,24 @@ DEMO_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
 DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm native demo test test-vllm nightly check bench wheel
+.PHONY: help packages setup setup-vllm native demo test test-vllm nightly check bench wheel
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests need
-	@command -v redis-server >/dev/null || echo "warning: no redis-server: STORE=redis and the" \
-	  "redis tests need it; as root: apt-get install redis-server" >&2
-	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || echo "warning: STORE=mooncake and the" \
-	  "mooncake tests need Mooncake's library; as root: apt-get install libibverbs1" >&2
+	@:
 
 setup-vllm: $(VLLM_VENV)/.stamp ## Make .venv-vllm, in which vLLM runs on a CPU
 	@:
+
+# First of all, and only what the goal needs: a demo over files works without a compiler.
+NEEDS := venv compiler redis mooncake
+demo check: NEEDS := venv $(filter redis mooncake,$(STORE))
+packages:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@PYTHON='$(PYTHON)' scripts/system_packages.sh $(NEEDS)
 
 native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say what it is
 	@$(BIN)/python -m pdstore native
@@ -53,23 +59,19 @@ bench: setup ## How fast keys are computed and blocks put and got
 wheel: setup ## Build dist/*.whl
 	@rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
 
-$(VENV)/.stamp: pyproject.toml constraints.txt
+$(VENV)/.stamp: pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
 	  -e '.[redis,$(MOONCAKE),examples,test,dev]'
 	@touch $@
 
-$(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py
+$(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 	$(call make_venv,$(VLLM_VENV))
 	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
 	  -e '.[redis,mooncake-cpu,vllm,examples,test]'
 	@touch $@
 
 define make_venv
-@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }
-@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-  || { echo "no venv for $(PYTHON); as root: apt-get install python3-venv" >&2; exit 1; }
 @echo "setting up $(1): a few minutes, once" >&2
 @$(PYTHON) -m venv $(1)
 endef

@@ -28,13 +28,13 @@ def main() -> None:
     # No warning: what is left out is left out on purpose.
     _pip("--no-warn-conflicts", *_requirements(), *sys.argv[1:])
     _name_it_vllm()
+    _compile()
     _check()
 
 
 def _pip(*arguments: str) -> None:
     quiet = () if sys.stdout.isatty() else ("-qq",)
     options = shlex.split(os.environ.get("PIP_ARGS", ""))
-    # Of thousands of files few are ever imported: Python compiles those then.
     command = [sys.executable, "-m", "pip", "install", "--no-compile", *quiet, *options]
     command += arguments
     status = subprocess.run(command, check=False).returncode
@@ -58,6 +58,15 @@ def _name_it_vllm() -> None:
     directory.mkdir(exist_ok=True)
     fields = ("Metadata-Version: 2.1", "Name: vllm", f"Version: {VERSION}+cpu")
     (directory / "METADATA").write_text("\n".join([*fields, ""]))
+
+
+def _compile() -> None:
+    """Leaves bytecode for all that was installed, on every CPU at once; pip uses only one.
+
+    Without it each start of vLLM compiles what it imports where PYTHONDONTWRITEBYTECODE is set.
+    """
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", sysconfig.get_path("purelib")]
+    subprocess.run(command, check=False)  # some packages carry files of another Python
 
 
 def _check() -> None:
