@@ -1,7 +1,8 @@
-"""StoreURL: what a store URL says."""
+"""StoreURL: the parts of a store URL."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -9,12 +10,17 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from pdstore.errors import ConfigError
 
-SCHEMES = ("memory", "file", "redis", "rediss", "redis+unix", "mooncake")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_WITHOUT_PASSWORD = ("memory", "file")  # there, an @ is part of a name
 
 
 @dataclass
 class StoreURL:
-    """A parsed store URL. A store takes its options; `finish` refuses those that are left."""
+    """A parsed store URL.
+
+    A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses those
+    that are left.
+    """
 
     text: str = field(repr=False)
     scheme: str
@@ -27,12 +33,11 @@ class StoreURL:
 
     @classmethod
     def of(cls, text: str) -> StoreURL:
-        """Raises ConfigError with the known schemes for a text that is no store URL."""
+        """Parses a URL of any scheme. Raises ConfigError, with passwords and options left out."""
         scheme, separator, _ = text.partition("://")
-        if not separator or scheme not in SCHEMES:
-            known = ", ".join(f"{name}://" for name in SCHEMES)
+        if not separator or not _SCHEME.fullmatch(scheme):
             raise ConfigError(
-                f"bad store URL {_without_secret(text)!r}: it must start with one of {known}"
+                f"bad store URL {without_secret(text)!r}: it must start with a scheme like file://"
             )
         try:
             parts = urlsplit(text)
@@ -46,7 +51,7 @@ class StoreURL:
             problem = "write # as %23" if parts.fragment else ""
         if problem:  # raised out here: the ValueError may quote a piece of the password
             raise ConfigError(
-                f"bad store URL {_without_secret(text)!r}: {problem}"
+                f"bad store URL {without_secret(text)!r}: {problem}"
                 " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
             )
         return cls(
@@ -62,10 +67,11 @@ class StoreURL:
 
     @property
     def label(self) -> str:
-        return _without_secret(self.text)
+        """The URL without password and options, for messages."""
+        return without_secret(self.text)
 
     def size(self, option: str, default: int) -> int:
-        """Takes an option in bytes (`20GiB`)."""
+        """Takes an option in bytes, such as `20GiB`. Raises ConfigError unless it is positive."""
         text = self.options.pop(option, None)
         if text is None:
             return default
@@ -80,7 +86,7 @@ class StoreURL:
         return size
 
     def seconds(self, option: str, default: float) -> float:
-        """Takes an option in seconds."""
+        """Takes an option in seconds. Raises ConfigError unless it is positive."""
         text = self.options.pop(option, None)
         try:
             value = default if text is None else float(text)
@@ -91,19 +97,19 @@ class StoreURL:
         return value
 
     def finish(self, known: str) -> None:
-        """Refuses options that nobody took; `known` lists those there are."""
+        """Raises ConfigError, with the options that are `known`, if one is left."""
         if self.options:
             raise ConfigError(
                 f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
             )
 
 
-def _without_secret(text: str) -> str:
-    """The URL with its password replaced and its options gone, also where it is malformed.
+def without_secret(text: str) -> str:
+    """Returns the URL, malformed or not, with its password replaced and without its options.
 
-    Everything between `://` and the last `@` may hold a password, but for the schemes without one.
+    Everything between `://` and the last `@` may hold a password, except in schemes without one.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
-    user, at, host = ("", "", rest) if scheme in ("memory", "file") else rest.rpartition("@")
+    user, at, host = ("", "", rest) if scheme in _WITHOUT_PASSWORD else rest.rpartition("@")
     host, _, _ = host.partition("?")
     return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"

@@ -1,0 +1,118 @@
+"""SQLiteStore: blocks as rows of an SQLite file, an example of a store outside pdstore."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+
+from pdstore import Settings
+from pdstore.errors import (
+    ConfigError,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    WrongLength,
+)
+from pdstore.format.keys import BlockKey
+from pdstore.format.namespace import prefix_of
+from pdstore.store import Lifecycle, Slots, Store, StoreURL, check_call
+
+_ERRORS: dict[str, type[StoreError]] = {
+    "SQLITE_FULL": StoreFull,
+    "SQLITE_BUSY": StoreTimeout,
+    "SQLITE_CANTOPEN": StoreUnavailable,
+    "SQLITE_IOERR": StoreUnavailable,
+}
+
+
+class SQLiteStore(Store):
+    """`sqlite:///path/pool.db?timeout=5`: rows of one file, for processes of one host.
+
+    The file is made at the first call. Each call is one transaction, so that a batch is stored
+    whole or not at all. Threads take turns. Nothing is ever evicted, and nothing is leased.
+    """
+
+    def __init__(self, label: str, path: str, timeout_s: float) -> None:
+        self.label = label
+        self._path, self._timeout_s = path, timeout_s
+        self._lifecycle = Lifecycle(label)
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+
+    @classmethod
+    def open(cls, url: StoreURL, settings: Settings) -> SQLiteStore:
+        if url.host or url.path in ("", "/"):
+            raise ConfigError(f"{url.label}: write sqlite:///an/absolute/path.db")
+        timeout_s = url.seconds("timeout", 5.0)
+        url.finish("timeout")
+        return cls(url.label, url.path, timeout_s)
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        check_call(keys)
+        with self._transaction() as rows:
+            for n, key in enumerate(keys):
+                if not rows.execute("SELECT 1 FROM blocks WHERE key = ?", [key]).fetchone():
+                    return n
+        return len(keys)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        check_call(keys, slots)
+        with self._transaction() as rows:
+            for n, key in enumerate(keys):
+                row = rows.execute("SELECT value FROM blocks WHERE key = ?", [key]).fetchone()
+                if row is None:
+                    return n
+                if len(row[0]) != slots.sizes[n]:
+                    raise WrongLength(
+                        f"{self.label}: {key} has {len(row[0])} bytes, not {slots.sizes[n]}",
+                        num_done=n,
+                    )
+                slots.value(n)[:] = row[0]
+        return len(keys)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        check_call(keys, slots)
+        values = [(key, slots.value(n)) for n, key in enumerate(keys)]
+        with self._transaction() as rows:
+            rows.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?)", values)
+        return len(keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        check_call(keys)
+        with self._transaction() as rows:
+            rows.executemany("DELETE FROM blocks WHERE key = ?", [[key] for key in keys])
+
+    def clear(self, namespace: str) -> None:
+        with self._transaction() as rows:
+            rows.execute("DELETE FROM blocks WHERE key GLOB ?", [f"{prefix_of(namespace)}*"])
+
+    def close(self) -> None:
+        if self._lifecycle.end():  # never in the child of a fork: the connection is its parent's
+            with self._lock:
+                if self._connection is not None:
+                    self._connection.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commits at the end, rolls back at an exception. Raises StoreError."""
+        self._lifecycle.check()
+        with self._lock:
+            self._lifecycle.check()  # again: another thread may have closed it meanwhile
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                with self._connection:
+                    yield self._connection
+            except sqlite3.Error as error:
+                name = getattr(error, "sqlite_errorname", "")  # Python 3.11 has it
+                kind = _ERRORS.get("_".join(name.split("_")[:2]), StoreError)
+                raise kind(f"{self.label}: {error}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=self._timeout_s, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
+        connection.execute("CREATE TABLE IF NOT EXISTS blocks (key TEXT PRIMARY KEY, value BLOB)")
+        return connection

@@ -1,0 +1,106 @@
+"""open_store: from a URL to a store, pdstore's own or one of an installed package."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple, Protocol
+
+from pdstore.errors import ConfigError, MissingExtra
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+from pdstore.store.url import StoreURL, without_secret
+
+GROUP = "pdstore.stores"
+"""The entry-point group in which a package names its stores: `scheme = "module:Class"`."""
+
+
+class StoreClass(Protocol):
+    """What an entry point names, usually a `Store` class; its name may not be one of pdstore's."""
+
+    def open(self, url: StoreURL, settings: Settings) -> Store:
+        """Returns the store at a URL of this scheme, not connected yet.
+
+        Takes its options from `url` and calls `url.finish` to refuse the others. `settings` say
+        what is not in the URL, such as how long a value lives. Raises ConfigError.
+        """
+
+
+class _Own(NamedTuple):
+    module: str
+    name: str
+    extra: str | None  # the extra of pdstore that brings the store's library
+
+
+_OWN = {
+    "memory": _Own("pdstore.store.memory", "MemoryStore", None),
+    "file": _Own("pdstore.store.file.store", "FileStore", None),
+    "redis": _Own("pdstore.store.redis", "RedisStore", "redis"),
+    "rediss": _Own("pdstore.store.redis", "RedisStore", "redis"),
+    "redis+unix": _Own("pdstore.store.redis", "RedisStore", "redis"),
+    "mooncake": _Own("pdstore.store.mooncake.store", "MooncakeStore", "mooncake"),
+}
+
+
+def open_store(url: str, settings: Settings) -> Store:
+    """Opens the store at a URL; most stores connect at their first call.
+
+    Raises ConfigError for a bad URL, an unknown scheme or a package whose store cannot be loaded;
+    MissingExtra, with the command, where a package is missing.
+    """
+    scheme, separator, _ = url.partition("://")
+    own = _OWN.get(scheme)
+    foreign = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
+    if not separator or (own is None and not foreign):
+        shown = without_secret(url)
+        raise ConfigError(f"bad store URL {shown!r}: it must start with one of {_known()}")
+    if len(foreign) + (own is not None) > 1:
+        raise ConfigError(_clash(scheme, own, foreign))
+    parsed = StoreURL.of(url)
+    if own is not None:
+        return _load_own(scheme, own).open(parsed, settings)
+    return _open_foreign(foreign[0], parsed, settings)
+
+
+def _known() -> str:
+    names = [*_OWN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(_OWN))]
+    return ", ".join(f"{name}://" for name in names)
+
+
+def _clash(scheme: str, own: _Own | None, foreign: Sequence[EntryPoint]) -> str:
+    owners = ["pdstore itself"] if own else []
+    owners += [_distribution_of(entry) for entry in foreign]
+    return f"{scheme}:// is claimed by {' and by '.join(owners)}: uninstall all but one"
+
+
+def _load_own(scheme: str, own: _Own) -> StoreClass:
+    try:
+        module = importlib.import_module(own.module)
+    except ImportError as error:
+        if own.extra is None:
+            raise
+        raise MissingExtra(
+            f"{scheme}:// needs a package that is not installed ({error.name}): "
+            f"pip install 'pdstore[{own.extra}]'"
+        ) from error
+    found: StoreClass = getattr(module, own.name)
+    return found
+
+
+def _open_foreign(entry: EntryPoint, url: StoreURL, settings: Settings) -> Store:
+    place = f"{entry.value!r} of {_distribution_of(entry)}, which serves {url.scheme}://,"
+    try:
+        found = entry.load()
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{place} cannot be loaded: {error}") from error
+    if not callable(getattr(found, "open", None)):
+        raise ConfigError(f"{place} has no method `open(url, settings)`")
+    store = found.open(url, settings)
+    if not isinstance(store, Store):
+        raise ConfigError(f"{place} opened {type(store).__name__}, which is no pdstore.Store")
+    return store
+
+
+def _distribution_of(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"

@@ -1,0 +1,125 @@
+"""open_store finds stores of installed packages, and says which package it cannot use."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from pdstore.errors import ConfigError
+from pdstore.metrics import Metrics
+from pdstore.settings import Settings
+from pdstore.store import open_store
+from pdstore.store.connect import connect_store
+from pdstore.testing import fresh_keys
+
+SHELF = """
+from pdstore.store.memory import MemoryStore
+
+class ShelfStore(MemoryStore):
+    @classmethod
+    def open(cls, url, settings):
+        url.finish("none")
+        return cls(url.label)
+
+class NoStore:
+    @classmethod
+    def open(cls, url, settings):
+        return cls()
+
+class Shut(MemoryStore):
+    open = None
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package: a module, and the metadata that pip would write."""
+
+    def install(name: str, entry_points: str, module: str = SHELF) -> None:
+        site = tmp_path / name
+        info = site / f"{name}-1.2.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{name}.py").write_text(module)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[pdstore.stores]\n{entry_points}\n")
+        monkeypatch.syspath_prepend(site)
+
+    return install
+
+
+def refusal_of(url: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url, Settings())
+    return str(caught.value)
+
+
+def test_the_store_of_an_installed_package_opens_by_its_scheme(install):
+    install("shelf", "shelf = shelf:ShelfStore")
+    with contextlib.closing(open_store("shelf://books", Settings())) as store:
+        assert type(store).__name__ == "ShelfStore"
+        assert store.label == "shelf://books"
+        assert store.match(fresh_keys(1)) == 0
+
+
+def test_an_engine_uses_it_by_the_setting(install):
+    install("shelf2", "shelf = shelf2:ShelfStore")
+    with contextlib.closing(connect_store(Settings(store="shelf://"), Metrics())) as store:
+        assert store.label == "shelf://"
+
+
+def test_it_refuses_options_that_it_does_not_know(install):
+    install("shelf3", "shelf = shelf3:ShelfStore")
+    assert "unknown option 'size'" in refusal_of("shelf://?size=3")
+
+
+def test_an_unknown_scheme_names_those_of_packages_too(install):
+    install("shelf4", "shelf = shelf4:ShelfStore")
+    assert "mooncake://, shelf://" in refusal_of("other://")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("nothing:ShelfStore", "cannot be loaded: No module named 'nothing'"),
+        ("broken:Nothing", "cannot be loaded: module 'broken' has no attribute 'Nothing'"),
+        ("broken:NoStore", "opened NoStore, which is no pdstore.Store"),
+        ("broken:Shut", r"has no method `open(url, settings)`"),
+    ],
+)
+def test_a_broken_package_is_named(install, value, words):
+    install("broken", f"shelf = {value}")
+    text = refusal_of("shelf://")
+    assert text.startswith(f"'{value}' of broken 1.2, which serves shelf://,")
+    assert words in text
+
+
+def test_a_package_with_a_syntax_error_is_named(install):
+    install("crooked", "shelf = crooked:ShelfStore", module="class :")
+    assert "of crooked 1.2, which serves shelf://, cannot be loaded: invalid syntax" in refusal_of(
+        "shelf://"
+    )
+
+
+def test_a_broken_package_harms_no_other_scheme(install):
+    install("broken2", "shelf = nothing:ShelfStore")
+    open_store("memory://", Settings()).close()
+
+
+def test_two_packages_of_one_scheme_are_both_named(install):
+    install("one", "shelf = one:ShelfStore")
+    install("two", "shelf = two:ShelfStore")
+    text = refusal_of("shelf://")
+    assert "shelf:// is claimed by " in text
+    assert "one 1.2" in text
+    assert "two 1.2" in text
+
+
+def test_a_package_cannot_take_a_scheme_of_pdstores_own(install):
+    install("thief", "memory = thief:ShelfStore")
+    expected = "memory:// is claimed by pdstore itself and by thief 1.2: uninstall all but one"
+    assert refusal_of("memory://") == expected
+
+
+def test_no_message_shows_a_password_of_an_unknown_scheme():
+    assert "hush" not in refusal_of("other://user:hush@host")
