@@ -188,7 +188,7 @@ def read_settings(**overrides: object) -> Settings:
     for name in os.environ:
         if name.upper().startswith(_PREFIX) and name not in known:
             near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else "see the table of settings in the README"
+            hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
             raise ConfigError(f"unknown setting {name}: {hint}")
     try:
         return Settings(**overrides)  # type: ignore[arg-type]

@@ -120,10 +120,3 @@ def test_what_is_exported_is_sorted_and_there():
         if not name.startswith("_") and getattr(value, "__module__", "").startswith("pdstore")
     }
     assert public == set(pdstore.__all__)
-
-
-def test_every_setting_stands_in_the_readme():
-    from pdstore.cli.settings_table import settings_table
-
-    readme = (PACKAGE.parent / "README.md").read_text()
-    assert settings_table() in readme

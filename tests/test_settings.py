@@ -52,7 +52,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch,
 
 def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
     monkeypatch.setenv("PDSTORE_QQQQQQQQ", "x")
-    with pytest.raises(ConfigError, match="README"):
+    with pytest.raises(ConfigError, match=r"docs/settings\.md"):
         read_settings()
 
 

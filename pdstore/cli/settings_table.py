@@ -1,4 +1,4 @@
-"""The table of settings, for the README, made from the settings class."""
+"""The table of docs/settings.md, made from the settings class."""
 
 from __future__ import annotations
 

@@ -1,0 +1,65 @@
+"""The documents say what is so: the example runs, tables are current, links resolve."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdstore.cli.settings_table import settings_table
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("deploy/*.md")])
+MAX_README_LINES = 130
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The anchors that a Markdown viewer makes of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readmes_example_hands_a_prompt_over():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    check = "\nassert job.result.num_tokens == 200"
+    check += "\nassert all(torch.equal(p[:12], d[13:25]) for p, d in zip(p_kv, d_kv))"
+    check += "\nassert all(torch.equal(p[12, :8], d[25, :8]) for p, d in zip(p_kv, d_kv))"
+    out = subprocess.run(
+        [sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60
+    )
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == "JobResult(num_tokens=200, reason=None, error=None)\n"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_the_table_of_settings_is_current():
+    assert settings_table() in (ROOT / "docs" / "settings.md").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file_and_a_heading(document):
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        name, _, anchor = target.partition("#")
+        file = (document.parent / name) if name else document
+        assert file.exists(), f"{document.name}: {target}"
+        assert not anchor or anchor in anchors_of(file), f"{document.name}: {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_and_command_that_is_named_exists(document):
+    text = document.read_text()
+    folders = "pdstore|csrc|tests|examples|benchmarks|docs|deploy"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", text):
+        assert (ROOT / path).exists(), f"{document.name}: {path}"
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), f"{document.name}: python -m {module}"
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for target in re.findall(r"`make ([a-z-]+)", text):
+        assert target in targets, f"{document.name}: make {target}"
