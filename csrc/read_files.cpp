@@ -11,8 +11,9 @@
 #include <cstring>
 
 #define XXH_INLINE_ALL
-#include "pdstore.h"
 #include "third_party/xxhash.h"
+
+#include "pdstore.h"
 
 namespace {
 

@@ -1,0 +1,136 @@
+"""The house rules that a program can check: sizes, mirrored tests, private state, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE, TESTS = ROOT / "pdstore", ROOT / "tests"
+MAX_LINES = {"pdstore": 300, "examples": 300, "benchmarks": 300, "tests": 400}
+RIDDLES = {"Who", "What", "That", "And", "As", "How", "Those", "It"}
+"""First words of a docstring that stands for its subject instead of saying what it does."""
+
+OF_LIBRARIES = {"_replace", "_asdict", "_fields", "_exit"}
+"""Private only by their spelling: of named tuples and of `os`."""
+
+TESTED_ELSEWHERE = {
+    "pdstore/errors.py": "exceptions carry what they are given",
+    "pdstore/testing/": "tests themselves, run by tests/store/test_conformance.py",
+}
+
+DEBTS = set((TESTS / "house_debts.txt").read_text().splitlines())
+"""What does not keep the rules yet. Only ever remove lines."""
+
+
+def python_files(*folders: str) -> list[str]:
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    )
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def new(found: Iterable[str]) -> list[str]:
+    return sorted(set(found) - DEBTS)
+
+
+def test_no_file_is_too_long():
+    assert not new(
+        f"too long: {file}"
+        for folder, most in MAX_LINES.items()
+        for file in python_files(folder)
+        if len((ROOT / file).read_text().splitlines()) > most
+    )
+
+
+def has_logic(tree: ast.Module) -> bool:
+    """Tells modules that compute something from those that only name, declare or re-export."""
+    return any(
+        not isinstance(statement, ast.Expr | ast.Pass | ast.Raise)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for statement in node.body
+    )
+
+
+def test_tests_mirror_the_package():
+    wanted = {
+        file: f"tests/{Path(file).relative_to('pdstore').parent}/test_{Path(file).stem}.py"
+        for file in python_files("pdstore")
+        if has_logic(tree_of(file)) and not file.startswith(tuple(TESTED_ELSEWHERE))
+    }
+    assert not new(f"untested: {f}" for f, test in wanted.items() if not (ROOT / test).exists())
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Names with an underscore that a module itself defines."""
+    return {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            getattr(node, "name", None),
+            getattr(node, "attr", None) if is_own(node) else None,
+            getattr(node, "id", None) if isinstance(getattr(node, "ctx", None), ast.Store) else "",
+        )
+        if name and name.startswith("_")
+    }
+
+
+def is_own(node: ast.AST) -> bool:
+    """Whether a node is an attribute of `self` or `cls`."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+    )
+
+
+def reaches_of(tree: ast.Module) -> Iterator[str]:
+    """Private names of other modules that a module uses, also by `setattr` and by import."""
+    own = private_names(tree) | OF_LIBRARIES
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and not is_own(node):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("setattr", "patch"):
+            said = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            names = [str(value).rpartition(".")[2] for value in said if isinstance(value, str)]
+        yield from (n for n in names if re.match(r"_[A-Za-z]", n) and n not in own)
+
+
+def test_no_module_reaches_into_private_state_of_another():
+    assert not new(
+        f"reach: {file}: {name}"
+        for file in python_files(*MAX_LINES)
+        for name in reaches_of(tree_of(file))
+    )
+
+
+def docstrings_of(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
+    """Each docstring with the name that it is of, and whether that returns a bool."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            returns = getattr(node, "returns", None)
+            is_question = isinstance(returns, ast.Name) and returns.id == "bool"
+            text = (ast.get_docstring(node) or "").partition("\n")[0]
+            yield getattr(node, "name", "module"), text, is_question
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun_that_stands_alone():
+    assert not new(
+        f"riddle: {file}: {name}: {text[:50]}"
+        for file in python_files("pdstore", "examples", "benchmarks")
+        for name, text, is_question in docstrings_of(tree_of(file))
+        if (first := text.partition(" ")[0]) in RIDDLES or (first == "Whether" and not is_question)
+    )
