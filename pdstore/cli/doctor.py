@@ -14,6 +14,8 @@ from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.store.connect import read_pool_id
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ErrorCodes
 
 _SIZE = 4096
 
@@ -61,5 +63,7 @@ def _try(store: Store) -> Report:
     step("get and verify", verified)
     step("remove", removed)
     report.notes.append(f"pool {read_pool_id(store).hex()[:8]}, lease {store.lease_s:g} s")
-    report.notes += [f"{count} x {code}" for code, count in sorted(store.codes().items())]
+    library = find_optional(store, ErrorCodes)
+    codes = library.codes() if library else {}
+    report.notes += [f"{count} x {code}" for code, count in sorted(codes.items())]
     return report

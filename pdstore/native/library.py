@@ -241,19 +241,15 @@ def load_library(settings: Settings, *, for_gpu: bool) -> Library | None:
         return None
 
 
-def loaded_library() -> Library | None:
-    """The library if something in this process has loaded it; nothing is loaded or built."""
-    return next(iter(_loaded), None)
-
-
-@cache
 def _load(for_gpu: bool) -> Library:
-    library = Library(find_library(with_cuda=for_gpu))
-    _loaded.append(library)
+    """Loads a build once; where the one for GPUs is loaded, it serves host memory too."""
+    library = _loaded.get(True) or _loaded.get(for_gpu)
+    if library is None:
+        library = _loaded[for_gpu] = Library(find_library(with_cuda=for_gpu))
     return library
 
 
-_loaded: list[Library] = []
+_loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdstore.errors import StoreClosed
@@ -62,7 +62,8 @@ class Store(ABC):
       can start first.
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
 
-    `pdstore.testing.StoreTests` is this contract as tests.
+    `pdstore.testing.StoreTests` is this contract as tests. What only some stores can do is in
+    `pdstore.store.optional`.
     """
 
     label: str
@@ -84,16 +85,6 @@ class Store(ABC):
         Slots behind the returned n may hold anything. Raises WrongLength at a value that has not
         exactly `slots.sizes[i]` bytes.
         """
-
-    def get_and_sum(
-        self, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, Sequence[int] | None]:
-        """As `get`, and the `block.checksum` of each value it got; None: sum them yourself.
-
-        For a store that reads with the processor: it can sum what is still in a core's cache, and
-        saves its caller a pass over memory. The sums are of the bytes that are in the slots.
-        """
-        return self.get(keys, slots), None
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
@@ -121,10 +112,6 @@ class Store(ABC):
     def allocate(self, num_bytes: int) -> memoryview:
         """Memory that this store moves fastest: writable, zeroed, page-aligned; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))
-
-    def codes(self) -> Mapping[str, int]:
-        """How often the library underneath gave each error code; empty where it has none."""
-        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -13,7 +13,10 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.store.wrappers import CircuitBreaker, Instrumented
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.find import find_optional
+from pdstore.store.instrumented import Instrumented
+from pdstore.store.optional import ErrorCodes
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,9 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
         open_s=settings.breaker_open_s,
         max_s=settings.breaker_max_s,
     )
-    metrics.add_codes(store.codes)
+    library = find_optional(store, ErrorCodes)
+    if library is not None:
+        metrics.add_codes(library.codes)
     try:
         store.match([POOL_ID_KEY])
     except StoreError as error:

@@ -1,11 +1,55 @@
-"""What a store may offer beyond the contract: protocols, asked for by isinstance."""
+"""Optional protocols: what some stores offer beyond the contract; `find_optional` asks for one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey
+from pdstore.store.base import Slots
+
+CHECKSUM_AT = 56
+"""Where a value may hold its own checksum: 8 bytes, little-endian. They are not summed."""
+
+
+@runtime_checkable
+class ErrorCodes(Protocol):
+    """A store on a library that answers with error codes."""
+
+    def codes(self) -> Mapping[str, int]:
+        """Returns how often the library gave each error code so far, by the code's name."""
+
+
+@runtime_checkable
+class ChecksumReader(Protocol):
+    """A store that sums values as it reads them, while a core's cache still holds them.
+
+    The checksum of a value is the XXH3-64 of its bytes without the eight at `CHECKSUM_AT`. So a
+    store that reads with the processor saves its caller a pass over memory.
+    """
+
+    def get_with_checksums(
+        self, keys: Sequence[BlockKey], slots: Slots, checksums: MutableSequence[int]
+    ) -> int:
+        """Gets as `Store.get` does, and writes the i-th value's checksum to `checksums[i]`.
+
+        `checksums` is as long as `keys`. The first n are of the bytes that are in the slots, where
+        n is the result or, if a StoreError is raised, its `num_done`. Every value has at least 64
+        bytes; ValueError otherwise.
+        """
+
+
+@runtime_checkable
+class ChecksumWriter(Protocol):
+    """A store that sums values as it writes them; their checksum is `ChecksumReader`'s."""
+
+    def put_with_checksums(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        """Puts as `Store.put` does, each value with its checksum at `CHECKSUM_AT`.
+
+        The checksum is written into the slots of the values that were stored; a slot whose key was
+        stored before may keep the bytes that it had there. Every value has at least 64 bytes;
+        ValueError otherwise.
+        """
 
 
 @runtime_checkable

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
-from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable, WrongLength
 from pdstore.format.keys import BlockKey
-from pdstore.metrics import Metrics
 from pdstore.store.base import Slots, Store
 
+A = ParamSpec("A")
 R = TypeVar("R")
-
-# These say something about one block, one budget or one object's life, not about the store's
-# health.
-_HEALTHY = (WrongLength, StoreFull, StoreClosed)
 
 
 class WrapperStore(Store):
-    """Passes every call to another store.
+    """Passes every call of the contract to another store.
 
-    But not `get_and_sum`: in a wrapper that changes `get`, the sums would be of other bytes.
+    It offers none of the other store's optional protocols: a subclass that changes `get` would
+    give the checksums of other bytes. `CallWrapper` is the base for those that change no answer.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.label = store.label
+
+    @property
+    def wrapped(self) -> Store:
+        """The other store."""
+        return self._store
 
     @property
     def lease_s(self) -> float:
@@ -52,160 +50,37 @@ class WrapperStore(Store):
     def allocate(self, num_bytes: int) -> memoryview:
         return self._store.allocate(num_bytes)
 
-    def codes(self) -> Mapping[str, int]:
-        return self._store.codes()
-
     def close(self) -> None:
         self._store.close()
 
 
-class Instrumented(WrapperStore):
-    """Counts calls, seconds and bytes."""
+class CallWrapper(WrapperStore):
+    """Does something around every call of another store, and changes none of its answers.
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
-        super().__init__(store)
-        self._metrics = metrics
-
-    def match(self, keys: Sequence[BlockKey]) -> int:
-        with self._measured("match"):
-            return super().match(keys)
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self.get_and_sum(keys, slots)[0]
-
-    def get_and_sum(
-        self, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, Sequence[int] | None]:
-        with self._measured("get"):
-            n, sums = self._store.get_and_sum(keys, slots)
-        self._metrics.bytes.labels("load").inc(sum(slots.sizes[:n]))
-        return n, sums
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        with self._measured("put"):
-            n = super().put(keys, slots)
-        self._metrics.bytes.labels("save").inc(sum(slots.sizes[:n]))
-        return n
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        with self._measured("remove"):
-            super().remove(keys)
-
-    def clear(self, namespace: str) -> None:
-        with self._measured("clear"):
-            super().clear(namespace)
-
-    @contextlib.contextmanager
-    def _measured(self, verb: str) -> Iterator[None]:
-        start, outcome = time.monotonic(), "ok"
-        try:
-            yield
-        except StoreError as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            self._metrics.store_calls.labels(verb, outcome).inc()
-            self._metrics.store_seconds.labels(verb).observe(time.monotonic() - start)
-
-
-class CircuitBreaker(WrapperStore):
-    """One retry after a broken connection, and a breaker.
-
-    After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
-    once. After `open_s` one call is let through as a probe; if it fails the pause doubles, up to
-    `max_s`.
+    So `find_optional` finds the other store's optional protocols through it: their calls go
+    through `around` as well.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        failures: int = 3,
-        open_s: float = 1.0,
-        max_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(store)
-        self._failures, self._open_s, self._max_s, self._clock = failures, open_s, max_s, clock
-        self._lock = threading.Lock()
-        self._in_a_row = 0
-        self._pause_s = open_s
-        self._closed_again_at = 0.0
-        self._probing = False
+    def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
+        """Makes a call of the other store and returns its answer.
 
-    @property
-    def is_open(self) -> bool:
-        """Calls fail at once now."""
-        return self._in_a_row >= self._failures
+        verb: the method of `Store` that the call is a form of, for example `get` for
+          `get_with_checksums`.
+        args: those of the call; first the keys of a batch, if it has keys, then its slots.
+        """
+        return call(*args, **kwargs)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        return self._call(keys, lambda: self._store.match(keys))
+        return self.around("match", self._store.match, keys)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._call(keys, lambda: self._store.get(keys, slots))
-
-    def get_and_sum(
-        self, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, Sequence[int] | None]:
-        return self._call(keys, lambda: self._store.get_and_sum(keys, slots))
+        return self.around("get", self._store.get, keys, slots)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._call(keys, lambda: self._store.put(keys, slots))
+        return self.around("put", self._store.put, keys, slots)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        return self._call(keys, lambda: self._store.remove(keys))
+        self.around("remove", self._store.remove, keys)
 
     def clear(self, namespace: str) -> None:
-        return self._guarded(lambda: self._store.clear(namespace))
-
-    def _call(self, keys: Sequence[BlockKey], function: Callable[[], R]) -> R:
-        # no keys, no I/O: that says nothing about the store
-        return self._guarded(function) if keys else function()
-
-    def _guarded(self, function: Callable[[], R]) -> R:
-        is_probe = self._enter()
-        healthy = True  # also after a bad argument, which says nothing about the store
-        try:
-            return self._with_retry(function)
-        except StoreError as error:
-            healthy = isinstance(error, _HEALTHY)
-            raise
-        finally:
-            self._leave(healthy, is_probe)
-
-    def _with_retry(self, function: Callable[[], R]) -> R:
-        """A connection that broke while idle shows at its next use only: one retry tells."""
-        try:
-            return function()
-        except StoreUnavailable:
-            if self.is_open:
-                raise
-            return function()
-
-    def _enter(self) -> bool:
-        """Whether this call is the probe of an open breaker. Raises for every other one then."""
-        with self._lock:
-            if not self.is_open:
-                return False
-            wait = self._closed_again_at - self._clock()
-            if wait > 0 or self._probing:
-                raise StoreUnavailable(
-                    f"{self.label} failed {self._in_a_row} times in a row;"
-                    f" next try in {max(wait, 0):.1f} s"
-                )
-            self._probing = True
-            return True
-
-    def _leave(self, healthy: bool, is_probe: bool) -> None:
-        with self._lock:
-            was_open = self.is_open
-            if is_probe:
-                self._probing = False
-            if healthy:
-                self._in_a_row, self._pause_s = 0, self._open_s
-                return
-            self._in_a_row += 1
-            if is_probe:
-                self._pause_s = min(2 * self._pause_s, self._max_s)
-            if is_probe or (self.is_open and not was_open):
-                self._closed_again_at = self._clock() + self._pause_s
+        self.around("clear", self._store.clear, namespace)

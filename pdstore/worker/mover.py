@@ -14,6 +14,8 @@ from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots, Store
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ChecksumReader
 from pdstore.worker.job import Job
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent, Swap
@@ -50,6 +52,7 @@ class Mover:
         self._parts = layout.owned_parts
         self._block_tokens = layout.block_tokens
         self._swap, self._staging, self._store, self._metrics = swap, staging, store, metrics
+        self._reader = find_optional(store, ChecksumReader)
         largest = staging.largest_loan // 2
         if len(self._parts) > largest:
             raise LayoutError(
@@ -147,10 +150,14 @@ class Mover:
         keys = [value.key for value in window]
         reason: Reason | None = None
         failure: StoreError | None = None
-        sums: Sequence[int] | None = None
+        sums: list[int] | None = None
         with job.in_store_call():
             try:
-                found, sums = self._store.get_and_sum(keys, slots)
+                if self._reader is None:
+                    found = self._store.get(keys, slots)
+                else:
+                    sums = [0] * len(keys)
+                    found = self._reader.get_with_checksums(keys, slots, sums)
                 reason = None if found == len(keys) else Reason.LOST
             except WrongLength as error:
                 found, reason = error.num_done, Reason.CORRUPT

@@ -9,7 +9,8 @@ from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.store.wrappers import CircuitBreaker, Instrumented
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.instrumented import Instrumented
 from tests.support.kv import settings_of
 
 KEYS = [BlockKey("a")]

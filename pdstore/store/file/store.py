@@ -7,7 +7,8 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import ByteSize
@@ -23,11 +24,11 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.format.block import HEADER_BYTES
+from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.native.abi import OTHER_LENGTH
-from pdstore.native.library import address_of, loaded_library
+from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.file.directory import PoolDirectory
@@ -61,6 +62,9 @@ class FileStore(Store):
     the lease and the use. Tails and markers go after `PDSTORE_HANDOFF_TTL_S`, blocks when the
     budget needs their room.
 
+    library: gives the native library, which sums values while it reads them, or None to do that in
+      Python; called at the first use.
+
     Constructing makes the directory. Raises ConfigError or StoreDenied for one that cannot be used.
     """
 
@@ -71,12 +75,14 @@ class FileStore(Store):
         budget: int | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         handoff_ttl_s: float = 600.0,
+        library: Callable[[], Library | None] = lambda: None,
     ) -> None:
         self.label = f"file://{root}"
         if not lease_s <= MAX_LEASE_S:
             raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
+        self._library = library
         try:
             self._directory = PoolDirectory(root)
             self._directory.sweep()
@@ -102,7 +108,13 @@ class FileStore(Store):
         lease_s = url.seconds("lease", DEFAULT_LEASE_S)
         url.finish("budget, lease")
         root = Path(url.path) if url.path else default_pool_directory()
-        return cls(root, budget=budget, lease_s=lease_s, handoff_ttl_s=settings.handoff_ttl_s)
+        return cls(
+            root,
+            budget=budget,
+            lease_s=lease_s,
+            handoff_ttl_s=settings.handoff_ttl_s,
+            library=partial(load_library, settings, for_gpu=False),
+        )
 
     @property
     def lease_s(self) -> float:
@@ -139,24 +151,27 @@ class FileStore(Store):
             raise self._error(error, keys[n], n) from error
         return n
 
-    def get_and_sum(
-        self, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, Sequence[int] | None]:
-        library = loaded_library()
-        if library is None or not keys or min(slots.sizes) < HEADER_BYTES:
-            return super().get_and_sum(keys, slots)
+    def get_with_checksums(
+        self, keys: Sequence[BlockKey], slots: Slots, checksums: MutableSequence[int]
+    ) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
+        if min(slots.sizes, default=HEADER_BYTES) < HEADER_BYTES:
+            raise ValueError(f"a value of fewer than {HEADER_BYTES} bytes has no checksum")
+        library = self._library() if keys else None
+        if library is None:
+            return self._get_then_sum(keys, slots, checksums)
         paths = [self._directory.path(key) for key in keys]
         base = address_of(slots.view)
         addresses = [base + number * slots.slot_bytes for number in slots.numbers]
         sums, why = library.read_files(paths, addresses, slots.sizes)
         n = len(sums)
+        checksums[:n] = sums
         if why == OTHER_LENGTH:
             raise self._other_length(keys, slots, n)
         if why not in (0, errno.ENOENT):
             raise self._error(OSError(why, os.strerror(why)), keys[n], n)
-        return n, sums
+        return n
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -204,6 +219,19 @@ class FileStore(Store):
     def close(self) -> None:
         if self._lifecycle.end():
             self._directory.close()
+
+    def _get_then_sum(
+        self, keys: Sequence[BlockKey], slots: Slots, checksums: MutableSequence[int]
+    ) -> int:
+        n = 0
+        try:
+            n = self.get(keys, slots)
+        except StoreError as error:
+            n = error.num_done
+            raise
+        finally:
+            checksums[:n] = [checksum(slots.value(i)) for i in range(n)]
+        return n
 
     def _write_or_repair(self, path: str, piece: memoryview) -> bool:
         """As `_write`, once more after making room on a full disk or a directory that is gone."""

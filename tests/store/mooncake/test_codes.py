@@ -31,9 +31,9 @@ from pdstore.errors import (
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots
+from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.mooncake import library as mooncake_library
 from pdstore.store.mooncake.client import Client
-from pdstore.store.wrappers import CircuitBreaker
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import content, empty_slots, filled_slots, get, put

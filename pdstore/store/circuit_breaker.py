@@ -1,0 +1,98 @@
+"""CircuitBreaker: keeps calls away from a store that fails, and retries a broken connection."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable, WrongLength
+from pdstore.store.base import Store
+from pdstore.store.wrappers import A, CallWrapper, R
+
+# These are about one block, one budget or one closed object: the store itself is well.
+_HEALTHY = (WrongLength, StoreFull, StoreClosed)
+
+
+class CircuitBreaker(CallWrapper):
+    """One retry after a broken connection, and a breaker.
+
+    After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
+    once. After `open_s` one call is let through as a probe; if it fails the pause doubles, up to
+    `max_s`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        failures: int = 3,
+        open_s: float = 1.0,
+        max_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store)
+        self._failures, self._open_s, self._max_s, self._clock = failures, open_s, max_s, clock
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._pause_s = open_s
+        self._closed_again_at = 0.0
+        self._probing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls fail at once now."""
+        return self._in_a_row >= self._failures
+
+    def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
+        if args and not args[0]:  # no keys, no I/O: that says nothing about the store
+            return call(*args, **kwargs)
+        return self._guarded(lambda: call(*args, **kwargs))
+
+    def _guarded(self, function: Callable[[], R]) -> R:
+        is_probe = self._enter()
+        healthy = True  # also after a bad argument, which says nothing about the store
+        try:
+            return self._with_retry(function)
+        except StoreError as error:
+            healthy = isinstance(error, _HEALTHY)
+            raise
+        finally:
+            self._leave(healthy, is_probe)
+
+    def _with_retry(self, function: Callable[[], R]) -> R:
+        """A connection that broke while idle shows at its next use only: one retry tells."""
+        try:
+            return function()
+        except StoreUnavailable:
+            if self.is_open:
+                raise
+            return function()
+
+    def _enter(self) -> bool:
+        """Whether this call is the probe of an open breaker. Raises for every other one then."""
+        with self._lock:
+            if not self.is_open:
+                return False
+            wait = self._closed_again_at - self._clock()
+            if wait > 0 or self._probing:
+                raise StoreUnavailable(
+                    f"{self.label} failed {self._in_a_row} times in a row;"
+                    f" next try in {max(wait, 0):.1f} s"
+                )
+            self._probing = True
+            return True
+
+    def _leave(self, healthy: bool, is_probe: bool) -> None:
+        with self._lock:
+            was_open = self.is_open
+            if is_probe:
+                self._probing = False
+            if healthy:
+                self._in_a_row, self._pause_s = 0, self._open_s
+                return
+            self._in_a_row += 1
+            if is_probe:
+                self._pause_s = min(2 * self._pause_s, self._max_s)
+            if is_probe or (self.is_open and not was_open):
+                self._closed_again_at = self._clock() + self._pause_s

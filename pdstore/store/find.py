@@ -1,0 +1,72 @@
+"""find_optional: an optional protocol of a store, also through the wrappers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from typing import Any, TypeVar
+
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Slots, Store
+from pdstore.store.optional import (
+    ChecksumReader,
+    ChecksumWriter,
+    ErrorCodes,
+    FindsKeys,
+    TellsChanges,
+)
+from pdstore.store.wrappers import CallWrapper
+
+P = TypeVar("P")
+
+
+def find_optional(store: Store, protocol: type[P]) -> P | None:
+    """Returns an object with the protocol's calls on this store; None if the store has none.
+
+    For a plain store it is the store itself. For a `CallWrapper` its calls go through the wrapper.
+    Other wrappers offer nothing.
+    """
+    if not isinstance(store, CallWrapper):
+        return store if isinstance(store, protocol) else None
+    inner = find_optional(store.wrapped, protocol)
+    return None if inner is None else _FORWARDERS[protocol](store, inner)
+
+
+class _ReaderThrough:
+    def __init__(self, wrapper: CallWrapper, inner: ChecksumReader) -> None:
+        self._wrapper, self._inner = wrapper, inner
+
+    def get_with_checksums(
+        self, keys: Sequence[BlockKey], slots: Slots, checksums: MutableSequence[int]
+    ) -> int:
+        get = self._inner.get_with_checksums
+        return self._wrapper.around("get", get, keys, slots, checksums)
+
+
+class _WriterThrough:
+    def __init__(self, wrapper: CallWrapper, inner: ChecksumWriter) -> None:
+        self._wrapper, self._inner = wrapper, inner
+
+    def put_with_checksums(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return self._wrapper.around("put", self._inner.put_with_checksums, keys, slots)
+
+
+class _KeysThrough:
+    def __init__(self, wrapper: CallWrapper, inner: FindsKeys) -> None:
+        self._wrapper, self._inner = wrapper, inner
+
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._wrapper.around("match", self._inner.which_stored, keys)
+
+
+def _unwrapped(wrapper: CallWrapper, inner: P) -> P:
+    """The calls ask the store for no value: there is nothing to guard or to measure."""
+    return inner
+
+
+_FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
+    ChecksumReader: _ReaderThrough,
+    ChecksumWriter: _WriterThrough,
+    ErrorCodes: _unwrapped,
+    FindsKeys: _KeysThrough,
+    TellsChanges: _unwrapped,
+}
