@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
-STORE ?= file
+STORE ?=
 ENGINE ?= mini
 PIP_ARGS ?=
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
@@ -38,7 +38,7 @@ native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say
 	@$(BIN)/python -m pdstore native
 
 demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vllm STORE=file|redis|mooncake)
-	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh --store $(STORE) --engine $(ENGINE)
+	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)
 
 test: setup ## The test suite
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly'

@@ -13,7 +13,7 @@ from pathlib import Path
 from examples.demo import report
 from examples.demo.engines import ENGINES
 from examples.demo.fleet import Fleet
-from examples.demo.pools import KINDS, open_pool
+from examples.demo.pools import choose, open_pool
 from examples.demo.processes import (
     LOGS,
     ROOT,
@@ -27,7 +27,7 @@ from examples.demo.status import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when the hand-off did what it promises, 1 when not, 130 when stopped."""
+    """Returns 0 if the hand-off did what it promises, 1 if it did not, 130 if stopped."""
     given = _parser().parse_args(arguments)
     stop_on_signals()
     try:
@@ -42,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
+    chosen = choose(given.store, os.environ)
+    given.store = chosen.store
+    say(f"pool        {chosen}")
     model = _existing(given.model) if given.model else _make_checkpoint()
     say(f"checkpoint  {model}")
     prompts = make_prompts(model)
     with Processes() as processes, open_pool(given.store, processes) as pool:
-        say(f"pool        {pool if given.store in KINDS else given.store.split(':')[0]}")
         runs = Fleet(processes, ENGINES[given.engine], model, pool).run(prompts)
     problems = report.problems_of(runs)
     _write(given, report.as_json(runs, problems))
@@ -60,7 +62,7 @@ def _run(given: argparse.Namespace) -> int:
 def _write(given: argparse.Namespace, result: report.Json) -> None:
     """For `--json`. The store is named without its address, which may hold a password."""
     if given.json:
-        head = {"store": given.store.split(":")[0], "engine": given.engine}
+        head = {"store": (given.store or "").split(":")[0], "engine": given.engine}
         given.json.write_text(json.dumps(head | result, indent=2) + "\n")
 
 
@@ -92,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--store",
-        default="file",
-        help="file: a fresh directory (the default). redis: a fresh redis-server. Or a URL",
+        help="file, redis or mooncake: a fresh one. Or the URL of a pool. Default: PDSTORE_STORE,"
+        " else the pool of MOONCAKE_MASTER or MOONCAKE_CONFIG_PATH, else file",
     )
     add("--engine", choices=sorted(ENGINES), default="mini", help="default: %(default)s")
     add("--model", type=Path, help="a checkpoint; else a tiny one is trained, once, in a minute")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ class Fleet:
 
     def __init__(self, processes: Processes, engine: Engine, model: Path, pool: str) -> None:
         self._processes, self._engine, self._model, self._pool = processes, engine, model, pool
+        self._salt = secrets.token_hex(16)  # what earlier runs left in the pool is not found
         names = ("alone", "prefill", "decode", "router", "proxy")
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
 
@@ -83,7 +85,8 @@ class Fleet:
     def _start(self, name: str, *, is_on: bool) -> Process:
         """An engine; nothing but its environment says whether it hands over through the pool."""
         role = "both" if name == "alone" else name
-        env = {"PDSTORE_STAGING": _STAGING, **os.environ, "PDSTORE_STORE": self._pool}
+        defaults = {"PDSTORE_STAGING": _STAGING, "PDSTORE_SALT": self._salt}
+        env = {**defaults, **os.environ, "PDSTORE_STORE": self._pool}
         env.pop("PDSTORE_ROLE", None)
         env.pop(SWITCH, None)
         if is_on:

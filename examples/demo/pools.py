@@ -1,4 +1,4 @@
-"""The pool P and D meet in: a fresh directory, redis-server or Mooncake, or the user's own."""
+"""The pool where P and D meet: a fresh directory, redis-server or Mooncake, or the user's own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,50 @@ import contextlib
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from examples.demo.mooncake_pool import start_mooncake
 from examples.demo.processes import DemoError, Processes, free_ports
+from pdstore.errors import ConfigError
+from pdstore.store.url import StoreURL
 
 KINDS = ("file", "redis", "mooncake")
+_MOONCAKE_VARIABLES = (
+    "MOONCAKE_MASTER",
+    "MOONCAKE_CONFIG_PATH",
+    "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
+)
 
 _PING_S = 0.5
+
+
+class Choice(NamedTuple):
+    """A pool to test, and what chose it. store: one of KINDS, for a fresh one, or a URL."""
+
+    store: str
+    origin: str
+
+    def __str__(self) -> str:
+        """One line without a password. Raises DemoError for a text that is no URL."""
+        if self.store in KINDS:
+            return f"{self.store}, a fresh one ({self.origin})"
+        try:
+            return f"{StoreURL.of(self.store).label} ({self.origin})"
+        except ConfigError as error:
+            raise DemoError(f"{self.origin}: {error}") from error
+
+
+def choose(given: str | None, variables: Mapping[str, str]) -> Choice:
+    """The pool of `--store`, else of PDSTORE_STORE, else of Mooncake's variables, else files."""
+    if given:
+        return Choice(given, "--store")
+    if variables.get("PDSTORE_STORE"):
+        return Choice(variables["PDSTORE_STORE"], "PDSTORE_STORE")
+    for name in _MOONCAKE_VARIABLES:
+        if variables.get(name):
+            return Choice("mooncake://", f"{name}={variables[name]}")
+    return Choice("file", "neither --store nor PDSTORE_STORE")
 
 
 @contextlib.contextmanager

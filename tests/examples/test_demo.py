@@ -18,7 +18,7 @@ import pytest
 from examples.demo import pools, processes, prompts
 from examples.demo.__main__ import main
 from examples.demo.client import Answer
-from examples.demo.pools import open_pool
+from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
 from examples.demo.report import Row, Run, Runs, as_json, lines, problems_of, table, verdict
 
@@ -212,6 +212,45 @@ def test_a_signal_stops_everything(number: signal.Signals) -> None:
 
 def test_free_ports_are_different() -> None:
     assert len(set(processes.free_ports(8))) == 8
+
+
+URL = "redis://:secret@h:1/0"
+URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "line"),
+    [
+        (None, {}, "file, a fresh one (neither --store nor PDSTORE_STORE)"),
+        ("redis", {"PDSTORE_STORE": URL}, "redis, a fresh one (--store)"),
+        (
+            None,
+            {"PDSTORE_STORE": URL, "MOONCAKE_MASTER": "h:2"},
+            URL_LINE,
+        ),
+        (None, {"MOONCAKE_MASTER": "h:2"}, "mooncake:// (MOONCAKE_MASTER=h:2)"),
+        (None, {"MOONCAKE_CONFIG_PATH": "/x"}, "mooncake:// (MOONCAKE_CONFIG_PATH=/x)"),
+    ],
+)
+def test_the_pool_is_the_users_unless_another_is_asked_for(
+    given: str | None, variables: dict[str, str], line: str
+) -> None:
+    assert str(choose(given, variables)) == line
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_the_first_line_names_the_pool(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PDSTORE_STORE", URL)
+    assert main(["--model", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == f"pool        {URL_LINE}"
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_url_that_is_none_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--store", "nonsense"]) == 1
+    assert "--store: bad store URL 'nonsense'" in capsys.readouterr().out
 
 
 def test_a_file_pool_goes_away() -> None:
