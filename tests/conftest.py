@@ -1,22 +1,20 @@
-"""Redis for tests: the one at TEST_REDIS_URL, a container, or a server of our own."""
+"""Redis for tests: the one at TEST_REDIS_URL, a container, or a server that the tests start."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, has_docker
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory):
-    """A redis that all tests share."""
+    """The URL of a redis that all tests share."""
     with contextlib.ExitStack() as stack:
         yield (
             os.environ.get("TEST_REDIS_URL")
@@ -39,10 +37,8 @@ def redis_server(tmp_path_factory):
 
 
 def container_url(stack: contextlib.ExitStack) -> str | None:
-    """A redis in a container, if a Docker engine answers within two seconds."""
-    # asked in another process: docker's client leaves a socket open when nobody answers
-    ask = [sys.executable, "-c", "import docker; docker.from_env(timeout=2).ping()"]
-    if subprocess.run(ask, capture_output=True, timeout=60).returncode:
+    """The URL of a redis in a new container; None without Docker."""
+    if not has_docker():
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -21,6 +21,7 @@ from examples.demo.client import Answer
 from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
 from examples.demo.report import Row, Run, Runs, as_json, lines, problems_of, table, verdict
+from tests.support.redis_server import need_redis_server
 
 DEADLINE_S = 20
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -267,6 +268,7 @@ def test_a_given_pool_is_taken_as_it_is() -> None:
 
 @pytest.mark.redis
 def test_a_redis_pool_answers_and_goes_away() -> None:
+    need_redis_server()
     with Processes() as children, open_pool("redis", children) as url:
         children.wait_ready(DEADLINE_S, lambda text: None)
         port = int(url.rpartition(":")[2].partition("/")[0])
