@@ -1,8 +1,9 @@
-"""Counters and histograms of one engine process; every miss, drop and failure has a reason."""
+"""Metrics: counters and histograms of one engine process; each miss and drop has a reason."""
 
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,11 +15,17 @@ _SECONDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 
 
 class Metrics:
-    """What pdstore counts. `registry` is what a /metrics page shows; a new one unless given."""
+    """The counters, gauges and histograms of pdstore, in `registry` or in a new one.
+
+    A signal handler may call the methods that count: the client library's locks are not reentrant,
+    so a count that finds another under way is left for that one to do.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._codes: list[Callable[[], Mapping[str, int]]] = []
+        self._pending: collections.deque[Callable[[], None]] = collections.deque()
+        self._counting = threading.Lock()  # never waited for
         self.tokens = self._counter("tokens", "Tokens matched in the pool, loaded, saved", "verb")
         self.bytes = self._counter("bytes", "Bytes to and from the store", "direction")
         self.jobs = self._counter("jobs", "Jobs ended, by outcome", "direction", "outcome")
@@ -44,7 +51,7 @@ class Metrics:
         self._codes.append(codes)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """What the registry asks for: the codes now."""
+        """Yields the stores' error codes as they are now; the registry calls it."""
         family = CounterMetricFamily(
             "pdstore_store_codes", "Error codes of the store's library", labels=["code"]
         )
@@ -56,14 +63,24 @@ class Metrics:
         yield family
 
     def miss(self, reason: Reason) -> None:
-        self.misses.labels(reason.value).inc()
+        """Counts a lookup or a load that was cut short."""
+        self._count(lambda: self.misses.labels(reason.value).inc())
 
     def drop(self, reason: Reason) -> None:
-        self.drops.labels(reason.value).inc()
+        """Counts a save that was not made or not finished."""
+        self._count(lambda: self.drops.labels(reason.value).inc())
+
+    def lookup_ended(self, num_tokens: int, reason: Reason | None) -> None:
+        """Counts a lookup's matched tokens, and why they are not the whole prompt."""
+        self._count(lambda: self.tokens.labels("matched").inc(num_tokens))
+        if reason is not None:
+            self.miss(reason)
 
     def job_ended(self, direction: Direction, reason: Reason | None, seconds: float) -> None:
-        self.jobs.labels(direction.value, reason.value if reason else "ok").inc()
-        self.job_seconds.labels(direction.value).observe(seconds)
+        """Counts a job with its time, and why it did less than all."""
+        outcome = reason.value if reason else "ok"
+        self._count(lambda: self.jobs.labels(direction.value, outcome).inc())
+        self._count(lambda: self.job_seconds.labels(direction.value).observe(seconds))
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason)
 
@@ -76,6 +93,16 @@ class Metrics:
             for sample in metric.samples
             if sample.name.endswith("_total")
         )
+
+    def _count(self, count: Callable[[], None]) -> None:
+        """Does this count, and those that arrive meanwhile, unless another call is doing so."""
+        self._pending.append(count)
+        while self._pending and self._counting.acquire(blocking=False):
+            try:
+                while self._pending:
+                    self._pending.popleft()()
+            finally:
+                self._counting.release()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdstore_{name}", text, labels, registry=self.registry)

@@ -1,4 +1,4 @@
-"""One hand-off from P to D: its random name, its markers, and what P's answer says of it."""
+"""Hand-offs from P to D: their random names, their markers, and their place in P's answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import HASH_BYTES, Json, Namespace
 
 _NAME = "pdstore"
+_ID = "attempt"  # the wire name of the hand-off's id
 
 
 class HandoffId(NamedTuple):
@@ -24,15 +25,15 @@ class HandoffId(NamedTuple):
         return cls(secrets.token_hex(HASH_BYTES))
 
     def done(self, namespace: Namespace, shard: int) -> BlockKey:
-        """The key whose existence says that a shard of the prompt is durable."""
+        """Returns the key that is stored when a shard of the prompt is durable."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")
 
     def failed(self, namespace: Namespace) -> BlockKey:
-        """The key whose existence says that some shard will not come."""
+        """Returns the key that is stored when some shard will not come."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
 
     def marker(self, namespace: Namespace, shard: int, num_shards: int, num_tokens: int) -> Header:
-        """What the value under one of these keys says, which is nothing but a header."""
+        """Returns the value under one of these keys: a header without a payload."""
         return Header(
             flags=FLAG_MARKER,
             group=0,
@@ -47,9 +48,17 @@ class HandoffId(NamedTuple):
 
 @dataclass(frozen=True)
 class Handoff:
-    """What `kv_transfer_params["pdstore"]` says; the attempt only when a router made it."""
+    """The content of `kv_transfer_params["pdstore"]`.
 
-    attempt: HandoffId
+    P's answer has all of it; the request of a router that asks P and D at once, the id alone.
+
+    num_tokens: of the prompt.
+    namespace: P's, as `Namespace.hex`.
+    pool_id: of the pool that P saves to, in hex.
+    fields: P's `Namespace.describe()`, for a message that tells the differences.
+    """
+
+    id: HandoffId
     num_tokens: int | None = None
     namespace: str | None = None
     pool_id: str | None = None
@@ -57,9 +66,9 @@ class Handoff:
 
     @classmethod
     def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
-        """The hand-off in a request's `kv_transfer_params`; None where there is none.
+        """Returns the hand-off in a request's `kv_transfer_params`; None where there is none.
 
-        Raises ValueError, naming the field, for one that is malformed: it comes from a client.
+        Clients send it: one that is malformed raises ValueError with the field's name.
         """
         said = (params or {}).get(_NAME)
         if said is None:
@@ -72,11 +81,11 @@ class Handoff:
         num_tokens = said.get("num_tokens")
         if not (num_tokens is None or (isinstance(num_tokens, int) and num_tokens >= 0)):
             raise ValueError(f"kv_transfer_params.{_NAME}.num_tokens must be a count")
-        attempt = _hex_of(said, "attempt")
-        if attempt is None:
-            raise ValueError(f"kv_transfer_params.{_NAME}.attempt is missing")
+        handoff_id = _hex_of(said, _ID)
+        if handoff_id is None:
+            raise ValueError(f"kv_transfer_params.{_NAME}.{_ID} is missing")
         return cls(
-            attempt=HandoffId(attempt),
+            id=HandoffId(handoff_id),
             num_tokens=num_tokens,
             namespace=_hex_of(said, "namespace"),
             pool_id=_hex_of(said, "pool_id"),
@@ -84,8 +93,8 @@ class Handoff:
         )
 
     def params(self) -> dict[str, Json]:
-        """The `kv_transfer_params` that say this."""
-        said: dict[str, Json] = {"attempt": self.attempt.hex}
+        """Returns the `kv_transfer_params` with this hand-off."""
+        said: dict[str, Json] = {_ID: self.id.hex}
         if self.num_tokens is not None:
             said["num_tokens"] = self.num_tokens
         if self.namespace is not None:
@@ -98,7 +107,7 @@ class Handoff:
 
 
 def _plain(value: object) -> str:
-    """A client's text, fit for a line of a log."""
+    """Returns a client's text, cut short and without control characters, for a line of a log."""
     return "".join(c if c.isprintable() else "?" for c in str(value)[:80])
 
 

@@ -1,8 +1,7 @@
-"""A lookup on its way from the scheduler to the store, and the match that it ends with."""
+"""Lookup: a match on its way from the scheduler to the store, and the Match that it ends with."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ from dataclasses import dataclass
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import PromptKeys
 from pdstore.outcome import Reason
-from pdstore.threads import Deadline
+from pdstore.threads import Deadline, Latch
 
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.020
 _MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for its marker
 
 
@@ -20,8 +18,8 @@ _MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for
 class Match:
     """How much of a prompt the pool has.
 
-    keys: the blocks that are stored; what `KVPool.load` takes.
-    num_tokens: tokens in them.
+    keys: the blocks that are stored, to be given to `KVPool.load`.
+    num_tokens: the tokens in them.
     reason: why it is not the whole prompt; None if it is.
     """
 
@@ -29,9 +27,22 @@ class Match:
     num_tokens: int
     reason: Reason | None
 
+    @classmethod
+    def miss(cls, keys: PromptKeys, reason: Reason) -> Match:
+        """Returns the match of a prompt of which nothing was found."""
+        return cls(keys.prefix(0), 0, reason)
+
 
 class Lookup:
-    """A match on its way. Ends by itself: with the answer, or when its time is up."""
+    """A match on its way. It ends once: with an answer, by `cancel`, or when its time is up.
+
+    Any thread may ask, and a signal handler too.
+
+    keys: the prompt.
+    handoff: the hand-off whose markers it waits for; None for the pool as it is now.
+    wait_s: seconds for the answer; with a hand-off, for its markers.
+    count: called with the match when the lookup ends.
+    """
 
     def __init__(
         self,
@@ -40,23 +51,19 @@ class Lookup:
         wait_s: float,
         count: Callable[[Match], None],
     ) -> None:
-        self.keys = keys
-        self._count = count
-        self.handoff = handoff
+        self.keys, self.handoff = keys, handoff
         self.started_at = time.monotonic()
         self.marker_deadline = Deadline(wait_s)
-        self.next_poll_at = 0.0
-        self.poll_s = FIRST_POLL_S
-        self.num_polls = 0
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
-        self._answered = threading.Event()
-        self._found: Match | None = None
+        self._count = count
+        self._answers: list[Match] = []  # the first one counts
+        self._ended = Latch()
 
     def poll(self) -> Match | None:
-        """The match, or None: ask again later. Never blocks; never None after the deadline."""
-        if self._found is None and self._deadline.is_over():
-            self.finish(Match(self.keys.prefix(0), 0, Reason.DEADLINE))
-        return self._found
+        """Returns the match, or None: ask again later. Never blocks; no None after the deadline."""
+        if not self._answers and self._deadline.is_over():
+            self.finish(Match.miss(self.keys, Reason.DEADLINE))
+        return self._answers[0] if self._answers else None
 
     def wait(self, timeout_s: float) -> Match:
         """Waits for the match. Raises TimeoutError when there is none after the time."""
@@ -64,20 +71,20 @@ class Lookup:
         while (found := self.poll()) is None:
             if end.is_over():
                 raise TimeoutError(f"no answer to the lookup after {timeout_s} s")
-            self._answered.wait(min(LAST_POLL_S, end.remaining_s()))
+            self._ended.wait(min(self._deadline.remaining_s(), end.remaining_s()))
         return found
 
     def cancel(self) -> None:
-        """Nobody waits for this any more."""
-        self.finish(Match(self.keys.prefix(0), 0, Reason.CANCELLED))
+        """Ends the lookup unless it has ended: its request needs no answer any more."""
+        self.finish(Match.miss(self.keys, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:
-        """The first answer counts."""
-        if self._found is None:
-            self._found = found
-            self._answered.set()
+        """Ends the lookup with this match unless it has ended."""
+        self._answers.append(found)  # atomic, so one of several threads is the first
+        if self._answers[0] is found:
+            self._ended.set()
             self._count(found)
 
-    @property
     def is_over(self) -> bool:
+        """Whether the lookup has ended; ends it if its time is up."""
         return self.poll() is not None

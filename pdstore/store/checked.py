@@ -34,6 +34,20 @@ def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
     return error.num_done if is_count(error.num_done, most) else 0
 
 
+def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set[BlockKey]:
+    """Returns the keys that a store says are stored; `answers` has a bool for each of them.
+
+    Raises StoreError for anything else.
+    """
+    if not isinstance(answers, Sequence) or len(answers) != len(keys):
+        raise StoreError(f"{store.label}: did not answer about each of {len(keys)} keys")
+    if not all(isinstance(answer, bool) for answer in answers):
+        raise StoreError(
+            f"{store.label}: answered about {len(keys)} keys with more than yes and no"
+        )
+    return {key for key, answer in zip(keys, answers, strict=True) if answer}
+
+
 def is_count(answer: object, most: int) -> TypeGuard[int]:
     """Whether `answer` is an int in 0..most; a bool is none."""
     return isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= most

@@ -130,6 +130,10 @@ class MemoryStore(Store):
                 return i
         return len(keys)
 
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        shelf = self._enter(keys)
+        return [key in shelf.values for key in keys]
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         shelf = self._enter(keys, slots)
         for i, key in enumerate(keys):

@@ -8,14 +8,11 @@ import pytest
 
 from pdstore import PrefixCacheManager
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import POOL_ID_KEY
 from pdstore.outcome import Reason
 from pdstore.store import open_store
-from pdstore.store.base import Slots
-from pdstore.store.connect import read_pool_id
-from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
-from pdstore.threads import Deadline
+from tests.support.forked import exit_code_of
+from tests.support.interrupt import ends_though_interrupted
 from tests.support.kv import Instance, eventually, settings_of
 
 BLOCKS = list(range(20))
@@ -43,8 +40,8 @@ def instance(store):
 
 def publish(p, tokens):
     keys = p.cache.keys(tokens)
-    attempt, params = p.cache.announce(keys)
-    return p.pool.save(keys, BLOCKS, handoff=attempt), params
+    handoff, params = p.cache.announce(keys)
+    return p.pool.save(keys, BLOCKS, handoff=handoff), params
 
 
 def find(d, tokens, params=None, timeout_s=10.0):
@@ -66,12 +63,12 @@ def test_a_lookup_returns_at_once_and_finds_what_is_stored(instance):
 def test_d_waits_for_p(instance):
     p, d = instance(), instance()
     keys = p.cache.keys(range(100))
-    attempt, params = p.cache.announce(keys)
+    handoff, params = p.cache.announce(keys)
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
     p.pool.save(keys.prefix(64), BLOCKS).wait(10)
     time.sleep(0.05)  # a window in which a wrong lookup would answer
     assert lookup.poll() is None
-    p.pool.save(keys, BLOCKS, handoff=attempt)
+    p.pool.save(keys, BLOCKS, handoff=handoff)
     assert eventually(lookup.poll).num_tokens == 100
 
 
@@ -90,7 +87,7 @@ def test_p_that_dies_costs_d_its_deadline_and_what_is_durable_counts(instance):
 def test_a_store_that_hangs_is_a_miss_at_the_deadline(instance, store):
     faulty = Faulty(store)
     d = instance(over=faulty, lookup_wait_s=0.05)
-    eventually(lambda: d.cache._pool_id)
+    eventually(lambda: d.cache.pool_id)
     faulty.hold()
     start = time.monotonic()
     assert find(d, range(100)).reason is Reason.DEADLINE
@@ -122,51 +119,21 @@ def test_another_namespace_is_said_at_once_by_field(instance, caplog):
 def test_another_pool_is_said_at_once(instance, caplog):
     other = open_store("memory://", settings_of())
     p, d = instance(), instance(over=other, handoff_wait_s=30.0)
-    eventually(lambda: p.cache._pool_id)
-    eventually(lambda: d.cache._pool_id)
+    eventually(lambda: p.cache.pool_id)
+    eventually(lambda: d.cache.pool_id)
     _, params = publish(p, range(100))
     assert find(d, range(100), params, 5).reason is Reason.OTHER_POOL
     assert "PDSTORE_STORE" in caplog.text
 
 
-def test_a_store_that_came_back_empty_is_still_the_pool_of_a_p_that_has_not_noticed(
-    instance, store
-):
-    p, d = instance(), instance(handoff_wait_s=30.0)
-    eventually(lambda: p.cache._pool_id)
-    eventually(lambda: d.cache._pool_id)
-    store.remove([POOL_ID_KEY])
-    new = read_pool_id(store)
-    d.cache._pool_id_deadline = Deadline(0.0)
-    find(d, range(50))
-    assert d.cache._pool_id == new
-    _, params = publish(p, range(100))
-    assert params["pdstore"]["pool_id"] != new.hex()
-    assert find(d, range(100), params, 5).num_tokens == 100
-    d.cache._former_pool_id_deadline = Deadline(0.0)
-    assert find(d, range(100), params, 5).reason is Reason.OTHER_POOL
-
-
-def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
-    first = read_pool_id(store)
-    assert read_pool_id(store) == first
-    store.remove([POOL_ID_KEY])
-    store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [64]))
-    healed = read_pool_id(store)
-    assert healed != bytes(16)
-    assert read_pool_id(store) == healed
-    other = open_store("memory://", settings_of())
-    assert read_pool_id(other) != first
-
-
-def test_an_attempt_of_the_router_is_taken_over(instance):
+def test_a_handoff_id_of_the_router_is_taken_over(instance):
     p, d = instance(), instance()
     params = {"pdstore": {"attempt": HandoffId.new().hex}}
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
     keys = p.cache.keys(range(100))
-    attempt, said = p.cache.announce(keys, params)
+    handoff, said = p.cache.announce(keys, params)
     assert said["pdstore"]["attempt"] == params["pdstore"]["attempt"]
-    p.pool.save(keys, BLOCKS, handoff=attempt)
+    p.pool.save(keys, BLOCKS, handoff=handoff)
     assert eventually(lookup.poll).num_tokens == 100
 
 
@@ -180,33 +147,11 @@ def test_every_shard_must_be_done(instance, store):
     p = instance(kv_shards=2)
     job, params = publish(p, range(100))
     job.wait(10)
-    attempt = HandoffId(params["pdstore"]["attempt"])
-    store.remove([attempt.done(p.namespace, 1)])
+    handoff = HandoffId(params["pdstore"]["attempt"])
+    store.remove([handoff.done(p.namespace, 1)])
     store.remove([p.cache.keys(range(100)).store_keys(p.layout.parts)[2]])
     found = find(d, range(100), params)
     assert (found.num_tokens, found.reason) == (64, Reason.HANDOFF_LATE)
-
-
-def test_waiting_asks_for_markers_only(instance, store):
-    class Watched(WrapperStore):
-        def __init__(self, store):
-            super().__init__(store)
-            self.asked = []
-
-        def match(self, keys):
-            self.asked.extend(keys)
-            return super().match(keys)
-
-    watched = Watched(store)
-    d = instance(over=watched, handoff_wait_s=0.2)
-    eventually(lambda: d.cache._pool_id)
-    watched.asked.clear()
-    lookup = d.cache.lookup(d.cache.keys(range(200)), {"pdstore": {"attempt": HandoffId.new().hex}})
-    while lookup.poll() is None:
-        blocks = [k for k in watched.asked if ":handoff:" not in k]
-        if lookup.poll() is None:
-            assert blocks == []
-    assert 2 <= len(watched.asked) <= 250
 
 
 def test_a_malformed_handoff_is_an_error_of_that_request(instance):
@@ -227,41 +172,20 @@ def test_a_cancelled_lookup_ends(instance):
     lookup = d.cache.lookup(d.cache.keys(range(10)), {"pdstore": {"attempt": "0" * 32}})
     lookup.cancel()
     assert lookup.poll().reason is Reason.CANCELLED
-    eventually(lambda: not d.cache._lookups)
+    eventually(lambda: d.cache.num_waiting == 0)
 
 
 def test_while_the_store_hangs_later_lookups_are_answered_at_once(instance, store):
     faulty = Faulty(store)
     d = instance(over=faulty, lookup_wait_s=0.05)
-    eventually(lambda: d.cache._pool_id)
+    eventually(lambda: d.cache.pool_id)
     faulty.hold()
     assert find(d, range(100)).reason is Reason.DEADLINE
     eventually(lambda: d.cache.lookup(d.cache.keys(range(9))).poll())
     lookup = d.cache.lookup(d.cache.keys(range(9)))
     assert lookup.poll().reason is Reason.STORE_SLOW
-    assert len(d.cache._lookups) <= 2
+    assert d.cache.num_waiting <= 2
     faulty.release()
-
-
-def test_a_fault_in_one_lookup_costs_no_other_its_answer(instance, store):
-    class Odd(WrapperStore):
-        def match(self, keys):
-            if any(self.odd in key for key in keys):
-                raise RuntimeError("a bug")
-            return super().match(keys)
-
-        odd = "nothing"
-
-    odd = Odd(store)
-    p, d = instance(), instance(over=odd, lookup_wait_s=10.0)
-    for i in range(3):
-        publish(p, [i, *range(99)])[0].wait(10)
-    keys = [d.cache.keys([i, *range(99)]) for i in range(3)]
-    odd.odd = keys[1].hash_of(0).hex()
-    lookups = [d.cache.lookup(k) for k in keys]
-    found = [lookup.wait(5) for lookup in lookups]
-    assert [f.num_tokens for f in found] == [100, 0, 100]
-    assert found[1].reason is Reason.FAULT
 
 
 def test_many_lookups_at_once_are_all_answered(instance):
@@ -314,3 +238,36 @@ def test_clear_says_when_the_store_did_not_do_it(instance, store, caplog):
     faulty.error_rate = 0.0
     assert find(d, range(100)).num_tokens == 100
     assert d.cache.clear() is True
+
+
+def test_a_signal_handler_may_look_up_cancel_and_close_whatever_it_interrupts(store):
+    one = Instance(store, handoff_wait_s=30.0)
+    keys = one.cache.keys(range(9))
+    manager = PrefixCacheManager(one.settings, one.namespace, store=store)
+
+    def use():
+        lookup = manager.lookup(keys, {"pdstore": {"attempt": "0" * 32}})
+        manager.lookup(keys).cancel()
+        lookup.poll()
+        lookup.cancel()
+
+    assert ends_though_interrupted(use, use)
+    assert ends_though_interrupted(use, manager.close, timeout_s=60)
+    assert manager.lookup(keys).poll().reason is Reason.CLOSED
+    one.close()
+
+
+def test_in_the_child_of_a_fork_every_verb_ends_at_once(instance):
+    d = instance(handoff_wait_s=30.0)
+    keys = d.cache.keys(range(9))
+    waiting = d.cache.lookup(keys, {"pdstore": {"attempt": "0" * 32}})
+
+    def child() -> bool:
+        found = [d.cache.match(keys), d.cache.lookup(keys).poll()]
+        waiting.cancel()
+        d.cache.close()
+        return all(each.reason is Reason.CLOSED for each in found)
+
+    for _ in range(20):  # whatever the threads of the parent hold
+        assert exit_code_of(child) == 0
+    assert waiting.poll() is None

@@ -6,7 +6,7 @@ import pytest
 
 from pdstore.errors import StoreError, WrongLength
 from pdstore.format.keys import BlockKey
-from pdstore.store.checked import count_of, num_done_of
+from pdstore.store.checked import count_of, num_done_of, stored_among
 from pdstore.store.memory import MemoryStore
 
 KEYS = [BlockKey("a"), BlockKey("b")]
@@ -43,3 +43,14 @@ def test_an_error_that_miscounts_served_nothing(num_done):
 def test_a_wrong_length_leaves_the_key_that_it_is_about():
     assert num_done_of(WrongLength("", num_done=1), KEYS) == 1
     assert num_done_of(WrongLength("", num_done=2), KEYS) == 0
+
+
+def test_the_keys_with_a_yes_are_stored():
+    assert stored_among([False, True], KEYS, MemoryStore()) == {"b"}
+    assert stored_among((), [], MemoryStore()) == set()
+
+
+@pytest.mark.parametrize("answers", [None, 2, [True], [True] * 3, [1, 0], [True, None], "ab"])
+def test_answers_that_are_not_a_bool_a_key_are_an_error(answers):
+    with pytest.raises(StoreError, match="memory://"):
+        stored_among(answers, KEYS, MemoryStore())

@@ -1,0 +1,242 @@
+"""HandoffWatcher: waits for the markers of all of an instance's hand-offs at once.
+
+Locking. There is none: `add` and `close` hand lookups over through a deque, and everything else
+belongs to the watcher's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from pdstore.errors import StoreError
+from pdstore.format.handoff import Handoff
+from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.namespace import Namespace
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason, reason_of
+from pdstore.scheduler.change_listener import ChangeListener
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.marker_search import MarkerSearch
+from pdstore.scheduler.pace import Pace
+from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.store.base import Store
+from pdstore.store.optional import TellsChanges
+from pdstore.threads import Deadline, Ticker, call_or
+
+_MOST_ANSWERS = 8  # matches between two looks for markers
+_SWEEP_S = 0.05  # how late the end of a lookup, or of its time, may be noticed
+_LOOKS_PER_FAILED = 3  # where it is polled: `failed` is rare
+
+
+class Wait:
+    """The markers that one lookup still waits for."""
+
+    def __init__(self, lookup: Lookup, handoff: Handoff, namespace: Namespace) -> None:
+        self.lookup, self.handoff = lookup, handoff
+        self.failed = handoff.id.failed(namespace)
+        self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
+        self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
+
+    def wanted(self, *, with_failed: bool) -> list[BlockKey]:
+        """Returns the keys to look for next."""
+        return [*self._wanted, self.failed] if with_failed else self._wanted
+
+    def note(self, stored: set[BlockKey]) -> None:
+        """Takes off the list what is stored."""
+        if self._wanted[0] in stored:
+            self._done = self._wanted = [key for key in self._done if key not in stored]
+
+    @property
+    def is_done(self) -> bool:
+        return not self._done
+
+
+class HandoffWatcher:
+    """Ends each lookup when P's markers for all shards are there, when P failed, or at its time.
+
+    All waits are one call of the store each time where it can look for many keys (`FindsKeys`).
+    Where the store tells of changes (`TellsChanges`), it is asked then; else it is polled.
+
+    find: the last match of a lookup, with why the prompt may not be whole (None: it is).
+    patience_s: how long a call of the store may take before it counts as stuck.
+    on_other_pool: called with a hand-off whose P uses another pool.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        metrics: Metrics,
+        identity: PoolIdentity,
+        find: Callable[[PromptKeys, Reason | None], Match],
+        *,
+        patience_s: float,
+        on_other_pool: Callable[[Handoff], None],
+    ) -> None:
+        self._namespace, self._metrics, self._identity = namespace, metrics, identity
+        self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
+        self._search = MarkerSearch(store)
+        self._arrivals: deque[Lookup] = deque()
+        self._waits: list[Wait] = []
+        self._keys: dict[bool, list[BlockKey]] = {}  # of all waits: without and with `failed`
+        self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
+        self._num_looks = 0
+        self._sweep_deadline = Deadline(0.0)
+        self._call_deadline: Deadline | None = None  # while the thread is in a store call
+        is_told = isinstance(store, TellsChanges)
+        self._looks_per_failed = 1 if is_told else _LOOKS_PER_FAILED
+        self._pace = Pace(last_s=0.1, calls_per_s=None) if is_told else Pace()
+        self._listener = (
+            ChangeListener(store, lambda: self._thread.wake())
+            if isinstance(store, TellsChanges)
+            else None
+        )
+        self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
+
+    def add(self, lookup: Lookup) -> None:
+        """Takes a lookup with a hand-off. From any thread."""
+        self._arrivals.append(lookup)
+        self._thread.wake()
+
+    def __len__(self) -> int:
+        """Number of lookups that wait, as of the last look."""
+        return len(self._arrivals) + len(self._waits) + len(self._answers)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call of the store takes too long, so that a new lookup would wait in vain."""
+        deadline = self._call_deadline
+        return deadline is not None and deadline.is_over()
+
+    def close(self) -> None:
+        """Stops the threads and ends the lookups that wait."""
+        if self._listener is not None:
+            self._listener.close()
+        self._thread.stop(1.0)
+        waiting = [
+            *self._arrivals,
+            *(w.lookup for w in self._waits),
+            *(a[0] for a in self._answers),
+        ]
+        for lookup in waiting:
+            lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
+
+    def _turn(self) -> float | None:
+        with self._asking():
+            self._identity.refresh()
+        self._let_in()
+        self._sweep()
+        if self._listener is not None:
+            self._listener.listen() if self._waits else self._listener.rest()
+        pause = self._look() if self._waits else self._identity.remaining_s
+        self._answer()
+        return 0.0 if self._answers else pause
+
+    def _let_in(self) -> None:
+        """Takes the lookups that arrived."""
+        while self._arrivals:
+            lookup = self._arrivals.popleft()
+            handoff = lookup.handoff
+            assert handoff is not None
+            with self._asking():
+                is_same = self._identity.is_same(handoff.pool_id)
+            if is_same:
+                self._waits.append(Wait(lookup, handoff, self._namespace))
+                self._keys.clear()
+                self._pace.hurry()
+            else:
+                self._on_other_pool(handoff)
+                lookup.finish(Match.miss(lookup.keys, Reason.OTHER_POOL))
+
+    def _sweep(self) -> None:
+        """Drops the waits whose lookup has ended, and ends those whose time is up."""
+        if not self._sweep_deadline.is_over():
+            return
+        self._sweep_deadline = Deadline(_SWEEP_S)
+        late = {wait for wait in self._waits if wait.lookup.marker_deadline.is_over()}
+        self._answers.extend(
+            (wait.lookup, Reason.HANDOFF_LATE) for wait in self._waits if wait in late
+        )
+        self._keep(lambda wait: wait not in late and not wait.lookup.is_over())
+
+    def _look(self) -> float:
+        """Looks for the markers of all waits; returns the seconds to the next look."""
+        blocked_s = self._pace.blocked_s()
+        if blocked_s > 0:
+            return blocked_s
+        self._num_looks += 1
+        keys = self._wanted(with_failed=self._num_looks % self._looks_per_failed == 0)
+        started_at = time.monotonic()
+        found = call_or(partial(self._search_for, keys), None)
+        if found is None:
+            self._look_at_each()
+        elif found:
+            self._note(found)
+        took_s = time.monotonic() - started_at
+        return self._pace.after(self._search.num_calls(len(keys)), took_s)
+
+    def _wanted(self, *, with_failed: bool) -> list[BlockKey]:
+        if with_failed not in self._keys:
+            wanted = (key for w in self._waits for key in w.wanted(with_failed=with_failed))
+            self._keys[with_failed] = list(dict.fromkeys(wanted))  # two may wait for one hand-off
+        return self._keys[with_failed]
+
+    def _search_for(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns those of the keys that are stored; a store that errs ends all waits."""
+        try:
+            with self._asking():
+                return self._search.stored(keys)
+        except StoreError as error:
+            for wait in self._waits:
+                wait.lookup.finish(Match.miss(wait.lookup.keys, reason_of(error)))
+            self._keep(lambda wait: False)
+            return set()
+
+    def _look_at_each(self) -> None:
+        """After a look that raised what no store may: finds out which wait makes it do so."""
+        for wait in self._waits:
+            found = call_or(partial(self._search_for, wait.wanted(with_failed=True)), None)
+            if found is None:
+                wait.lookup.finish(Match.miss(wait.lookup.keys, Reason.FAULT))
+            else:
+                self._note(found)
+        self._keep(lambda wait: not wait.lookup.is_over())
+
+    def _note(self, found: set[BlockKey]) -> None:
+        """Takes note of markers; the lookups that have all of theirs are matched next."""
+        self._pace.hurry()
+        for wait in self._waits:
+            wait.note(found)
+            if wait.is_done:
+                waited_s = time.monotonic() - wait.lookup.started_at
+                self._metrics.handoff_wait_seconds.observe(waited_s)
+                self._answers.append((wait.lookup, None))
+            elif wait.failed in found:
+                self._answers.append((wait.lookup, Reason.HANDOFF_FAILED))
+        self._keep(lambda wait: not wait.is_done and wait.failed not in found)
+
+    def _answer(self) -> None:
+        """Matches some of the lookups that need not wait any more."""
+        for _ in range(min(_MOST_ANSWERS, len(self._answers))):
+            lookup, because = self._answers.popleft()
+            if not lookup.is_over():
+                with self._asking():
+                    fault = Match.miss(lookup.keys, Reason.FAULT)
+                    lookup.finish(call_or(partial(self._find, lookup.keys, because), fault))
+
+    def _keep(self, condition: Callable[[Wait], bool]) -> None:
+        self._waits = [wait for wait in self._waits if condition(wait)]
+        self._keys.clear()
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around every call of the store: `is_stuck` looks at its time."""
+        self._call_deadline = Deadline(self._patience_s)
+        try:
+            yield
+        finally:
+            self._call_deadline = None

@@ -1,0 +1,60 @@
+"""LookupQueue: answers lookups one after the other on a thread of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pdstore.format.keys import PromptKeys
+from pdstore.outcome import Reason
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.threads import Deadline, Ticker, call_or
+
+
+class LookupQueue:
+    """Lookups of the pool as it is now. Any thread may add one.
+
+    find: asks the store; whatever it raises ends that one lookup as a fault.
+    patience_s: how long a call of the store may take before it counts as stuck.
+    """
+
+    def __init__(self, find: Callable[[PromptKeys], Match], patience_s: float) -> None:
+        self._find, self._patience_s = find, patience_s
+        self._lookups: deque[Lookup] = deque()
+        self._call_deadline: Deadline | None = None  # while the thread is in a store call
+        self._thread = Ticker("pdstore-lookups", self._turn)
+
+    def add(self, lookup: Lookup) -> None:
+        self._lookups.append(lookup)
+        self._thread.wake()
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call of the store takes too long, so that a new lookup would wait in vain."""
+        deadline = self._call_deadline
+        return deadline is not None and deadline.is_over()
+
+    def close(self) -> None:
+        """Stops the thread and ends the lookups that it did not answer."""
+        self._thread.stop(1.0)
+        while (lookup := self._next()) is not None:
+            lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
+
+    def _turn(self) -> None:
+        while (lookup := self._next()) is not None:
+            if not lookup.is_over():
+                self._call_deadline = Deadline(self._patience_s)
+                lookup.finish(self._answer(lookup.keys))
+                self._call_deadline = None
+
+    def _next(self) -> Lookup | None:
+        try:
+            return self._lookups.popleft()
+        except IndexError:
+            return None
+
+    def _answer(self, keys: PromptKeys) -> Match:
+        return call_or(lambda: self._find(keys), Match.miss(keys, Reason.FAULT))

@@ -1,0 +1,38 @@
+"""MarkerSearch: looks for the markers of all waiting hand-offs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Store
+from pdstore.store.checked import count_of, stored_among
+from pdstore.store.optional import FindsKeys
+
+
+class MarkerSearch:
+    """Finds stored keys among many, in one call where the store can (`FindsKeys`).
+
+    Any other store is asked key by key, `most_calls` of them a time, each in its turn.
+    """
+
+    def __init__(self, store: Store, most_calls: int = 8) -> None:
+        self._store, self._most_calls = store, most_calls
+        self._finder = store if isinstance(store, FindsKeys) else None
+        self._next = 0
+
+    def num_calls(self, num_keys: int) -> int:
+        """Returns how many calls of the store a search for so many keys is."""
+        return 1 if self._finder else min(num_keys, self._most_calls)
+
+    def stored(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns those of the keys that were found; the rest is missing or was not looked for.
+
+        Raises StoreError.
+        """
+        if self._finder is not None:
+            return stored_among(self._finder.which_stored(keys), keys, self._store)
+        count = min(len(keys), self._most_calls)
+        asked = [keys[(self._next + i) % len(keys)] for i in range(count)]
+        self._next += count
+        return {key for key in asked if count_of(self._store.match([key]), [key], self._store)}

@@ -1,0 +1,245 @@
+"""HandoffWatcher: all hand-offs in one call, ended by markers, failure or time, each for itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pdstore.errors import StoreUnavailable
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Namespace, Part
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.scheduler.handoff_watcher import HandoffWatcher
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.store.base import Slots
+from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import WrapperStore
+from tests.support.kv import eventually
+
+NAMESPACE = Namespace({"n": 1}, (Part(0, 0), Part(0, 1)), block_tokens=4, num_shards=2)
+KEYS = PromptKeys(NAMESPACE).extend(range(10))
+
+
+class CountingStore(MemoryStore):
+    """Counts searches, and raises what it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.searches: list[list[str]] = []
+        self.error: BaseException | None = None
+        self.about = ""  # the error is raised for keys with this in them
+
+    def which_stored(self, keys):
+        self.searches.append(list(keys))
+        if self.error is not None and any(self.about in key for key in keys):
+            raise self.error
+        return super().which_stored(keys)
+
+
+class KeyByKeyStore(WrapperStore):
+    """Has no search for many keys; counts its matches."""
+
+    def __init__(self):
+        super().__init__(MemoryStore())
+        self.num_matches = 0
+
+    def match(self, keys):
+        self.num_matches += 1
+        return super().match(keys)
+
+
+class TellingStore(CountingStore):
+    """Says when something was put, as an arena or files can."""
+
+    def __init__(self):
+        super().__init__()
+        self._changed = threading.Condition()
+        self._number = 0
+
+    def put(self, keys, slots):
+        count = super().put(keys, slots)
+        with self._changed:
+            self._number += 1
+            self._changed.notify_all()
+        return count
+
+    def wait_for_change(self, seen, timeout_s):
+        with self._changed:
+            self._changed.wait_for(lambda: seen != self._number, timeout_s)
+            return self._number
+
+
+class Rig:
+    """A watcher over a store, and all that tests ask of it."""
+
+    def __init__(self, store):
+        self.store, self.matched, self.others = store, [], []
+        self.metrics = Metrics()
+        self.identity = PoolIdentity(store)
+        self.watcher = HandoffWatcher(
+            store,
+            NAMESPACE,
+            self.metrics,
+            self.identity,
+            self.find,
+            patience_s=1.0,
+            on_other_pool=self.others.append,
+        )
+
+    def find(self, keys, because):
+        self.matched.append(because)
+        return Match(keys, keys.num_tokens, because)
+
+    def wait_for(self, handoff: HandoffId, wait_s=30.0, pool_id=None) -> Lookup:
+        lookup = Lookup(KEYS, Handoff(handoff, pool_id=pool_id), wait_s, lambda found: None)
+        self.watcher.add(lookup)
+        return lookup
+
+    def put(self, *keys):
+        self.store.put(
+            list(keys), Slots(memoryview(bytearray(64)), 64, [0] * len(keys), [8] * len(keys))
+        )
+
+    def put_done(self, handoff: HandoffId):
+        self.put(handoff.done(NAMESPACE, 0), handoff.done(NAMESPACE, 1))
+
+
+@pytest.fixture
+def rig():
+    rigs = []
+
+    def rig(store=None) -> Rig:
+        rigs.append(Rig(store or CountingStore()))
+        return rigs[-1]
+
+    yield rig
+    for each in rigs:
+        each.watcher.close()
+
+
+@pytest.mark.parametrize("store", [CountingStore, KeyByKeyStore, TellingStore])
+def test_a_lookup_ends_when_every_shard_is_done_and_not_before(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    lookup = one.wait_for(handoff)
+    one.put(handoff.done(NAMESPACE, 0))
+    time.sleep(0.05)  # a window in which a wrong watcher would answer
+    assert lookup.poll() is None
+    one.put(handoff.done(NAMESPACE, 1))
+    assert lookup.wait(10).reason is None
+    assert one.metrics.registry.get_sample_value("pdstore_handoff_wait_seconds_count") == 1
+
+
+@pytest.mark.parametrize("store", [CountingStore, KeyByKeyStore, TellingStore])
+def test_p_that_failed_ends_the_wait(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    lookup = one.wait_for(handoff)
+    one.put(handoff.failed(NAMESPACE))
+    assert lookup.wait(10).reason is Reason.HANDOFF_FAILED
+
+
+def test_without_markers_the_wait_ends_at_its_time_with_what_is_there(rig):
+    one = rig()
+    found = one.wait_for(HandoffId.new(), wait_s=0.1).wait(10)
+    assert (found.num_tokens, found.reason) == (10, Reason.HANDOFF_LATE)
+    eventually(lambda: len(one.watcher) == 0)
+
+
+def test_all_waits_are_one_search_for_markers_only(rig):
+    one = rig()
+    handoffs = [HandoffId.new() for _ in range(50)]
+    for handoff in [*handoffs, handoffs[0]]:
+        one.wait_for(handoff)
+    first_shards = {handoff.done(NAMESPACE, 0) for handoff in handoffs}
+    search = eventually(
+        lambda: next((s for s in list(one.store.searches) if first_shards <= set(s)), None)
+    )
+    assert len(search) == len(set(search)) in (50, 100)
+    assert all(":handoff:" in key for keys in one.store.searches for key in keys)
+    assert one.matched == []
+
+
+def test_a_thousand_waits_are_at_most_200_calls_a_second(rig):
+    one = rig()
+    for _ in range(1000):
+        one.wait_for(HandoffId.new())
+    eventually(lambda: len(one.store.searches) > 3)
+    start, before = time.monotonic(), len(one.store.searches)
+    time.sleep(0.5)
+    num_searches = len(one.store.searches) - before
+    assert 1 <= num_searches <= 200 * (time.monotonic() - start) + 25
+
+
+def test_a_store_without_the_search_is_asked_at_most_200_times_a_second(rig):
+    one = rig(KeyByKeyStore())
+    for _ in range(1000):
+        one.wait_for(HandoffId.new())
+    eventually(lambda: one.store.num_matches > 3)
+    start, before = time.monotonic(), one.store.num_matches
+    time.sleep(0.5)
+    assert 1 <= one.store.num_matches - before <= 200 * (time.monotonic() - start) + 25
+
+
+def test_a_store_that_errs_ends_the_waits_at_once(rig):
+    one = rig()
+    lookups = [one.wait_for(HandoffId.new()) for _ in range(3)]
+    one.store.error = StoreUnavailable("away")
+    assert [lookup.wait(10).reason for lookup in lookups] == [Reason.STORE_DOWN] * 3
+
+
+class Stray(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), Stray("a panic")])
+def test_whatever_a_store_raises_about_one_handoff_delays_no_other(rig, error):
+    one, bad, good = rig(), HandoffId.new(), HandoffId.new()
+    waiting = one.wait_for(good)
+    one.store.about, one.store.error = bad.hex, error
+    assert one.wait_for(bad).wait(0.9).reason is Reason.FAULT
+    one.put_done(good)
+    assert waiting.wait(0.9).reason is None
+
+
+def test_an_impossible_answer_of_a_store_is_an_error_of_the_store(rig, monkeypatch):
+    one = rig()
+    monkeypatch.setattr(one.store, "which_stored", lambda keys: [1] * len(keys))
+    assert one.wait_for(HandoffId.new()).wait(10).reason is Reason.STORE_ERROR
+
+
+def test_a_cancelled_lookup_is_no_longer_looked_for(rig):
+    one = rig()
+    lookup = one.wait_for(HandoffId.new())
+    eventually(lambda: one.store.searches)
+    lookup.cancel()
+    eventually(lambda: len(one.watcher) == 0)
+    assert one.matched == []
+
+
+def test_another_pool_is_not_waited_for(rig):
+    one = rig()
+    eventually(lambda: one.identity.current)
+    lookup = one.wait_for(HandoffId.new(), pool_id="ab" * 16)
+    assert lookup.wait(10).reason is Reason.OTHER_POOL
+    assert len(one.others) == 1
+
+
+def test_a_store_that_tells_is_asked_at_its_changes(rig):
+    one, handoff = rig(TellingStore()), HandoffId.new()
+    lookup = one.wait_for(handoff)
+    eventually(lambda: len(one.store.searches) >= 10)  # the pauses are long by now
+    start = time.monotonic()
+    one.put_done(handoff)
+    assert lookup.wait(10).reason is None
+    assert time.monotonic() - start < 0.08, "before it would have been polled"
+
+
+def test_close_ends_the_waits(rig):
+    one = rig()
+    lookups = [one.wait_for(HandoffId.new()) for _ in range(3)]
+    one.watcher.close()
+    assert [lookup.wait(0.0).reason for lookup in lookups] == [Reason.CLOSED] * 3

@@ -1,0 +1,101 @@
+"""Lookup: ends once, in time, with the first answer; from any thread and any signal handler."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Namespace, Part
+from pdstore.outcome import Reason
+from pdstore.scheduler.lookup import Lookup, Match
+from tests.support.interrupt import ends_though_interrupted
+
+NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
+KEYS = PromptKeys(NAMESPACE).extend(range(10))
+
+
+def lookup_of(wait_s=30.0, handoff=None, counted=None) -> Lookup:
+    return Lookup(KEYS, handoff, wait_s, (counted if counted is not None else []).append)
+
+
+def test_a_miss_names_no_blocks():
+    found = Match.miss(KEYS, Reason.ABSENT)
+    assert (len(found.keys), found.num_tokens, found.reason) == (0, 0, Reason.ABSENT)
+
+
+def test_the_first_answer_counts_and_is_counted_once():
+    counted = []
+    lookup = lookup_of(counted=counted)
+    assert lookup.poll() is None
+    assert not lookup.is_over()
+    first = Match(KEYS, 10, None)
+    lookup.finish(first)
+    lookup.finish(Match.miss(KEYS, Reason.ABSENT))
+    lookup.cancel()
+    assert lookup.poll() is lookup.wait(0.0) is first
+    assert lookup.is_over()
+    assert counted == [first]
+
+
+def test_a_lookup_without_an_answer_ends_at_its_deadline():
+    counted = []
+    lookup = lookup_of(wait_s=0.0, counted=counted)
+    assert lookup.poll().reason is Reason.DEADLINE
+    assert len(counted) == 1
+
+
+def test_a_handoff_leaves_time_for_the_match_after_the_markers():
+    lookup = lookup_of(wait_s=0.0, handoff=Handoff(HandoffId.new()))
+    assert lookup.marker_deadline.is_over()
+    assert lookup.poll() is None
+
+
+def test_a_wait_ends_with_the_answer():
+    lookup, found = lookup_of(), Match(KEYS, 10, None)
+    threading.Timer(0.01, lookup.finish, [found]).start()
+    assert lookup.wait(30.0) is found
+
+
+def test_a_wait_ends_at_the_lookups_deadline():
+    start = time.monotonic()
+    assert lookup_of(wait_s=0.02).wait(30.0).reason is Reason.DEADLINE
+    assert time.monotonic() - start < 10
+
+
+def test_a_wait_ends_at_its_own_time():
+    with pytest.raises(TimeoutError, match="no answer"):
+        lookup_of().wait(0.01)
+
+
+def test_of_many_threads_one_ends_the_lookup():
+    for _ in range(200):
+        counted: list[Match] = []
+        lookup, start = lookup_of(counted=counted), threading.Barrier(4)
+
+        def end(lookup=lookup, start=start):
+            start.wait(10)
+            lookup.finish(Match.miss(KEYS, Reason.FAULT))
+
+        threads = [threading.Thread(target=end) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert counted == [lookup.poll()]
+
+
+def test_a_signal_handler_may_end_and_ask_whatever_it_interrupts():
+    counted = []
+    lookup = lookup_of(counted=counted)
+
+    def end():
+        lookup.poll()
+        lookup.cancel()
+        lookup.wait(30.0)
+
+    assert ends_though_interrupted(end, end)
+    assert counted == [lookup.poll()]

@@ -1,0 +1,95 @@
+"""PoolIdentity: one id for all who use a pool, and no wrong alarm when a pool is replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.store.base import Slots
+from pdstore.store.connect import read_pool_id
+from pdstore.store.memory import MemoryStore
+from pdstore.testing.faulty import Faulty
+
+OTHER = "ab" * 16
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+def test_before_the_store_has_answered_nothing_is_another_pool(store):
+    assert PoolIdentity(store).is_same(OTHER)
+
+
+def test_an_instance_that_names_no_pool_is_not_on_another_one(store):
+    identity = PoolIdentity(store)
+    identity.refresh()
+    assert identity.is_same(None)
+
+
+def test_another_pool_is_told_from_this_one(store):
+    identity = PoolIdentity(store)
+    identity.refresh()
+    assert identity.is_same(read_pool_id(store).hex())
+    assert not identity.is_same(OTHER)
+
+
+def test_the_store_is_asked_again_only_after_its_time(store):
+    lasting, fleeting = PoolIdentity(store, age_s=60.0), PoolIdentity(store, age_s=0.0)
+    for identity in (lasting, fleeting):
+        identity.refresh()
+    before = lasting.current
+    store.remove([POOL_ID_KEY])
+    for identity in (lasting, fleeting):
+        identity.refresh()
+    assert lasting.current == before
+    assert lasting.remaining_s > 0
+    assert fleeting.current == read_pool_id(store) != before
+
+
+def test_before_it_says_no_it_asks_the_store_again(store):
+    identity = PoolIdentity(store, age_s=60.0)
+    identity.refresh()
+    store.remove([POOL_ID_KEY])
+    assert identity.is_same(read_pool_id(store).hex())
+
+
+def test_the_id_before_a_store_came_back_empty_counts_for_a_while(store):
+    identity = PoolIdentity(store, age_s=60.0)
+    identity.refresh()
+    before = identity.current.hex()
+    store.remove([POOL_ID_KEY])
+    assert identity.is_same(read_pool_id(store).hex())
+    assert identity.is_same(before)
+
+
+def test_in_the_end_the_former_id_is_another_pool(store):
+    identity = PoolIdentity(store, age_s=0.0)
+    identity.refresh()
+    before = identity.current.hex()
+    store.remove([POOL_ID_KEY])
+    identity.refresh()
+    assert not identity.is_same(before)
+
+
+def test_a_store_that_errs_leaves_the_id_as_it_is(store):
+    faulty = Faulty(store)
+    identity = PoolIdentity(faulty, age_s=0.0)
+    identity.refresh()
+    before = identity.current
+    faulty.error_rate = 1.0
+    identity.refresh()
+    assert identity.current == before
+
+
+def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
+    first = read_pool_id(store)
+    assert read_pool_id(store) == first
+    store.remove([POOL_ID_KEY])
+    store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [64]))
+    healed = read_pool_id(store)
+    assert healed != bytes(16)
+    assert read_pool_id(store) == healed
+    assert read_pool_id(MemoryStore()) != first

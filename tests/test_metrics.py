@@ -1,0 +1,91 @@
+"""Metrics: what is counted under which label, from any thread and any signal handler."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdstore.metrics import Metrics
+from pdstore.outcome import Direction, Reason
+from tests.support.interrupt import ends_though_interrupted
+
+
+@pytest.fixture
+def metrics():
+    return Metrics()
+
+
+def value(metrics, name, **labels) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_a_job_counts_its_outcome_its_time_and_its_miss_or_drop(metrics):
+    metrics.job_ended(Direction.LOAD, Reason.LOST, 0.3)
+    metrics.job_ended(Direction.SAVE, Reason.STORE_FULL, 0.3)
+    metrics.job_ended(Direction.SAVE, None, 0.3)
+    assert value(metrics, "pdstore_jobs_total", direction="load", outcome="lost") == 1
+    assert value(metrics, "pdstore_jobs_total", direction="save", outcome="ok") == 1
+    assert value(metrics, "pdstore_job_seconds_sum", direction="save") == pytest.approx(0.6)
+    assert value(metrics, "pdstore_misses_total", reason="lost") == 1
+    assert value(metrics, "pdstore_drops_total", reason="store_full") == 1
+    assert value(metrics, "pdstore_misses_total", reason="store_full") is None
+
+
+def test_a_lookup_counts_its_tokens_and_its_miss(metrics):
+    metrics.lookup_ended(64, Reason.ABSENT)
+    metrics.lookup_ended(100, None)
+    assert value(metrics, "pdstore_tokens_total", verb="matched") == 164
+    assert value(metrics, "pdstore_misses_total", reason="absent") == 1
+
+
+def test_the_codes_of_several_stores_are_added_up(metrics):
+    metrics.add_codes(lambda: {"-800": 2})
+    metrics.add_codes(lambda: {"-800": 1, "-1": 5})
+    assert value(metrics, "pdstore_store_codes_total", code="-800") == 3
+    assert value(metrics, "pdstore_store_codes_total", code="-1") == 5
+
+
+def test_nothing_done_is_a_total_of_zero(metrics):
+    assert metrics.total() == 0
+    metrics.miss(Reason.ABSENT)
+    metrics.slots_lent.set(7)  # a gauge is no count
+    assert metrics.total() == 1
+
+
+def test_a_registry_of_the_callers_shows_the_counts():
+    registry = CollectorRegistry()
+    Metrics(registry).drop(Reason.CLOSED)
+    assert registry.get_sample_value("pdstore_drops_total", {"reason": "closed"}) == 1
+
+
+def test_a_signal_handler_counts_while_its_thread_counts(metrics):
+    def count():
+        metrics.job_ended(Direction.LOAD, Reason.CANCELLED, 0.1)
+        metrics.lookup_ended(1, Reason.CANCELLED)
+        metrics.drop(Reason.CANCELLED)
+
+    num_handled = 0
+
+    def handler():
+        nonlocal num_handled
+        num_handled += 1
+        metrics.miss(Reason.CLOSED)
+
+    assert ends_though_interrupted(count, handler)
+    assert value(metrics, "pdstore_misses_total", reason="closed") == num_handled > 0
+    assert value(metrics, "pdstore_misses_total", reason="cancelled") == 2
+
+
+def test_no_count_of_several_threads_is_lost(metrics):
+    def count():
+        for _ in range(500):
+            metrics.miss(Reason.ABSENT)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert value(metrics, "pdstore_misses_total", reason="absent") == 2000
