@@ -51,6 +51,7 @@ nightly: setup-vllm ## The tests that take minutes
 
 check: setup ## Lint, format and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 	$(BIN)/mypy -p pdstore -p examples.router -p examples.demo
 
 bench: setup ## How fast keys are computed and blocks put and got

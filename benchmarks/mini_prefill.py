@@ -19,9 +19,8 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.checkpoint import Shape, make_model
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.request import Finish, Request, Token
@@ -71,7 +70,8 @@ def main() -> None:
 
 def measure(size: Size, device: str, rounds: int, directory: Path) -> Report:
     """Prefills in turns; each engine's first is not counted."""
-    make_model(size, directory / "model", device)
+    shape = Shape(VOCABULARY, size.layers, size.hidden, size.tokens + BLOCK)
+    make_model(shape, directory / "model", device)
     engines = {way: open_engine(size, device, directory, way) for way in WAYS}
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     chance = random.Random(0)
@@ -95,28 +95,6 @@ def measure(size: Size, device: str, rounds: int, directory: Path) -> Report:
         row = (middle, min(firsts), max(firsts), middle / alone, median(ends))
         report.add(way, *row, saved / (rounds + 1) / 2**20)
     return report
-
-
-def make_model(size: Size, directory: Path, device: str) -> None:
-    """A checkpoint of random weights, with a tokenizer that nothing asks."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size.hidden,
-        intermediate_size=size.hidden * 7 // 2,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.hidden // 128,
-        num_key_value_heads=max(1, size.hidden // 512),
-        head_dim=128,
-        max_position_embeddings=size.tokens + BLOCK,
-        dtype=torch.bfloat16,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        LlamaForCausalLM(config).save_pretrained(directory)
-    torch.set_default_dtype(before)
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a").save_pretrained(directory)
 
 
 def open_engine(size: Size, device: str, directory: Path, way: str) -> Engine:

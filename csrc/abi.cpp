@@ -96,8 +96,11 @@ extern "C" int32_t pds_explain(const pds_engine *engine, int32_t part, int32_t n
   }
   return guarded(nullptr, [&] {
     const pds::Plan found = engine->engine->explain(part, num_tokens);
-    *plan = {static_cast<int32_t>(found.path), found.num_pieces, found.piece_bytes,
-             found.block_bytes, {}};
+    *plan = {static_cast<int32_t>(found.path),
+             found.num_pieces,
+             found.piece_bytes,
+             found.block_bytes,
+             {}};
     std::snprintf(plan->why, sizeof plan->why, "%s", found.why.c_str());
     return int32_t{PDS_OK};
   });
@@ -153,7 +156,8 @@ extern "C" int32_t pds_populate(uint64_t address, int64_t bytes) {
   constexpr int64_t kPage = 4096;
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
   if (address == 0 || bytes < 1) return PDS_ERR_ARGUMENT;
-  if (address % kPage == 0 && madvise(reinterpret_cast<void *>(address), bytes, kPopulateWrite) == 0) {
+  if (address % kPage == 0 &&
+      madvise(reinterpret_cast<void *>(address), bytes, kPopulateWrite) == 0) {
     return PDS_OK;
   }
   auto *memory = reinterpret_cast<volatile char *>(address);

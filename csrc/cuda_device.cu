@@ -8,14 +8,13 @@
 // is cleared: nobody else shall find it.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-
-#include "stage.h"
-
 #include <sys/prctl.h>
 
 #include <algorithm>
 #include <chrono>
 #include <thread>
+
+#include "stage.h"
 
 namespace pds {
 namespace {
@@ -78,9 +77,7 @@ class CudaDevice final : public Device {
   ~CudaDevice() override {
     if (context_ != nullptr) driver_.release(index_);
   }
-  bool open() {
-    return driver_.load() && driver_.retain(&context_, index_) == CUDA_SUCCESS;
-  }
+  bool open() { return driver_.load() && driver_.retain(&context_, index_) == CUDA_SUCCESS; }
 
   int enter() override {
     prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds; this thread's short sleeps shall be short
@@ -102,8 +99,8 @@ class CudaDevice final : public Device {
   int allocate(size_t bytes, void **memory) override { return checked(cudaMalloc(memory, bytes)); }
   void release(void *memory) override { checked(cudaFree(memory)); }
   int open_stream(Stream *stream) override {
-    return checked(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t *>(stream),
-                                             cudaStreamNonBlocking));
+    return checked(
+        cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t *>(stream), cudaStreamNonBlocking));
   }
   void close_stream(Stream stream) override { checked(cudaStreamDestroy(of(stream))); }
   int open_event(Event *event, bool for_host) override {
@@ -207,9 +204,10 @@ int CudaDevice::copy_strided(Stream stream, Direction direction, const Strided &
   const bool out = direction == Direction::kOut;
   const cudaMemcpyKind kind = out ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
   if (s.layers > 1 && (s.cache_step % s.block_stride != 0 || s.block_stride > kMaxPitch)) {
-    return checked(cudaMemcpy2DAsync(pointer(out ? s.host : s.cache), out ? s.host_step : s.cache_step,
-                                     pointer(out ? s.cache : s.host), out ? s.cache_step : s.host_step,
-                                     s.bytes, s.layers, kind, of(stream)));
+    return checked(
+        cudaMemcpy2DAsync(pointer(out ? s.host : s.cache), out ? s.host_step : s.cache_step,
+                          pointer(out ? s.cache : s.host), out ? s.cache_step : s.host_step,
+                          s.bytes, s.layers, kind, of(stream)));
   }
   // Layers as the depth: the pitch stays a block's, however far apart layers are.
   const size_t height = s.layers > 1 ? s.cache_step / s.block_stride : 1;

@@ -21,14 +21,16 @@ Number or_default(Number asked, Number otherwise) {
   return asked > 0 ? asked : otherwise;
 }
 
-SliceSizes sizes_of(const pds_options &options, Direction direction, int64_t layer_bytes) {
+PumpOptions pump_options_of(const pds_options &options, Direction direction, int64_t layer_bytes) {
   const bool out = direction == Direction::kOut;
   const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
                             : or_default(options.stage_in_bytes, kStageIn);
   const int64_t copy = out ? or_default(options.copy_out_bytes, kCopyOut)
                            : or_default(options.copy_in_bytes, kCopyIn);
-  return {copy, in_ring(std::max(stage, layer_bytes)), or_default(options.first_bytes, kFirst),
-          or_default(options.max_pieces, kMaxPieces), or_default(options.linger_us, kLingerUs)};
+  const SliceSizes sizes{copy, in_ring(std::max(stage, layer_bytes)),
+                         or_default(options.first_bytes, kFirst),
+                         or_default(options.max_pieces, kMaxPieces)};
+  return {sizes, or_default(options.num_lanes, kLanes), or_default(options.linger_us, kLingerUs)};
 }
 
 std::string text(const char *before, int64_t number, const char *after) {
@@ -46,17 +48,19 @@ std::unique_ptr<Engine> Engine::open(const pds_options &options, const pds_part 
   const std::string why = engine->layout_.assign(options, parts, regions);
   if (!why.empty()) return refuse(error_of(PDS_ERR_ARGUMENT, why));
   if (options.device < PDS_CPU || options.device >= std::max(count_cuda_devices(), 0)) {
-    return refuse(error_of(PDS_ERR_NO_DEVICE, text("there is no CUDA device ", options.device, "")));
+    return refuse(
+        error_of(PDS_ERR_NO_DEVICE, text("there is no CUDA device ", options.device, "")));
   }
   engine->device_ = open_device(options.device);
   if (engine->device_ == nullptr) {
     return refuse(error_of(PDS_ERR_NO_DEVICE, text("cannot use CUDA device ", options.device, "")));
   }
   for (const Direction direction : {Direction::kOut, Direction::kIn}) {
-    const SliceSizes sizes = sizes_of(options, direction, engine->layout_.largest_layer_bytes());
+    const PumpOptions chosen =
+        pump_options_of(options, direction, engine->layout_.largest_layer_bytes());
     auto &pump = direction == Direction::kOut ? engine->out_ : engine->in_;
-    pump = std::make_unique<Pump>(*engine->device_, engine->layout_, direction, sizes,
-                                  or_default(options.num_lanes, kLanes), engine->poisoned_);
+    pump = std::make_unique<Pump>(*engine->device_, engine->layout_, direction, chosen,
+                                  engine->poisoned_);
     const pds_error failed = pump->start();
     if (failed.code != PDS_OK) return refuse(failed);
   }
@@ -98,7 +102,8 @@ std::string Engine::check_ids(const JobItems &job, const pds_item &item, const I
   const int64_t *ids = job.ids.data() + place.first_id;
   for (int32_t n = 0; n < item.num_ids; ++n) {
     if (ids[n] >= 0 && ids[n] < num_blocks) continue;
-    return text("block id ", ids[n], text(" is outside the cache of ", num_blocks, " blocks").c_str());
+    return text("block id ", ids[n],
+                text(" is outside the cache of ", num_blocks, " blocks").c_str());
   }
   if (job.direction == Direction::kOut) return "";
   int32_t begin = 0, end = 0;
@@ -131,13 +136,17 @@ std::string Engine::check(const JobItems &job, const pds_item *items, int64_t nu
     }
     if (place.first_id + item.num_ids > num_ids) return "fewer ids than the items say";
     if (int64_t{item.num_ids} * step < item.num_tokens) {
-      return text("", item.num_ids, text(" engine blocks cannot hold ", item.num_tokens, " tokens").c_str());
+      return text("", item.num_ids,
+                  text(" engine blocks cannot hold ", item.num_tokens, " tokens").c_str());
     }
     if (item.first_token < 0 || item.first_token % step != 0 ||
         item.first_token > item.num_tokens) {
-      return text("first_token ", item.first_token, text(" is not on an engine block of ", step, "").c_str());
+      return text("first_token ", item.first_token,
+                  text(" is not on an engine block of ", step, "").c_str());
     }
-    if (place.first_token != 0 && job.direction == Direction::kOut) return "a save of a part of a block";
+    if (place.first_token != 0 && job.direction == Direction::kOut) {
+      return "a save of a part of a block";
+    }
     if (item.payload == 0 ||
         !is_host(item.payload, layout_.payload_bytes(item.part, item.num_tokens), &range)) {
       return "a payload is not inside one registered range of host memory";
@@ -163,7 +172,9 @@ pds_error Engine::order(Job *job, Stream stream, Event ready) {
   }
   if (capturing) return error_of(PDS_ERR_CAPTURE, "the stream is being captured into a graph");
   if (ready != nullptr) return {};
-  if (const int code = device_->open_event(&job->ready, false)) return failed("cudaEventCreate", code);
+  if (const int code = device_->open_event(&job->ready, false)) {
+    return failed("cudaEventCreate", code);
+  }
   if (const int code = device_->record(job->ready, stream)) {
     device_->close_event(job->ready);
     return failed("cudaEventRecord", code);
@@ -175,8 +186,12 @@ pds_error Engine::order(Job *job, Stream stream, Event ready) {
 pds_error Engine::submit(Direction direction, const pds_item *items, int64_t num_items,
                          const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
                          std::shared_ptr<Ticket> *ticket) {
-  if (!is_of_this_process()) return error_of(PDS_ERR_CLOSED, "the engine belongs to the parent process");
-  if (poisoned_) return error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context");
+  if (!is_of_this_process()) {
+    return error_of(PDS_ERR_CLOSED, "the engine belongs to the parent process");
+  }
+  if (poisoned_) {
+    return error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context");
+  }
   const auto job = std::make_shared<Job>();
   job->work.direction = direction;
   job->work.ids.assign(ids, ids + num_ids);

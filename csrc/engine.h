@@ -25,7 +25,7 @@ class Engine {
                    const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
                    std::shared_ptr<Ticket> *ticket);
   Plan explain(int32_t part, int32_t num_tokens) const {
-    return layout_.explain(part, num_tokens, device_->has_batch());
+    return plan_of(layout_, part, num_tokens, device_->has_batch());
   }
   const Layout &layout() const { return layout_; }
   pds_stats stats(Direction direction) { return pump(direction).stats(); }
@@ -44,7 +44,7 @@ class Engine {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Pump> out_, in_;
   std::atomic<bool> poisoned_{false};
-  mutable std::mutex mutex_;  // guards hosts_
+  mutable std::mutex mutex_;                          // guards hosts_
   std::vector<std::pair<uint64_t, uint64_t>> hosts_;  // registered ranges, sorted by begin
   int32_t process_ = 0;
 };

@@ -49,7 +49,8 @@ class FaultyDevice final : public Device {
   }
   void pop() override { device_->pop(); }
   int allocate(size_t bytes, void **memory) override {
-    return counted(PDS_CALL_ALLOCATE, allocations, [&] { return device_->allocate(bytes, memory); });
+    return counted(PDS_CALL_ALLOCATE, allocations,
+                   [&] { return device_->allocate(bytes, memory); });
   }
   void release(void *memory) override { --allocations, device_->release(memory); }
   int open_stream(Stream *stream) override {
@@ -149,7 +150,9 @@ extern "C" int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code,
   return PDS_OK;
 }
 
-extern "C" int32_t pds_test_delay(int64_t microseconds) { return pds::delay_us = microseconds, PDS_OK; }
+extern "C" int32_t pds_test_delay(int64_t microseconds) {
+  return pds::delay_us = microseconds, PDS_OK;
+}
 
 extern "C" int32_t pds_test_live(pds_live *live) {
   if (live == nullptr) return PDS_ERR_ARGUMENT;

@@ -17,21 +17,21 @@ enum { PDS_ABI = 3 };
 
 enum {
   PDS_OK = 0,
-  PDS_PENDING = 1,      // the time was up and the copy still runs
-  PDS_ERR_ARGUMENT = 2, // an argument does not fit; nothing was copied
-  PDS_ERR_DEVICE = 3,   // a device call failed: device_code, call and slice say which
-  PDS_ERR_POISONED = 4, // an earlier device error broke the device's context for good
-  PDS_ERR_CLOSED = 5,   // the engine was closed, or belongs to the parent process
-  PDS_ERR_CAPTURE = 6,  // the stream is being captured into a graph
-  PDS_ERR_NO_DEVICE = 7,// no such device, no driver, or a build without CUDA
-  PDS_ERR_MEMORY = 8,   // host memory ran out
+  PDS_PENDING = 1,        // the time was up and the copy still runs
+  PDS_ERR_ARGUMENT = 2,   // an argument does not fit; nothing was copied
+  PDS_ERR_DEVICE = 3,     // a device call failed: device_code, call and slice say which
+  PDS_ERR_POISONED = 4,   // an earlier device error broke the device's context for good
+  PDS_ERR_CLOSED = 5,     // the engine was closed, or belongs to the parent process
+  PDS_ERR_CAPTURE = 6,    // the stream is being captured into a graph
+  PDS_ERR_NO_DEVICE = 7,  // no such device, no driver, or a build without CUDA
+  PDS_ERR_MEMORY = 8,     // host memory ran out
 };
 
-enum { PDS_OUT = 0, PDS_IN = 1 };                // paged cache -> slots, slots -> paged cache
-enum { PDS_TOKEN_MAJOR = 0, PDS_HEAD_MAJOR = 1 };// [layer][token][head] or [layer][head][token]
+enum { PDS_OUT = 0, PDS_IN = 1 };                  // paged cache -> slots, slots -> paged cache
+enum { PDS_TOKEN_MAJOR = 0, PDS_HEAD_MAJOR = 1 };  // [layer][token][head] or [layer][head][token]
 enum { PDS_SERVING = 0, PDS_THROUGHPUT = 1 };
 enum { PDS_PATH_AUTO = 0, PDS_PATH_BATCH = 1, PDS_PATH_STRIDED = 2, PDS_PATH_STAGE = 3 };
-enum { PDS_CPU = -1 };                           // as a device: host memory, no GPU
+enum { PDS_CPU = -1 };  // as a device: host memory, no GPU
 
 typedef struct pds_engine pds_engine;
 typedef struct pds_ticket pds_ticket;
@@ -55,24 +55,24 @@ typedef struct {
 typedef struct {
   uint64_t base;
   int64_t block_stride, token_stride, head_stride;
-  int64_t width;        // contiguous bytes per token and head
-  int64_t start;        // where they are in the payload's cell of a token and head
-  int32_t layer;        // which layer of the payload
+  int64_t width;  // contiguous bytes per token and head
+  int64_t start;  // where they are in the payload's cell of a token and head
+  int32_t layer;  // which layer of the payload
   int32_t part;
 } pds_region;
 
 // One kind of payload: [layer][token][head][cell], or with head and token exchanged.
 typedef struct {
   int32_t num_layers, num_heads;
-  int64_t cell;         // bytes per token and head: K and V
+  int64_t cell;  // bytes per token and head: K and V
 } pds_part;
 
 typedef struct {
-  int32_t abi;          // PDS_ABI of the caller
-  int32_t device;       // CUDA ordinal, or PDS_CPU
-  int64_t num_blocks;   // engine blocks in the paged cache
-  int32_t block_tokens; // tokens of an engine block
-  int32_t max_tokens;   // of a payload
+  int32_t abi;           // PDS_ABI of the caller
+  int32_t device;        // CUDA ordinal, or PDS_CPU
+  int64_t num_blocks;    // engine blocks in the paged cache
+  int32_t block_tokens;  // tokens of an engine block
+  int32_t max_tokens;    // of a payload
   int32_t order, mode, path;
   int32_t num_parts, num_regions;
   int32_t num_lanes;                        // of a direction; here and below 0 is the default
@@ -147,10 +147,24 @@ int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64
 
 // Test builds only (has_faults).
 enum {
-  PDS_CALL_ALLOCATE, PDS_CALL_STREAM, PDS_CALL_EVENT, PDS_CALL_RECORD, PDS_CALL_WAIT,
-  PDS_CALL_SYNCHRONIZE, PDS_CALL_DRAIN, PDS_CALL_BATCH, PDS_CALL_STRIDED, PDS_CALL_STAGE,
-  PDS_CALL_ENTER, PDS_CALL_CAPTURING, PDS_CALL_PUSH, PDS_CALL_RECOVER, PDS_CALL_REGISTER,
-  PDS_CALL_UNREGISTER, PDS_CALL_QUERY, PDS_NUM_CALLS
+  PDS_CALL_ALLOCATE,
+  PDS_CALL_STREAM,
+  PDS_CALL_EVENT,
+  PDS_CALL_RECORD,
+  PDS_CALL_WAIT,
+  PDS_CALL_SYNCHRONIZE,
+  PDS_CALL_DRAIN,
+  PDS_CALL_BATCH,
+  PDS_CALL_STRIDED,
+  PDS_CALL_STAGE,
+  PDS_CALL_ENTER,
+  PDS_CALL_CAPTURING,
+  PDS_CALL_PUSH,
+  PDS_CALL_RECOVER,
+  PDS_CALL_REGISTER,
+  PDS_CALL_UNREGISTER,
+  PDS_CALL_QUERY,
+  PDS_NUM_CALLS
 };
 typedef struct {
   int64_t allocations, streams, events;  // that live now

@@ -10,7 +10,7 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kAwakeBytes = 4 << 20;  // a small copy is worth waiting for awake
+constexpr int64_t kAwakeBytes = 4 << 20;             // a small copy is worth waiting for awake
 constexpr std::chrono::microseconds kAskAgain{100};  // whether the model has come far enough
 constexpr std::chrono::microseconds kLightSleep{200};
 constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
@@ -29,7 +29,8 @@ pds_error Pump::start() {
   std::promise<pds_error> started;
   auto result = started.get_future();
   thread_ = std::thread([this, &started] {
-    pthread_setname_np(pthread_self(), direction_ == Direction::kOut ? "pdstore-out" : "pdstore-in");
+    pthread_setname_np(pthread_self(),
+                       direction_ == Direction::kOut ? "pdstore-out" : "pdstore-in");
     const pds_error error = open_lanes();
     started.set_value(error);
     if (error.code == PDS_OK) loop();
@@ -43,8 +44,12 @@ pds_error Pump::start() {
 pds_error Pump::open_lanes() {
   if (const int code = device_.enter()) return failed("cudaSetDevice", code, -1);
   for (Lane &lane : lanes_) {
-    if (const int code = device_.open_stream(&lane.stream)) return failed("cudaStreamCreate", code, -1);
-    if (const int code = device_.open_event(&lane.done, true)) return failed("cudaEventCreate", code, -1);
+    if (const int code = device_.open_stream(&lane.stream)) {
+      return failed("cudaStreamCreate", code, -1);
+    }
+    if (const int code = device_.open_event(&lane.done, true)) {
+      return failed("cudaEventCreate", code, -1);
+    }
     if (const int code = device_.allocate(sizes_.stage_bytes, &lane.ring)) {
       return failed("cudaMalloc", code, -1);
     }
@@ -113,7 +118,7 @@ bool Pump::is_due(Job &job) {
 // Waits for something to do.
 void Pump::rest(std::unique_lock<std::mutex> *lock) {
   const auto awaited = [this] { return stopping_ || !queue_.empty(); };
-  const int64_t until = now_ns() + 1000 * sizes_.linger_us;
+  const int64_t until = now_ns() + 1000 * linger_us_;
   while (!awaited() && now_ns() < until) changed_.wait_for(*lock, kLightSleep);
   changed_.wait(*lock, awaited);
 }

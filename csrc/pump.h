@@ -3,8 +3,8 @@
 // Decision: a lane is a stream with at most one slice in flight. A stream that never drains starves
 // every other copy of the process (a token's readback waited for a second behind it); two lanes of
 // 9 MiB reach 97 % of the link and let others in after 0.3 ms. The thread sleeps until the
-// older lane is nearly done, so it costs a few percent of a core; when there is nothing to do, lightly
-// at first: one that slept deeply begins 0.2 ms late. Only this thread touches its lanes.
+// older lane is nearly done, so it costs a few percent of a core; when there is nothing to do,
+// lightly at first: one that slept deeply begins 0.2 ms late. Only this thread touches its lanes.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -31,12 +31,24 @@ struct Job {
 };
 using JobPtr = std::shared_ptr<Job>;
 
+struct PumpOptions {
+  SliceSizes sizes;
+  int32_t num_lanes;
+  int64_t linger_us;  // how long a thread that has nothing to do sleeps lightly
+};
+
 class Pump {
  public:
-  Pump(Device &device, const Layout &layout, Direction direction, SliceSizes sizes,
-       int32_t num_lanes, std::atomic<bool> &poisoned)
-      : device_(device), layout_(layout), direction_(direction), sizes_(sizes),
-        poisoned_(poisoned), lanes_(num_lanes), params_(std::make_unique<StageParams>()) {}
+  Pump(Device &device, const Layout &layout, Direction direction, const PumpOptions &options,
+       std::atomic<bool> &poisoned)
+      : device_(device),
+        layout_(layout),
+        direction_(direction),
+        sizes_(options.sizes),
+        linger_us_(options.linger_us),
+        poisoned_(poisoned),
+        lanes_(options.num_lanes),
+        params_(std::make_unique<StageParams>()) {}
 
   // Starts the thread; what failed, if its lanes cannot be made.
   pds_error start();
@@ -82,6 +94,7 @@ class Pump {
   const Layout &layout_;
   const Direction direction_;
   const SliceSizes sizes_;
+  const int64_t linger_us_;
   std::atomic<bool> &poisoned_;
 
   std::mutex mutex_;  // guards queue_ and stopping_

@@ -11,9 +11,8 @@
 #include <cstring>
 
 #define XXH_INLINE_ALL
-#include "third_party/xxhash.h"
-
 #include "pdstore.h"
+#include "third_party/xxhash.h"
 
 namespace {
 

@@ -25,7 +25,7 @@ void for_each_block(const Layout &layout, const JobItems &job, const Segment &se
 
 const Plan &SliceWalk::plan_of(const Item &item) {
   if (item.part != planned_part_ || item.num_tokens != planned_tokens_) {
-    plan_ = layout_.explain(item.part, item.num_tokens, has_batch_);
+    plan_ = pds::plan_of(layout_, item.part, item.num_tokens, has_batch_);
     planned_part_ = item.part, planned_tokens_ = item.num_tokens;
   }
   return plan_;
@@ -45,9 +45,11 @@ bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
     const int64_t size = plan.path == Path::kStage ? sizes_.stage_bytes : sizes_.copy_bytes;
     const int64_t limit = std::min(size, most_bytes);
     const int64_t per_layer = part.token_bytes * item.num_tokens;
-    int64_t layers = std::min<int64_t>(part.num_layers - layer_, (limit - slice->bytes) / per_layer);
+    int64_t layers =
+        std::min<int64_t>(part.num_layers - layer_, (limit - slice->bytes) / per_layer);
     if (plan.path == Path::kBatch) {
-      const int64_t blocks = (item.num_tokens + layout_.block_tokens() - 1) / layout_.block_tokens();
+      const int64_t blocks =
+          (item.num_tokens + layout_.block_tokens() - 1) / layout_.block_tokens();
       const int64_t per = std::max<int64_t>(1, plan.num_pieces * blocks / part.num_layers);
       layers = std::min(layers, std::max<int64_t>(0, sizes_.max_pieces - pieces) / per);
       pieces += std::max<int64_t>(layers, 0) * per;
@@ -67,38 +69,41 @@ bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
 }
 
 void add_pieces(const Layout &layout, const JobItems &job, const Segment &segment, Copies *copies) {
-  for_each_block(layout, job, segment, [&](const RegionClass &regions, size_t begin, size_t end,
-                                           const Block &block) {
-    const Shape &shape = regions.shape;
-    const Rows rows = rows_of(shape, block);
-    if (is_one_run(regions, block)) {
-      copies->add(regions.bases[begin] + cache_offset(shape, block, 0, 0),
-                  block.payload + payload_offset(shape, block, regions.layers[begin], 0, 0),
-                  static_cast<int64_t>(end - begin) * rows.bytes);
-      return;
-    }
-    for (size_t i = begin; i < end; ++i) {
-      for (int32_t token = 0; token < rows.tokens; ++token) {
-        for (int32_t head = 0; head < rows.heads; ++head) {
-          copies->add(regions.bases[i] + cache_offset(shape, block, token, head),
-                      block.payload + payload_offset(shape, block, regions.layers[i], token, head),
-                      rows.bytes);
+  for_each_block(
+      layout, job, segment,
+      [&](const RegionClass &regions, size_t begin, size_t end, const Block &block) {
+        const Shape &shape = regions.shape;
+        const Rows rows = rows_of(shape, block);
+        if (is_one_run(regions, block)) {
+          copies->add(regions.bases[begin] + cache_offset(shape, block, 0, 0),
+                      block.payload + payload_offset(shape, block, regions.layers[begin], 0, 0),
+                      static_cast<int64_t>(end - begin) * rows.bytes);
+          return;
         }
-      }
-    }
-  });
+        for (size_t i = begin; i < end; ++i) {
+          for (int32_t token = 0; token < rows.tokens; ++token) {
+            for (int32_t head = 0; head < rows.heads; ++head) {
+              copies->add(
+                  regions.bases[i] + cache_offset(shape, block, token, head),
+                  block.payload + payload_offset(shape, block, regions.layers[i], token, head),
+                  rows.bytes);
+            }
+          }
+        }
+      });
 }
 
 void add_strided(const Layout &layout, const JobItems &job, const Segment &segment,
                  std::vector<Strided> *copies) {
-  for_each_block(layout, job, segment, [&](const RegionClass &regions, size_t begin, size_t end,
-                                           const Block &block) {
-    const Shape &shape = regions.shape;
-    copies->push_back({regions.bases[begin] + cache_offset(shape, block, 0, 0),
-                       block.payload + payload_offset(shape, block, regions.layers[begin], 0, 0),
-                       rows_of(shape, block).bytes, static_cast<int64_t>(end - begin), regions.step,
-                       layer_bytes(shape, block.num_tokens), shape.block_stride});
-  });
+  for_each_block(layout, job, segment,
+                 [&](const RegionClass &regions, size_t begin, size_t end, const Block &block) {
+                   const Shape &shape = regions.shape;
+                   copies->push_back(
+                       {regions.bases[begin] + cache_offset(shape, block, 0, 0),
+                        block.payload + payload_offset(shape, block, regions.layers[begin], 0, 0),
+                        rows_of(shape, block).bytes, static_cast<int64_t>(end - begin),
+                        regions.step, layer_bytes(shape, block.num_tokens), shape.block_stride});
+                 });
 }
 
 void span_of(const Layout &layout, const JobItems &job, const Segment &segment, int64_t *offset,

@@ -6,6 +6,7 @@
 #pragma once
 #include <vector>
 
+#include "device.h"
 #include "plan.h"
 
 namespace pds {
@@ -35,7 +36,6 @@ struct SliceSizes {
   int64_t copy_bytes, stage_bytes;
   int64_t first_bytes;  // where nothing runs yet: the first slice is prepared before the link works
   int64_t max_pieces;   // of a batch
-  int64_t linger_us;    // how long a thread that has nothing to do sleeps lightly
 };
 
 class SliceWalk {

@@ -2,9 +2,9 @@
 //
 // Decision: the link is left to the copy engines, which move whole payloads at 98 % of its speed
 // whatever the piece size; the kernel only rearranges device memory, in short bursts on at most 32
-// multiprocessors. Descriptors travel by value in the kernel's parameters, so no table is shared and
-// none has a lifetime. The vector is the widest that fits every row's start and length, so there is
-// no tail to forget; a warp holds several vectors per lane in flight.
+// multiprocessors. Descriptors travel by value in the kernel's parameters, so no table is shared
+// and none has a lifetime. The vector is the widest that fits every row's start and length, so
+// there is no tail to forget; a warp holds several vectors per lane in flight.
 #include <algorithm>
 
 #include "stage.h"
@@ -87,11 +87,13 @@ cudaError_t launch(cudaStream_t stream, Direction direction, const StageParams &
   uint32_t tiles = (largest + kWarp * kUnroll - 1) / (kWarp * kUnroll);
   const uint64_t work = static_cast<uint64_t>(p.num_blocks) * p.num_regions * tiles;
   constexpr uint64_t kWarps = kThreads / kWarp;
-  const auto grid = static_cast<unsigned>(std::min<uint64_t>(kMaxGrid, (work + kWarps - 1) / kWarps));
+  const auto grid =
+      static_cast<unsigned>(std::min<uint64_t>(kMaxGrid, (work + kWarps - 1) / kWarps));
   if (grid == 0) return cudaSuccess;
-  const void *kernel = direction == Direction::kOut
-                           ? reinterpret_cast<const void *>(move_kernel<V, kUnroll, kOneRow, true>)
-                           : reinterpret_cast<const void *>(move_kernel<V, kUnroll, kOneRow, false>);
+  const void *kernel =
+      direction == Direction::kOut
+          ? reinterpret_cast<const void *>(move_kernel<V, kUnroll, kOneRow, true>)
+          : reinterpret_cast<const void *>(move_kernel<V, kUnroll, kOneRow, false>);
   void *arguments[] = {const_cast<StageParams *>(&p), &tiles};
   return cudaLaunchKernel(kernel, dim3(grid), dim3(kThreads), arguments, 0, stream);
 }

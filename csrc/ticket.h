@@ -1,7 +1,8 @@
 // How a copy that was submitted ends: once, with 0 or an error; anybody may wait for it.
 //
-// Decision: who waits for a long copy is woken shortly before its end and then stays awake. A thread
-// that slept for longer than a millisecond is itself woken some 0.2 ms late in a virtual machine.
+// Decision: who waits for a long copy is woken shortly before its end and then stays awake. A
+// thread that slept for longer than a millisecond is itself woken some 0.2 ms late in a virtual
+// machine.
 #pragma once
 #include <algorithm>
 #include <atomic>

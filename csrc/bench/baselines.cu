@@ -52,7 +52,8 @@ int32_t one_batch(const uint64_t *to, const uint64_t *from, int64_t n, int64_t b
   void *found = nullptr;
   cudaDriverEntryPointQueryResult result{};
   if (cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &found, 12080, cudaEnableDefault,
-                                       &result) != cudaSuccess || found == nullptr) {
+                                       &result) != cudaSuccess ||
+      found == nullptr) {
     return PDS_ERR_NO_DEVICE;
   }
   size_t *sizes = new size_t[n];
@@ -60,10 +61,10 @@ int32_t one_batch(const uint64_t *to, const uint64_t *from, int64_t n, int64_t b
   CUmemcpyAttributes attributes{};
   attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
   size_t first = 0, failed = 0;
-  const CUresult code = reinterpret_cast<Batch>(found)(
-      reinterpret_cast<CUdeviceptr *>(const_cast<uint64_t *>(to)),
-      reinterpret_cast<CUdeviceptr *>(const_cast<uint64_t *>(from)), sizes, n, &attributes, &first,
-      1, &failed, stream);
+  const CUresult code =
+      reinterpret_cast<Batch>(found)(reinterpret_cast<CUdeviceptr *>(const_cast<uint64_t *>(to)),
+                                     reinterpret_cast<CUdeviceptr *>(const_cast<uint64_t *>(from)),
+                                     sizes, n, &attributes, &first, 1, &failed, stream);
   delete[] sizes;
   return code;
 }
@@ -72,14 +73,14 @@ int32_t one_batch(const uint64_t *to, const uint64_t *from, int64_t n, int64_t b
 
 // method 0: a copy per piece; 1: one batch; 2: a thread block per KV block; 3: two thread blocks.
 // Tables of addresses are host memory for 0 and 1, device memory for 2 and 3.
-extern "C" __attribute__((visibility("default"))) int32_t pds_bench_copy(
-    int32_t method, const uint64_t *to, const uint64_t *from, int64_t n, int64_t bytes,
-    int64_t per_block, uint64_t stream_handle) {
+extern "C" __attribute__((visibility("default"))) int32_t
+pds_bench_copy(int32_t method, const uint64_t *to, const uint64_t *from, int64_t n, int64_t bytes,
+               int64_t per_block, uint64_t stream_handle) {
   const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
   if (method == 1) return one_batch(to, from, n, bytes, stream);
   if (method == 2) {
-    block_per_block<<<static_cast<unsigned>(n / per_block), kSeedThreads, 0, stream>>>(to, from, bytes,
-                                                                                      per_block);
+    block_per_block<<<static_cast<unsigned>(n / per_block), kSeedThreads, 0, stream>>>(
+        to, from, bytes, per_block);
     return cudaGetLastError();
   }
   if (method == 3) {

@@ -14,7 +14,8 @@
 namespace {
 
 constexpr int32_t kLayers = 5, kHeads = 2, kTokens = 4, kPerBlock = 3;
-constexpr int64_t kCell = 24, kBlocks = 96, kPayload = kLayers * kHeads * kTokens * kPerBlock * kCell;
+constexpr int64_t kCell = 24, kBlocks = 96,
+                  kPayload = kLayers * kHeads * kTokens * kPerBlock * kCell;
 constexpr int64_t kBlock = kHeads * kTokens * kCell + 8;  // with a gap behind
 
 void expect(bool fine, const char *what) {
@@ -57,7 +58,8 @@ struct Work {
   Work(int64_t first, int num_items) : host(num_items * kPayload) {
     for (int i = 0; i < num_items; ++i) {
       const int32_t tokens = i + 1 < num_items ? kTokens * kPerBlock : kTokens * kPerBlock - 5;
-      items.push_back({reinterpret_cast<uint64_t>(host.data()) + i * kPayload, 0, tokens, 0, kPerBlock});
+      items.push_back(
+          {reinterpret_cast<uint64_t>(host.data()) + i * kPayload, 0, tokens, 0, kPerBlock});
       for (int b = 0; b < kPerBlock; ++b) ids.push_back(first + i * kPerBlock + b);
     }
   }

@@ -1,0 +1,119 @@
+"""The hand-off as a client waits for it, side by side: stores, modes, lengths of prompts.
+
+    python -m benchmarks.handoff --cpu --json handoff.json
+    python -m benchmarks.handoff --stores file shm --tokens 8192 32768 65536 --json FILE
+
+P, D and an instance without a pool are processes of the mini engine (or of vLLM, --engine vllm);
+on GPUs P and the lone instance are on the first, D is on the second. The kinds are asked in turn,
+so that ratios hold while the machine's speed varies. A row is the median of its samples:
+
+    {"store", "mode", "tokens", "exposed_s", "ttft_s", "prefill_s", "d_computed", ...}
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.handoff.engines import ENGINES
+from benchmarks.handoff.floor import measure_floor
+from benchmarks.handoff.measure import MODES
+from benchmarks.handoff.report import rows_of, table
+from benchmarks.handoff.run import Run
+from examples.demo.pools import open_pool
+from examples.demo.processes import Processes
+from pdstore.cli.report import machine
+
+SMALL: dict[str, Any] = {
+    **{"stores": ["file"], "tokens": [1024, 4096], "rounds": 3, "layers": 4, "hidden": 256},
+    **{"chunk": 512, "burst_tokens": 1024, "pool_size": "1GiB"},
+}
+LARGE: dict[str, Any] = {
+    **{"stores": ["file", "shm"], "tokens": [1024, 2048, 8192, 32768, 65536], "rounds": 5},
+    **{"layers": 32, "hidden": 4096, "chunk": 8192, "burst_tokens": 8192, "pool_size": "32GiB"},
+}
+
+
+def main() -> None:
+    given = parse()
+    began = time.monotonic()
+    found: dict[str, Any] = {"machine": machine()}
+    found["given"] = {name: str(value) for name, value in vars(given).items()}
+    with contextlib.ExitStack() as stack:
+        directory = tempfile.TemporaryDirectory(dir=given.pool, prefix="pdstore-bench-")
+        scratch = Path(stack.enter_context(directory))
+        stores = stack.enter_context(open_stores(given, scratch))
+        setup = ENGINES[given.engine](scratch, given)
+        stack.callback(setup.stop)
+        setup.start_alone()
+        for store, url in stores.items():
+            setup.start_pair(store, url)
+        found["about"] = setup.ready()
+        run = Run(given, setup, began)
+        run.say(f"{len(setup.instances)} instances are up")
+        if not given.cpu:
+            found["floor"] = measure_floor()
+        run.measure()
+    found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills, "bursts": run.bursts}
+    print(table(found))
+    if given.json:
+        found["samples"] = [asdict(sample) for sample in run.samples]
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU; seconds")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="mini")
+    parser.add_argument("--stores", nargs="+", help="file, shm, redis, mooncake, or NAME=URL")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--rounds", type=int, help="samples of each kind, after one to warm up")
+    parser.add_argument("--burst", type=int, default=4, help="prompts at once; 0: none")
+    parser.add_argument("--burst-tokens", type=int)
+    parser.add_argument("--pool", type=Path, help="a memory-backed directory (default /dev/shm)")
+    parser.add_argument("--pool-size", default=None, help="of each store, such as 24GiB")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
+    parser.add_argument("--check", action="store_true", help="compare D's tokens with one instance")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    for name, value in (SMALL if given.cpu else LARGE).items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    given.pool = given.pool or Path("/dev/shm")
+    return given
+
+
+@contextlib.contextmanager
+def open_stores(given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, str]]:
+    """The stores' URLs by name; what is started for them ends with them."""
+    urls: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes())
+        for name in given.stores:
+            label, has_url, url = name.partition("=")
+            if has_url:
+                urls[label] = url
+            elif name == "file":
+                urls[name] = f"file://{scratch}/files?budget={given.pool_size}"
+            elif name == "shm":
+                urls[name] = f"shm://bench-{scratch.name}?size={given.pool_size}"
+            else:
+                urls[name] = stack.enter_context(open_pool(name, processes))
+        yield urls
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The rows of a run, as JSON and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from benchmarks.handoff.measure import Sample
+
+HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16} {'ttft':>8}"
+
+
+def rows_of(samples: list[Sample]) -> list[dict[str, Any]]:
+    """A row for each store, mode and length, in the order they were asked: medians, with ranges."""
+    kinds = dict.fromkeys((s.store, s.mode, s.tokens) for s in samples)
+    return [_row([s for s in samples if (s.store, s.mode, s.tokens) == kind]) for kind in kinds]
+
+
+def _row(samples: list[Sample]) -> dict[str, Any]:
+    one = samples[0]
+    row: dict[str, Any] = {"store": one.store, "mode": one.mode, "tokens": one.tokens}
+    for name in ("exposed_s", "ttft_s", "prefill_s"):
+        values = [getattr(s, name) for s in samples]
+        row |= {name: median(values), f"{name}_range": [min(values), max(values)]}
+    return row | {
+        "d_computed": max(s.d_computed for s in samples),
+        "samples": len(samples),
+        "same_answers": sum(s.is_same for s in samples),
+        "reasons": sorted({s.reason for s in samples if s.reason}),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The rows, the lone instance, the bursts and the floor, for people. Milliseconds."""
+    return "\n".join([HEAD + "  prefill  D computes", *_lines(found)])
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    for row in found["rows"]:
+        low, high = row["exposed_s_range"]
+        yield (
+            f"{row['store']:10} {row['mode']:10} {row['tokens']:7} {row['exposed_s'] * 1e3:12.1f}"
+            f" {low * 1e3:7.1f}-{high * 1e3:<8.1f} {row['ttft_s'] * 1e3:8.1f}"
+            f" {row['prefill_s'] * 1e3:8.1f}  {row['d_computed']:10}  {', '.join(row['reasons'])}"
+        )
+    for tokens, took in found["alone_prefill_s"].items():
+        yield f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f}"
+    for name in dict.fromkeys(burst["store"] for burst in found["bursts"]):
+        of_store = [burst for burst in found["bursts"] if burst["store"] == name]
+        handed = median(t for burst in of_store for t in burst["ttft_s"])
+        alone = median(t for burst in of_store for t in burst["alone_ttft_s"])
+        yield f"{name}: a burst's median first token {handed * 1e3:.1f}; alone {alone * 1e3:.1f}"
+    for name, value in found.get("floor", {}).items():
+        yield f"floor: {name} {value:.1f}"

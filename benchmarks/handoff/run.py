@@ -1,0 +1,77 @@
+"""One run: every kind of hand-off in turn, round after round."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.handoff.engines import Setup
+from benchmarks.handoff.measure import Client, Sample, prefill_alone
+
+
+@dataclass
+class Run:
+    """What a run asks for, and what it found.
+
+    prefills: seconds of a lone instance's prefill, by the prompt's tokens.
+    bursts: seconds to the first token of prompts that come at once.
+    """
+
+    given: argparse.Namespace
+    setup: Setup
+    began: float
+    prefills: dict[int, list[float]] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    bursts: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """Asks for each kind in turn; what the first round finds is thrown away."""
+        clients = self._clients()
+        for is_counted in self._rounds():
+            found = [
+                sample for tokens in self.given.tokens for sample in self._row(clients, tokens)
+            ]
+            if is_counted:
+                self.samples += found
+            else:
+                self.prefills.clear()
+        for is_counted in self._rounds() if self.given.burst else ():
+            found = [self._burst(client) for client in clients]
+            self.bursts += found if is_counted else []
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def _clients(self) -> list[Client]:
+        pairs = self.setup.pairs.items()
+        check = self.given.check
+        return [Client(name, p, d, self.setup.alone, check=check) for name, (p, d) in pairs]
+
+    def _rounds(self) -> Iterator[bool]:
+        for number in range(self.given.rounds + 1):
+            if time.monotonic() - self.began > self.given.seconds:
+                self.say("no time for more")
+                return
+            yield number > 0
+            self.say(f"round {number} of {self.given.rounds}")
+
+    def _row(self, clients: list[Client], tokens: int) -> Iterator[Sample]:
+        self.prefills.setdefault(tokens, []).append(prefill_alone(self.setup.alone, tokens))
+        for client in clients:
+            for mode in self.given.modes:
+                yield client.hand_over(mode, tokens)
+
+    def _burst(self, client: Client) -> dict[str, Any]:
+        tokens, at_once = self.given.burst_tokens, self.given.burst
+        handed, alone = client.burst(tokens, at_once)
+        return {
+            "store": client.store,
+            "tokens": tokens,
+            "at_once": at_once,
+            "ttft_s": handed,
+            "alone_ttft_s": alone,
+        }
