@@ -1,7 +1,7 @@
 """pdstore as a KV connector of vLLM.
 
-`plugin` is what vLLM's entry point calls. `--kv-transfer-config` may also name this module as
-`kv_connector_module_path`, with `kv_connector` PDStoreConnector.
+vLLM calls `plugin.register` through an entry point. `--kv-transfer-config` can also name this
+package as `kv_connector_module_path`, with PDStoreConnector as `kv_connector`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["PDStoreConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports the connector when it is asked for: vLLM loads plugins before its own modules."""
+    """Imports the connector at its first use: vLLM loads plugins before its own modules."""
     if name != "PDStoreConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pdstore.adapters.vllm.connector import PDStoreConnector

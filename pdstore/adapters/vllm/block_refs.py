@@ -1,4 +1,4 @@
-"""BlockRefs: holds engine blocks for saves, whatever becomes of their requests."""
+"""BlockRefs: keeps engine blocks from being reused while a save has still to read them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 
 class BlockRefs:
-    """References to blocks of vLLM's pool, one set for each save. For the scheduler's thread.
+    """References to blocks of vLLM's pool, one set for each save; they outlive the request.
 
-    block_pool: vLLM's BlockPool; its reference counts keep a block from being given to another
-      request while a save has still to read it.
-    num_ranks: how many workers must have released a save.
+    Only the scheduler's thread calls it.
+
+    block_pool: vLLM's BlockPool, whose reference counts are raised.
+    num_ranks: how many workers must release a save before its blocks are freed.
     """
 
     def __init__(self, block_pool: Any, num_ranks: int) -> None:
@@ -20,12 +21,13 @@ class BlockRefs:
         self._held: dict[int, tuple[list[Any], int]] = {}
 
     def hold(self, number: int, block_ids: Iterable[int]) -> None:
+        """Takes a reference to each of these blocks for the save of this number."""
         blocks = [self._pool.blocks[id] for id in dict.fromkeys(block_ids)]
         self._pool.touch(blocks)
         self._held[number] = (blocks, self._num_ranks)
 
     def release(self, released: Mapping[int, int]) -> None:
-        """Counts ranks that are done with saves; frees the blocks with the last of them."""
+        """Counts the ranks that released each save; the last one frees the save's blocks."""
         for number, count in released.items():
             held = self._held.pop(number, None)
             if held is None:
@@ -37,5 +39,5 @@ class BlockRefs:
                 self._pool.free_blocks(reversed(blocks))
 
     def __len__(self) -> int:
-        """Saves that hold blocks."""
+        """Returns how many saves hold blocks."""
         return len(self._held)

@@ -1,4 +1,4 @@
-"""PDStoreConnector: vLLM's KVConnectorBase_V1 on the two halves. What vLLM calls, and no more."""
+"""PDStoreConnector: maps the hooks of vLLM's KVConnectorBase_V1 to the two sides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, Registered
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.outcome import Reason
@@ -24,7 +24,10 @@ R = TypeVar("R")
 
 
 def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For hooks of a running engine: an exception, which would end it, is a logged miss instead."""
+    """Makes a hook log an exception, count a miss and return `instead()`.
+
+    An exception that leaves a hook would end the running engine.
+    """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(hook)
@@ -32,7 +35,7 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
             try:
                 return hook(*args, **kwargs)
             except Exception:  # the border to the engine
-                log.exception("pdstore failed in %s; the engine goes on", hook.__name__)
+                log.exception("pdstore failed in %s; the engine continues", hook.__name__)
                 connector: Any = args[0]
                 connector.metrics.miss(Reason.FAULT)
                 return cast("R", instead())
@@ -45,9 +48,10 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
 class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """Hands KV over from prefill to decode instances through a pool.
 
-    vLLM makes one in its scheduler and one in each worker. Loads are asynchronous; saves hold their
-    blocks by reference, and delay nothing.
-    Raises ConfigError, when it is made or given the KV cache, for what it cannot do.
+    vLLM makes one in its scheduler and one in each worker. Loads are asynchronous. Saves hold
+    references to their blocks and delay no step.
+    Raises ConfigError from the constructor and from `register_kv_caches` for a configuration that
+    it cannot serve.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -59,7 +63,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
-                log.warning("kv_load_failure_policy is fail: a block that is lost ends its request")
+                log.warning("kv_load_failure_policy is fail: a lost block fails its request")
             num_ranks = vllm_config.parallel_config.world_size
             self._scheduler = PDStoreConnectorScheduler(settings, num_ranks, self.metrics)
         else:
@@ -69,17 +73,16 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Saves hold their blocks: what preemption frees is handed over all the same."""
+        """False: saves hold references, so preempted blocks are still delivered."""
         return False
 
     @property
-    def _orders(self) -> PDStoreConnectorMetadata:
-        orders = self._connector_metadata
-        return (
-            orders if isinstance(orders, PDStoreConnectorMetadata) else PDStoreConnectorMetadata()
-        )
+    def _step(self) -> PDStoreConnectorMetadata:
+        """The metadata of the current step; empty between steps."""
+        bound = self._connector_metadata
+        return bound if isinstance(bound, PDStoreConnectorMetadata) else PDStoreConnectorMetadata()
 
-    # The scheduler's side.
+    # Scheduler side.
 
     @property
     def scheduler(self) -> PDStoreConnectorScheduler:
@@ -87,10 +90,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        self.scheduler.begin([m for m in metadata.values() if isinstance(m, Registered)])
+        self.scheduler.begin([m for m in metadata.values() if isinstance(m, RankLayout)])
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        self.scheduler.begin([m for m in metadata.values() if isinstance(m, Registered)])
+        self.scheduler.begin([m for m in metadata.values() if isinstance(m, RankLayout)])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler.bind(gpu_block_pool)
@@ -117,13 +120,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return True
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
-        orders = self.scheduler.take_orders()
-        self._add_saves(orders, scheduler_output)
-        return orders
+        metadata = self.scheduler.take_metadata()
+        self._add_saves(metadata, scheduler_output)
+        return metadata
 
     @degrades(lambda: None)
-    def _add_saves(self, orders: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
-        self.scheduler.add_saves(orders, scheduler_output)
+    def _add_saves(self, metadata: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
+        self.scheduler.add_saves(metadata, scheduler_output)
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -153,7 +156,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def reset_cache(self) -> bool:
         return self.scheduler.reset()
 
-    # A worker's side.
+    # Worker side.
 
     @property
     def worker(self) -> PDStoreConnectorWorker:
@@ -163,22 +166,22 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> Registered | None:
-        return self.worker.registered
+    def get_handshake_metadata(self) -> RankLayout | None:
+        return self.worker.rank_layout
 
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker.start_loads(self._orders)
+        self.worker.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous."""
+        """Does nothing: loads are asynchronous."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        """Nothing: a step's KV is saved when the whole step is queued."""
+        """Does nothing: `wait_for_save` saves a step when all of it is queued."""
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
-        self.worker.start_saves(self._orders)
+        self.worker.start_saves(self._step)
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -191,13 +194,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.bad_blocks
+        return self.worker.take_bad_blocks()
 
     @degrades(lambda: None)
     def build_connector_worker_meta(self) -> Any:
         return self.worker.take_report()
 
-    # Both sides, and the API server.
+    # Both sides and the API server.
 
     @degrades(lambda: None)
     def get_kv_connector_stats(self) -> Any:
@@ -205,9 +208,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def shutdown(self) -> None:
-        half = self._scheduler or self._worker
-        if half is not None:
-            half.close()
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.close()
 
     @classmethod
     def supports_sleep_mode(cls, *_: Any) -> bool:

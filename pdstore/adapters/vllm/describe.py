@@ -1,4 +1,4 @@
-"""vLLM's configuration and KV cache in pdstore's words: settings, layout, namespace."""
+"""pdstore's settings, layout and weights revision from vLLM's configuration and KV cache."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SHAPING = (
     *("attention_chunk_size", "attn_logit_softcapping", "attention_multiplier"),
     *("query_pre_attn_scalar", "rms_norm_eps", "num_experts_per_tok"),
 )
-"""What of a model's configuration changes its KV and is not in its weights."""
+"""Fields of a model's configuration that change its KV and are not part of its weights."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """The environment's settings, `kv_connector_extra_config` before them. Raises ConfigError."""
+    """The settings; `kv_connector_extra_config` wins over the environment. Raises ConfigError."""
     transfer = vllm_config.kv_transfer_config
     given = dict(transfer.kv_connector_extra_config)
     if transfer.kv_role in _ROLES:
@@ -39,48 +39,51 @@ def settings_of(vllm_config: Any) -> Settings:
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ConfigError, with the reason, for what the connector cannot do."""
+    """Raises ConfigError, with the reason, for a configuration that the connector cannot serve."""
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     has_windows = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
     is_old = not hasattr(base, "KVConnectorTransferResults")
     refusals = {
-        "several KV groups or sliding windows with a vLLM this old (it says neither which blocks"
-        " it gives back nor hears that a load failed whole)": (
+        "several KV groups or sliding windows with this old vLLM (it does not announce the blocks"
+        " it gives back, and cannot be told that a load failed as a whole)": (
             is_old and (len(groups) > 1 or has_windows)
         ),
-        "ROCm (its pages are packed in ways of their own)": torch.version.hip is not None,
-        "scales of the KV cache that are calculated on the fly": getattr(
+        "ROCm (it packs pages differently)": torch.version.hip is not None,
+        "KV cache scales that are calculated at run time": getattr(
             vllm_config.cache_config, "calculate_kv_scales", False
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "sleep mode (it drops the KV cache that pdstore copies from)": getattr(
+        "sleep mode (it frees the KV cache that pdstore copies from)": getattr(
             vllm_config.model_config, "enable_sleep_mode", False
         ),
     }
     for what, is_asked in refusals.items():
         if is_asked:
-            raise ConfigError(f"pdstore does not support {what}: switch it or pdstore off")
+            raise ConfigError(f"pdstore does not support {what}: turn it off, or pdstore")
 
 
 def layers_of(kv_cache_config: Any) -> list[str]:
-    """The names of the layers in the order of the layout: group by group."""
+    """The names of the layers in the layout's order: group by group."""
     return [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
 
 
-def as_seen(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The cache of each layer as [blocks, tokens, local KV heads, K|V channels].
+def layer_views(
+    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Views each layer's cache as [blocks, tokens, local KV heads, K and V channels].
 
-    kv_caches: as vLLM gives them, [blocks, local KV heads, tokens, channels]; of MLA, in older
-      versions, without heads. Raises LayoutError for any other form.
+    kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; older versions leave the
+      heads out for MLA.
+    Raises LayoutError for any other shape.
     """
     seen = {}
     for name in layers_of(kv_cache_config):
         cache = kv_caches[name]
         if not isinstance(cache, torch.Tensor) or cache.dim() not in (3, 4):
-            raise LayoutError(f"layer {name}: its KV cache is no tensor of blocks of tokens")
+            raise LayoutError(f"layer {name}: its KV cache is not a tensor of 3 or 4 dimensions")
         seen[name] = cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
     return seen
 
@@ -91,22 +94,22 @@ def layout_of(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> Layout:
-    """The layout of one rank's KV cache as it really is.
+    """The layout of one rank's real KV cache.
 
-    kv_caches: as `as_seen` gives them.
-    Raises LayoutError for a kind of layer or of sharding that is not supported.
+    kv_caches: the result of `layer_views`.
+    Raises LayoutError for layers or sharding that are not supported.
     """
     parallel = vllm_config.parallel_config
     if getattr(kv_cache_config, "kv_tp_replicas", 1) > 1:
         raise LayoutError(
-            "the model has fewer KV heads than ranks, and ranks that hold copies of a head are not"
-            " supported: use a smaller tensor-parallel size with pdstore"
+            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
+            " tensor-parallel size"
         )
     names = layers_of(kv_cache_config)
     first = kv_caches[names[0]]
     blocks = {kv_caches[name].shape[1] for name in names}
     if len(blocks) > 1:
-        raise LayoutError(f"KV groups with blocks of {sorted(blocks)} tokens are not supported")
+        raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens")
     specs = _layer_specs(kv_cache_config, kv_caches, parallel.tensor_parallel_size)
     hf_config = vllm_config.model_config.hf_text_config
     return Layout.of(
@@ -125,13 +128,13 @@ def layout_of(
 
 
 def revision_of(settings: Settings, vllm_config: Any) -> str:
-    """The weights' revision of the model. Raises ConfigError where it has to be named."""
+    """The revision of the model's weights. Raises ConfigError where the user must name it."""
     model = vllm_config.model_config
     commit = getattr(model.hf_config, "_commit_hash", None)
     if settings.weights is None and commit and not Path(model.model).is_dir():
         return f"commit:{commit}"
     if settings.weights is None and vllm_config.load_config.load_format == "dummy":
-        raise ConfigError("weights of load format dummy have no revision: name it, PDSTORE_WEIGHTS")
+        raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
     return weights_revision(model.model, settings)
 
 
@@ -148,17 +151,17 @@ def _layer_specs(
 
 
 def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
-    """What of the configuration changes KV, in canonical form; the order of the layers too."""
+    """All of the configuration that changes KV, and the order of the layers, in canonical form."""
     model = vllm_config.model_config
-    said = {name: getattr(model.hf_text_config, name, None) for name in _SHAPING}
-    rope = said["rope_parameters"] or said["rope_scaling"] or {}
+    fields = {name: getattr(model.hf_text_config, name, None) for name in _SHAPING}
+    rope = fields["rope_parameters"] or fields["rope_scaling"] or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        said["max_model_len"] = model.max_model_len  # decides by which factors K is rotated
-    return _canonical(said | {"layers": list(names)})
+        fields["max_model_len"] = model.max_model_len  # selects the factors that K is rotated by
+    return _canonical(fields | {"layers": list(names)})
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
-    _check_spec(name, spec)
+    check_spec(name, spec)
     heads, channels = cache.shape[2:]
     if isinstance(spec, MLAAttentionSpec):
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
@@ -170,26 +173,26 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
     if type(spec) is FullAttentionSpec:
         return full
     raise LayoutError(
-        f"layer {name} keeps its state as {type(spec).__name__}, which pdstore cannot hand over:"
-        " full attention, sliding windows and MLA are supported"
+        f"layer {name} keeps its state as {type(spec).__name__}; pdstore supports full attention,"
+        " sliding windows and MLA"
     )
 
 
-def _check_spec(name: str, spec: Any) -> None:
-    """Raises LayoutError for blocks that are more than the KV of their tokens, one by one."""
+def check_spec(name: str, spec: Any) -> None:
+    """Raises LayoutError for a layer whose blocks hold more than the causal KV of their tokens."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
     if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":
         raise LayoutError(
             f"layer {name} keeps scales apart from the tokens of a block ({mode}, {role}), which"
-            " pdstore cannot hand over"
+            " pdstore does not support"
         )
     if getattr(spec, "non_causal", False):
         raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
 
 
 def _page(vllm_config: Any, layer: str) -> str:
-    """How the CPU backend packs a page: by the instruction set that its kernels were chosen for."""
+    """The CPU backend's page format: it depends on the instruction set that its kernels use."""
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     isa = getattr(module, "isa", None)
     if isa is None:

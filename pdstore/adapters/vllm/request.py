@@ -1,4 +1,4 @@
-"""One vLLM request as the connector's scheduler half follows it."""
+"""RequestTracker: the state of one vLLM request on the connector's scheduler side."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ log = logging.getLogger("vllm.pdstore")
 
 @dataclass
 class RequestTracker:
-    """What is known of a request.
+    """The state of one request.
 
-    keys: of its prompt.
-    lookup: on its way or answered; None when nothing may be loaded (any more).
-    attempt, answer: set if this instance is P for it: the hand-off, and what P's answer says of it.
-    num_saved: leading tokens that are in the pool or on their way.
-    decoded: keys of the prompt and of the tokens decoded so far, in whole blocks.
-    num_computed: leading tokens that vLLM had when it was last told what was found.
-    num_loading: leading tokens there will be when the load that runs has ended.
+    keys: the keys of its prompt.
+    lookup: running or answered; None if nothing may be loaded for this request, or no more.
+    handoff: the hand-off's id if this instance is P for the request, else None.
+    answer: the `kv_transfer_params` of P's answer.
+    is_announced: the save that publishes the hand-off has been started.
+    num_saved: leading tokens that are in the pool or being saved.
+    decoded: keys of the prompt and the tokens decoded so far, in whole blocks.
+    num_computed: leading tokens that vLLM had when it last asked what can be loaded.
+    num_loading: leading tokens present once the running load has ended; 0 if none runs.
     """
 
     request: Any
     keys: PromptKeys
     lookup: Lookup | None = None
-    attempt: HandoffId | None = None
+    handoff: HandoffId | None = None
     answer: dict[str, Json] = field(default_factory=dict)
     is_announced: bool = False
     num_saved: int = 0
@@ -49,18 +51,18 @@ class RequestTracker:
 
     @property
     def is_prompt_pending(self) -> bool:
-        """Something of the prompt is still to be saved, or to be handed over."""
+        """Whether a part of the prompt still has to be saved, or the hand-off to be published."""
         is_saved = self.num_saved >= self.keys.num_tokens
-        return not is_saved or (self.attempt is not None and not self.is_announced)
+        return not is_saved or (self.handoff is not None and not self.is_announced)
 
     @property
     def is_waiting(self) -> bool:
-        """For the answer to its lookup, or for its load."""
+        """Whether vLLM waits for this request's lookup or load."""
         is_asking = self.lookup is not None and self.lookup.poll() is None
         return is_asking or self.num_loading > 0
 
     def decoded_until(self, num_tokens: int) -> PromptKeys:
-        """Keys of the first `num_tokens` tokens, prompt and decoded ones, in whole blocks."""
+        """The keys of the whole blocks in the first `num_tokens` prompt and decoded tokens."""
         if self.decoded is None:
             self.decoded = self.keys.prefix(self.keys.num_tokens - 1)
         step = self.decoded.block_tokens
@@ -72,9 +74,9 @@ class RequestTracker:
 
 
 def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
-    """The names of a request's prompt, with all that its KV depends on.
+    """The keys of a request's prompt; they cover everything that its KV depends on.
 
-    None for an adapter that has no name, because its files cannot be read.
+    None, after a warning, if the files of its LoRA adapter cannot be read.
     """
     salt = (request.cache_salt or "").encode()
     items = [
@@ -98,10 +100,11 @@ def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
 
 
 def is_keyed(request: Any, has_pages: bool) -> bool:
-    """Whether a request's KV can be named by its tokens, and may be shared.
+    """Whether a request's KV is determined by its tokens and may be shared.
 
-    A request with a salt of its own shares nothing, and a page is stored with what an earlier
-    request left behind its end. An adapter that is loaded in place of another has no name.
+    has_pages: blocks are stored as the backend's packed pages. The last page may contain what an
+      earlier request left behind its end, so a request with a cache salt must not share pages.
+    A LoRA adapter that was loaded in place of another one has no identity that a key could hold.
     """
     return not (
         request.prompt_token_ids is None
@@ -114,7 +117,7 @@ def is_keyed(request: Any, has_pages: bool) -> bool:
 
 
 def is_prefill_of(request: Any, settings: Settings) -> bool:
-    """Whether this instance publishes the prompt for another one."""
+    """Whether this instance is P for the request and publishes its prompt."""
     params = request.kv_transfer_params or {}
     return settings.role == "prefill" or (
         settings.role == "both" and params.get("do_remote_decode") is True
@@ -123,11 +126,11 @@ def is_prefill_of(request: Any, settings: Settings) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _lora_digest(number: int, path: str) -> bytes | None:
-    """By what an adapter's files held when its first request came: vLLM has loaded it then."""
+    """A digest of an adapter's files as of its first request, when vLLM has just loaded them."""
     try:
         weights = weights_revision(path, Settings.model_construct(weights=None))
         config = (Path(path) / "adapter_config.json").read_bytes()
     except (PDStoreError, OSError) as error:
-        log.warning("requests of the LoRA adapter in %s do not use the pool: %s", path, error)
+        log.warning("requests with the LoRA adapter in %s bypass the pool: %s", path, error)
         return None
     return hashlib.sha256(config).digest() + weights.encode()

@@ -1,4 +1,4 @@
-"""pdstore's counters on vLLM's /metrics page: by each step, from each process."""
+"""pdstore's metrics on vLLM's /metrics page, sent with each step from each process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GAUGES_EVERY_S = 0.1
 
 
 class StepMetrics(Metrics):
-    """Metrics that also remember what happened since the last step."""
+    """Metrics that also accumulate their changes since the last step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class StepMetrics(Metrics):
         super().__init__()
 
     def take(self) -> PDStoreStats | None:
-        """What happened since the last call; None: nothing. Called in every step: it is quick."""
+        """Returns the changes since the last call, or None. Cheap: vLLM calls it in every step."""
         new: PDStoreStats | None = None
         if not self._new.is_empty():
             with self._lock:
@@ -56,11 +56,13 @@ class StepMetrics(Metrics):
         return _histogram_class(self)(f"pdstore_{name}", text, labels, **kwargs)
 
     def note_count(self, key: str, amount: float) -> None:
+        """Adds to a counter's change."""
         with self._lock:
             counters = self._new.data[_COUNTERS]
             counters[key] = counters.get(key, 0.0) + amount
 
     def note_seconds(self, key: str, amount: float) -> None:
+        """Adds an observation of a histogram."""
         with self._lock:
             self._new.data[_SECONDS].setdefault(key, []).append(amount)
 
@@ -84,12 +86,12 @@ def _histogram_class(metrics: StepMetrics) -> type[Histogram]:
 
 
 def _key(metric: Any) -> str:
-    """A metric with its label values, as text: it goes from process to process."""
+    """A metric's name and label values as one text, which travels between processes."""
     return "|".join((metric._name, *metric._labelvalues))
 
 
 class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """What happened in one step or more, of one process or more."""
+    """Changes of the metrics over some steps and processes."""
 
     data: dict[str, Any]
 
@@ -113,7 +115,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: counts, and the mean of each kind of seconds."""
+        """Returns the numbers of vLLM's log line: counts, and the mean of each histogram."""
         found = {_words(key): round(amount) for key, amount in self.data[_COUNTERS].items()}
         means = {
             f"{_words(key)} (mean)": round(sum(amounts) / len(amounts), 4)
@@ -127,7 +129,7 @@ def _words(key: str) -> str:
 
 
 class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics in the API server, under the names that they have everywhere."""
+    """The metrics in the API server, under their usual names."""
 
     def __init__(
         self,
@@ -151,14 +153,14 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        said = PDStoreStats(transfer_stats_data).data
-        for key, amount in said[_COUNTERS].items():
+        changes = PDStoreStats(transfer_stats_data).data
+        for key, amount in changes[_COUNTERS].items():
             self._child(key, engine_idx).inc(amount)
-        for key, amounts in said[_SECONDS].items():
+        for key, amounts in changes[_SECONDS].items():
             child = self._child(key, engine_idx)
             for amount in amounts:
                 child.observe(amount)
-        for key, value in said[_GAUGES].items():
+        for key, value in changes[_GAUGES].items():
             self._child(key, engine_idx).set(value)
 
     def _child(self, key: str, engine_idx: int) -> Any:

@@ -1,4 +1,4 @@
-"""PDStoreConnectorWorker: what the connector does beside one rank's model, on KVPool."""
+"""PDStoreConnectorWorker: the connector's worker side, one for each rank, on KVPool."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from pdstore.adapters.vllm.describe import as_seen, layout_of, revision_of
+from pdstore.adapters.vllm.describe import layer_views, layout_of, revision_of
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
-    Registered,
+    RankLayout,
     SaveSpec,
     StepReport,
 )
@@ -28,9 +28,10 @@ log = logging.getLogger("vllm.pdstore")
 
 
 class PDStoreConnectorWorker:
-    """Loads and saves what the scheduler's half orders, and reports. vLLM's worker thread calls it.
+    """Runs the loads and saves of each step's metadata, and reports their outcome.
 
-    A load is reported in every case: vLLM waits for it without a bound.
+    vLLM's worker thread calls it. Every load is reported, whatever happens: vLLM waits for it
+    without a bound.
     """
 
     def __init__(
@@ -41,112 +42,127 @@ class PDStoreConnectorWorker:
         self._metrics = metrics
         self._pool: KVPool | None = None
         self._rows_per_block = 1
-        self._registered: Registered | None = None
+        self._rank_layout: RankLayout | None = None
         self._loads: dict[str, tuple[LoadSpec, Job | None]] = {}
         self._saves: dict[int, tuple[SaveSpec, Job]] = {}
-        self._of_request: defaultdict[str, list[Job]] = defaultdict(list)
-        self._told: set[int] = set()  # saves that are released and not done
+        self._saves_of: defaultdict[str, list[Job]] = defaultdict(list)  # by request
+        self._reported: set[int] = set()  # saves that are released and still run
         self._released: Counter[int] = Counter()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """The KV cache is allocated. Raises PDStoreError, with the reason, if it does not fit."""
-        caches = as_seen(self._kv_cache_config, kv_caches)
+        """Opens the pool on vLLM's allocated KV cache. Raises PDStoreError if it does not fit."""
+        caches = layer_views(self._kv_cache_config, kv_caches)
         layout = layout_of(self._settings, self._vllm_config, self._kv_cache_config, caches)
         weights = revision_of(self._settings, self._vllm_config)
         namespace = layout.namespace(self._settings, weights=weights)
         tensors = list(caches.values())
-        self._pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
-        self._rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
-        block_tokens = self._rows_per_block * layout.engine_block_tokens
-        self._registered = Registered(namespace, block_tokens)
+        pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
+        rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
+        self.begin(pool, rows_per_block)
+
+    def begin(self, pool: KVPool, rows_per_block: int = 1) -> None:
+        """Begins to load and save with a pool, which `close` closes.
+
+        rows_per_block: rows of the cache tensors that one block of vLLM's tables takes.
+        """
+        self._pool = pool
+        self._rows_per_block = rows_per_block
+        block_tokens = rows_per_block * pool.layout.engine_block_tokens
+        self._rank_layout = RankLayout(pool.namespace, block_tokens)
 
     @property
     def pool(self) -> KVPool:
-        assert self._pool is not None, "orders come after the KV cache is registered"
+        assert self._pool is not None, "the KV cache is registered before the first step"
         return self._pool
 
     @property
-    def registered(self) -> Registered | None:
-        return self._registered
+    def rank_layout(self) -> RankLayout | None:
+        """The layout for the handshake with the scheduler side; None before `register`."""
+        return self._rank_layout
 
     @property
     def fails_whole(self) -> bool:
-        """A load that brought less than was promised brought nothing.
+        """Whether a load that brings less than was promised counts as having brought nothing.
 
-        vLLM goes on from the first bad block where it can, but it has given back what the windows
-        before that block would need.
+        vLLM can go on from the first bad block, but not with sliding windows: it has given back the
+        blocks that the window before that block needs.
         """
-        has_windows = self._registered is not None and self._registered.namespace.windows
+        has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
         return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
-    def start_loads(self, orders: PDStoreConnectorMetadata) -> None:
-        """Starts loads and aborts hand-offs: called in every step, unlike `start_saves`."""
-        for order in orders.loads:  # known, whatever happens next
-            self._loads[order.request_id] = (order, None)
-        for order in orders.loads:
-            if order.keys is None:
+    def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Starts the loads of a step and aborts hand-offs. vLLM calls it in every step."""
+        for spec in metadata.loads:  # all of them are reported, even if starting one fails
+            self._loads[spec.request_id] = (spec, None)
+        for spec in metadata.loads:
+            if spec.keys is None:
                 continue
-            rows = self._rows(order.tables)
-            job = self.pool.load(order.keys, rows, first_token=order.first_token)
-            self._loads[order.request_id] = (order, job)
-        for attempt in orders.aborted_handoffs:
-            self.pool.abort_handoff(attempt)
+            rows = self._rows(spec.tables)
+            job = self.pool.load(spec.keys, rows, first_token=spec.first_token)
+            self._loads[spec.request_id] = (spec, job)
+        for handoff in metadata.aborted_handoffs:
+            self.pool.abort_handoff(handoff)
 
-    def start_saves(self, orders: PDStoreConnectorMetadata) -> None:
-        for order in orders.saves:  # if they cannot even be started
-            self._released[order.number] = 1
-        for order in orders.saves:
+    def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Starts the saves of a step, behind what the model has queued on the current stream."""
+        for spec in metadata.saves:  # released at once if they cannot be started
+            self._released[spec.number] = 1
+        for spec in metadata.saves:
             job = self.pool.save(
-                order.keys,
-                self._rows(order.tables),
-                first_token=order.first_token,
-                handoff=order.attempt,
-                after=self._of_request[order.request_id],
+                spec.keys,
+                self._rows(spec.tables),
+                first_token=spec.first_token,
+                handoff=spec.handoff,
+                after=self._saves_of[spec.request_id],
             )
-            del self._released[order.number]
-            self._saves[order.number] = (order, job)
-            self._of_request[order.request_id].append(job)
+            del self._released[spec.number]
+            self._saves[spec.number] = (spec, job)
+            self._saves_of[spec.request_id].append(job)
 
     def take_loaded(self, finished: set[str]) -> set[str]:
-        """Requests whose load has ended since the last call, well or not.
+        """Returns the requests whose load has ended since the last call, well or not.
 
-        finished: requests that have ended: nobody waits for their loads.
+        finished: requests that have ended; their loads are cancelled.
         """
         ended = set()
-        for request_id, (order, job) in list(self._loads.items()):
+        for request_id, (spec, job) in list(self._loads.items()):
             if job is not None and request_id in finished:
                 job.cancel()
             if job is not None and not job.done:
                 continue
             del self._loads[request_id]
             ended.add(request_id)
-            self._note_failure(order, job)
+            self._note_failure(spec, job)
         return ended
 
-    @property
-    def bad_blocks(self) -> set[int]:
-        """vLLM's blocks of the loads just taken that do not hold what they should."""
+    def take_bad_blocks(self) -> set[int]:
+        """Returns the ids of vLLM's blocks that the loads just taken did not fill."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     @property
     def failed(self) -> set[str]:
-        """The loads just taken that brought less than was promised."""
+        """Requests whose load, just taken, brought less than was promised."""
         return set(self._failed)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load and no save is running or still to be reported."""
+        return not (self._loads or self._saves or self._saves_of or self._reported)
+
     def take_report(self) -> StepReport | None:
-        """What the scheduler's half must hear after this step; None: nothing."""
-        for number, (order, job) in list(self._saves.items()):
-            is_read = job.done if order.attempt else job.captured
-            if is_read and number not in self._told:
-                self._told.add(number)
+        """Returns what has ended since the last report, for the scheduler side; None if nothing."""
+        for number, (spec, job) in list(self._saves.items()):
+            is_read = job.done if spec.handoff else job.captured
+            if is_read and number not in self._reported:
+                self._reported.add(number)
                 self._released[number] = 1
             if job.done:
-                self._told.discard(number)
+                self._reported.discard(number)
                 del self._saves[number]
-                self._forget(order.request_id, job)
+                self._forget(spec.request_id, job)
         if not self._released and not self._failed:
             return None
         report = StepReport(self._released, self._failed)
@@ -157,25 +173,25 @@ class PDStoreConnectorWorker:
         if self._pool is not None:
             self._pool.close()
 
-    def _note_failure(self, order: LoadSpec, job: Job | None) -> None:
+    def _note_failure(self, spec: LoadSpec, job: Job | None) -> None:
         result = job.result if job is not None else None
-        loaded = max(order.first_token, result.num_tokens) if result else order.first_token
-        if order.keys is not None and loaded >= order.num_tokens:
+        loaded = max(spec.first_token, result.num_tokens) if result else spec.first_token
+        if spec.keys is not None and loaded >= spec.num_tokens:
             return
-        self._failed.add(order.request_id)
+        self._failed.add(spec.request_id)
         if result is None:
             self._metrics.miss(Reason.FAULT)
-        if not self.fails_whole and self._registered is not None:
-            first = loaded // self._registered.block_tokens
-            self._bad_blocks |= {id for id in order.tables[0][first:] if id != NO_BLOCK}
+        if not self.fails_whole and self._rank_layout is not None:
+            first = loaded // self._rank_layout.block_tokens
+            self._bad_blocks |= {id for id in spec.tables[0][first:] if id != NO_BLOCK}
 
     def _forget(self, request_id: str, job: Job) -> None:
-        self._of_request[request_id].remove(job)
-        if not self._of_request[request_id]:
-            del self._of_request[request_id]
+        self._saves_of[request_id].remove(job)
+        if not self._saves_of[request_id]:
+            del self._saves_of[request_id]
 
     def _rows(self, tables: BlockTables) -> BlockTables:
-        """Rows of the cache tensors: a block of vLLM's tables may be several of its kernels'."""
+        """Rows of the cache tensors; one of vLLM's blocks may be several of the kernel's."""
         n = self._rows_per_block
         if n == 1:
             return tables

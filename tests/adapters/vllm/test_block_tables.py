@@ -1,10 +1,10 @@
-"""Tables: what vLLM says that it holds, or what an older one says that it adds."""
+"""RequestTables: what vLLM says that it holds, or what an older one says that it adds."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pdstore.adapters.vllm.block_tables import Tables, as_pdstores
+from pdstore.adapters.vllm.block_tables import RequestTables, pool_tables
 from pdstore.format.layout import NO_BLOCK
 
 
@@ -22,7 +22,7 @@ def step(new=(), cached=(), resumed=()):
 
 def test_a_vllm_that_says_what_it_holds_is_asked_each_time():
     held = {"a": ([1, 2], [3])}
-    tables = Tables()
+    tables = RequestTables()
     tables.step(SimpleNamespace(kv_connector_block_state=SimpleNamespace(get_block_ids=held.get)))
     assert tables.of("a") == ([1, 2], [3])
     held["a"] = ([1, 2, 9], [0, 4])
@@ -31,7 +31,7 @@ def test_a_vllm_that_says_what_it_holds_is_asked_each_time():
 
 
 def test_what_an_older_vllm_adds_is_appended():
-    tables = Tables()
+    tables = RequestTables()
     tables.step(step(new=[("a", ([1, 2],))]))
     tables.step(step(cached=[("a", ([3],))]))
     tables.step(step(cached=[("a", None)]))
@@ -39,7 +39,7 @@ def test_what_an_older_vllm_adds_is_appended():
 
 
 def test_a_preempted_request_comes_back_with_other_blocks():
-    tables = Tables()
+    tables = RequestTables()
     tables.step(step(new=[("a", ([1, 2],))]))
     tables.step(step(cached=[("a", ([7, 8, 9],))], resumed=["a"]))
     assert tables.of("a") == [[7, 8, 9]]
@@ -47,14 +47,14 @@ def test_a_preempted_request_comes_back_with_other_blocks():
 
 def test_vllms_own_lists_are_not_kept():
     given = [1, 2]
-    tables = Tables()
+    tables = RequestTables()
     tables.step(step(new=[("a", (given,))]))
     tables.step(step(cached=[("a", ([3],))]))
     assert given == [1, 2]
 
 
 def test_a_request_that_has_ended_is_forgotten():
-    tables = Tables()
+    tables = RequestTables()
     tables.step(step(new=[("a", ([1],))]))
     tables.forget("a")
     tables.forget("never seen")
@@ -62,4 +62,4 @@ def test_a_request_that_has_ended_is_forgotten():
 
 
 def test_blocks_that_a_window_has_left_are_no_blocks():
-    assert as_pdstores(([0, 0, 5, 6], [1, 2, 3, 4]), 3) == [[NO_BLOCK, NO_BLOCK, 5], [1, 2, 3]]
+    assert pool_tables(([0, 0, 5, 6], [1, 2, 3, 4]), 3) == [[NO_BLOCK, NO_BLOCK, 5], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""PDStoreConnector: a hook that fails is a counted miss, and the engine goes on."""
+"""PDStoreConnector: a hook that fails is a counted miss, and the engine continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Connector:
 
     @degrades(lambda: (0, False))
     def hook(self, error: BaseException | None) -> tuple[int, bool]:
-        """What it says."""
+        """A hook's docstring."""
         if error is not None:
             raise error
         return 7, True
@@ -28,7 +28,7 @@ def test_a_hook_that_fails_answers_as_a_miss_and_is_counted():
     assert connector.hook(None) == (7, True)
     assert connector.hook(ValueError("a bug")) == (0, False)
     assert connector.metrics.take().data["counters"] == {"pdstore_misses|fault": 1}
-    assert connector.hook.__doc__ == "What it says."
+    assert connector.hook.__doc__ == "A hook's docstring."
 
 
 def test_an_interrupt_is_not_a_fault():

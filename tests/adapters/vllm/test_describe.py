@@ -1,4 +1,4 @@
-"""vLLM's configuration in pdstore's words: what wins, and what is refused."""
+"""describe: which setting wins, and which configurations are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec, SparseCacheRole
 
-from pdstore.adapters.vllm.describe import _check_spec, refuse_unsupported, settings_of
+from pdstore.adapters.vllm.describe import check_spec, refuse_unsupported, settings_of
 from pdstore.errors import ConfigError, LayoutError
 
 
@@ -78,7 +78,7 @@ def test_a_plain_configuration_is_accepted():
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_sleep_mode": True}, "sleep mode"),
-        ({"calculate_kv_scales": True}, "on the fly"),
+        ({"calculate_kv_scales": True}, "at run time"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
@@ -108,10 +108,10 @@ def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypa
 )
 def test_blocks_that_are_more_than_their_tokens_are_refused(spec, reason):
     with pytest.raises(LayoutError, match=reason):
-        _check_spec("layer", SimpleNamespace(**spec))
+        check_spec("layer", SimpleNamespace(**spec))
 
 
 def test_plain_and_per_tensor_blocks_are_taken():
     for mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        _check_spec("layer", SimpleNamespace(kv_quant_mode=mode))
-    _check_spec("layer", SimpleNamespace(cache_role=SparseCacheRole.SPARSE))
+        check_spec("layer", SimpleNamespace(kv_quant_mode=mode))
+    check_spec("layer", SimpleNamespace(cache_role=SparseCacheRole.SPARSE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from types import SimpleNamespace
 
@@ -35,21 +36,26 @@ def log(caplog):
     plugin.log.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize("version", [(0, 26), (0, 32), (0, 33)])
+def install(monkeypatch, version):
+    """Makes this vLLM say that it is of another version."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.1+cpu", "0.33.0rc1"])
 def test_a_known_vllm_gets_the_connector(monkeypatch, version):
-    monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
+    install(monkeypatch, version)
     plugin.register()
     assert plugin.NAME in KVConnectorFactory._registry
 
 
-@pytest.mark.parametrize("version", [(0, 25), (0, 34), (1, 0)])
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0"])
 def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, version):
-    monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
+    install(monkeypatch, version)
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     plugin.register()
     assert plugin.NAME not in KVConnectorFactory._registry
     assert EngineArgs.create_engine_config is vllms_own
-    assert "it stays off" in log.text
+    assert "pdstore stays off" in log.text
 
 
 def test_registering_twice_is_registering_once(vllms_own):
@@ -61,46 +67,49 @@ def test_registering_twice_is_registering_once(vllms_own):
 
 
 def test_what_goes_wrong_is_logged_and_not_raised(monkeypatch, log):
-    def fail() -> None:
-        raise ValueError("nothing is where it was")
-
-    monkeypatch.setattr(plugin, "_vllm_version", fail)
+    install(monkeypatch, "unknown")
     plugin.register()
     assert "cannot be used with this vLLM" in log.text
 
 
-def asked_for(given=None):
-    """The KVTransferConfig that vLLM gets when a user gave this one."""
-    create = plugin._with_switch(lambda engine_args: engine_args.kv_transfer_config)
-    return create(SimpleNamespace(kv_transfer_config=given))
+@pytest.fixture
+def configured(monkeypatch):
+    """Returns the KVTransferConfig that vLLM uses when a user gave this one: `configured(None)`."""
+    monkeypatch.setattr(
+        EngineArgs, "create_engine_config", lambda engine_args: engine_args.kv_transfer_config
+    )
+    plugin.register()
+    return lambda given=None: EngineArgs.create_engine_config(
+        SimpleNamespace(kv_transfer_config=given)
+    )
 
 
 @pytest.mark.parametrize(
     ("role", "kv_role"),
     [("prefill", "kv_producer"), ("decode", "kv_consumer"), ("both", "kv_both")],
 )
-def test_the_switch_turns_the_connector_on(monkeypatch, role, kv_role):
+def test_the_switch_turns_the_connector_on(monkeypatch, configured, role, kv_role):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     monkeypatch.setenv("PDSTORE_ROLE", role)
-    config = asked_for()
+    config = configured()
     assert (config.kv_connector, config.kv_role) == (plugin.NAME, kv_role)
     assert config.kv_load_failure_policy == "recompute"
 
 
-def test_without_the_switch_vllm_stays_as_it_is(monkeypatch):
-    assert asked_for() is None
+def test_without_the_switch_vllm_stays_as_it_is(monkeypatch, configured):
+    assert configured() is None
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "0")
-    assert asked_for() is None
+    assert configured() is None
 
 
-def test_a_users_own_configuration_wins(monkeypatch):
+def test_a_users_own_configuration_wins(monkeypatch, configured):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     given = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    assert asked_for(given) is given
+    assert configured(given) is given
 
 
-def test_a_misspelt_setting_ends_the_start(monkeypatch):
+def test_a_misspelt_setting_ends_the_start(monkeypatch, configured):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     monkeypatch.setenv("PDSTORE_STOER", "redis://there")
     with pytest.raises(ConfigError, match="PDSTORE_STORE"):
-        asked_for()
+        configured()

@@ -26,14 +26,14 @@ def namespace():
 def test_decoded_blocks_have_the_keys_of_the_next_turns_prompt(namespace, num_prompt, stride):
     tokens = list(range(1, 501))
     prompt = PromptKeys(namespace).extend(tokens[:num_prompt])
-    followed = RequestTracker(SimpleNamespace(all_token_ids=tokens), prompt)
+    tracker = RequestTracker(SimpleNamespace(all_token_ids=tokens), prompt)
     whole = PromptKeys(namespace).extend(tokens)
     for num_tokens in range(num_prompt, len(tokens), stride):
-        keys = followed.decoded_until(num_tokens)
+        keys = tracker.decoded_until(num_tokens)
         end = max(num_tokens, keys.num_tokens) // BLOCK * BLOCK
         assert keys.num_tokens == end
         assert keys.store_keys(namespace.parts) == whole.prefix(end).store_keys(namespace.parts)
-    assert followed.keys.num_tokens == num_prompt
+    assert tracker.keys.num_tokens == num_prompt
 
 
 def request(**changes):
@@ -80,6 +80,6 @@ def test_what_tokens_do_not_name_is_not_keyed(changes):
         ("both", None, False),
     ],
 )
-def test_who_publishes_a_prompt(role, params, expected):
+def test_an_instance_publishes_prompts_by_its_role_and_the_request(role, params, expected):
     asked = request(kv_transfer_params=params)
     assert is_prefill_of(asked, settings_of(role=role)) is expected
