@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.mini import VOCABULARY, MiniInstance
+from benchmarks.handoff.vllm import VllmInstance
+from benchmarks.vllm_instance import ENVIRONMENT
+from benchmarks.vllm_session import LLAMA_8B
+from examples.vllm_serve import CPU_ENVIRONMENT
 
 
 class Setup:
@@ -78,4 +83,71 @@ class Setup:
         return instance
 
 
-ENGINES: dict[str, Callable[[Path, argparse.Namespace], Setup]] = {"mini": Setup}
+class VllmSetup(Setup):
+    """The instances of one run, of vLLM: the shape of an 8B Llama with dummy weights."""
+
+    def prepare(self) -> None:
+        given = self._given
+        shape = {"num_hidden_layers": given.layers, "hidden_size": given.hidden}
+        shape |= {"num_attention_heads": given.hidden // 128, "vocab_size": VOCABULARY}
+        shape |= {"num_key_value_heads": max(1, given.hidden // 512)}
+        shape |= {"intermediate_size": given.hidden * 7 // 2}
+        self._model = self._scratch / "model"
+        self._model.mkdir()
+        (self._model / "config.json").write_text(json.dumps(LLAMA_8B | shape))
+
+    def _start(self, name: str, settings: dict[str, Any], gpu: int) -> Instance:
+        arguments = self._arguments()
+        if settings:
+            extra = {k: v for k, v in settings.items() if k != "role"}
+            kind = {"prefill": "kv_producer", "decode": "kv_consumer"}[settings["role"]]
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "PDStoreConnector",
+                "kv_connector_module_path": "pdstore.adapters.vllm",
+                "kv_role": kind,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+            }
+        environment = ENVIRONMENT | self._environment(gpu)
+        log = self._scratch / "logs" / f"{name}.log"
+        instance = Instance(name, VllmInstance, {"arguments": arguments}, environment, log)
+        self.instances.append(instance)
+        return instance
+
+    def _environment(self, gpu: int) -> dict[str, str]:
+        import torch
+
+        if self._given.cpu:
+            return CPU_ENVIRONMENT
+        return {"CUDA_VISIBLE_DEVICES": str(min(gpu, torch.cuda.device_count() - 1))}
+
+    def _arguments(self) -> dict[str, Any]:
+        given = self._given
+        most = max(max(given.tokens), given.burst * given.burst_tokens) + 512
+        arguments: dict[str, Any] = {
+            "model": str(self._model.resolve()),
+            **{"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0},
+            **{"dtype": self._dtype, "max_model_len": max(given.tokens) + 512},
+            **{"max_num_seqs": 8, "max_num_batched_tokens": given.chunk},
+        }
+        if given.cpu:
+            return arguments | {
+                "enforce_eager": True,
+                "block_size": 64,
+                "num_gpu_blocks_override": most // 32,
+            }
+        per_token = given.layers * max(1, given.hidden // 512) * 256 * 2
+        return arguments | {
+            **{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": per_token * (most + 4096)},
+            "attention_backend": "FLASH_ATTN",
+            "compilation_config": {
+                **{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+                "cudagraph_capture_sizes": [1, 2, 4, 8],
+            },
+        }
+
+
+ENGINES: dict[str, Callable[[Path, argparse.Namespace], Setup]] = {
+    "mini": Setup,
+    "vllm": VllmSetup,
+}
