@@ -49,8 +49,8 @@ test-vllm: setup-vllm ## The tests with vLLM
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly
 
-check: setup ## Lint, format and types
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+check: setup ## Lint, format, spelling and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/typos
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 	$(BIN)/mypy -p pdstore -p examples.router -p examples.demo
 

@@ -22,6 +22,7 @@ from pdstore.store.base import Slots, Store
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 
+__version__ = "0.1.0"
 __all__ = [
     "AsyncRunner",
     "Handoff",
