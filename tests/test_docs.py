@@ -63,3 +63,13 @@ def test_every_file_and_command_that_is_named_exists(document):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"`make ([a-z-]+)", text):
         assert target in targets, f"{document.name}: make {target}"
+
+
+def test_every_decision_has_a_name_of_its_own_and_a_status():
+    headings = re.findall(r"^### (.+)$", (ROOT / "DESIGN.md").read_text(), flags=re.MULTILINE)
+    found = [
+        re.fullmatch(r"D(\d+) .+ — (?:holds|changed|changed by D\d+|open)", h) for h in headings
+    ]
+    assert all(found), headings
+    numbers = sorted(int(match[1]) for match in found)
+    assert numbers == list(range(1, len(numbers) + 1))
