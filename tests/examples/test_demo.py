@@ -21,6 +21,7 @@ from examples.demo.client import Answer
 from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
 from examples.demo.report import Row, Run, Runs, as_json, lines, problems_of, table, verdict
+from tests.support.child import child
 from tests.support.redis_server import need_redis_server
 
 DEADLINE_S = 20
@@ -148,11 +149,11 @@ def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"trap '' TERM; sleep 600 & echo $! > {note}.new; mv {note}.new {note}; exit 0"
     with Processes() as children:
-        child = children.start("child", ["bash", "-c", script], lambda: True)
+        started = children.start("child", ["bash", "-c", script], lambda: True)
         assert eventually(note.exists)
         grandchild = int(note.read_text())
         assert is_alive(grandchild)
-    assert child.popen.returncode is not None
+    assert started.popen.returncode is not None
     assert eventually(lambda: not is_alive(grandchild))
 
 
@@ -168,11 +169,11 @@ def test_a_child_that_ends_early_fails_the_wait_with_its_log(logs: Path) -> None
 def test_a_child_that_is_never_ready_fails_the_wait() -> None:
     said: list[str] = []
     with Processes() as children:
-        child = children.start("child", SLEEP, lambda: False)
+        started = children.start("child", SLEEP, lambda: False)
         with pytest.raises(DemoError, match="child is not ready after 0 s"):
             children.wait_ready(0.0, said.append)
     assert said == ["waiting for child (0 s)"]
-    assert child.popen.returncode == -signal.SIGTERM
+    assert started.popen.returncode == -signal.SIGTERM
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
@@ -186,12 +187,12 @@ print(child.popen.pid, flush=True)
 time.sleep(600)
 """
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=processes.ROOT) as demo:
+    with child(command, stdout=subprocess.PIPE, cwd=processes.ROOT) as demo:
         assert demo.stdout is not None
-        child = int(demo.stdout.readline())
-        assert is_alive(child)
+        pid = int(demo.stdout.readline())
+        assert is_alive(pid)
         demo.kill()
-    assert eventually(lambda: not is_alive(child))
+    assert eventually(lambda: not is_alive(pid))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -199,7 +200,7 @@ time.sleep(600)
 def test_a_signal_stops_everything(number: signal.Signals) -> None:
     processes.stop_on_signals()
     children = Processes()
-    child = children.start("child", SLEEP, lambda: True)
+    started = children.start("child", SLEEP, lambda: True)
 
     def be_stopped() -> None:
         with children:
@@ -208,7 +209,7 @@ def test_a_signal_stops_everything(number: signal.Signals) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         be_stopped()
-    assert child.popen.returncode == -signal.SIGTERM
+    assert started.popen.returncode == -signal.SIGTERM
 
 
 def test_free_ports_are_different() -> None:

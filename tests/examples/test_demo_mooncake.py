@@ -17,6 +17,7 @@ from examples.demo.pools import open_pool
 from examples.demo.processes import DemoError, Processes
 from pdstore.settings import Settings
 from pdstore.store import open_store
+from tests.support.child import child
 from tests.support.kv import eventually
 from tests.support.mooncake_cluster import free_ports, need_mooncake, wait_until_it_serves
 
@@ -57,22 +58,18 @@ def test_the_demo_says_what_is_not_installed(monkeypatch, tmp_path):
 def test_the_script_starts_a_pool_and_a_signal_ends_all_of_it(number, status):
     port, client, metrics = free_ports(3)
     command = [SCRIPT, "--port", port, "--client-port", client, "--metrics-port", metrics]
-    script = subprocess.Popen(
+    with child(
         [*map(str, command), "--segment", "64MB"],
         env={**os.environ, "PYTHON": sys.executable},
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a shell's child in the background would ignore SIGINT
-    )
-    try:
+    ) as script:
         said = "".join(_until_shared(script))
         children = eventually(lambda: two_children_of(script.pid))
         for url in re.findall(r"PDSTORE_STORE='(.*)'", said):
             works(url)
-    finally:
         script.send_signal(number)
         assert script.wait(15) == status
-        script.stderr.close()
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 

@@ -19,6 +19,7 @@ from examples.mini_engine.config import Config, parse
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
 from pdstore import PDStoreError, read_settings
+from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
 
 PROMPT = "A block is stored under its key"
@@ -349,7 +350,7 @@ def test_a_wrong_option_is_refused_by_name(checkpoint, option, words, capsys, mo
 
 def started(*options):
     command = [sys.executable, "-m", "examples.mini_engine", *map(str, options)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return child(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
 def is_healthy(url, process):

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from examples.router.app import Options, make_app
+from tests.support.child import child
 
 pytestmark = pytest.mark.anyio
 
@@ -475,9 +476,8 @@ async def test_the_process_stops_cleanly(stop: signal.Signals) -> None:
     with listening() as sock, nobody() as gone:
         port = str(sock.getsockname()[1])
     command = [sys.executable, "-m", "examples.router", "--prefill", gone, "--decode", gone]
-    process = subprocess.Popen([*command, "--port", port], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
+    with child([*command, "--port", port], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
         said = ""
         while "running on" not in said:
             line = process.stderr.readline()
@@ -485,8 +485,5 @@ async def test_the_process_stops_cleanly(stop: signal.Signals) -> None:
             said += line
         process.send_signal(stop)
         _, rest = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
     assert "Traceback" not in rest
     assert process.returncode == 0

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.child import child
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ["run_prefill.sh", "run_decode.sh"]
 SCRIPTS = [*ENGINES, "run_router.sh", "run_pd_storage.sh"]
@@ -184,7 +186,7 @@ def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     script: str, python: Path, model: Path
 ) -> None:
     ports = {name: str(port) for name, port in free_ports().items()}
-    with subprocess.Popen(
+    with child(
         [ROOT / "examples" / script],
         env=os.environ | ports | {"PYTHON": str(python), "MODEL": str(model)},
         stdout=subprocess.PIPE,
