@@ -24,7 +24,6 @@ import torch
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, Settings, open_store
 from pdstore.cli.report import Report
 from pdstore.settings import read_settings
-from pdstore.worker import mover, parallel_load
 
 ENGINE_BLOCK = 16
 MIB = 1 << 20
@@ -69,10 +68,16 @@ class Cache:
     @contextmanager
     def pool(self, window: int, workers: int) -> Iterator[tuple[KVPool, PrefixCacheManager]]:
         settings = self._settings(self._given, workers)
-        mover.WINDOW_BYTES = parallel_load.RANGE_BYTES = window * MIB
         store = open_store(settings.store, settings)
         manager = PrefixCacheManager(settings, self.namespace, store=store)
-        pool = KVPool(settings, self.layout, self.layers, self.namespace, store=store)
+        pool = KVPool(
+            settings,
+            self.layout,
+            self.layers,
+            self.namespace,
+            store=store,
+            range_bytes=window * MIB,
+        )
         try:
             yield pool, manager
         finally:

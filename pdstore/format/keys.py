@@ -147,11 +147,15 @@ class PromptKeys:
         short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
         return short
 
-    def store_keys(self, parts: Sequence[Part], start: int = 0) -> list[BlockKey]:
-        """Store keys of the blocks from `start` on: block-major, then `parts` in order."""
+    def store_keys(
+        self, parts: Sequence[Part], start: int = 0, stop: int | None = None
+    ) -> list[BlockKey]:
+        """Store keys of the blocks start..stop: block-major, then `parts` in order."""
         heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
-        keys = [head + digest.hex() for digest in self._full[start:] for head in heads]
-        if self._tail is not None and start <= len(self._full):
+        keys = [head + digest.hex() for digest in self._full[start:stop] for head in heads]
+        has_tail = self._tail is not None and start <= len(self._full)
+        if has_tail and (stop is None or stop > len(self._full)):
+            assert self._tail is not None
             last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
             keys += [head + last for head in heads]
         return cast("list[BlockKey]", keys)  # a NewType costs a call per key

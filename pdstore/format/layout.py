@@ -184,6 +184,11 @@ class Layout:
         """Block tables of a request."""
         return 1 + max(spec.table for spec in self.layers)
 
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether any layer slides, so that block tables may lack blocks."""
+        return any(spec.window for spec in self.layers)
+
     def has_window(self, table: int) -> bool:
         """Whether the engine may hold fewer blocks there than a prompt has."""
         return any(spec.table == table and spec.window for spec in self.layers)

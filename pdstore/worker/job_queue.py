@@ -1,13 +1,14 @@
-"""The queues and threads that run jobs.
+"""JobQueue: which job's work each worker does next, and until when.
 
-Locking. The condition guards queues, counts and the heap of deadlines. No job is run, ended or
-asked for its lock under it, and no I/O is done under it. A job's own lock is a leaf.
+Locking. The condition guards the collections; no job is run, ended or told under it, and no I/O is
+done. Job runs' locks may be taken under it, never the other way round. A signal handler may call
+everything here while its own thread is inside. So a job is added first, and only then the queue is
+asked whether it is closed; and collections are copied before they are looped over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import os
 import threading
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
 from pdstore.errors import (
     JobDeadline,
@@ -27,17 +29,28 @@ from pdstore.errors import (
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
-from pdstore.threads import Deadline, DevicePin, Ticker, Worker
+from pdstore.threads import Deadline, DevicePin, Latch, Ticker, Worker
+from pdstore.worker.child_job import ChildJob
 from pdstore.worker.job import Job
+from pdstore.worker.job_run import JobRun, Urgency
 
 log = logging.getLogger(__name__)
 
 MAX_HUNG_CALLS = 2
 _JOIN_S = 1.0
+_LOOK_S = 0.05
+_MOST_COMPARED = 64
+"""Of many waiting jobs the oldest so many are compared, so that a choice stays cheap."""
 
 
 class JobQueue:
-    """Runs jobs: loads first, a worker kept for each direction, bounds on queues, time and close.
+    """Runs jobs on worker threads, with bounds on the queues, on time and on the close.
+
+    A worker takes a share of about 32 MiB and then looks again whose turn it is. Markers come
+    first, then the jobs of hand-offs, then the others. Of equals, every other worker takes the
+    oldest job and the rest take the one with the fewest shares left: a small job passes large ones,
+    and no job starves. A worker is kept for each direction; the others take the direction that
+    fewer of them serve.
 
     A deadline ends the job; its worker stays out of service until the store call has really
     returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
@@ -49,13 +62,19 @@ class JobQueue:
         self._settings = settings
         self._metrics = metrics
         self._changed = threading.Condition()
-        self._queues: dict[Direction, deque[Job]] = {d: deque() for d in Direction}
-        self._waiting: dict[Job, int] = {}  # accepted and not yet taken, with their bytes
-        self._alive: set[Job] = set()
-        self._in_store: set[Job] = set()  # ended, and their worker is still in a store call
-        self._deadlines: list[tuple[float, int, Job]] = []
-        self._num_queued = 0
-        self._closed = False
+        self._ready: dict[tuple[Direction, Urgency], dict[JobRun, None]] = {
+            (d, u): {} for d in Direction for u in Urgency
+        }
+        self._waiting: dict[Direction, dict[JobRun, int]] = {d: {} for d in Direction}
+        self._alive: dict[JobRun, None] = {}
+        self._num_busy = dict.fromkeys(Direction, 0)
+        self._children: set[ChildJob] = set()
+        self._ends: deque[JobRun] = deque()
+        self._deadlines: dict[JobRun, float] = {}
+        self._next_deadline = float("inf")
+        self._is_closing = self._is_closed = False
+        self._closer: int | None = None
+        self._closed = Latch()
         self._pid = os.getpid()
         metrics.hung_calls.set_function(lambda: self.num_hung)
         metrics.jobs_alive.set_function(lambda: self.num_alive)
@@ -64,29 +83,39 @@ class JobQueue:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, 0.0)
             for i in range(settings.workers):
-                take = partial(self._take, _directions_of(i))
-                self._workers.append(Worker(f"pdstore-worker-{i}", take, pin))
+                self._workers.append(Worker(f"pdstore-worker-{i}", partial(self._take, i), pin))
             undo.pop_all()
 
-    def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
+    def submit(self, run: JobRun, after: Sequence[Job] = ()) -> Job:
         """Queues a job, behind those in `after`. A refused one comes back ended, with a reason."""
-        if os.getpid() != self._pid:  # a lock may have been held when the process forked
-            job.fail(PoolClosed("the pool belongs to the parent process: open one after the fork"))
-            return job
-        refusal = self._refuse(job)
+        if self._is_in_child:
+            run.fail(PoolClosed("the pool belongs to the parent process: open one after the fork"))
+            return run.job
+        run.job.on_end(lambda _: self._forget(run))
+        refusal = self._admit(run)
         if refusal is not None:
-            return self.reject(job, refusal)
-        job.on_end(self._forget)
-        waiting = _Countdown(len(after), partial(self._enqueue, job))
+            run.fail(refusal)
+            return run.job
+        waiting = _Countdown(len(after), partial(self._enqueue, run))
         for earlier in after:
             earlier.on_end(waiting.count)
-        return job
+        return run.job
 
-    def reject(self, job: Job, error: JobError | StoreError) -> Job:
+    def reject(self, run: JobRun, error: JobError | StoreError) -> Job:
         """Ends a job that was not taken, and counts it."""
-        job.on_end(self.count)
-        job.fail(error)
-        return job
+        if not self._is_in_child:
+            run.job.on_end(lambda _: self._forget(run))
+        run.fail(error)
+        return run.job
+
+    def wake(self, run: JobRun) -> None:
+        """A job that has begun has more shares ready, or has come to its end."""
+        if self._is_in_child:
+            return
+        with self._changed:
+            if run in self._alive and run in self._deadlines:
+                self._ready[run.direction, run.urgency][run] = None
+                self._changed.notify_all()
 
     @property
     def num_alive(self) -> int:
@@ -96,126 +125,216 @@ class JobQueue:
     @property
     def num_hung(self) -> int:
         """Store calls that go on although their job's time is up."""
+        if self._is_in_child:
+            return 0
         with self._changed:
-            self._in_store = {job for job in self._in_store if job.is_in_store}
-            return sum(job.is_hung for job in self._in_store)
+            return sum(child.is_hung for child in self._children.copy())
 
-    def close(self, drain_s: float) -> None:
-        """Lets jobs run for up to `drain_s`, ends the rest, stops the threads. Twice is fine."""
-        if os.getpid() != self._pid or self._closed:
-            return
+    def close(self, drain_s: float) -> bool:
+        """Lets jobs run for up to `drain_s`, ends the rest, stops the threads. Twice is fine.
+
+        Hand-offs that are cut are marked as failed before the threads stop. A second caller waits
+        for the first; but a signal handler that interrupts the first returns at once.
+        Returns whether this was the first call; never in the child of a fork.
+        """
+        if self._is_in_child or self._closer == threading.get_ident():
+            return False
         with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._alive, drain_s)
-            rest = list(self._alive)
-        for job in rest:
-            job.end(Reason.CLOSED, PoolClosed("the pool was closed"))
-        limit = Deadline(_JOIN_S)
+            is_first, self._is_closing = not self._is_closing, True
+        if not is_first:
+            self._closed.wait(drain_s + 3 * _JOIN_S)
+            return False
+        self._closer = threading.get_ident()
+        try:
+            self._close(drain_s)
+        finally:
+            self._closer = None
+            self._closed.set()
+        return True
+
+    def _close(self, drain_s: float) -> None:
+        self._wait_until_idle(drain_s)
+        for run in list(self._alive):
+            run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+        self._wait_until_idle(_JOIN_S)  # markers that say so
         with self._changed:
+            self._is_closed = True
             self._changed.notify_all()
+        for run in list(self._alive):
+            run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+        limit = Deadline(_JOIN_S)
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(_JOIN_S)
+        self._count_ends()
         for gauge in (self._metrics.hung_calls, self._metrics.jobs_alive):
             gauge.set_function(lambda: 0)  # the metrics live longer than the pool
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
 
-    def _refuse(self, job: Job) -> JobError | StoreError | None:
+    def _wait_until_idle(self, seconds: float) -> None:
+        limit = Deadline(seconds)
+        with self._changed:
+            while self._alive and not limit.is_over():
+                # a handler may have ended the last job after the look at it: look again
+                self._changed.wait(min(_LOOK_S, limit.remaining_s()))
+
+    @property
+    def _is_in_child(self) -> bool:
+        """Whether this process is a fork's child: any lock here may be held for ever."""
+        return os.getpid() != self._pid
+
+    def _admit(self, run: JobRun) -> JobError | StoreError | None:
+        """Adds a job to those that wait. Returns why it cannot be taken, or None."""
         num_hung = self.num_hung
         if num_hung > MAX_HUNG_CALLS:
             return StoreTimeout(f"{num_hung} store calls hang; waiting for one to return")
+        is_marker = run.urgency is Urgency.MARKER
         with self._changed:
-            if self._closed:
+            others = list(self._waiting[run.direction].values())
+            self._alive[run] = None
+            self._waiting[run.direction][run] = run.num_bytes
+            if self._is_closed or (self._is_closing and not is_marker):
                 return PoolClosed("the pool was closed")
-            waiting = [b for j, b in self._waiting.items() if j.direction is job.direction]
-            too_many = len(waiting) >= self._settings.queue_jobs
-            too_big = waiting and sum(waiting) + job.num_bytes > self._settings.queue_bytes
-            if job.num_bytes and (too_many or too_big):  # a marker is always taken
-                return QueueFull(f"{len(waiting)} {job.direction.value} jobs wait already")
-            self._alive.add(job)
-            self._waiting[job] = job.num_bytes
+            too_many = len(others) >= self._settings.queue_jobs
+            too_big = others and sum(others) + run.num_bytes > self._settings.queue_bytes
+            if not is_marker and (too_many or too_big):
+                return QueueFull(f"{len(others)} {run.direction.value} jobs wait already")
         return None
 
-    def _enqueue(self, job: Job) -> None:
-        job.start_clock()
+    def _enqueue(self, run: JobRun) -> None:
+        run.start_clock()
         with self._changed:
-            if job not in self._alive:
+            if run not in self._alive:
                 return
-            self._queues[job.direction].append(job)
-            self._num_queued += 1
-            heapq.heappush(self._deadlines, (job.deadline.at, self._num_queued, job))
-            is_next = self._deadlines[0][2] is job
+            self._ready[run.direction, run.urgency][run] = None
+            self._deadlines[run] = run.deadline.at
+            is_next = run.deadline.at < self._next_deadline
             self._changed.notify_all()
         if is_next:
             self._clock.wake()
 
-    def _take(self, directions: Sequence[Direction]) -> Job | None:
-        """The next job for a worker that serves these directions, in order; None at the end."""
+    def _take(self, worker: int) -> _Turn | None:
+        """Returns the next work of a worker; None at the end."""
         with self._changed:
             while True:
-                for direction in directions:
-                    if self._queues[direction]:
-                        job = self._queues[direction].popleft()
-                        self._waiting.pop(job, None)
-                        return job
-                if self._closed and not self._alive:
+                child = self._next_child(worker)
+                if child is not None:
+                    self._num_busy[child.direction] += 1
+                    self._children.add(child)
+                    return _Turn(child, self._turn_ended)
+                if self._is_closed:
                     return None
                 self._changed.wait()
 
-    def _forget(self, job: Job) -> None:
-        """The end of a job, whoever ended it."""
-        self.count(job)
+    def _next_child(self, worker: int) -> ChildJob | None:
+        while (run := self._choose(worker)) is not None:
+            child = run.take(partial(self._goes_on, worker))
+            if not run.has_more:
+                self._ready[run.direction, run.urgency].pop(run, None)
+            if child is not None:
+                self._waiting[run.direction].pop(run, None)
+                return child
+        return None
+
+    def _choose(self, worker: int) -> JobRun | None:
+        """Returns the job whose turn it is on a worker."""
+        for urgency in Urgency:
+            for direction in self._directions_of(worker):
+                runs = self._ready[direction, urgency]
+                if runs:
+                    takes_oldest = worker % 2 == 0 or len(runs) == 1
+                    first = islice(runs, 1 if takes_oldest else _MOST_COMPARED)
+                    return min(first, key=lambda run: run.num_left)
+        return None
+
+    def _directions_of(self, worker: int) -> tuple[Direction, ...]:
+        """Worker 0 is kept for loads and worker 1 for saves; the others help the fewer."""
+        if worker < 2:
+            return (Direction.LOAD,) if worker == 0 else (Direction.SAVE,)
+        if self._num_busy[Direction.LOAD] > self._num_busy[Direction.SAVE]:
+            return (Direction.SAVE, Direction.LOAD)
+        return (Direction.LOAD, Direction.SAVE)
+
+    def _goes_on(self, worker: int, run: JobRun) -> bool:
+        """Whether it is still this job's turn on the worker that has just carried a share of it."""
         with self._changed:
-            self._alive.discard(job)
-            self._waiting.pop(job, None)
-            with contextlib.suppress(ValueError):
-                self._queues[job.direction].remove(job)
-            if job.is_in_store:
-                self._in_store.add(job)
+            self._num_busy[run.direction] -= 1
+            chosen = self._choose(worker)
+            self._num_busy[run.direction] += 1
+            if not run.has_more:
+                self._ready[run.direction, run.urgency].pop(run, None)
+        return chosen is run
+
+    def _turn_ended(self, child: ChildJob) -> None:
+        with self._changed:
+            self._num_busy[child.direction] -= 1
+            self._children.discard(child)
             self._changed.notify_all()
 
-    def count(self, job: Job) -> None:
-        """Counts the end of a job that is not a part of another one."""
-        if job.is_part:
-            return
-        result = job.result
-        assert result is not None
-        seconds = time.monotonic() - job.submitted_at
-        self._metrics.job_ended(job.direction, result.reason, seconds)
+    def _forget(self, run: JobRun) -> None:
+        """Follows the end of a job, whoever ended it."""
+        with self._changed:
+            self._alive.pop(run, None)
+            self._waiting[run.direction].pop(run, None)
+            self._ready[run.direction, run.urgency].pop(run, None)
+            self._deadlines.pop(run, None)
+            self._changed.notify_all()
+        self._ends.append(run)
+        if threading.current_thread() is threading.main_thread():
+            self._clock.wake()  # counters have locks that a signal handler must not wait for
+        else:
+            self._count_ends()
+
+    def _count_ends(self) -> None:
+        """Counts the jobs that have ended."""
+        while self._ends:
+            try:
+                run = self._ends.popleft()
+            except IndexError:  # another thread was faster
+                return
+            result = run.job.result
+            assert result is not None
+            seconds = time.monotonic() - run.submitted_at
+            self._metrics.job_ended(run.direction, result.reason, seconds)
 
     def _end_late_jobs(self) -> float | None:
-        now, late, pause = time.monotonic(), [], None
+        self._count_ends()
+        now = time.monotonic()
         with self._changed:
-            while self._deadlines and pause is None:
-                at, _, job = self._deadlines[0]
-                if at <= now or job.done:
-                    late.append(heapq.heappop(self._deadlines)[2])
-                else:
-                    pause = at - now
-        for job in late:
-            job.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
+            late = [run for run, at in self._deadlines.items() if at <= now]
+            for run in late:
+                del self._deadlines[run]
+            self._next_deadline = min(self._deadlines.values(), default=float("inf"))
+            pause = None if not self._deadlines else self._next_deadline - now
+        for run in late:
+            run.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause
+
+
+class _Turn:
+    """A child job's time on a worker."""
+
+    def __init__(self, child: ChildJob, ended: Callable[[ChildJob], None]) -> None:
+        self._child, self._ended = child, ended
+
+    def run(self) -> None:
+        self._child.run()
+        self._ended(self._child)
+
+    def fail(self, error: BaseException) -> None:
+        self._ended(self._child)
+        self._child.fail(error)
 
 
 class _Countdown:
     """Calls a function once `count` has been called n times; at once for n = 0."""
 
     def __init__(self, n: int, function: Callable[[], None]) -> None:
-        self._left = n
+        self._left = list(range(n))
         self._function = function
-        self._lock = threading.Lock()
         if n == 0:
             function()
 
     def count(self, job: Job) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last:
+        if self._left.pop() == 0:  # one call, from any thread or signal handler, gets the 0
             self._function()
-
-
-def _directions_of(worker: int) -> tuple[Direction, ...]:
-    """Worker 0 is kept for loads, worker 1 for saves; the others do both, loads first."""
-    kept = {0: (Direction.LOAD,), 1: (Direction.SAVE,)}
-    return kept.get(worker, (Direction.LOAD, Direction.SAVE))

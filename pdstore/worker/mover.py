@@ -1,221 +1,183 @@
-"""Mover: carries values between the paged cache and the store, a window of slots at a time."""
+"""Mover: carries values between the paged cache and the store, one share of a job at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from pdstore.errors import LayoutError, StoreError, WrongLength
+from pdstore.errors import StoreError, WrongLength
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots, Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ChecksumReader
-from pdstore.worker.job import Job
-from pdstore.worker.staging import Staging
-from pdstore.worker.swap.base import ReadyEvent, Swap
-from pdstore.worker.values import Value, whole_blocks
+from pdstore.store.base import Store
+from pdstore.store.checked import count_of, num_done_of
+from pdstore.worker.block_tables import tables_of
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
+from pdstore.worker.values import PromptBlocks, Value, whole_blocks
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 32 << 20
-"""Values that are got, verified and copied together: as many as begin within so many bytes."""
+Loaded = Callable[[Sequence[Value]], None]
 
 
-class _Got(NamedTuple):
-    """What a get brought: the values that are right, and why there are not more."""
+class Verified(NamedTuple):
+    """The outcome of a read: how many of the first values are right, and why not more."""
 
-    num_verified: int
-    reason: Reason | None
-    error: StoreError | None
-
-
-def _nothing() -> None:
-    pass
+    num_right: int
+    reason: Reason | None = None
+    error: StoreError | None = None
 
 
-class Mover:
-    """The work of one job, on the worker thread that runs it; it holds one window of slots at most.
+class Mover(ABC):
+    """Moves the values of a child job, on its worker's thread.
 
-    Values come and go whole blocks first to last; nothing is written to the paged cache that was
-    not verified.
+    Values come and go whole blocks first to last. Nothing that was not verified is written to the
+    paged cache.
     """
 
-    def __init__(
-        self, layout: Layout, swap: Swap, staging: Staging, store: Store, metrics: Metrics
-    ) -> None:
-        self._parts = layout.owned_parts
+    def __init__(self, layout: Layout, swap: Swap, store: Store, metrics: Metrics) -> None:
+        self._num_parts = len(layout.owned_parts)
         self._block_tokens = layout.block_tokens
-        self._swap, self._staging, self._store, self._metrics = swap, staging, store, metrics
-        self._reader = find_optional(store, ChecksumReader)
-        largest = staging.largest_loan // 2
-        if len(self._parts) > largest:
-            raise LayoutError(
-                f"a block has {len(self._parts)} parts on this rank and staging has"
-                f" {staging.num_slots} slots: raise PDSTORE_STAGING"
-            )
-        window = -(-WINDOW_BYTES // staging.slot_bytes)
-        self._window = max(len(self._parts), min(window, largest))
+        self._swap, self._store, self._metrics = swap, store, metrics
 
-    def num_stored(self, job: Job, values: Sequence[Value]) -> int:
-        """How many of the first values are in the store; renews their leases."""
-        with job.in_store_call():
-            return self._store.match([value.key for value in values])
+    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """Returns `ready` if copies can wait on it; else blocks until it fires, returns None."""
+        return self._swap.to_follow(ready)
 
+    def checked(self, prompt: PromptBlocks) -> PromptBlocks:
+        """Returns the prompt with all its block tables checked. Raises LayoutError."""
+        num_tokens, num_blocks = prompt.keys.num_tokens, self._swap.num_blocks
+        tables = tables_of(prompt.layout, num_tokens, prompt.tables, num_blocks)
+        return PromptBlocks(prompt.layout, prompt.keys, tables)
+
+    def num_stored(self, child: ChildJob, values: Sequence[Value]) -> int:
+        """Returns how many of the first values are in the store; renews their leases."""
+        return self.num_matched(child, [value.key for value in values])
+
+    def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
+        """Returns how many of the first keys are in the store; renews their leases."""
+        with child.in_store_call():
+            return count_of(self._store.match(keys), keys, self._store)
+
+    @abstractmethod
     def save(
         self,
-        job: Job,
+        child: ChildJob,
         values: Sequence[Value],
-        ready: ReadyEvent | None = None,
-        gathered: Callable[[], None] = _nothing,
+        ready: ReadyEvent | None,
+        gathered: Callable[[], None],
     ) -> Reason | None:
-        """Stores values: gather, seal, put. Why not all of them, or None.
+        """Stores values: gather, seal, put. Returns why not all of them, or None.
 
-        ready: what the copies follow.
-        gathered: called when the last of them is copied out of the paged cache.
+        ready: the copies wait on it.
+        gathered: called when the last value has been copied out of the paged cache.
         """
-        rest = values
-        while rest:
-            with self._lend(job, len(rest), 1) as numbers:
-                if not numbers:
-                    job.check()
-                    return Reason.NO_SLOTS
-                window, rest = rest[: len(numbers)], rest[len(numbers) :]
-                slots = self._slots(numbers, [value.size for value in window])
-                with job.copying():
-                    copies = [v.block_copy(slots.value(i)) for i, v in enumerate(window)]
-                    self._swap.gather(copies, ready)
-                if not rest:
-                    gathered()
-                for i, value in enumerate(window):
-                    block.seal(slots.value(i), value.header)
-                with job.in_store_call():
-                    accepted = self._store.put([value.key for value in window], slots)
-                    self._count("saved", window[:accepted])
-                if accepted < len(window):
-                    return Reason.STORE_ERROR
-        return None
 
+    @abstractmethod
     def load(
         self,
-        job: Job,
+        child: ChildJob,
         values: Sequence[Value],
         first_token: int,
-        ready: ReadyEvent | None = None,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
     ) -> Reason | None:
-        """Loads values: get, verify, scatter; moves `job.progress`. Why not all, or None.
+        """Loads values: get, verify, scatter. Returns why not all of them, or None.
 
-        ready: what the copies follow; the store is asked before.
+        The last copy may be under way still; `child` waits for it.
+        first_token: of the prompt; tokens before it are not written.
+        ready: the copies wait on it; the store is asked before.
+        loaded: called with the values of whole blocks after each copy.
         """
-        rest, parts = values, len(self._parts)
-        while rest:
-            with self._lend(job, len(rest), parts) as numbers:
-                if not numbers:
-                    job.check()
-                    return Reason.NO_SLOTS
-                window = rest[: whole_blocks(rest, len(numbers))]
-                rest = rest[len(window) :]
-                slots = self._slots(numbers, [value.size for value in window])
-                got = self._get_verified(job, window, slots)
-                usable = window[: whole_blocks(window, got.num_verified)]
-                self._scatter(job, usable, slots, first_token, ready)
-                if got.error is not None:
-                    raise got.error
-                if got.reason is not None:
-                    return got.reason
-        return None
 
-    def mark(self, job: Job, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
-        """Puts markers, values of a header alone; why D cannot see all of them, or None."""
-        keys = list(markers)
-        with self._lend(job, len(keys), len(keys)) as numbers:
-            if not numbers:
-                job.check()
-                return Reason.NO_SLOTS
-            slots = self._slots(numbers, [block.HEADER_BYTES] * len(keys))
-            for i, header in enumerate(markers.values()):
-                block.seal(slots.value(i), header)
-            with job.in_store_call():
-                self._store.put(keys, slots)
-                stored = self._store.match(keys)
-        return None if stored == len(keys) else Reason.LOST
+    @abstractmethod
+    def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
+        """Stores header-only markers. Returns None if another process can see all of them."""
 
-    def _get_verified(self, job: Job, window: Sequence[Value], slots: Slots) -> _Got:
-        """Fills the slots and verifies them."""
-        keys = [value.key for value in window]
-        reason: Reason | None = None
-        failure: StoreError | None = None
-        sums: list[int] | None = None
-        with job.in_store_call():
-            try:
-                if self._reader is None:
-                    found = self._store.get(keys, slots)
-                else:
-                    sums = [0] * len(keys)
-                    found = self._reader.get_with_checksums(keys, slots, sums)
-                reason = None if found == len(keys) else Reason.LOST
-            except WrongLength as error:
-                found, reason = error.num_done, Reason.CORRUPT
-            except StoreError as error:  # what came before it is good
-                found, failure = error.num_done, error
-        for i in range(found):
-            wrong = block.verify(slots.value(i), window[i].header, sums[i] if sums else None)
-            if wrong is not None:
-                found, reason = i, wrong
+    def _verify(
+        self,
+        child: ChildJob,
+        values: Sequence[Value],
+        view: Callable[[int], memoryview],
+        read: Verified,
+        sums: Sequence[int] | None = None,
+    ) -> Verified:
+        """Verifies the values that a read brought; removes the first one that is wrong."""
+        for i in range(read.num_right):
+            value, computed = values[i], sums[i] if sums else None
+            if not block.is_right(view(i), value.start, computed):
+                wrong = block.verify(view(i), value.header, computed) or Reason.CORRUPT
+                read = Verified(i, wrong)
                 break
-        if reason in (Reason.CORRUPT, Reason.FOREIGN):
-            self._remove(job, keys[found], reason)
-        return _Got(found, reason, failure)
+        if read.reason in (Reason.CORRUPT, Reason.FOREIGN) and read.num_right < len(values):
+            self._remove(child, values[read.num_right].key, read.reason)
+        return read
 
-    def _remove(self, job: Job, key: BlockKey, reason: Reason) -> None:
+    def _failed_read(self, error: StoreError, keys: Sequence[BlockKey]) -> Verified:
+        """Returns what an error of the store leaves: the values that came before it are good."""
+        num_done = num_done_of(error, keys)
+        if isinstance(error, WrongLength):
+            return Verified(num_done, Reason.CORRUPT)
+        return Verified(num_done, error=error)
+
+    def _remove(self, child: ChildJob, key: BlockKey, reason: Reason) -> None:
         """Forgets a value that must not be used, so that the next save heals it."""
         log.warning("%s: %s is %s and is removed", self._store.label, key, reason.value)
-        with job.in_store_call():
+        with child.in_store_call():
             try:
                 self._store.remove([key])
             except StoreError as error:
                 log.warning("it could not be removed: %s", error)
 
+    def _copies_to(
+        self, values: Sequence[Value], view: Callable[[int], memoryview], first_token: int
+    ) -> list[BlockCopy]:
+        """Returns the copies that write `values` to the paged cache from `first_token` on."""
+        first_block, tokens = first_token // self._block_tokens, self._block_tokens
+        return [
+            value.block_copy(
+                view(i), first_token - value.number * tokens if value.number == first_block else 0
+            )
+            for i, value in enumerate(values)
+        ]
+
     def _scatter(
         self,
-        job: Job,
-        usable: Sequence[Value],
-        slots: Slots,
-        first_token: int,
+        child: ChildJob,
+        copies: Sequence[BlockCopy],
         ready: ReadyEvent | None,
+        copied: Callable[[], None],
+        held: contextlib.ExitStack,
     ) -> None:
-        copies = [
-            value.block_copy(
-                slots.value(i), max(0, first_token - value.number * self._block_tokens)
-            )
-            for i, value in enumerate(usable)
-        ]
-        with job.copying():
-            self._swap.scatter(copies, ready)
-            if usable:
-                last = usable[-1]
-                job.progress = last.number * self._block_tokens + last.header.num_tokens
-        self._count("loaded", usable)
+        """Starts copies to the paged cache and lets them go on while the child job does more.
 
-    def _lend(self, job: Job, most: int, least: int) -> AbstractContextManager[list[int]]:
-        return self._staging.loan(
-            job.direction,
-            min(most, self._window),
-            least=least,
-            deadline=job.deadline,
-            is_over=lambda: job.done,
-        )
+        copied: called when they are done. held: given back then, or when anything fails.
+        """
+        with contextlib.ExitStack() as under_way:
+            with held:
+                child.begin_copy()
+                under_way.callback(child.end_copy)
+                under_way.enter_context(held.pop_all())
+            wait = self._swap.start_scatter(copies, ready)
+            rest = under_way.pop_all()
 
-    def _slots(self, numbers: Sequence[int], sizes: Sequence[int]) -> Slots:
-        staging = self._staging
-        return Slots(staging.view, staging.slot_bytes, numbers[: len(sizes)], sizes)
+            def finish() -> None:
+                with rest:
+                    wait()
+                    copied()
+
+            child.follow(finish)
+
+    def _whole(self, values: Sequence[Value], read: Verified) -> Sequence[Value]:
+        return values[: whole_blocks(values, read.num_right)]
 
     def _count(self, verb: str, values: Sequence[Value]) -> None:
         """Counts the tokens of each block once."""
-        tokens = sum(v.header.num_tokens for v in values if v.leads)
+        tokens = sum(value.num_tokens for value in values if value.leads)
         self._metrics.tokens.labels(verb).inc(tokens)

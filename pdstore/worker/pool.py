@@ -15,20 +15,26 @@ from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, Reason
+from pdstore.outcome import Direction
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import DevicePin
+from pdstore.worker.block_range import RANGE_BYTES, ranges_of
+from pdstore.worker.block_tables import check_windows, tables_of
 from pdstore.worker.job import Job
 from pdstore.worker.job_queue import JobQueue
+from pdstore.worker.job_run import JobRun, Urgency
+from pdstore.worker.load_work import LoadWork
+from pdstore.worker.mark_work import MarkWork
 from pdstore.worker.mover import Mover
-from pdstore.worker.parallel_load import BlockRange, ParallelLoad, ranges_of
+from pdstore.worker.save_work import SaveWork
+from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.caches import LayerCache
-from pdstore.worker.values import Value, bytes_of, check_windows, tables_of, values_of
+from pdstore.worker.values import PromptBlocks, bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,7 @@ class KVPool:
       graphs may be captured from then on, also while saves and loads run.
     namespace: `layout.namespace(...)`; keys of another one are refused.
     store: the caller's, who closes it; None opens PDSTORE_STORE.
+    range_bytes: about how much a worker moves before it looks whose turn it is.
     Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
     DeviceError, and StoreError when the store is required and does not answer.
     """
@@ -56,10 +63,11 @@ class KVPool:
         *,
         metrics: Metrics | None = None,
         store: Store | None = None,
+        range_bytes: int = RANGE_BYTES,
     ) -> None:
         self.layout, self.namespace = layout, namespace
         self.metrics = metrics or Metrics()
-        self._settings = settings
+        self._settings, self._range_bytes = settings, range_bytes
         with contextlib.ExitStack() as undo:
             self._swap = swap = open_swap(settings, layout, kv_caches)
             undo.callback(swap.close)
@@ -77,12 +85,14 @@ class KVPool:
             undo.callback(swap.close)  # before the memory that it copies to is unpinned
             self.metrics.slots_lent.set_function(lambda: staging.num_lent)
             undo.callback(self.metrics.slots_lent.set_function, lambda: 0)
-            self._mover = Mover(layout, swap, staging, store, self.metrics)
+            self._mover: Mover = StagedMover(
+                layout, swap, store, self.metrics, staging, range_bytes
+            )
             for plan in swap.plan():
                 log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
             staging.ready(_PIN_S + int(settings.staging) / _BYTES_PER_S)
             pin = DevicePin(swap.device, swap.device_api)
-            self._transfer = JobQueue(settings, pin, self.metrics)
+            self._queue = JobQueue(settings, pin, self.metrics)
             self._resources = undo.pop_all()
 
     def save(
@@ -111,21 +121,23 @@ class KVPool:
           after: saves that this one follows.
         """
         tables, first_block = self._check(keys, block_ids, first_token)
-        body = partial(
-            self._save,
-            keys.prefix(keys.num_tokens),
-            tables,
-            first_block,
-            ready or self._order(),
-            handoff,
-        )
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
+        work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
+        work.release(
+            ranges_of(first_block, len(keys), num_bytes, self._range_bytes), ready or self._order()
+        )
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
-        seconds = self._settings.save_deadline_s + most_bytes / _BYTES_PER_S
-        job = Job(Direction.SAVE, body, num_bytes=num_bytes, seconds=seconds)
+        run = JobRun(
+            Direction.SAVE,
+            work,
+            num_bytes=num_bytes,
+            seconds=self._settings.save_deadline_s + most_bytes / _BYTES_PER_S,
+            urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
+        )
         if not self._settings.publish:
-            return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
-        self._transfer.submit(job, after)
+            return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
+        job = self._queue.submit(run, after)
         if handoff is not None:
             job.on_end(partial(self._abort_if_failed, handoff))
         return job
@@ -156,110 +168,50 @@ class KVPool:
             )
         check_windows(self.layout, tables)
         num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
-        ranges = ranges_of(first_block, len(keys), num_bytes)
-        job = ParallelLoad(
-            ranges,
-            partial(self._load, keys.prefix(keys.num_tokens), tables, first_token, ready),
-            min(len(ranges), self._settings.workers - 1),
+        ranges = ranges_of(first_block, len(keys), num_bytes, self._range_bytes)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
+        run = JobRun(
+            Direction.LOAD,
+            LoadWork(self._mover, prompt, ranges, first_token, ready),
             num_bytes=num_bytes,
             seconds=self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
-            first_token=first_token,
-            num_tokens=keys.num_tokens,
         )
-        job.on_end(self._transfer.count)
-        for child in job.children:
-            self._transfer.submit(child)
-        return job
+        return self._queue.submit(run)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """P: this hand-off will not come (its request was aborted): D need not wait for it.
 
         A save with a hand-off that fails is aborted by itself.
         """
-        body = partial(self._mark_failed, handoff)
-        job = Job(Direction.SAVE, body, num_bytes=0, seconds=self._settings.save_deadline_s)
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        run = JobRun(
+            Direction.SAVE,
+            MarkWork(self._mover, {handoff.failed(self.namespace): marker}),
+            num_bytes=0,
+            seconds=self._settings.save_deadline_s,
+            urgency=Urgency.MARKER,
+        )
         if not self._settings.publish:
-            return self._transfer.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
-        return self._transfer.submit(job)
+            return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
+        return self._queue.submit(run)
 
     @property
     def num_jobs(self) -> int:
         """Jobs that have not ended."""
-        return self._transfer.num_alive
+        return self._queue.num_alive
 
     def close(self) -> None:
-        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine."""
-        self._transfer.close(self._settings.drain_s)
-        self._resources.close()
+        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine.
 
-    def _save(
-        self,
-        keys: PromptKeys,
-        tables: BlockTables,
-        first_block: int,
-        ready: ReadyEvent | None,
-        handoff: HandoffId | None,
-        job: Job,
-    ) -> Reason | None:
-        ready = self._swap.to_follow(ready)
-        if handoff is not None:
-            return self._publish(keys, tables, first_block, ready, handoff, job)
-        values = values_of(self.layout, keys, tables, first_block)
-        new = values[self._mover.num_stored(job, values) :]
-        reason = self._mover.save(job, new, ready, job.set_captured)
-        job.set_captured()
-        stored = self._mover.num_stored(job, values)
-        job.progress = _end_of(keys, values, stored)
-        return reason or (None if stored == len(values) else Reason.LOST)
-
-    def _publish(
-        self,
-        keys: PromptKeys,
-        tables: BlockTables,
-        first_block: int,
-        ready: ReadyEvent | None,
-        handoff: HandoffId,
-        job: Job,
-    ) -> Reason | None:
-        """Saves what is new, then what the store lost meanwhile; tells D when all is durable."""
-        chain = values_of(self.layout, keys, tables, 0)
-        reason = self._mover.save(job, [v for v in chain if v.number >= first_block], ready)
-        for saves_left in (2, 1, 0):
-            stored = self._mover.num_stored(job, chain)
-            job.progress = _end_of(keys, chain, stored)
-            if stored == len(chain):
-                namespace, of = self.namespace, self.layout.grid_shards
-                markers = {
-                    handoff.done(namespace, n): handoff.marker(namespace, n, of, job.progress)
-                    for n in self.layout.owned_shards
-                }
-                return self._mover.mark(job, markers)
-            if saves_left:
-                reason = self._mover.save(job, chain[stored:], ready)
-        return reason or Reason.LOST
+        A second caller waits until the first is through. In the child of a fork nothing happens:
+        the threads, the device and the store are the parent's.
+        """
+        if self._queue.close(self._settings.drain_s):
+            self._resources.close()
 
     def _abort_if_failed(self, handoff: HandoffId, job: Job) -> None:
         if not job.durable:
             self.abort_handoff(handoff)
-
-    def _mark_failed(self, handoff: HandoffId, job: Job) -> Reason | None:
-        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
-        return self._mover.mark(job, {handoff.failed(self.namespace): marker})
-
-    def _load(
-        self,
-        keys: PromptKeys,
-        tables: BlockTables,
-        first_token: int,
-        ready: ReadyEvent | None,
-        blocks: BlockRange,
-        job: Job,
-    ) -> Reason | None:
-        job.progress = max(first_token, keys.end_of(blocks.first))
-        ready = self._swap.to_follow(ready)
-        part = keys.prefix(keys.end_of(blocks.stop))
-        values = values_of(self.layout, part, tables, blocks.first)
-        return self._mover.load(job, values, first_token, ready)
 
     def _order(self) -> ReadyEvent | None:
         """An event behind what the caller's stream has queued; None where there are no streams."""
@@ -284,10 +236,6 @@ class KVPool:
             raise LayoutError("these keys are of another namespace than the pool's")
         if not 0 <= first_token <= keys.num_tokens:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._num_blocks)
-        return tables, first_token // self.layout.block_tokens
-
-
-def _end_of(keys: PromptKeys, values: Sequence[Value], stored: int) -> int:
-    """The tokens before the first value that is not stored."""
-    return keys.num_tokens if stored == len(values) else keys.end_of(values[stored].number)
+        first_block = first_token // self.layout.block_tokens
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._num_blocks, first_block)
+        return tables, first_block

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Part
+from pdstore.worker.block_range import BlockRange
 from pdstore.worker.swap.base import BlockCopy
 
 
@@ -17,26 +17,30 @@ class Value(NamedTuple):
     """One part of one block.
 
     number: of the block in its prompt.
+    start: the first bytes of the value, `block.start_of` its header.
+    size: bytes of the stored value.
+    num_tokens: of the block.
     block_ids: the engine blocks that hold the block's tokens.
     num_cells: tokens of the block as block copies see them.
-    leads: it is the first value of its block in the job.
+    leads: whether it is the first of the block's values on this rank.
     """
 
     number: int
     part: Part
     key: BlockKey
-    header: block.Header
+    start: bytes
+    size: int
+    num_tokens: int
     block_ids: Sequence[int]
     num_cells: int
     leads: bool
 
     @property
-    def size(self) -> int:
-        """Bytes of the stored value."""
-        return block.HEADER_BYTES + self.header.payload_bytes
+    def header(self) -> block.Header:
+        return block.header_of(self.start)
 
     def block_copy(self, value: memoryview, before: int = 0) -> BlockCopy:
-        """The block copy between this value's bytes and the paged cache.
+        """Returns the block copy between this value's bytes and the paged cache.
 
         before: tokens of the block that a scatter leaves alone.
         """
@@ -44,82 +48,108 @@ class Value(NamedTuple):
         return BlockCopy(self.part, self.block_ids, self.num_cells, before, payload)
 
 
-def tables_of(
-    layout: Layout,
-    num_tokens: int,
-    block_ids: Sequence[int] | BlockTables,
-    num_blocks: int,
-) -> tuple[tuple[int, ...], ...]:
-    """The block tables of a prompt, of which a plain list of ids is the only one.
+class Chain(NamedTuple):
+    """The store's keys of blocks in order, and each key's block by its number in the prompt."""
 
-    num_blocks: of the paged cache. Raises LayoutError for tables that do not fit.
+    keys: Sequence[BlockKey]
+    numbers: Sequence[int]
+
+
+class _Shape(NamedTuple):
+    """What the values of one part, in blocks of one length, have in common."""
+
+    part: Part
+    table: Sequence[int]
+    start: bytes  # `block.start_of` without the prefix hash at its end
+    size: int
+
+
+class PromptBlocks:
+    """The blocks of one prompt that this rank moves, and where they are in the paged cache.
+
+    keys, tables: not changed any more by anybody.
     """
-    if isinstance(next(iter(block_ids), 0), int):
-        block_ids = [cast("Sequence[int]", block_ids)]
-    tables = tuple(tuple(table) for table in cast("BlockTables", block_ids))
-    if len(tables) != layout.num_tables:
-        raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
-    need = -(-num_tokens // layout.engine_block_tokens)
-    for number, table in enumerate(tables):
-        if len(table) < need:
-            raise LayoutError(
-                f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
-            )
-        used = table[:need]
-        lowest = NO_BLOCK if layout.has_window(number) else 0
-        if used and not lowest <= min(used) <= max(used) < num_blocks:
-            raise LayoutError(
-                f"block ids {min(used)}..{max(used)} are not all in the cache of"
-                f" {num_blocks} blocks"
-            )
-    return tables
 
+    def __init__(self, layout: Layout, keys: PromptKeys, tables: BlockTables) -> None:
+        self.layout, self.keys, self.tables = layout, keys, tables
+        self._per_block = layout.block_tokens // layout.engine_block_tokens
 
-def check_windows(layout: Layout, tables: BlockTables) -> None:
-    """Raises LayoutError where a block to be loaded reaches over a window's edge."""
-    per_block = layout.block_tokens // layout.engine_block_tokens
-    for table in tables:
-        num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
-        if num_gone % per_block:
-            raise LayoutError(
-                f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
-                f" must be the engine's, of {layout.engine_block_tokens}"
-            )
+    def values(self, blocks: BlockRange, layer_range: int | None = None) -> list[Value]:
+        """The values of some blocks, in key order; of one layer range, or of all layers.
 
+        Those are left out whose engine blocks are not all there.
+        """
+        num_full = self.keys.num_tokens // self.layout.block_tokens
+        full = BlockRange(blocks.first, min(blocks.stop, num_full))
+        values = self._values(full, self.layout.block_tokens, layer_range)
+        if blocks.first <= num_full < blocks.stop:
+            tail = BlockRange(num_full, num_full + 1)
+            values += self._values(tail, self.keys.tokens_of(num_full), layer_range)
+        return values
 
-def values_of(
-    layout: Layout, keys: PromptKeys, tables: BlockTables, first_block: int
-) -> list[Value]:
-    """The values that this rank owns of the blocks from `first_block` on, in key order.
+    def chain(self, first_block: int) -> Chain:
+        """The keys of the blocks from `first_block` on, without making their values."""
+        blocks = BlockRange(first_block, len(self.keys))
+        if self.layout.has_windows:
+            values = self.values(blocks)
+            return Chain([value.key for value in values], [value.number for value in values])
+        parts = self.layout.owned_parts
+        numbers = [number for number in range(*blocks) for _ in parts]
+        return Chain(self.keys.store_keys(parts, first_block), numbers)
 
-    Those are left out whose engine blocks are not all there.
-    """
-    parts = [(part, tables[layout.table_of(part)]) for part in layout.owned_parts]
-    per_block = layout.block_tokens // layout.engine_block_tokens
-    names = iter(keys.store_keys(layout.owned_parts, first_block))
-    values: list[Value] = []
-    for number in range(first_block, len(keys)):
-        num_tokens = keys.tokens_of(number)
+    def _values(self, blocks: BlockRange, num_tokens: int, layer_range: int | None) -> list[Value]:
+        """The values of blocks that all have `num_tokens` tokens."""
+        layout, keys = self.layout, self.keys
+        shapes = [self._shape(part, num_tokens) for part in layout.owned_parts]
+        wanted = [
+            layer_range is None or layout.range_of_part(part) == layer_range
+            for part in layout.owned_parts
+        ]
+        names = iter(keys.store_keys(layout.owned_parts, *blocks))
+        step, cells = self._per_block, layout.cells_of(num_tokens)
         used = -(-num_tokens // layout.engine_block_tokens)
-        for part, table in parts:
-            key = next(names)
-            ids = table[number * per_block : number * per_block + used]
-            if NO_BLOCK in ids:
-                continue
-            header = block.Header(
-                flags=block.FLAG_TAIL if num_tokens < layout.block_tokens else 0,
-                group=part.group,
-                shard=part.shard,
-                num_shards=layout.shards_of(part.group),
-                num_tokens=num_tokens,
-                payload_bytes=layout.payload_bytes(part, num_tokens),
-                namespace=keys.namespace.digest,
-                prefix_hash=keys.hash_of(number),
-            )
-            leads = not values or values[-1].number != number
-            cells = layout.cells_of(num_tokens)
-            values.append(Value(number, part, key, header, ids, cells, leads))
-    return values
+        may_lack = layout.has_windows
+        values: list[Value] = []
+        for number in range(*blocks):
+            at, prefix_hash, leads = number * step, keys.hash_of(number), True
+            for (part, table, start, size), is_wanted in zip(shapes, wanted, strict=True):
+                key = next(names)
+                ids = table[at : at + used]
+                if may_lack and NO_BLOCK in ids:
+                    continue
+                if is_wanted:
+                    values.append(
+                        Value(
+                            number,
+                            part,
+                            key,
+                            start + prefix_hash,
+                            size,
+                            num_tokens,
+                            ids,
+                            cells,
+                            leads,
+                        )
+                    )
+                leads = False
+        return values
+
+    def _shape(self, part: Part, num_tokens: int) -> _Shape:
+        layout = self.layout
+        payload_bytes = layout.payload_bytes(part, num_tokens)
+        header = block.Header(
+            flags=block.FLAG_TAIL if num_tokens < layout.block_tokens else 0,
+            group=part.group,
+            shard=part.shard,
+            num_shards=layout.shards_of(part.group),
+            num_tokens=num_tokens,
+            payload_bytes=payload_bytes,
+            namespace=self.keys.namespace.digest,
+            prefix_hash=bytes(16),
+        )
+        start = block.start_of(header)[:-16]
+        table = self.tables[layout.table_of(part)]
+        return _Shape(part, table, start, block.HEADER_BYTES + payload_bytes)
 
 
 def whole_blocks(values: Sequence[Value], count: int) -> int:
@@ -129,7 +159,13 @@ def whole_blocks(values: Sequence[Value], count: int) -> int:
     return count
 
 
-def bytes_of(layout: Layout, keys: PromptKeys, first_block: int) -> int:
-    """Payload bytes of `values_of(...)`, without making them."""
+def bytes_of(
+    layout: Layout, keys: PromptKeys, first_block: int, layer_range: int | None = None
+) -> int:
+    """Payload bytes of the blocks from `first_block` on, without making their values."""
     num_tokens = keys.num_tokens - min(first_block * layout.block_tokens, keys.num_tokens)
-    return sum(layout.payload_bytes(part, num_tokens) for part in layout.owned_parts)
+    return sum(
+        layout.payload_bytes(part, num_tokens)
+        for part in layout.owned_parts
+        if layer_range is None or layout.range_of_part(part) == layer_range
+    )

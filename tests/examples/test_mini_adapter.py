@@ -13,7 +13,8 @@ from examples.mini_engine.request import Finish, Request, State
 from pdstore import HandoffId, Slots, open_store, read_settings
 from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
-from pdstore.worker.values import values_of
+from pdstore.worker.block_range import BlockRange
+from pdstore.worker.values import PromptBlocks
 from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
     SHAPES,
     Gate,
@@ -67,7 +68,8 @@ def decode(d, prompt, params):
 def stored(engine, prompt):
     """The pool's values of a prompt: where a test can reach in."""
     keys = engine.adapter._cache.keys(prompt)
-    return values_of(engine.adapter._pool.layout, keys, [range(64)], 0)
+    prompt = PromptBlocks(engine.adapter._pool.layout, keys, [range(64)])
+    return prompt.values(BlockRange(0, len(keys)))
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])

@@ -9,8 +9,11 @@ import torch
 
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
 from pdstore.settings import read_settings
+from pdstore.worker.block_range import RANGE_BYTES
 
 LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(2, 8))
+BLOCK_BYTES = 64 * 3 * 2 * 16 * 4
+"""Payload of a block of 64 tokens of LAYERS in float32."""
 POISON = -7.0
 
 
@@ -42,6 +45,7 @@ class Instance:
         engine_block_tokens: int = 16,
         layers: Sequence[LayerSpec] = LAYERS,
         weights: str = "w",
+        range_bytes: int = RANGE_BYTES,
         **changes: object,
     ) -> None:
         self.settings = settings_of(**changes)
@@ -55,7 +59,14 @@ class Instance:
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, fill=fill)
         self.cache = PrefixCacheManager(self.settings, self.namespace, store=store)
-        self.pool = KVPool(self.settings, self.layout, self.caches, self.namespace, store=store)
+        self.pool = KVPool(
+            self.settings,
+            self.layout,
+            self.caches,
+            self.namespace,
+            store=store,
+            range_bytes=range_bytes,
+        )
 
     def tokens(self, block_ids: Sequence[int], layer: int = 0) -> torch.Tensor:
         """The KV of a block table as [token, head, channel]."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 
 import pytest
 import torch
 
-from pdstore.errors import DeviceError, JobError, StoreUnavailable
+from pdstore.errors import DeviceError, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.threads import CPU, DevicePin
-from pdstore.worker.job import Job
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
+from pdstore.worker.job_run import Urgency
+from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, run_of
 from tests.support.kv import eventually, settings_of
-
-LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
 
 @pytest.fixture
@@ -31,295 +29,298 @@ def make():
         return made[-1]
 
     yield make
-    for transfer in made:
-        transfer.close(0.0)
-
-
-def job_of(body=lambda job: None, direction=LOAD, seconds=30.0, num_bytes=1) -> Job:
-    return Job(direction, body, num_bytes=num_bytes, seconds=seconds)
-
-
-def held(gate: threading.Event, direction=LOAD, seconds=30.0, num_bytes=1) -> Job:
-    """A job that stays inside its store call until the gate opens."""
-
-    def body(job):
-        with job.in_store_call():
-            gate.wait(30)
-
-    return job_of(body, direction, seconds, num_bytes)
+    for queue in made:
+        queue.close(0.0)
 
 
 @pytest.fixture
 def gate():
-    gate = threading.Event()
+    gate = Gate()
     yield gate
-    gate.set()
+    gate.open()
 
 
 def test_a_job_ends_with_what_its_body_did(make):
-    def body(job):
-        job.progress = 7
-
-    assert make().submit(job_of(body)).wait(5) == JobResult(7)
+    work = Shares()
+    work.tokens = 7
+    assert make().submit(run_of(work)).wait(5) == JobResult(7)
 
 
 def test_a_reason_is_no_error(make):
-    result = make().submit(job_of(lambda job: Reason.CORRUPT)).wait(5)
+    result = make().submit(run_of(lambda child: Reason.CORRUPT)).wait(5)
     assert (result.reason, result.error) == (Reason.CORRUPT, None)
 
 
 def test_an_exception_is_a_reason_and_kept(make):
-    def body(job):
-        job.progress = 64
+    def body(child):
+        work.tokens = 64
         raise StoreUnavailable("gone")
 
-    result = make().submit(job_of(body)).wait(5)
+    work = Shares(last=body)
+    result = make().submit(run_of(work)).wait(5)
     assert (result.num_tokens, result.reason) == (64, Reason.STORE_DOWN)
     assert isinstance(result.error, StoreUnavailable)
 
 
 def test_a_bug_in_a_body_is_a_fault_and_the_worker_goes_on(make):
-    transfer = make()
-    assert transfer.submit(job_of(lambda job: 1 // 0)).wait(5).reason is Reason.FAULT
-    assert transfer.submit(job_of()).wait(5).reason is None
-
-
-def test_waiting_for_a_job_is_bounded(make, gate):
-    job = make().submit(held(gate))
-    with pytest.raises(TimeoutError):
-        job.wait(0.01)
-
-
-def test_what_a_job_captured_is_released_before_it_is_done(make):
-    class Tensor:
-        pass
-
-    transfer = make()
-    for _ in range(50):
-        tensor = Tensor()
-        gone = weakref.ref(tensor)
-        job = transfer.submit(job_of(lambda job, tensor=tensor: None))
-        del tensor
-        job.wait(5)
-        assert gone() is None
-
-
-def test_who_asks_before_the_end_is_announced_finds_the_job_done():
-    results = []
-
-    class AskedJustThen(Job):
-        def _announce(self):
-            self.on_end(lambda job: results.append(job.result))
-            super()._announce()
-
-    AskedJustThen(Direction.SAVE, lambda job: None, num_bytes=0, seconds=1).end(None)
-    assert results == [JobResult(0)]
+    queue = make()
+    assert queue.submit(run_of(lambda child: 1 // 0)).wait(5).reason is Reason.FAULT
+    assert queue.submit(run_of()).wait(5).reason is None
 
 
 def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
-    transfer = make()
-    job = transfer.submit(held(gate, seconds=0.02))
+    queue = make()
+    job = queue.submit(held(gate, seconds=0.02))
     assert job.wait(5).reason is Reason.DEADLINE
-    assert job.is_hung
-    assert transfer.num_hung == 1
-    gate.set()
-    eventually(lambda: transfer.num_hung == 0)
+    assert queue.num_hung == 1
+    gate.open()
+    eventually(lambda: queue.num_hung == 0)
     assert job.result.reason is Reason.DEADLINE
 
 
 def test_a_queued_job_ends_at_its_deadline_too(make, gate):
-    transfer = make(workers=2)
-    transfer.submit(held(gate, SAVE))
-    waiting = transfer.submit(job_of(direction=SAVE, seconds=0.02))
+    queue = make(workers=2)
+    queue.submit(held(gate, SAVE))
+    waiting = queue.submit(run_of(direction=SAVE, seconds=0.02))
     assert waiting.wait(5).reason is Reason.DEADLINE
-    assert not waiting.is_hung
+    assert queue.num_hung == 0
 
 
-def test_a_block_copy_is_never_cut_short(make):
-    inside, go_on, ended_inside = threading.Event(), threading.Event(), []
+@pytest.fixture
+def one_worker(make):
+    """A queue with one worker free, which serves both directions; the result of `go` is awaited."""
+    queue, gate, own = make(workers=3), Gate(), Gate()
 
-    def body(job):
-        with job.copying():
-            inside.set()
-            go_on.wait(30)
-            ended_inside.append(job.done)
-        job.check()
+    def hold(child):
+        is_free = threading.current_thread().name.endswith("-2")
+        (own if is_free else gate).pass_through(child)
 
-    job = make().submit(job_of(body))
-    assert inside.wait(5)
-    job.cancel()
-    assert not job.done
-    go_on.set()
-    assert job.wait(5).reason is Reason.CANCELLED
-    assert ended_inside == [False]
+    for direction, count in ((LOAD, 1), (SAVE, 2), (LOAD, 3)):
+        queue.submit(run_of(hold, direction))
+        eventually(lambda count=count: gate.num_inside + own.num_inside == count)
 
+    def go(*runs):
+        """Submits jobs while the worker is busy, then lets it do them; waits for all."""
+        jobs = [queue.submit(run) for run in runs]
+        own.open()
+        for job in jobs:
+            assert job.wait(10).reason is None
 
-def test_nothing_touches_the_cache_after_the_end(make, gate):
-    touched, started, tried = [], threading.Event(), threading.Event()
-
-    def body(job):
-        started.set()
-        gate.wait(30)
-        try:
-            with job.copying():
-                touched.append(1)
-        finally:
-            tried.set()
-
-    job = make().submit(job_of(body))
-    assert started.wait(5)
-    job.cancel()
-    gate.set()
-    assert tried.wait(5)
-    assert touched == []
-    with pytest.raises(JobError):
-        job.check()
+    yield go
+    gate.open()
+    own.open()
 
 
-def test_loads_go_first(make, gate):
-    transfer, names = make(workers=3), {}
-    own = threading.Event()  # ends the job on the worker that serves both directions
+def noting(order, name, direction=SAVE, num_shares=0, **more):
+    """A job that notes its name for each share, or once if it has none."""
 
-    def hold(job):
-        names[job] = threading.current_thread().name
-        (own if names[job].endswith("-2") else gate).wait(30)
+    def note(child):
+        order.append(name)
 
-    for direction, count in ((LOAD, 2), (SAVE, 3)):
-        for _ in range(count - (direction is SAVE) * 2):
-            transfer.submit(job_of(hold, direction))
-        eventually(lambda count=count: len(names) == count)
+    work = Shares(*[note] * num_shares) if num_shares else Shares(last=note)
+    return run_of(work, direction, **more)
+
+
+def test_of_equals_loads_go_first(one_worker):
     order = []
-    jobs = [transfer.submit(job_of(lambda job, d=d: order.append(d), d)) for d in (SAVE, LOAD) * 3]
-    own.set()
-    for job in jobs:
-        job.wait(5)
+    one_worker(*[noting(order, d, d) for d in (SAVE, LOAD) * 3])
     assert order == [LOAD] * 3 + [SAVE] * 3
+
+
+def test_markers_overtake_hand_offs_and_those_all_others(one_worker):
+    order = []
+    one_worker(
+        noting(order, "load", LOAD),
+        noting(order, "save"),
+        noting(order, "handoff", urgency=Urgency.HANDOFF),
+        noting(order, "marker", urgency=Urgency.MARKER),
+    )
+    assert order == ["marker", "handoff", "load", "save"]
+
+
+def test_a_marker_waits_for_one_share_of_a_large_job_at_most(make):
+    queue, gate, order = make(workers=2), Gate(), []
+    first = run_of(Shares(gate.pass_through, *[lambda child: order.append("large")] * 3), SAVE)
+    large = queue.submit(first)
+    eventually(lambda: gate.num_inside)
+    marker = queue.submit(noting(order, "marker", urgency=Urgency.MARKER))
+    gate.open()
+    assert marker.wait(10).reason is None
+    assert large.wait(10).reason is None
+    assert order == ["marker", "large", "large", "large"]
+
+
+def test_a_small_job_passes_a_large_one_on_every_other_worker(make):
+    queue, gate, order = make(workers=2), Gate(), []
+    busy = queue.submit(held(gate, SAVE))
+    eventually(lambda: gate.num_inside)
+    jobs = [queue.submit(noting(order, f"{n} shares", num_shares=n)) for n in (4, 3, 1)]
+    gate.open()
+    for job in (busy, *jobs):
+        assert job.wait(10).reason is None
+    assert order == ["1 shares"] + ["3 shares"] * 3 + ["4 shares"] * 4
+
+
+def test_the_oldest_job_is_never_passed_on_the_other_workers(make):
+    queue, gate, order = make(workers=2), Gate(), []
+    busy = queue.submit(held(gate, LOAD))
+    eventually(lambda: gate.num_inside)
+    jobs = [queue.submit(noting(order, n, LOAD, num_shares=n)) for n in (4, 3, 1)]
+    gate.open()
+    for job in (busy, *jobs):
+        assert job.wait(10).reason is None
+    assert order == [4, 4, 4, 4, 3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_the_shares_of_one_job_run_on_all_workers_of_its_direction(make, direction):
+    queue, gate = make(workers=6), Gate()
+    job = queue.submit(run_of(Shares(*[gate.pass_through] * 12), direction))
+    eventually(lambda: gate.num_inside == 5)
+    gate.open()
+    assert job.wait(10).reason is None
+    assert gate.num_inside == 12
+
+
+def test_two_directions_share_the_workers(make):
+    queue, load_gate, save_gate = make(workers=6), Gate(), Gate()
+    first = queue.submit(run_of(Shares(*[load_gate.pass_through] * 5), LOAD))
+    eventually(lambda: load_gate.num_inside == 5)
+    second = queue.submit(run_of(Shares(*[save_gate.pass_through] * 12), SAVE))
+    third = queue.submit(run_of(Shares(*[save_gate.pass_through] * 12), LOAD))
+    eventually(lambda: save_gate.num_inside == 1)
+    load_gate.open()
+    eventually(lambda: save_gate.num_inside == 6)
+    assert (second.done, third.done) == (False, False)
+    save_gate.open()
+    for job in (first, second, third):
+        assert job.wait(10).reason is None
 
 
 @pytest.mark.parametrize("busy", list(Direction))
 def test_one_direction_never_stops_the_other(make, gate, busy):
-    transfer = make(workers=3)
+    queue = make(workers=3)
     for _ in range(8):
-        transfer.submit(held(gate, busy))
+        queue.submit(held(gate, busy))
     other = SAVE if busy is LOAD else LOAD
-    assert transfer.submit(job_of(direction=other)).wait(5).reason is None
+    assert queue.submit(run_of(direction=other)).wait(5).reason is None
 
 
-def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make, gate):
+def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make):
     for changes, num_bytes in (({"queue_jobs": 2}, 1), ({"queue_bytes": 200}, 100)):
-        transfer = make(workers=2, **changes)
-        running = transfer.submit(held(gate))
-        eventually(lambda t=transfer: not any(t._queues.values()))
-        queued = [transfer.submit(held(gate, num_bytes=num_bytes)) for _ in range(2)]
-        refused = transfer.submit(job_of(num_bytes=num_bytes))
+        queue, gate = make(workers=2, **changes), Gate()
+        running = queue.submit(held(gate))
+        eventually(lambda gate=gate: gate.num_inside)
+        queued = [queue.submit(held(gate, num_bytes=num_bytes)) for _ in range(2)]
+        refused = queue.submit(run_of(num_bytes=num_bytes))
         assert refused.result.reason is Reason.QUEUE_FULL
         assert not running.done
         assert not any(job.done for job in queued)
+        gate.open()
 
 
 def test_a_job_larger_than_the_bound_runs_when_it_is_alone(make):
-    assert make(queue_bytes=10).submit(job_of(num_bytes=1000)).wait(5).reason is None
+    assert make(queue_bytes=10).submit(run_of(num_bytes=1000)).wait(5).reason is None
 
 
 def test_too_many_hung_calls_refuse_new_jobs_until_one_returns(make):
-    gates = [threading.Event() for _ in range(MAX_HUNG_CALLS + 1)]
-    transfer = make(workers=6)
-    for job in [transfer.submit(held(g, seconds=0.02)) for g in gates]:
+    gates = [Gate() for _ in range(MAX_HUNG_CALLS + 1)]
+    queue = make(workers=6)
+    for job in [queue.submit(held(g, seconds=0.02)) for g in gates]:
         job.wait(5)
-    assert transfer.submit(job_of()).result.reason is Reason.STORE_SLOW
-    gates[0].set()
-    eventually(lambda: transfer.num_hung <= MAX_HUNG_CALLS)
-    assert transfer.submit(job_of()).wait(5).reason is None
+    assert queue.submit(run_of()).result.reason is Reason.STORE_SLOW
+    gates[0].open()
+    eventually(lambda: queue.num_hung <= MAX_HUNG_CALLS)
+    assert queue.submit(run_of()).wait(5).reason is None
     for g in gates:
-        g.set()
+        g.open()
 
 
 def test_a_job_follows_those_it_is_after(make, gate):
-    transfer, order = make(), []
+    queue, order = make(), []
 
-    def first_body(job):
-        gate.wait(30)
+    def first_body(child):
+        gate.pass_through(child)
         order.append(1)
 
-    first = transfer.submit(job_of(first_body))
-    failed = transfer.submit(job_of(lambda job: Reason.LOST))
-    last = transfer.submit(job_of(lambda job: order.append(2)), after=[first, failed])
+    first = queue.submit(run_of(first_body))
+    failed = queue.submit(run_of(lambda child: Reason.LOST))
+    last = queue.submit(run_of(lambda child: order.append(2)), after=[first, failed])
     assert not last.done
-    gate.set()
+    gate.open()
     assert last.wait(5).reason is None
     assert order == [1, 2]
 
 
 def test_the_clock_of_a_job_that_waits_for_others_starts_when_it_may_run(make, gate):
-    transfer = make()
-    first = transfer.submit(held(gate))
-    last = transfer.submit(job_of(seconds=0.05), after=[first])
+    queue = make()
+    first = queue.submit(held(gate))
+    last = queue.submit(run_of(seconds=0.05), after=[first])
     with pytest.raises(TimeoutError):
         last.wait(0.2)
-    gate.set()
+    gate.open()
     assert last.wait(5).reason is None
 
 
 def test_close_lets_running_jobs_end(make, gate):
-    transfer = make()
-    job = transfer.submit(held(gate))
-    threading.Timer(0.05, gate.set).start()
-    transfer.close(10)
+    queue = make()
+    job = queue.submit(held(gate))
+    threading.Timer(0.05, gate.open).start()
+    queue.close(10)
     assert job.result == JobResult(0)
 
 
 def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
-    transfer, ends = make(workers=2), []
-    jobs = [transfer.submit(held(gate, d)) for d in Direction for _ in range(3)]
+    queue, ends = make(workers=2), []
+    jobs = [queue.submit(held(gate, d)) for d in Direction for _ in range(3)]
     for job in jobs:
         job.on_end(ends.append)
     start = time.monotonic()
-    transfer.close(0.05)
+    queue.close(0.05)
     assert time.monotonic() - start < 5
     assert [job.result.reason for job in jobs] == [Reason.CLOSED] * 6
     assert sorted(map(id, ends)) == sorted(map(id, jobs))
-    assert transfer.submit(job_of()).result.reason is Reason.CLOSED
-    transfer.close(0.05)
+    assert queue.submit(run_of()).result.reason is Reason.CLOSED
+    queue.close(0.05)
 
 
 def test_no_thread_is_left_after_close(make):
     before = set(threading.enumerate())
-    transfer = make()
-    transfer.submit(job_of()).wait(5)
-    transfer.close(1.0)
+    queue = make()
+    queue.submit(run_of()).wait(5)
+    queue.close(1.0)
     assert set(threading.enumerate()) <= before
 
 
 def test_cancelled_jobs_in_a_store_call_do_not_count_as_hung(make, gate):
-    transfer = make(workers=6)
-    jobs = [transfer.submit(held(gate)) for _ in range(MAX_HUNG_CALLS + 2)]
-    eventually(lambda: all(job.is_in_store for job in jobs))
+    queue = make(workers=6)
+    jobs = [queue.submit(held(gate)) for _ in range(MAX_HUNG_CALLS + 2)]
+    eventually(lambda: gate.num_inside == len(jobs))
     for job in jobs:
         job.cancel()
-    assert transfer.num_hung == 0
-    assert transfer.submit(job_of()).wait(5).reason is None
+    assert queue.num_hung == 0
+    assert queue.submit(run_of()).wait(5).reason is None
 
 
 def test_jobs_that_wait_for_others_count_in_the_bounds(make, gate):
-    transfer = make(queue_jobs=3)
-    first = transfer.submit(held(gate))
-    jobs = [transfer.submit(job_of(), after=[first]) for _ in range(10)]
+    queue = make(queue_jobs=3)
+    first = queue.submit(held(gate))
+    jobs = [queue.submit(run_of(), after=[first]) for _ in range(10)]
     refused = [job for job in jobs if job.done]
     assert len(refused) >= 7
     assert {job.result.reason for job in refused} == {Reason.QUEUE_FULL}
 
 
 def test_a_watcher_that_fails_keeps_no_other_from_hearing_and_no_worker_from_working(make, caplog):
-    transfer, heard = make(workers=2), []
+    queue, heard = make(workers=2), []
     for _ in range(3):
-        job = job_of(lambda job: 1 // 0)
-        job.on_end(lambda job: 1 // 0)
-        job.on_end(heard.append)
-        transfer.submit(job)
-        job.wait(5)
+        run = run_of(lambda child: 1 // 0)
+        run.job.on_end(lambda job: 1 // 0)
+        run.job.on_end(heard.append)
+        queue.submit(run).wait(5)
     eventually(lambda: len(heard) == 3)
     assert "failed" in caplog.text
-    assert transfer.submit(job_of()).wait(5).reason is None
+    assert queue.submit(run_of()).wait(5).reason is None
 
 
 def test_a_pin_that_fails_leaves_no_thread(make):
@@ -346,12 +347,12 @@ def test_a_pin_that_fails_leaves_no_thread(make):
 
 
 def test_a_forked_child_is_refused(make):
-    transfer = make()
+    queue = make()
     read, write = os.pipe()
-    with transfer._changed:  # as another thread may at the time of the fork
+    with queue._changed:  # as another thread may at the time of the fork
         pid = os.fork()
     if pid == 0:
-        result = transfer.submit(job_of()).result
+        result = queue.submit(run_of()).result
         os.write(write, result.reason.value.encode() if result else b"none")
         os._exit(0)
     os.waitpid(pid, 0)
@@ -359,11 +360,11 @@ def test_a_forked_child_is_refused(make):
 
 
 def test_many_submitters_and_cancellers_end_every_job_once(make):
-    transfer, ends = make(workers=4), []
+    queue, ends = make(workers=4), []
 
     def work(seed):
         for i in range(200):
-            job = transfer.submit(job_of(direction=LOAD if (seed + i) % 2 else SAVE))
+            job = queue.submit(run_of(direction=LOAD if (seed + i) % 2 else SAVE))
             job.on_end(ends.append)
             if i % 3 == 0:
                 job.cancel()
@@ -373,5 +374,5 @@ def test_many_submitters_and_cancellers_end_every_job_once(make):
         thread.start()
     for thread in threads:
         thread.join(30)
-    eventually(lambda: transfer.num_alive == 0)
+    eventually(lambda: queue.num_alive == 0)
     assert len({id(j) for j in ends}) == len(ends) == 1200

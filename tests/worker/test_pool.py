@@ -22,7 +22,15 @@ from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
-from tests.support.kv import LAYERS, POISON, Instance, caches_of, eventually, settings_of
+from tests.support.kv import (
+    BLOCK_BYTES,
+    LAYERS,
+    POISON,
+    Instance,
+    caches_of,
+    eventually,
+    settings_of,
+)
 
 
 @pytest.fixture
@@ -407,7 +415,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     keys = p.cache.keys(range(100))
     attempt, params = p.cache.announce(keys)
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
-    gate = Job(Direction.SAVE, lambda job: Reason.LOST, num_bytes=1, seconds=60)
+    gate = Job(Direction.SAVE, lambda reason, error: None)
     if why == "queue_full":
         p.pool.save(p.cache.keys(range(50)), P_BLOCKS, after=[gate])
     ready = NotReady() if why == "fault" else None
@@ -417,7 +425,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     assert job.wait(10).reason is not None
     found = lookup.wait(5)
     assert found.reason in (Reason.HANDOFF_FAILED, None)
-    gate.cancel()
+    gate.settle(JobResult(0))
 
 
 def test_two_ranks_mark_their_own_shards_only(instance, store):
@@ -499,8 +507,7 @@ def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):
 
     p = instance()
     save(p, range(64 * 5))
-    d = instance(fill=POISON, over=Breaks(store))
-    d.pool._mover._window = 2  # blocks at a time: the second window fails
+    d = instance(fill=POISON, over=Breaks(store), range_bytes=2 * BLOCK_BYTES, workers=2)
     result = load(d, range(64 * 5))
     assert (result.num_tokens, result.reason) == (128, Reason.STORE_DOWN)
     assert_loaded(p, d, 128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -85,6 +85,16 @@ class Swap(ABC):
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
 
+    def start_scatter(
+        self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
+    ) -> Callable[[], None]:
+        """Starts a scatter. The returned function waits for its end and raises its error.
+
+        It must be called once; until it returns, slots and paged cache must stay as they are.
+        """
+        self.scatter(copies, ready)
+        return _nothing
+
     @property
     def registrar(self) -> Registrar | None:
         """Who has to pin the memory of payloads; None: it may be any."""
@@ -100,3 +110,7 @@ class Swap(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to free
         """Frees what the copies need; nothing may be copied any more. Twice is fine."""
+
+
+def _nothing() -> None:
+    """The wait for a copy that is over."""

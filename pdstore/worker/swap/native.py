@@ -6,7 +6,8 @@ import contextlib
 import logging
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -100,6 +101,11 @@ class NativeSwap(Swap):
 
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self._copy(Direction.LOAD, copies, ready)
+
+    def start_scatter(
+        self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
+    ) -> Callable[[], None]:
+        return partial(self._finish, self._begin(Direction.LOAD, copies, ready))
 
     def start(
         self,
@@ -201,9 +207,14 @@ class NativeSwap(Swap):
     def _copy(
         self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
     ) -> None:
+        self._finish(self._begin(direction, copies, ready))
+
+    def _begin(
+        self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
+    ) -> Ticket:
         event = self.to_follow(ready)
         handle = event.cuda_event if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
-        self._finish(self.start(direction, copies, ready=handle))
+        return self.start(direction, copies, ready=handle)
 
     def _finish(self, ticket: Ticket) -> None:
         """Waits for the end, whenever that is: until then the device may write to the payloads."""

@@ -1,4 +1,4 @@
-"""Loads in ranges over several workers: the result is that of one load."""
+"""LoadWork: a load in ranges over several workers brings what one worker would bring."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import torch
 
 from pdstore import Reason, open_store
 from pdstore.format.keys import Kind, kind_of
-from pdstore.outcome import Direction
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.job import Job
-from pdstore.worker.parallel_load import ranges_of
 from tests.support.kv import POISON, Instance, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
-
-
-@pytest.fixture(autouse=True)
-def small_ranges(monkeypatch):
-    monkeypatch.setattr("pdstore.worker.parallel_load.RANGE_BYTES", 1)
 
 
 @pytest.fixture
@@ -39,7 +31,7 @@ def p(store):
 
 @pytest.fixture
 def d(store):
-    d = Instance(store, fill=POISON, workers=4)
+    d = Instance(store, fill=POISON, workers=4, range_bytes=1)
     yield d
     d.close()
 
@@ -49,21 +41,9 @@ def save(p, num_tokens):
     return p.cache.keys(range(num_tokens))
 
 
-def test_stripes_are_even_and_in_order():
-    assert ranges_of(2, 12, 3) == [(2, 5), (5, 8), (8, 12)]
-    assert ranges_of(0, 2, 10) == [(0, 1), (1, 2)]
-    assert ranges_of(4, 4, 0) == [(4, 4)]
-
-
-def test_a_small_load_is_one_stripe(monkeypatch):
-    monkeypatch.setattr("pdstore.worker.parallel_load.RANGE_BYTES", 100)
-    assert ranges_of(0, 10, 199) == [(0, 10)]
-    assert len(ranges_of(0, 10, 200)) == 2
-
-
 @pytest.mark.parametrize("first_token", [0, 48, 64, 144])
 @pytest.mark.parametrize("num_tokens", [150, 192, 320])
-def test_a_striped_load_brings_what_one_job_brings(p, d, num_tokens, first_token):
+def test_a_load_in_ranges_brings_what_one_job_brings(p, d, num_tokens, first_token):
     keys = save(p, num_tokens)
     job = d.pool.load(keys, D_BLOCKS, first_token=first_token)
     assert job.wait(10).num_tokens == num_tokens
@@ -86,22 +66,31 @@ def test_the_tokens_before_the_first_gap_count_and_the_load_counts_once(p, d, st
 
 
 class Gate(WrapperStore):
-    """Holds each `get` of blocks until it is opened."""
+    """Holds each `get` of blocks, or each `put`, until it is opened."""
+
+    held_verb = "get"
 
     def __init__(self, inner):
         super().__init__(inner)
         self.opened, self.num_waiting = threading.Event(), 0
 
     def get(self, keys, slots):
-        if kind_of(keys[0]) is not Kind.POOL:
-            self.num_waiting += 1
-            self.opened.wait(30)
+        self._wait("get", keys)
         return super().get(keys, slots)
 
+    def put(self, keys, slots):
+        self._wait("put", keys)
+        return super().put(keys, slots)
 
-def test_stripes_run_side_by_side_and_the_load_ends_with_the_last_of_them(p, store):
+    def _wait(self, verb, keys):
+        if verb == self.held_verb and kind_of(keys[0]) is not Kind.POOL:
+            self.num_waiting += 1
+            self.opened.wait(30)
+
+
+def test_ranges_run_side_by_side_and_the_load_ends_with_the_last_of_them(p, store):
     keys, gate = save(p, 320), Gate(store)
-    d = Instance(gate, fill=POISON, workers=4)
+    d = Instance(gate, fill=POISON, range_bytes=1, workers=4)
     job = d.pool.load(keys, D_BLOCKS)
     eventually(lambda: gate.num_waiting == 3)
     assert not job.done
@@ -113,7 +102,7 @@ def test_stripes_run_side_by_side_and_the_load_ends_with_the_last_of_them(p, sto
 
 def test_a_cancelled_load_writes_nothing_after_its_end(p, store):
     keys, gate = save(p, 320), Gate(store)
-    d = Instance(gate, fill=POISON, workers=4)
+    d = Instance(gate, fill=POISON, range_bytes=1, workers=4)
     job = d.pool.load(keys, D_BLOCKS)
     eventually(lambda: gate.num_waiting == 3)
     job.cancel()
@@ -123,29 +112,26 @@ def test_a_cancelled_load_writes_nothing_after_its_end(p, store):
     assert all((cache == POISON).all() for cache in d.caches)
 
 
-def test_who_finds_no_worker_is_not_waited_for(p, store):
-    """One worker is kept for loads; the others are in a store that hangs."""
+def test_one_worker_does_for_a_load(p, store):
+    """The others are in a store that hangs, for saves."""
     keys, gate = save(p, 320), Gate(store)
-    d = Instance(gate, fill=POISON, workers=4)
-    held = threading.Event()
-    for _ in range(3):
-        d.pool._transfer.submit(
-            Job(Direction.SAVE, lambda job: held.wait(30) and None, num_bytes=0, seconds=30)
-        )
+    gate.held_verb = "put"
+    d = Instance(gate, fill=POISON, workers=4, range_bytes=1)
+    saves = [d.pool.save(d.cache.keys([9, n]), D_BLOCKS) for n in range(3)]
+    eventually(lambda: gate.num_waiting == 3)
+    assert d.pool.load(keys, D_BLOCKS).wait(10).num_tokens == 320
     gate.opened.set()
-    job = d.pool.load(keys, D_BLOCKS)
-    assert job.wait(10).num_tokens == 320
-    eventually(lambda: d.pool.num_jobs == 3)
-    held.set()
+    for job in saves:
+        assert job.wait(10).reason is None
     d.close()
     assert torch.equal(d.tokens(D_BLOCKS), p.tokens(P_BLOCKS))
 
 
-def test_a_stripe_that_takes_long_holds_up_no_other(p, store):
+def test_a_range_that_takes_long_holds_up_no_other(p, store):
     keys = save(p, 320)
     first = keys.store_keys(keys.namespace.parts)[0]
     gate = FirstHeld(store, first)
-    d = Instance(gate, fill=POISON, workers=3)
+    d = Instance(gate, fill=POISON, range_bytes=1, workers=3)
     job = d.pool.load(keys, D_BLOCKS)
     eventually(lambda: gate.num_got == 4)
     assert not job.done
@@ -154,13 +140,13 @@ def test_a_stripe_that_takes_long_holds_up_no_other(p, store):
     d.close()
 
 
-def test_behind_a_gap_no_stripe_is_begun(p, store):
+def test_behind_a_gap_no_range_is_begun(p, store):
     keys = save(p, 320)
     names = keys.store_keys(keys.namespace.parts)
     store.remove(names[:1])
     gate = FirstHeld(store, names[4])
     gate.opened.set()
-    d = Instance(gate, fill=POISON, workers=2)  # one of them is for saves alone
+    d = Instance(gate, fill=POISON, range_bytes=1, workers=2)  # one of them is for saves alone
     result = d.pool.load(keys, D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.LOST)
     assert gate.num_got == 1

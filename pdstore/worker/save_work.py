@@ -1,0 +1,167 @@
+"""SaveWork: saves a prompt's blocks, a range a share, and checks that they are durable."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pdstore.errors import StoreError
+from pdstore.format.handoff import HandoffId
+from pdstore.outcome import Reason
+from pdstore.worker.block_range import BlockRange
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.mover import Mover
+from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.values import PromptBlocks
+from pdstore.worker.work import Share, Shortfall, Work
+
+_MOST_ROUNDS = 3
+
+
+class _Piece(NamedTuple):
+    """Blocks of one layer range (None: of all layers) and the event that their copies follow."""
+
+    blocks: BlockRange
+    layer_range: int | None
+    ready: ReadyEvent | None
+
+
+class SaveWork(Work):
+    """Saves blocks; then one match of all of them says how many another process can load.
+
+    A plain save skips what is stored and matches its own blocks. With a hand-off the match is of
+    the whole prompt: what the store lost meanwhile is saved again, and D is told at the end.
+
+    first_block: the blocks before it are stored or on their way already.
+    handoff: publish the whole prompt under this name.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        prompt: PromptBlocks,
+        first_block: int,
+        handoff: HandoffId | None = None,
+    ) -> None:
+        self._mover, self._prompt, self._handoff = mover, prompt, handoff
+        self._first_block = first_block
+        self._pieces: deque[_Piece] = deque()
+        self._num_released = 0
+        self._gathered: list[None] = []
+        self._is_open = True
+        self._progress = 0
+        self._ready: ReadyEvent | None = None
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def release(
+        self,
+        ranges: Sequence[BlockRange],
+        ready: ReadyEvent | None,
+        *,
+        layer_range: int | None = None,
+        is_last: bool = True,
+    ) -> None:
+        """Says that some layers of the blocks may be read once `ready` has fired."""
+        pieces = [_Piece(blocks, layer_range, ready) for blocks in ranges]
+        self._num_released += len(pieces)
+        self._ready = ready
+        self._pieces.extend(pieces)
+        self._is_open = not is_last
+
+    def take(self) -> Share:
+        return partial(self._save, self._pieces.popleft())
+
+    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        if self._handoff is not None:
+            return self._publish(child, self._handoff, shortfall)
+        child.set_captured()
+        missing = self._first_missing(child, self._first_block, shortfall)
+        return None if missing is None else shortfall or Shortfall(Reason.LOST)
+
+    def _save(self, piece: _Piece, child: ChildJob) -> Reason | None:
+        ready = self._mover.to_follow(piece.ready)
+        values = self._prompt.values(piece.blocks, piece.layer_range)
+        if self._handoff is None:
+            values = values[self._mover.num_stored(child, values) :]
+        if values:
+            return self._mover.save(child, values, ready, partial(self._note_gathered, child))
+        self._note_gathered(child)
+        return None
+
+    def _note_gathered(self, child: ChildJob) -> None:
+        """Counts the pieces that are copied; a hand-off's may be needed again."""
+        self._gathered.append(None)
+        is_last = not self._is_open and len(self._gathered) == self._num_released
+        if is_last and self._handoff is None:
+            child.set_captured()
+
+    def _publish(
+        self, child: ChildJob, handoff: HandoffId, shortfall: Shortfall | None
+    ) -> Shortfall | None:
+        """Saves what the store lost meanwhile; tells D when all is durable."""
+        for saves_left in reversed(range(_MOST_ROUNDS)):
+            missing = self._first_missing(child, 0, shortfall)
+            if missing is None:
+                return self._mark_done(child, handoff)
+            if shortfall is not None and shortfall.error is not None:
+                return shortfall
+            if saves_left:
+                ready = self._mover.to_follow(self._ready)
+                lost = self._mover.checked(self._prompt).values(
+                    BlockRange(missing, len(self._prompt.keys))
+                )
+                reason = self._mover.save(child, lost, ready, _nothing)
+                shortfall = None if reason is None else Shortfall(reason)
+        return shortfall or Shortfall(Reason.LOST)
+
+    def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
+        prompt = self._mover.checked(self._prompt)
+        values = prompt.values(BlockRange(first_block, len(prompt.keys)))
+        return self._mover.save(child, values, self._mover.to_follow(self._ready), _nothing)
+
+    def _first_missing(
+        self, child: ChildJob, first_block: int, shortfall: Shortfall | None
+    ) -> int | None:
+        """Matches the blocks from `first_block` on; says in `progress` how far they go.
+
+        Returns the first block that is not whole in the store; None if all are. A store that fails
+        at this too does not hide why the save fell short.
+        """
+        chain, keys = self._prompt.chain(first_block), self._prompt.keys
+        try:
+            stored = self._mover.num_matched(child, chain.keys)
+        except StoreError:
+            if shortfall is None:
+                raise
+            stored = 0
+        missing = chain.numbers[stored] if stored < len(chain.keys) else None
+        self._progress = keys.num_tokens if missing is None else keys.end_of(missing)
+        return missing
+
+    def _mark_done(self, child: ChildJob, handoff: HandoffId) -> Shortfall | None:
+        layout, namespace = self._prompt.layout, self._prompt.keys.namespace
+        markers = {
+            handoff.done(namespace, n): handoff.marker(
+                namespace, n, layout.grid_shards, self._progress
+            )
+            for n in layout.owned_shards
+        }
+        reason = self._mover.mark(child, markers)
+        return None if reason is None else Shortfall(reason)
+
+
+def _nothing() -> None:
+    pass

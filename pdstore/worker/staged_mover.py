@@ -1,0 +1,184 @@
+"""StagedMover: moves values through staging, a window of slots at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+from pdstore.errors import LayoutError, StoreError
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.store.base import Slots, Store
+from pdstore.store.checked import count_of
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ChecksumReader, ChecksumWriter
+from pdstore.threads import Deadline
+from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.mover import Loaded, Mover, Verified
+from pdstore.worker.staging import Staging
+from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.values import Value, whole_blocks
+
+
+class StagedMover(Mover):
+    """Moves values through host slots that it borrows from staging.
+
+    A child job holds two windows at most, one that is filled and one whose copy is under way. It
+    waits for slots only while it holds none, so that no two jobs wait for each other.
+
+    window_bytes: values that are read, verified and copied together are about this large.
+    Raises LayoutError when a block's parts do not fit staging.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        swap: Swap,
+        store: Store,
+        metrics: Metrics,
+        staging: Staging,
+        window_bytes: int = RANGE_BYTES,
+    ) -> None:
+        super().__init__(layout, swap, store, metrics)
+        self._staging = staging
+        self._reader = find_optional(store, ChecksumReader)
+        self._writer = find_optional(store, ChecksumWriter)
+        largest = staging.largest_loan // 2
+        if self._num_parts > largest:
+            raise LayoutError(
+                f"a block has {self._num_parts} parts on this rank and staging has"
+                f" {staging.num_slots} slots: raise PDSTORE_STAGING"
+            )
+        window = -(-window_bytes // staging.slot_bytes)
+        self._window = max(self._num_parts, min(window, largest))
+
+    def save(
+        self,
+        child: ChildJob,
+        values: Sequence[Value],
+        ready: ReadyEvent | None,
+        gathered: Callable[[], None],
+    ) -> Reason | None:
+        rest = values
+        while rest:
+            with self._lend(child, len(rest), 1, child.deadline) as numbers:
+                if not numbers:
+                    child.check()
+                    return Reason.NO_SLOTS
+                window, rest = rest[: len(numbers)], rest[len(numbers) :]
+                slots = self._slots(numbers, [value.size for value in window])
+                with child.copying():
+                    copies = [v.block_copy(slots.value(i)) for i, v in enumerate(window)]
+                    self._swap.gather(copies, ready)
+                if not rest:
+                    gathered()
+                if not self._put(child, window, slots):
+                    return Reason.STORE_ERROR
+        return None
+
+    def load(
+        self,
+        child: ChildJob,
+        values: Sequence[Value],
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> Reason | None:
+        rest = values
+        while rest:
+            with contextlib.ExitStack() as held:
+                numbers = self._lend_beside_a_copy(child, held, len(rest))
+                if not numbers:
+                    child.check()
+                    return Reason.NO_SLOTS
+                window = rest[: whole_blocks(rest, len(numbers))]
+                rest = rest[len(window) :]
+                slots = self._slots(numbers, [value.size for value in window])
+                read = self._read(child, window, slots)
+                usable = self._whole(window, read)
+                if usable:
+                    copies = self._copies_to(usable, slots.value, first_token)
+                    self._scatter(child, copies, ready, partial(loaded, usable), held.pop_all())
+                    self._count("loaded", usable)
+                if read.error is not None:
+                    raise read.error
+                if read.reason is not None:
+                    return read.reason
+        return None
+
+    def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
+        keys = list(markers)
+        with self._lend(child, len(keys), len(keys), child.deadline) as numbers:
+            if not numbers:
+                child.check()
+                return Reason.NO_SLOTS
+            slots = self._slots(numbers, [block.HEADER_BYTES] * len(keys))
+            for i, header in enumerate(markers.values()):
+                block.seal(slots.value(i), header)
+            with child.in_store_call():
+                self._store.put(keys, slots)
+            stored = self.num_matched(child, keys)
+        return None if stored == len(keys) else Reason.LOST
+
+    def _put(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> bool:
+        """Seals and stores values that were gathered; False if the store took not all of them."""
+        sums_here = self._writer is None
+        for i, value in enumerate(window):
+            block.write_start(slots.value(i), value.start)
+            if sums_here:
+                block.write_checksum(slots.value(i))
+        keys = [value.key for value in window]
+        put = self._store.put if self._writer is None else self._writer.put_with_checksums
+        with child.in_store_call():
+            accepted = count_of(put(keys, slots), keys, self._store)
+            self._count("saved", window[:accepted])
+        return accepted == len(window)
+
+    def _read(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> Verified:
+        """Fills the slots and verifies them."""
+        keys = [value.key for value in window]
+        sums: list[int] | None = None
+        with child.in_store_call():
+            try:
+                if self._reader is None:
+                    answer = self._store.get(keys, slots)
+                else:
+                    sums = [0] * len(keys)
+                    answer = self._reader.get_with_checksums(keys, slots, sums)
+                found = count_of(answer, keys, self._store)
+                read = Verified(found, None if found == len(keys) else Reason.LOST)
+            except StoreError as error:
+                read = self._failed_read(error, keys)
+        return self._verify(child, window, slots.value, read, sums)
+
+    def _lend_beside_a_copy(
+        self, child: ChildJob, held: contextlib.ExitStack, most: int
+    ) -> list[int]:
+        """Lends slots for whole blocks; without a wait while a copy that holds others goes on."""
+        if child.has_copy_under_way:
+            at_once = self._lend(child, most, self._num_parts, Deadline(0.0))
+            if numbers := held.enter_context(at_once):
+                return numbers
+            child.finish_copy()
+        return held.enter_context(self._lend(child, most, self._num_parts, child.deadline))
+
+    def _lend(
+        self, child: ChildJob, most: int, least: int, deadline: Deadline
+    ) -> AbstractContextManager[list[int]]:
+        return self._staging.loan(
+            child.direction,
+            min(most, self._window),
+            least=least,
+            deadline=deadline,
+            is_over=lambda: child.is_over,
+        )
+
+    def _slots(self, numbers: Sequence[int], sizes: Sequence[int]) -> Slots:
+        staging = self._staging
+        return Slots(staging.view, staging.slot_bytes, numbers[: len(sizes)], sizes)

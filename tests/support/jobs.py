@@ -1,0 +1,83 @@
+"""Jobs for tests, whose work is a function."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from pdstore.outcome import Direction, Reason
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job_run import JobRun, Urgency
+from pdstore.worker.work import Share, Shortfall, Work
+
+LOAD, SAVE = Direction.LOAD, Direction.SAVE
+Body = Callable[[ChildJob], Reason | None]
+
+
+class Shares(Work):
+    """Work of functions: some as shares, one for the end. It counts as progress what they set."""
+
+    def __init__(self, *shares: Share, last: Body | None = None) -> None:
+        self.shares, self.last = list(shares), last
+        self.tokens, self.is_closed = 0, True
+
+    @property
+    def progress(self) -> int:
+        return self.tokens
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.shares)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_closed
+
+    def take(self) -> Share:
+        return self.shares.pop(0)
+
+    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        reason = self.last(child) if self.last is not None else None
+        return shortfall if reason is None else Shortfall(reason)
+
+
+def run_of(
+    body: Body | Work = lambda child: None,
+    direction: Direction = LOAD,
+    seconds: float = 30.0,
+    num_bytes: int = 1,
+    urgency: Urgency = Urgency.ORDINARY,
+) -> JobRun:
+    work = body if isinstance(body, Work) else Shares(last=body)
+    return JobRun(direction, work, num_bytes=num_bytes, seconds=seconds, urgency=urgency)
+
+
+class Gate:
+    """What jobs wait at, inside a store call, until it is opened."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._inside: list[None] = []
+
+    @property
+    def num_inside(self) -> int:
+        """Jobs that have come to the gate."""
+        return len(self._inside)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def pass_through(self, child: ChildJob) -> None:
+        with child.in_store_call():
+            self._inside.append(None)
+            self._opened.wait(30)
+
+
+def held(
+    gate: Gate,
+    direction: Direction = LOAD,
+    seconds: float = 30.0,
+    num_bytes: int = 1,
+) -> JobRun:
+    """A job that stays inside its store call until the gate opens."""
+    return run_of(gate.pass_through, direction, seconds, num_bytes)

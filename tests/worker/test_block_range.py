@@ -1,0 +1,19 @@
+"""BlockRange: ranges are even, in order, and large enough."""
+
+from __future__ import annotations
+
+from pdstore.worker.block_range import ranges_of
+
+
+def test_ranges_are_even_and_in_order():
+    assert ranges_of(2, 12, 3, range_bytes=1) == [(2, 5), (5, 8), (8, 12)]
+    assert ranges_of(0, 2, 10, range_bytes=1) == [(0, 1), (1, 2)]
+
+
+def test_few_blocks_are_one_range():
+    assert ranges_of(0, 10, 199, range_bytes=100) == [(0, 10)]
+    assert len(ranges_of(0, 10, 200, range_bytes=100)) == 2
+
+
+def test_no_blocks_are_one_empty_range():
+    assert ranges_of(4, 4, 0) == [(4, 4)]
