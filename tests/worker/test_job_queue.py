@@ -95,7 +95,7 @@ def one_worker(make):
         is_free = threading.current_thread().name.endswith("-2")
         (own if is_free else gate).pass_through(child)
 
-    for direction, count in ((LOAD, 1), (SAVE, 2), (LOAD, 3)):
+    for direction, count in ((LOAD, 1), (LOAD, 2), (SAVE, 3)):
         queue.submit(run_of(hold, direction))
         eventually(lambda count=count: gate.num_inside + own.num_inside == count)
 
