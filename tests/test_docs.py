@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdstore.cli.settings_table import settings_table
+from tests.test_modules import FLOORS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("deploy/*.md")])
@@ -73,3 +74,20 @@ def test_every_decision_has_a_name_of_its_own_and_a_status():
     assert all(found), headings
     numbers = sorted(int(match[1]) for match in found)
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_the_architecture_has_the_floors_in_their_order():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| ?(\d?) \| ([^|]+) \|", text, flags=re.MULTILINE)
+    floors: list[set[str]] = []
+    for number, rooms in rows:
+        floors += [set()] if number else []
+        floors[-1] |= set(re.findall(r"\w+", rooms))
+    assert floors == [set(rooms) for rooms in FLOORS]
+
+
+def test_the_architecture_names_every_thread():
+    sources = "".join(path.read_text() for path in (ROOT / "pdstore").rglob("*.py"))
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in set(re.findall(r'"(pdstore-[a-z-]+)', sources)):
+        assert f"`{name}" in text

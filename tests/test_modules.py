@@ -1,4 +1,4 @@
-"""The map of DESIGN.md as a test: imports go up the list, and each outside thing has one door."""
+"""The map of docs/architecture.md as a test: who imports whom, and one door for each thing."""
 
 from __future__ import annotations
 
