@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pdstore import Metrics, Reason
 from pdstore.cli.settings_table import settings_table
 from tests.test_modules import FLOORS
 
@@ -42,6 +43,19 @@ def test_the_readme_is_short():
 
 def test_the_table_of_settings_is_current():
     assert settings_table() in (ROOT / "docs" / "settings.md").read_text()
+
+
+def test_every_metric_and_every_reason_is_explained():
+    metrics = Metrics()
+    metrics.add_codes(dict)
+    counted = {
+        metric.name + ("_total" if metric.type == "counter" else "")
+        for metric in metrics.registry.collect()
+    }
+    text, _, reasons = (ROOT / "docs" / "metrics.md").read_text().partition("## Why")
+    assert set(re.findall(r"^\| `(pdstore_\w+)`", text, flags=re.MULTILINE)) == counted
+    explained = re.findall(r"^\| `(\w+)`", reasons, flags=re.MULTILINE)
+    assert explained == [reason.value for reason in Reason]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
