@@ -39,7 +39,7 @@ class VllmInstance:
         self._schedule = self._core.scheduler.schedule
         self._core.scheduler.schedule = self._counted_schedule
         for _ in range(2):
-            self._engine.ask([7] * 2000, 4, logprobs=0)
+            self._engine.ask([7] * 1000, 4, logprobs=0)
         self._engine.forget()
 
     def stage(self, prompt: Prompt) -> None:
