@@ -14,8 +14,14 @@ MAX_LINES = {"pdstore": 300, "examples": 300, "benchmarks": 300, "tests": 400}
 RIDDLES = {"Who", "What", "That", "And", "As", "How", "Those", "It"}
 """First words of a docstring that stands for its subject instead of saying what it does."""
 
-OF_LIBRARIES = {"_replace", "_asdict", "_fields", "_exit"}
-"""Private only by their spelling: of named tuples and of `os`."""
+OF_LIBRARIES = {
+    *("_replace", "_asdict", "_fields", "_fields_", "_exit"),  # named tuples, ctypes, os
+    "_Hash",  # hashlib's type, which has no public name
+    *("_name", "_kwargs", "_labelnames", "_labelvalues", "_documentation"),  # prometheus_client's
+    *("_registry", "_is_pdstores"),  # vLLM's table of connectors; our mark on vLLM's function
+    "_sleep",  # torch.cuda's
+}
+"""Private only by their spelling, or without a public form."""
 
 TESTED_ELSEWHERE = {
     "pdstore/errors.py": "exceptions carry what they are given",
