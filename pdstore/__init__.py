@@ -1,19 +1,43 @@
 """A storage-backed KV cache for prefill/decode disaggregated LLM inference.
 
-cache = pdstore.PrefixCacheManager(settings, namespace)     # the scheduler's half
-pool = pdstore.KVPool(settings, layout, kv_caches, namespace)   # the worker's half
+    cache = pdstore.PrefixCacheManager(settings, namespace)         # in the scheduler's process
+    pool = pdstore.KVPool(settings, layout, kv_caches, namespace)   # in each worker's process
+
+`open_swap` gives the block copies between a paged cache and host memory alone, without a pool.
 """
 
 from pdstore.async_runner import AsyncRunner
-from pdstore.errors import PDStoreError
+from pdstore.errors import (
+    ConfigError,
+    DeviceError,
+    JobCancelled,
+    JobDeadline,
+    JobError,
+    LayoutError,
+    MissingExtra,
+    NativeError,
+    PDStoreError,
+    PoolClosed,
+    QueueFull,
+    ReadOnly,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    SwapError,
+    WrongLength,
+)
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import MultimodalItem, PromptKeys
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
-from pdstore.format.namespace import Namespace
+from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
+from pdstore.format.multimodal import MultimodalItem
+from pdstore.format.namespace import Namespace, Part
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
-from pdstore.outcome import JobResult, Reason
+from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
@@ -21,30 +45,62 @@ from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
+from pdstore.worker.swap import open_swap
+from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
 
 __version__ = "0.1.0"
 __all__ = [
+    "NO_BLOCK",
     "AsyncRunner",
+    "BlockCopy",
+    "BlockCopyPlan",
+    "BlockKey",
+    "BlockTables",
+    "ConfigError",
+    "DeviceError",
+    "Direction",
     "Handoff",
     "HandoffId",
     "Job",
+    "JobCancelled",
+    "JobDeadline",
+    "JobError",
     "JobResult",
     "KVPool",
     "LayerSpec",
     "Layout",
+    "LayoutError",
     "Lookup",
     "Match",
     "Metrics",
+    "MissingExtra",
     "MultimodalItem",
     "Namespace",
+    "NativeError",
     "PDStoreError",
+    "Part",
+    "PoolClosed",
     "PrefixCacheManager",
     "PromptKeys",
+    "QueueFull",
+    "ReadOnly",
+    "ReadyEvent",
     "Reason",
+    "Registrar",
     "Settings",
     "Slots",
     "Store",
+    "StoreClosed",
+    "StoreDenied",
+    "StoreError",
+    "StoreFull",
+    "StoreTimeout",
+    "StoreUnavailable",
+    "Swap",
+    "SwapError",
+    "WrongLength",
     "open_store",
+    "open_swap",
     "read_settings",
     "weights_revision",
 ]

@@ -16,11 +16,10 @@ T = TypeVar("T")
 class AsyncRunner(Generic[T]):
     """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
 
-    `launch` gives it a function, `sync` takes the result; on a GPU it runs after what the caller's
-    stream has queued at `launch`. An exception is raised once, by the next
-    `sync` or `launch`. The arguments are the runner's until then: hand over copies, not state that
-    the caller changes. For one calling thread. Raises DeviceError from the constructor when the
-    device cannot be used.
+    `launch` starts a function, `sync` returns its result. On a GPU the function's work follows what
+    the caller's stream had queued at `launch`. Its exception is raised once, by the next `sync` or
+    `launch`. Until then the caller must not change what the function uses: hand over copies.
+    For one calling thread. Raises DeviceError from the constructor when the device cannot be used.
     """
 
     def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
@@ -41,9 +40,9 @@ class AsyncRunner(Generic[T]):
         self._worker = Worker(name, self._next, DevicePin(device, api))
 
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
-        """Starts a function when the one before is done; raises the exception of the one before.
+        """Starts a function once the one before has ended.
 
-        Raises TimeoutError when that one still runs after the time.
+        Raises that one's exception, and TimeoutError if it still runs after the time.
         """
         with self._condition:
             self._wait_idle(timeout_s)
@@ -56,10 +55,10 @@ class AsyncRunner(Generic[T]):
             self._condition.notify_all()
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
-        """The function's result, None when none was launched; raises its exception. Waits for it.
+        """Waits for the function and returns its result; None when none was launched.
 
         On a GPU the caller's current stream then waits for the work that the function queued.
-        Raises TimeoutError when the function still runs after the time.
+        Raises the function's exception, and TimeoutError if it still runs after the time.
         """
         with self._condition:
             self._wait_idle(timeout_s)
@@ -105,7 +104,7 @@ class AsyncRunner(Generic[T]):
 
 
 class _RunnerTask(Generic[T]):
-    """A launched function; forgets it before it says that it is done."""
+    """A launched function, released before anybody hears that it has ended."""
 
     def __init__(
         self,

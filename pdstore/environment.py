@@ -1,4 +1,4 @@
-"""The environment that is not pdstore's own: cache paths, Mooncake's variables."""
+"""Environment variables that are not pdstore's own: cache directories, Mooncake's."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _MOONCAKE_OTHERS = frozenset({"LOCAL_HOSTNAME", *_MOONCAKE_FILES})
 
 
 def default_pool_directory() -> Path:
-    """Where `file://` without a path keeps its blocks: a directory of this user."""
+    """Returns the directory of this user where `file://` without a path keeps its blocks."""
     return _cache_directory() / "pool"
 
 
 def weights_cache_file() -> Path:
-    """Where digests of weight files are remembered."""
+    """Returns the file in which digests of weight files are remembered."""
     return _cache_directory() / "weights.json"
 
 
 class MooncakeSources(NamedTuple):
-    """What the environment says about Mooncake.
+    """Mooncake's settings in the environment.
 
-    variables: those named MOONCAKE_*, MC_*, and the names that other users of Mooncake read.
-    path, text: the JSON file that one of them names; None when none does.
+    variables: those named MOONCAKE_*, MC_*, and the ones that other users of Mooncake read.
+    path, text: the JSON file that one of them names, and its content; None when none does.
     """
 
     variables: dict[str, str]
@@ -36,7 +36,7 @@ class MooncakeSources(NamedTuple):
 
 
 def mooncake_sources() -> MooncakeSources:
-    """Mooncake's variables and JSON file. Raises ConfigError for a file that cannot be read."""
+    """Returns Mooncake's variables and JSON file. Raises ConfigError if the file cannot be read."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -52,13 +52,13 @@ def mooncake_sources() -> MooncakeSources:
 
 
 def set_missing_variables(defaults: Mapping[str, str]) -> None:
-    """Sets a library's own variables, before it is imported, where the user did not."""
+    """Sets variables of a library that is not imported yet, except those that the user set."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def native_cache_directory() -> Path:
-    """Where a checkout keeps the native library that it built."""
+    """Returns the directory where a checkout keeps the native library that it built."""
     return _cache_directory() / "native"
 
 

@@ -1,6 +1,4 @@
-"""Every exception pdstore raises.
-
-The tree:
+"""Errors: every exception that pdstore raises.
 
 * PDStoreError
   x ConfigError (ValueError)          a setting, a URL or an argument of a constructor is wrong
@@ -15,7 +13,7 @@ The tree:
     + StoreFull
     + StoreDenied (PermissionError)
     + StoreClosed
-    + WrongLength                     a stored value that is not as long as its key says
+    + WrongLength                     a stored value is not as long as its key says
   x JobError                          why a save or a load ended early
     + JobDeadline (TimeoutError)
     + JobCancelled
@@ -52,9 +50,12 @@ class DeviceError(PDStoreError, RuntimeError):
 
 
 class SwapError(PDStoreError, RuntimeError):
-    """A device call of a block copy or of pinning failed: which, with what, in which slice.
+    """A device call of a block copy, or of pinning memory, failed.
 
-    poisoned: the device's context is broken for good, so nothing will work here any more.
+    device_code: the device runtime's error code; 0 if there is none.
+    call: the name of the call that failed.
+    slice_number: the slice of the copy that it was for; -1 if it was for none.
+    poisoned: the device's context is broken for good: nothing will work in this process any more.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SwapError(PDStoreError, RuntimeError):
 
 
 class StoreError(PDStoreError):
-    """The store failed. `num_done` leading keys of the call had been served before it did."""
+    """The store failed after it had served `num_done` leading keys of the call."""
 
     def __init__(self, message: str, *, num_done: int = 0) -> None:
         super().__init__(message)
@@ -80,7 +81,7 @@ class StoreError(PDStoreError):
 
 
 class StoreUnavailable(StoreError, ConnectionError):
-    """Nobody answers at the store's address, or the breaker is open."""
+    """Nothing answers at the store's address, or the breaker is open."""
 
 
 class StoreTimeout(StoreError, TimeoutError):
@@ -100,7 +101,7 @@ class StoreClosed(StoreError):
 
 
 class WrongLength(StoreError):
-    """The value after the first `num_done` is shorter or longer than its key says: corrupt."""
+    """The value after the first `num_done` is not as long as its key says: it is corrupt."""
 
 
 class JobError(PDStoreError):

@@ -1,4 +1,4 @@
-"""How jobs and lookups end: reasons, directions, results."""
+"""Outcomes of jobs and lookups: their reasons and results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pdstore.errors import (
 
 
 class Reason(str, enum.Enum):
-    """Why leading blocks were not found, loaded or saved; also a label of the metrics."""
+    """A reason why blocks were not found, loaded or saved; also a label of the metrics."""
 
     ABSENT = "absent"  # nobody stored the next block, or it was evicted
-    LOST = "lost"  # matched, and gone when it was read
+    LOST = "lost"  # matched, but gone when it was read
     CORRUPT = "corrupt"  # checksum, header or length is wrong: removed
     FOREIGN = "foreign"  # an intact value that belongs to another key: removed
     NAMESPACE = "namespace"  # the other instance's weights, layout or format differ
@@ -42,11 +42,11 @@ class Reason(str, enum.Enum):
     CANCELLED = "cancelled"
     CLOSED = "closed"
     READ_ONLY = "read_only"  # PDSTORE_PUBLISH=0
-    FAULT = "fault"  # a bug or a device error in pdstore itself
+    FAULT = "fault"  # a bug, an error of a device, or an exception that no store may raise
 
 
 class Direction(enum.Enum):
-    """Which way blocks move."""
+    """The way that blocks move."""
 
     LOAD = "load"  # store -> paged cache
     SAVE = "save"  # paged cache -> store
@@ -54,7 +54,7 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended.
+    """The result of a job.
 
     num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now; of a
       save, the leading tokens that another process can load now.
@@ -83,5 +83,5 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
 
 
 def reason_of(error: Exception) -> Reason:
-    """The reason that an exception stands for; FAULT for one that pdstore does not know."""
+    """Returns the reason for an exception; FAULT for one that is not pdstore's own."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAULT)

@@ -1,10 +1,10 @@
-"""Every knob of pdstore, read once: the only place that looks at the environment."""
+"""Settings: every knob of pdstore, read from the environment once."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -15,6 +15,11 @@ _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _DAY_S = 86_400.0
 
+WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
+"""A time that may be 0: not to wait at all."""
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S, allow_inf_nan=False)]
+"""A time that must pass."""
+
 
 def _default_workers() -> int:
     is_linux = hasattr(os, "sched_getaffinity")
@@ -23,10 +28,10 @@ def _default_workers() -> int:
 
 
 class Settings(BaseSettings):
-    """What a user can set, by environment variable or by argument (an argument wins).
+    """The settings of an instance, by environment variable or by argument (an argument wins).
 
-    `Settings()` raises pydantic's ValidationError; call `read_settings` for errors in terms of the
-    variables.
+    Make them by `read_settings`, whose errors name the variables; `Settings()` itself raises
+    pydantic's ValidationError.
     """
 
     model_config = SettingsConfigDict(
@@ -115,41 +120,19 @@ class Settings(BaseSettings):
         ByteSize(64 << 30),
         description="Bytes of all waiting jobs per direction; more are dropped and counted.",
     )
-    handoff_wait_s: float = Field(
-        10.0,
-        gt=0,
-        le=_DAY_S,
-        allow_inf_nan=False,
-        description="How long D waits for P's marker before it computes.",
+    handoff_wait_s: Seconds = Field(
+        10.0, description="How long D waits for P's marker before it computes."
     )
-    save_deadline_s: float = Field(
-        5.0,
-        gt=0,
-        le=_DAY_S,
-        allow_inf_nan=False,
-        description="Time of a save, plus one second per GB of it.",
+    save_deadline_s: Seconds = Field(
+        5.0, description="Time of a save, plus one second per GB of it."
     )
-    load_deadline_s: float = Field(
-        5.0,
-        gt=0,
-        le=_DAY_S,
-        allow_inf_nan=False,
-        description="Time of a load, plus one second per GB of it.",
+    load_deadline_s: Seconds = Field(
+        5.0, description="Time of a load, plus one second per GB of it."
     )
-    lookup_wait_s: float = Field(
-        1.0,
-        gt=0,
-        le=_DAY_S,
-        allow_inf_nan=False,
-        description="How long a prompt without a hand-off waits for the store's answer.",
+    lookup_wait_s: Seconds = Field(
+        1.0, description="How long a prompt without a hand-off waits for the store's answer."
     )
-    drain_s: float = Field(
-        5.0,
-        ge=0,
-        le=_DAY_S,
-        allow_inf_nan=False,
-        description="How long a stop waits for running jobs.",
-    )
+    drain_s: WaitSeconds = Field(5.0, description="How long a stop waits for running jobs.")
     block_ttl_s: int = Field(
         1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
     )
@@ -161,28 +144,22 @@ class Settings(BaseSettings):
         ge=1,
         description="Store failures in a row that open the breaker: calls then fail at once.",
     )
-    breaker_open_s: float = Field(
-        1.0,
-        gt=0,
-        le=_DAY_S,
-        allow_inf_nan=False,
-        description="First pause of the breaker before it lets a probe through; it doubles.",
+    breaker_open_s: Seconds = Field(
+        1.0, description="First pause of the breaker before it lets a probe through; it doubles."
     )
-    breaker_max_s: float = Field(
-        10.0, gt=0, le=_DAY_S, allow_inf_nan=False, description="Longest pause of the breaker."
-    )
+    breaker_max_s: Seconds = Field(10.0, description="Longest pause of the breaker.")
 
 
 def variable_of(field: str) -> str:
-    """The environment variable of a field of `Settings`."""
+    """Returns the environment variable of a field of `Settings`."""
     return _SWITCH if field == "pd_transfer_via_storage" else _PREFIX + field.upper()
 
 
 def read_settings(**overrides: object) -> Settings:
-    """Settings from the environment; `overrides` win (for command lines and tests).
+    """Returns the settings in the environment; `overrides` win (for command lines and tests).
 
-    Raises ConfigError, naming the variable: for an unknown PDSTORE_* name with the nearest right
-    one, and for a value that does not fit.
+    Raises ConfigError with the variable's name: for an unknown PDSTORE_* one, with the nearest
+    right name, and for a value that does not fit.
     """
     known = {variable_of(field): field for field in Settings.model_fields}
     for name in os.environ:

@@ -1,4 +1,4 @@
-"""The one place that starts threads: each has a name, a device, a kept error and a bounded join."""
+"""Threads: each has a name, a device, errors that are kept, and an end that is waited for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class DeviceApi(Protocol):
-    """What pinning needs of a device runtime. A test gives its own."""
+    """The calls of a device runtime that pinning needs. Tests give their own."""
 
     def set_device(self, index: int) -> None: ...
     def current_device(self) -> int: ...
@@ -42,10 +42,10 @@ class CudaApi:
 
 
 class DevicePin:
-    """Keeps a thread on one device; for the CPU, an explicit device, there is nothing to do.
+    """Keeps a thread on one device. On the CPU it does nothing.
 
-    A thread's current device is its own and starts at 0, and anyone may change it: so it is looked
-    at before every job, and the thread's current stream is put back to the default one.
+    Each thread has a current device, at first 0, and any library may change it: so it is set again
+    before every job, and the thread's current stream is set back to the default one.
 
     Raises DeviceError for a device without an index.
     """
@@ -57,7 +57,7 @@ class DevicePin:
         self._api = api or CudaApi()
 
     def hold(self) -> None:
-        """Puts the calling thread on the device. Raises DeviceError; then nothing may run there."""
+        """Puts the calling thread on the device. Raises DeviceError: then nothing may run there."""
         if self.device.type == "cpu":
             return
         index = self.device.index
@@ -118,7 +118,7 @@ class Latch:
 
 
 class Task(Protocol):
-    """One piece of work of a Worker."""
+    """Work for a Worker: it calls `run`, and `fail` with what that raises."""
 
     def run(self) -> None: ...
     def fail(self, error: Exception) -> None: ...

@@ -1,1 +1,1 @@
-"""What P and D must agree on: namespace, block keys, stored values, hand-offs, layout."""
+"""The format that P and D agree on: namespace, keys, stored values, hand-offs, layout."""

@@ -1,4 +1,4 @@
-"""The stored value: a 64-byte header, then the payload; sealed before put, verified after get."""
+"""Stored values: a 64-byte header, then the payload; sealed before put, verified after get."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSUMMED = HEADER_BYTES - _SUM.size
 
 
 class Header(NamedTuple):
-    """What a value says of itself; every field is compared with what its key asked for."""
+    """The header of a value; every field is compared with the one that its key stands for."""
 
     flags: int
     group: int
@@ -31,7 +31,7 @@ class Header(NamedTuple):
     num_tokens: int
     payload_bytes: int
     namespace: bytes  # 16 bytes
-    prefix_hash: bytes  # 16 bytes; of a marker: the attempt
+    prefix_hash: bytes  # 16 bytes; of a marker: the hand-off's id
 
 
 def start_of(header: Header) -> bytes:
@@ -45,9 +45,9 @@ def header_of(start: bytes) -> Header:
 
 
 def seal(value: memoryview, header: Header) -> None:
-    """Writes the header before the payload that is in place already.
+    """Writes the header, with the checksum, in front of a payload that is in place.
 
-    value: exactly HEADER_BYTES + header.payload_bytes long.
+    value: HEADER_BYTES + header.payload_bytes long; ValueError otherwise.
     """
     if len(value) != HEADER_BYTES + header.payload_bytes:
         raise ValueError(f"{len(value)} bytes for a payload of {header.payload_bytes}")
@@ -77,8 +77,9 @@ def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bo
 
 
 def verify(value: memoryview, expected: Header, computed: int | None = None) -> Reason | None:
-    """Why this value must not be used: CORRUPT, or FOREIGN (whole, of another key); else None.
+    """Returns why this value must not be used, or None if it may be.
 
+    CORRUPT is damaged; FOREIGN is whole, but of another key.
     computed: the `checksum` of these very bytes, where it is known already.
     """
     if len(value) < HEADER_BYTES:
@@ -92,7 +93,7 @@ def verify(value: memoryview, expected: Header, computed: int | None = None) -> 
 
 
 def read_header(value: memoryview) -> Header | None:
-    """The header of an undamaged value, whatever key it belongs to; None if it is damaged."""
+    """Returns the header of a value, whatever its key; None if the value is damaged."""
     if len(value) < HEADER_BYTES:
         return None
     header = Header(*_HEADER.unpack_from(value)[2:-1])
@@ -100,7 +101,7 @@ def read_header(value: memoryview) -> Header | None:
 
 
 def checksum(value: memoryview) -> int:
-    """xxh3_64 over the header without its checksum, then the payload."""
+    """Returns the xxh3_64 of the header without its checksum and of the payload."""
     digest = xxhash.xxh3_64(value[:_UNSUMMED])
     digest.update(value[HEADER_BYTES:])
     return digest.intdigest()

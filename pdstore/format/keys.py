@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import copy
 import enum
-import hashlib
-import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NewType, TypeAlias, Union, cast
+from hashlib import sha256
+from typing import NewType, TypeAlias, Union, cast
 
 import xxhash
 
+from pdstore.format.multimodal import ItemCursor, MultimodalItem, length_prefixed
 from pdstore.format.namespace import HASH_BYTES, Namespace, Part
 
 BlockKey = NewType("BlockKey", str)
-"""What a store sees: ASCII text that names one value. Made by `pdstore.format.keys` only."""
+"""The name of one value in a store: ASCII text, made by `pdstore.format` only."""
 POOL_ID_KEY = BlockKey("pds1:pool")
 _INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 
@@ -36,7 +36,7 @@ Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
 
 
 class Kind(enum.Enum):
-    """What a key names, which decides how long a store keeps it."""
+    """The kind of a key's value; it decides how long a store keeps it."""
 
     BLOCK = "block"
     TAIL = "tail"
@@ -45,20 +45,12 @@ class Kind(enum.Enum):
 
 
 def kind_of(key: BlockKey) -> Kind:
-    """The kind of a key, from its text."""
+    """Returns the kind of a key, from its text."""
     if ":partial:" in key:
         return Kind.TAIL
     if ":handoff:" in key:
         return Kind.HANDOFF
     return Kind.POOL if key == POOL_ID_KEY else Kind.BLOCK
-
-
-class MultimodalItem(NamedTuple):
-    """A multimodal item in a prompt: it covers the tokens [offset, offset + length)."""
-
-    offset: int
-    length: int
-    content_hash: bytes
 
 
 class PromptKeys:
@@ -85,14 +77,19 @@ class PromptKeys:
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
         self._hash = _HASHES[namespace.algorithm]
-        self._items = tuple(items)
-        self._root = self._hash(namespace.digest + _prefixed(lora) + _prefixed(cache_salt))
+        self._items = ItemCursor(items)
+        self._root = self._hash(
+            namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
+        )
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32
         self._tail: bytes | None = None
 
     def extend(self, token_ids: Tokens) -> PromptKeys:
-        """Adds tokens behind those there are; returns itself. Ids must be in [0, 2**31)."""
+        """Adds tokens at the end; returns itself.
+
+        Raises ValueError for an id outside [0, 2**31).
+        """
         data = self._rest + int32_bytes(token_ids)
         step = self.block_tokens * 4
         whole = len(data) - len(data) % step
@@ -110,7 +107,7 @@ class PromptKeys:
         if self._rest:
             first = len(self._full) * self.block_tokens
             self._tail = self._hash(
-                previous + self._rest + self._extras(first, len(self._rest) // 4)
+                previous + self._rest + self._items.extras(first, len(self._rest) // 4)
             )
         return self
 
@@ -119,7 +116,7 @@ class PromptKeys:
         return len(self._full) + (self._tail is not None)
 
     def hash_of(self, block: int) -> bytes:
-        """The prefix hash that names a block and all before it."""
+        """Returns the prefix hash that names a block and all before it. Raises IndexError."""
         if block < len(self._full):
             return self._full[block]
         if block == len(self._full) and self._tail is not None:
@@ -127,20 +124,21 @@ class PromptKeys:
         raise IndexError(block)
 
     def tokens_of(self, block: int) -> int:
-        """How many tokens a block has: `block_tokens`, or fewer for the tail."""
+        """Returns the number of tokens of a block: `block_tokens`, or fewer for the tail."""
         return min(self.block_tokens, self.num_tokens - block * self.block_tokens)
 
     def end_of(self, num_blocks: int) -> int:
-        """How many tokens the first `num_blocks` blocks have."""
+        """Returns the number of tokens in the first `num_blocks` blocks."""
         return min(num_blocks * self.block_tokens, self.num_tokens)
 
     def prefix(self, num_tokens: int) -> PromptKeys:
-        """A copy that names the blocks that are complete within the first `num_tokens` tokens.
+        """Returns a copy with the blocks that are complete within the first `num_tokens` tokens.
 
-        The tail is one of them only when those are all tokens. Later `extend`s do not show in the
-        copy.
+        The tail is one of them only when those are all tokens. Later calls of `extend` do not
+        change the copy.
         """
         short = copy.copy(self)
+        short._items = self._items.copy()
         short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
         if num_tokens < self.num_tokens:
             short._rest, short._tail = b"", None
@@ -150,7 +148,7 @@ class PromptKeys:
     def store_keys(
         self, parts: Sequence[Part], start: int = 0, stop: int | None = None
     ) -> list[BlockKey]:
-        """Store keys of the blocks start..stop: block-major, then `parts` in order."""
+        """Returns the keys of the blocks start..stop: block by block, `parts` in order."""
         heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
         keys = [head + digest.hex() for digest in self._full[start:stop] for head in heads]
         has_tail = self._tail is not None and start <= len(self._full)
@@ -163,27 +161,17 @@ class PromptKeys:
     def _extend_with_items(self, previous: bytes, data: bytes, step: int, whole: int) -> bytes:
         first = len(self._full) * self.block_tokens
         for start in range(0, whole, step):
-            extras = self._extras(first, self.block_tokens)
+            extras = self._items.extras(first, self.block_tokens)
             previous = self._hash(previous + data[start : start + step] + extras)
             self._full.append(previous)
             first += self.block_tokens
         return previous
 
-    def _extras(self, first: int, num_tokens: int) -> bytes:
-        """What the items that touch [first, first + num_tokens) add to their block's hash."""
-        return b"".join(
-            _prefixed(item.content_hash + struct.pack("<i", item.offset - first))
-            for item in self._items
-            if item.length > 0
-            and item.offset < first + num_tokens
-            and first < item.offset + item.length
-        )
-
 
 def int32_bytes(token_ids: Tokens) -> bytes:
-    """Token ids as little-endian int32 bytes; a buffer of 32-bit ints is taken without a copy.
+    """Returns token ids as little-endian int32 bytes.
 
-    Raises ValueError for an id that is negative or does not fit, TypeError for what is no int.
+    Raises ValueError for an id that is negative or does not fit, TypeError for anything but ints.
     """
     if isinstance(token_ids, (bytes, bytearray)):
         raise TypeError("token ids are ints, not bytes")
@@ -209,12 +197,8 @@ def _xxh3_128(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def _sha256(data: bytes, _new: Callable[[bytes], hashlib._Hash] = hashlib.sha256) -> bytes:
-    return _new(data).digest()[:HASH_BYTES]
+def _sha256(data: bytes) -> bytes:
+    return sha256(data).digest()[:HASH_BYTES]
 
 
 _HASHES: Mapping[str, Callable[[bytes], bytes]] = {"sha256": _sha256, "xxh3_128": _xxh3_128}
-
-
-def _prefixed(data: bytes) -> bytes:
-    return struct.pack("<I", len(data)) + data

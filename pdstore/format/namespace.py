@@ -1,4 +1,4 @@
-"""Namespace: what two instances must have equal for their bytes to be interchangeable."""
+"""Namespace: the properties that make the stored bytes of two instances interchangeable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Js
 
 
 class Part(NamedTuple):
-    """One KV group's share of one shard: a block is stored as one value per part."""
+    """A KV group and a shard: a block is stored as one value for each part."""
 
     group: int
     shard: int
 
 
 def prefix_of(namespace: str) -> str:
-    """What the keys of a namespace begin with, and no others; from its `hex`.
+    """Returns the prefix that the keys of a namespace have, and no others; from its `hex`.
 
     Raises ValueError for anything but 32 lower-case hex digits.
     """
@@ -37,7 +37,7 @@ def prefix_of(namespace: str) -> str:
 
 @dataclass(frozen=True)
 class Namespace:
-    """What two instances must have equal for their bytes to be interchangeable, and its digest.
+    """The properties that make bytes interchangeable if they are equal, and their digest.
 
     fields: the document; made by `Layout.namespace`.
     parts: the (group, shard) pairs whose values together are one block, in key order.
@@ -61,7 +61,7 @@ class Namespace:
         return self.digest.hex()
 
     def describe(self) -> dict[str, str]:
-        """Each field in at most 40 characters, fit to send to the other instance.
+        """Returns each field in at most 40 characters, fit to be sent to the other instance.
 
         A long value is a digest. Of the salt only 16 bits show: enough to see a difference, not to
         guess it.
@@ -75,7 +75,7 @@ class Namespace:
         return described
 
     def differences(self, described: Mapping[str, str]) -> list[str]:
-        """A line for each field in which `described` (another instance's `describe()`) differs."""
+        """Returns a line for each field that differs from another instance's `describe()`."""
         ours = self.describe()
         return [
             f"{name}: {described.get(name, 'missing')} there, {ours[name]} here"

@@ -1,29 +1,30 @@
-"""The weights' revision: what tells two checkpoints of one shape apart."""
+"""weights_revision: the text that tells two checkpoints of one shape apart."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from pathlib import Path
 
 from pdstore.environment import weights_cache_file
 from pdstore.errors import ConfigError
+from pdstore.format.file_digest import SCHEME, digest_of_files, file_digest
 from pdstore.settings import Settings
 
-_WHOLE_UP_TO = 1 << 30
-_HEAD_BYTES = 1 << 20
-_NUM_SAMPLES = 256
-_SAMPLE_BYTES = 64 << 10
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def weights_revision(model: str | Path, settings: Settings) -> str:
-    """PDSTORE_WEIGHTS if it is set, else the hub's commit, else a digest of the weight files.
+    """Returns PDSTORE_WEIGHTS if it is set, else the hub's commit, else a digest of the files.
 
-    model: a checkpoint's directory. Its name and path do not matter, only what is in it. A snapshot
-      directory of the hub's cache is named by its commit. A digest is remembered by path, size,
-      mtime and inode.
+    The digest covers the content only, neither names of directories nor times: every byte of small
+    files, the header and samples of every tensor of large ones (`file_digest`). It differs for two
+    checkpoints if any tensor was changed throughout, as training does. It may be equal if they
+    differ only in a few rows of a large tensor, for example of an embedding: give such
+    checkpoints names of their own by PDSTORE_WEIGHTS.
+
+    model: a checkpoint's directory. A snapshot directory of the hub's cache is named by its commit.
+      A file's digest is remembered by path, size, mtime and inode.
     Raises ConfigError where there are no weight files.
     """
     if settings.weights:
@@ -37,33 +38,13 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
             f"no weight files in {directory}: name the weights' revision by PDSTORE_WEIGHTS"
         )
     remembered = _Remembered(weights_cache_file())
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(
-            f"{path.name}\0{path.stat().st_size}\0{remembered.digest_of(path)}\n".encode()
-        )
+    digests = [(path.name, path.stat().st_size, remembered.digest_of(path)) for path in files]
     remembered.write()
-    return "sha256:" + digest.hexdigest()
-
-
-def content_digest(path: Path) -> str:
-    """sha256 of a file: whole up to 1 GiB, else of its first MiB and 256 even samples."""
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= _WHOLE_UP_TO:
-            while chunk := file.read(_HEAD_BYTES):
-                digest.update(chunk)
-            return digest.hexdigest()
-        digest.update(file.read(_HEAD_BYTES))
-        for i in range(_NUM_SAMPLES):
-            file.seek(_HEAD_BYTES + (size - _HEAD_BYTES - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return "sha256:" + digest_of_files(digests)
 
 
 class _Remembered:
-    """Digests of files seen before. Losing it costs a second look at the files, nothing else."""
+    """Digests of files seen before. Without it the files are read again; nothing else is lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,9 +57,9 @@ class _Remembered:
 
     def digest_of(self, path: Path) -> str:
         stat = path.stat()
-        name = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+        name = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{SCHEME}"
         if name not in self._digests:
-            self._digests[name] = content_digest(path)
+            self._digests[name] = file_digest(path)
             self._changed = True
         return self._digests[name]
 

@@ -24,6 +24,7 @@ from pdstore.scheduler.marker_search import MarkerSearch
 from pdstore.scheduler.pace import Pace
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.store.base import Store
+from pdstore.store.find import find_optional
 from pdstore.store.optional import TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or
 
@@ -87,14 +88,12 @@ class HandoffWatcher:
         self._num_looks = 0
         self._sweep_deadline = Deadline(0.0)
         self._call_deadline: Deadline | None = None  # while the thread is in a store call
-        is_told = isinstance(store, TellsChanges)
-        self._looks_per_failed = 1 if is_told else _LOOKS_PER_FAILED
-        self._pace = Pace(last_s=0.1, calls_per_s=None) if is_told else Pace()
-        self._listener = (
-            ChangeListener(store, lambda: self._thread.wake())
-            if isinstance(store, TellsChanges)
-            else None
-        )
+        self._listener: ChangeListener | None = None
+        self._looks_per_failed, self._pace = _LOOKS_PER_FAILED, Pace()
+        teller = find_optional(store, TellsChanges)
+        if teller is not None:
+            self._listener = ChangeListener(teller, lambda: self._thread.wake())
+            self._looks_per_failed, self._pace = 1, Pace(last_s=0.1, calls_per_s=None)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
     def add(self, lookup: Lookup) -> None:

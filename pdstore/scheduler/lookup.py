@@ -16,7 +16,7 @@ _MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a prompt the pool has.
+    """The part of a prompt that the pool has, from its first token on.
 
     keys: the blocks that are stored, to be given to `KVPool.load`.
     num_tokens: the tokens in them.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 from pdstore.store.checked import count_of, stored_among
+from pdstore.store.find import find_optional
 from pdstore.store.optional import FindsKeys
 
 
@@ -18,7 +19,7 @@ class MarkerSearch:
 
     def __init__(self, store: Store, most_calls: int = 8) -> None:
         self._store, self._most_calls = store, most_calls
-        self._finder = store if isinstance(store, FindsKeys) else None
+        self._finder = find_optional(store, FindsKeys)
         self._next = 0
 
     def num_calls(self, num_keys: int) -> int:

@@ -12,7 +12,8 @@ from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import MultimodalItem, PromptKeys, Tokens
+from pdstore.format.keys import PromptKeys, Tokens
+from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Json, Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason

@@ -6,7 +6,7 @@ import pytest
 
 from pdstore.errors import ConfigError
 from pdstore.format import weights
-from pdstore.format.weights import content_digest, weights_revision
+from pdstore.format.weights import weights_revision
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings()
@@ -44,7 +44,7 @@ def test_a_file_that_changes_is_read_again(tmp_path):
 def test_an_unchanged_file_is_read_once(tmp_path, monkeypatch):
     a = checkpoint(tmp_path / "a")
     before = weights_revision(a, SETTINGS)
-    monkeypatch.setattr(weights, "content_digest", None)
+    monkeypatch.setattr(weights, "file_digest", None)
     assert weights_revision(a, SETTINGS) == before
 
 
@@ -74,14 +74,3 @@ def test_a_damaged_cache_costs_a_second_look(tmp_path, text):
     (tmp_path / "cache" / "pdstore").mkdir(parents=True)
     (tmp_path / "cache" / "pdstore" / "weights.json").write_text(text)
     assert weights_revision(checkpoint(tmp_path / "a"), SETTINGS).startswith("sha256:")
-
-
-def test_a_big_file_is_sampled_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_WHOLE_UP_TO", 1 << 20)
-    path = tmp_path / "big.safetensors"
-    data = bytearray(40 << 20)
-    path.write_bytes(data)
-    before = content_digest(path)
-    data[-1] = 1
-    path.write_bytes(data)
-    assert content_digest(path) != before

@@ -12,7 +12,8 @@ from typing import Any
 
 from pdstore.errors import PDStoreError
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import MultimodalItem, PromptKeys
+from pdstore.format.keys import PromptKeys
+from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.lookup import Lookup

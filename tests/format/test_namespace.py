@@ -1,0 +1,54 @@
+"""Namespace: equal properties are one namespace, differences are told, the salt never is."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import POOL_ID_KEY, PromptKeys
+from pdstore.format.namespace import Namespace, Part, prefix_of
+
+PARTS = (Part(0, 0), Part(0, 1), Part(1, 0))
+NAMESPACE = Namespace({"format": 1, "weights": "w"}, PARTS, block_tokens=4)
+
+
+def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
+    prefix = prefix_of(NAMESPACE.hex)
+    keys = PromptKeys(NAMESPACE).extend(range(100)).store_keys(NAMESPACE.parts)
+    keys += [HandoffId.new().done(NAMESPACE, 3), HandoffId.new().failed(NAMESPACE)]
+    assert all(key.startswith(prefix) for key in keys)
+    assert not POOL_ID_KEY.startswith(prefix)
+
+
+def test_equal_fields_in_another_order_are_one_namespace():
+    a = Namespace({"a": 1, "b": [1, 2]}, PARTS, 4)
+    b = Namespace({"b": [1, 2], "a": 1}, PARTS, 4)
+    assert a.digest == b.digest
+
+
+def test_differences_name_the_fields_and_never_the_salt():
+    a = Namespace({"weights": "x", "dtype": "float32", "salt": "a" * 64}, PARTS, 4)
+    b = Namespace({"weights": "y", "dtype": "float32", "salt": "b" * 64}, PARTS, 4)
+    lines = a.differences(b.describe())
+    assert [line.split(":")[0] for line in lines] == ["salt", "weights"]
+    assert "aaaa" not in str(a.describe())
+    assert a.differences(a.describe()) == []
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "0" * 31, "A" * 32, "0" * 33, "../" + "0" * 29, "0" * 32 + "\n"]
+)
+def test_a_namespace_that_is_no_digest_has_no_prefix(bad):
+    with pytest.raises(ValueError, match="32 lower-case hex digits"):
+        prefix_of(bad)
+
+
+def test_a_long_property_is_told_by_its_digest():
+    a, b = (Namespace({"rope": text * 100}, PARTS, 4) for text in "ab")
+    assert len(a.describe()["rope"]) < 40
+    assert a.describe() != b.describe()
+
+
+def test_a_property_that_is_no_json_number_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        Namespace({"scale": float("nan")}, PARTS, 4)

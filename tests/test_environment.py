@@ -1,0 +1,65 @@
+"""Environment variables of others: cache directories and Mooncake's settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pdstore.environment import (
+    default_pool_directory,
+    mooncake_sources,
+    native_cache_directory,
+    set_missing_variables,
+    weights_cache_file,
+)
+from pdstore.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("MOONCAKE_", "MC_", "SGLANG_", "XDG_")) or name == "LOCAL_HOSTNAME":
+            monkeypatch.delenv(name)
+
+
+def test_everything_is_kept_in_the_cache_directory_of_this_user(monkeypatch, tmp_path):
+    places = (default_pool_directory, weights_cache_file, native_cache_directory)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert {place().parent for place in places} == {tmp_path / ".cache" / "pdstore"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert {place().parent for place in places} == {tmp_path / "xdg" / "pdstore"}
+
+
+def test_mooncakes_variables_are_those_that_mooncake_and_its_users_read(monkeypatch):
+    for name in ("MOONCAKE_MASTER", "MC_TCP_ONLY", "LOCAL_HOSTNAME", "MCX", "PDSTORE_STORE"):
+        monkeypatch.setenv(name, "v")
+    sources = mooncake_sources()
+    assert set(sources.variables) == {"MOONCAKE_MASTER", "MC_TCP_ONLY", "LOCAL_HOSTNAME"}
+    assert (sources.path, sources.text) == (None, None)
+
+
+def test_the_file_that_a_variable_names_is_read(monkeypatch, tmp_path):
+    file = tmp_path / "mooncake.json"
+    file.write_text('{"x": 1}')
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(file))
+    assert mooncake_sources()[1:] == (str(file), '{"x": 1}')
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])
+def test_a_file_that_cannot_be_read_is_named(monkeypatch, tmp_path, content):
+    file: Path = tmp_path / "mooncake.json"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(file))
+    with pytest.raises(ConfigError, match=r"mooncake\.json"):
+        mooncake_sources()
+
+
+def test_a_variable_that_the_user_set_stays(monkeypatch):
+    monkeypatch.setenv("MC_A", "users")
+    monkeypatch.delenv("MC_B", raising=False)
+    set_missing_variables({"MC_A": "ours", "MC_B": "ours"})
+    assert (os.environ["MC_A"], os.environ["MC_B"]) == ("users", "ours")
+    monkeypatch.delenv("MC_B")
