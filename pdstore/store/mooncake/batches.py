@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.barrier import Answer, Barrier
+from pdstore.store.mooncake.client import Client, Raw
 from pdstore.store.mooncake.codes import INVALID
-from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory, address_of, addresses_of, packed
+from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory, addresses_of, packed
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,17 @@ class Batches:
     any_memory: the library moves from and into any buffer; else only from and into `memory`'s.
     """
 
-    def __init__(self, client: Client, memory: Memory, lease_s: float, *, any_memory: bool) -> None:
-        self._client, self._memory, self._lease_s = client, memory, lease_s
+    def __init__(
+        self,
+        client: Client,
+        memory: Memory,
+        barrier: Barrier,
+        lease_s: float,
+        *,
+        any_memory: bool,
+    ) -> None:
+        self._client, self._memory, self._barrier = client, memory, barrier
+        self._lease_s = lease_s
         self._any_memory = any_memory
         self._rate = _FIRST_RATE
 
@@ -42,7 +53,7 @@ class Batches:
         return by_lease if self._any_memory else min(by_lease, BOUNCE_BYTES)
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Start and end of each batch. The pool's own key is one of its own: it is kept longer."""
+        """Yields start and end of each batch. The pool's own key is alone: it is kept longer."""
         start, num_bytes, most = 0, 0, self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
@@ -56,13 +67,15 @@ class Batches:
             yield start, len(sizes)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
-        """Reads one batch: of each value its number of bytes, or a code."""
+        """Reads one batch; returns for each value its number of bytes, or a code."""
         start = time.monotonic()
         base = address_of(slots.view)
         if self._is_movable(slots, base):
-            codes = self._get(keys, addresses_of(slots, base), slots.sizes)
+            answer = self._get(keys, addresses_of(slots, base), slots.sizes)
+            self._barrier.wait_after(answer)
         else:
-            codes = self._get_through_bounce(keys, slots)
+            answer = self._get_through_bounce(keys, slots)
+        codes = answer.codes
         if INVALID in codes and not self._any_memory:
             codes = self._again(codes, lambda: self._get_through_bounce(keys, slots))
         num_bytes = sum(code for code in codes if code > 0)
@@ -72,22 +85,26 @@ class Batches:
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
-        """Writes one batch: 0 or a code for each value. 0 is also for a key that was taken."""
+        """Writes one batch; returns 0 or a code for each value. 0 also says: the key was taken."""
         base = address_of(slots.view)
         if self._is_movable(slots, base):
-            codes = self._put(keys, addresses_of(slots, base), slots.sizes, config)
+            answer = self._put(keys, addresses_of(slots, base), slots.sizes, config)
+            self._barrier.wait_after(answer)
         else:
-            codes = self._put_through_bounce(keys, slots, config)
+            answer = self._put_through_bounce(keys, slots, config)
+        codes = answer.codes
         if INVALID in codes and not self._any_memory:
             codes = self._again(codes, lambda: self._put_through_bounce(keys, slots, config))
         return codes
 
-    def _again(self, codes: list[int], through_bounce: Callable[[], list[int]]) -> list[int]:
-        """Refused. Was the process replaced that shares our memory, then it does not know it: the
-        library notices only an absence of a second. New memory it will know.
+    def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
+        """Tries a refused batch once more, through a new bounce.
+
+        If the process that shares our memory was replaced within a second, the library has not
+        noticed, and the new one refuses memory that it does not know. New memory it will know.
         """
         self._memory.drop_bounce()
-        again = through_bounce()
+        again = through_bounce().codes
         if again.count(INVALID) < codes.count(INVALID):
             log.warning("mooncake: values are copied from now on: the other process was replaced")
             self._memory.forget_slabs()
@@ -96,35 +113,36 @@ class Batches:
     def _is_movable(self, slots: Slots, base: int) -> bool:
         return self._any_memory or self._memory.holds(slots, base)
 
-    def _put_through_bounce(
-        self, keys: Sequence[BlockKey], slots: Slots, config: object
-    ) -> list[int]:
+    def _put_through_bounce(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> Answer:
         with self._memory.bounce_lock:
             starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
             for i in range(len(slots)):
                 bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.value(i)
             base = address_of(bounce)
-            return self._put(keys, [base + start for start in starts[:-1]], slots.sizes, config)
+            answer = self._put(keys, [base + start for start in starts[:-1]], slots.sizes, config)
+            self._leave_bounce(answer)
+            return answer
 
-    def _get_through_bounce(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
+    def _get_through_bounce(self, keys: Sequence[BlockKey], slots: Slots) -> Answer:
         with self._memory.bounce_lock:
             starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
             base = address_of(bounce)
-            codes = self._get(keys, [base + start for start in starts[:-1]], slots.sizes)
+            answer = self._get(keys, [base + start for start in starts[:-1]], slots.sizes)
             for i, size in enumerate(slots.sizes):
-                if codes[i] == size:
+                if answer.codes[i] == size:
                     slots.value(i)[:] = bounce[starts[i] : starts[i] + size]
-            return codes
+            self._leave_bounce(answer)
+            return answer
 
-    def _get(
-        self, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]
-    ) -> list[int]:
-        with self._client.call() as raw:
-            codes = raw.batch_get_into(list(keys), addresses, list(sizes))
-        self._client.note(codes)
-        return codes
+    def _leave_bounce(self, answer: Answer) -> None:
+        """Gives the bounce up if it is in doubt; waits only if too many were given up before."""
+        if self._barrier.is_needed(answer) and not self._memory.abandon_bounce():
+            self._barrier.wait_after(answer)
+
+    def _get(self, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]) -> Answer:
+        return self._call(lambda raw: raw.batch_get_into(list(keys), addresses, list(sizes)))
 
     def _put(
         self,
@@ -132,8 +150,14 @@ class Batches:
         addresses: list[int],
         sizes: Sequence[int],
         config: object,
-    ) -> list[int]:
+    ) -> Answer:
+        return self._call(
+            lambda raw: raw.batch_put_from(list(keys), addresses, list(sizes), config)
+        )
+
+    def _call(self, function: Callable[[Raw], list[int]]) -> Answer:
+        start = time.monotonic()
         with self._client.call() as raw:
-            codes = raw.batch_put_from(list(keys), addresses, list(sizes), config)
+            codes = function(raw)
         self._client.note(codes)
-        return codes
+        return Answer(raw, codes, time.monotonic() - start)

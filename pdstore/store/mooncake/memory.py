@@ -16,16 +16,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
-
 from pdstore.errors import StoreError
+from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import Raw
+from pdstore.store.mooncake.codes import INVALID
 
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 64 << 10  # what is smaller is not worth a registration
 BOUNCE_BYTES = 64 << 20
+MOST_ABANDONED = 4
 
 
 class Allocator(Protocol):
@@ -53,10 +54,12 @@ class Memory:
         self._allocator = allocator
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
+        self._registered: set[_Slab] = set()
         self._dropped: deque[_Slab] = deque()  # filled by finalizers, which may run anywhere
         self._raw: Raw | None = None
         self.bounce_lock = threading.Lock()
         self._bounce: memoryview | None = None
+        self._abandoned: list[memoryview] = []
 
     def allocate(self, num_bytes: int) -> memoryview:
         """A slab, registered now or when the client connects; freed with its last view."""
@@ -74,20 +77,32 @@ class Memory:
         with self._lock:
             self._slabs.append(slab)
             if self._raw is not None:
-                _register(self._raw, slab)
+                self._register(self._raw, slab)
         return view
 
     def connect(self, raw: Raw) -> None:
         """Registers the slabs with a new connection."""
         with self._lock:
             self._raw = raw
+            self._registered.clear()
             for slab in self._slabs:
-                _register(raw, slab)
+                self._register(raw, slab)
 
     def disconnect(self) -> None:
-        """The connection is going: nothing is registered with it any more."""
+        """Stops registering: the store is being closed."""
         with self._lock:
             self._raw = None
+
+    def detach(self, raw: Raw) -> bool:
+        """Unregisters every slab; returns whether the other side knows none of them any more.
+
+        May be called again after a failure. The next connection registers them all.
+        """
+        with self._lock:
+            if not all([self._unregister(raw, slab) for slab in list(self._registered)]):
+                return False
+            self._raw = None
+            return True
 
     def holds(self, slots: Slots, address: int) -> bool:
         """Whether all of a buffer lies in one slab."""
@@ -102,15 +117,40 @@ class Memory:
         return self._bounce
 
     def drop_bounce(self) -> None:
-        """The next bounce is a new slab."""
+        """Makes the next bounce a new slab."""
         with self.bounce_lock:
             self._bounce = None
+
+    def abandon_bounce(self) -> bool:
+        """Gives the bounce up, in which bytes may still come late; the next one is a new slab.
+
+        Returns False if too many were given up before. They stay allocated, so that their
+        addresses are not used again. The caller holds `bounce_lock`.
+        """
+        if self._bounce is None or len(self._abandoned) == MOST_ABANDONED:
+            return False
+        self._abandoned.append(self._bounce)
+        self._bounce = None
+        return True
 
     def forget_slabs(self) -> None:
         """All but the bounce cannot be moved any more: what is in them goes through it."""
         bounce = 0 if self._bounce is None else address_of(self._bounce)
         with self._lock:
             self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
+
+    def _register(self, raw: Raw, slab: _Slab) -> None:
+        code = raw.register_buffer(slab.address, slab.size)
+        if code:
+            log.warning("mooncake: %d bytes could not be registered (%d)", slab.size, code)
+        else:
+            self._registered.add(slab)
+
+    def _unregister(self, raw: Raw, slab: _Slab) -> bool:
+        """Whether the slab is not known to the other side, now or never was."""
+        if slab in self._registered and raw.unregister_buffer(slab.address) in (0, INVALID):
+            self._registered.discard(slab)
+        return slab not in self._registered
 
     def _take_from_library(self, allocator: Allocator, num_bytes: int) -> tuple[memoryview, _Slab]:
         address = allocator.alloc(num_bytes)
@@ -122,37 +162,25 @@ class Memory:
         return memoryview(array).cast("B"), slab
 
     def _free_dropped(self) -> None:
-        while self._dropped:
+        for _ in range(len(self._dropped)):
             slab = self._dropped.popleft()
             with self._lock:
+                if self._raw is not None and not self._unregister(self._raw, slab):
+                    self._dropped.append(slab)  # another slab at its address would not be mapped
+                    continue
                 self._slabs = [each for each in self._slabs if each != slab]
-                if self._raw is not None:
-                    self._raw.unregister_buffer(slab.address)
             if self._allocator is not None:
                 self._allocator.free(slab.address)
 
 
-def address_of(view: memoryview) -> int:
-    """Where a buffer is in this process's memory."""
-    return int(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
-
-
 def addresses_of(slots: Slots, base: int) -> list[int]:
-    """Where each slot starts, for a buffer at `base`."""
+    """Returns where each slot starts in a buffer at `base`."""
     return [base + number * slots.slot_bytes for number in slots.numbers]
 
 
 def packed(sizes: Sequence[int]) -> list[int]:
-    """Where values of these sizes start when they lie one behind the other, 64-byte aligned; and,
-    last, where they end.
-    """
+    """Returns where each value starts, side by side but 64-byte aligned; and the end of all."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // 64) * 64)
     return starts
-
-
-def _register(raw: Raw, slab: _Slab) -> None:
-    code = raw.register_buffer(slab.address, slab.size)
-    if code:
-        log.warning("mooncake: %d bytes could not be registered (%d)", slab.size, code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdstore.environment import mooncake_sources
 from pdstore.errors import StoreTimeout, WrongLength
@@ -12,13 +12,16 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.mooncake.barrier import Barrier
 from pdstore.store.mooncake.batches import Batches
-from pdstore.store.mooncake.client import Client, Raw, close_on_sigterm
+from pdstore.store.mooncake.client import Client, Raw
+from pdstore.store.mooncake.closing import close_on_sigterm
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import Library
 from pdstore.store.mooncake.memory import Memory
 from pdstore.store.mooncake.put import Putter
+from pdstore.store.mooncake.server import Server
 from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
@@ -38,22 +41,31 @@ class MooncakeStore(Store):
     master that does not answer is StoreUnavailable or StoreTimeout; then nothing calls the library
     before the master was seen to answer again, because each such call would hang for seconds.
 
+    library, server: Mooncake's library and the servers that it talks to; others are for tests.
+
     Raises MissingExtra when the library cannot be loaded.
     """
 
-    def __init__(self, label: str, config: MooncakeConfig) -> None:
+    def __init__(
+        self,
+        label: str,
+        config: MooncakeConfig,
+        library: Library | None = None,
+        server: Callable[[str, str], Server] = Server,
+    ) -> None:
         self.label = label
         self._config = config
         self._lifecycle = Lifecycle(label)
-        library = Library(config)
+        self._library = library = library or Library(config)
         self._memory = Memory(library.allocator())
-        self._lookup = Client(label, _address(config.master), library.connect_lookup)
-        data_at = config.client if config.topology == "shared" else config.master
-        self._data = Client(label, _address(data_at), self._connect_data)
-        self._library = library
+        master = server(label, config.master)
+        sharer = server(label, config.client) if config.topology == "shared" else None
+        self._lookup = Client(label, master, library.connect_lookup)
+        self._data = Client(label, sharer or master, self._connect_data)
         self._batches = Batches(
             self._data,
             self._memory,
+            Barrier(label, self._data, self._memory, sharer),
             config.lease_s,
             any_memory=config.topology != "shared" and config.protocol == "tcp",
         )
@@ -201,11 +213,3 @@ def _windows(count: int) -> Iterator[tuple[int, int]]:
         end = min(start + next(sizes, _WINDOWS[-1]), count)
         yield start, end
         start = end
-
-
-def _address(text: str) -> tuple[str, int] | None:
-    """Host and port; None for what is no single address (`etcd://...`)."""
-    host, _, port = text.rpartition(":")
-    if "://" in text or not port.isdigit():
-        return None
-    return host.strip("[]"), int(port)

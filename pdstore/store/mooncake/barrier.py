@@ -1,0 +1,124 @@
+"""Barrier: keeps a failed call until nobody can write to, or read from, its memory any more.
+
+The library gives some calls up while their transfers go on. Bytes that come late would land in
+slots that hold another block by then: between its verification and its scatter, or between its
+gather and its checksum.
+
+Shared memory: the library's own calls to `mooncake_client` end after 30 s. That is the default of
+its RPC library, and no variable changes it: MC_RPC_TIMEOUT_MS is for calls of the master, MC_TCP_*
+for sockets that move values. A process that was stopped in the middle then goes on where it was,
+and may also find the request in its socket only later. It keeps a lock from the start to the end of
+such a request, and takes it exclusively to forget memory. So once it has answered that it forgot
+all of a connection's memory, its requests are over, or are refused when they come.
+
+TCP and RDMA: the library waits 60 s for a transfer, a constant, and then reports a failure without
+cancelling it. Before, a failure is reported only when the transport is done with the memory: TCP
+has closed the socket (after MC_TCP_STATUS_TIMEOUT_SEC or MC_TCP_PROGRESS_TIMEOUT_SEC), a NIC has
+completed the request with an error (after its retries). To close the connection ends the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import NamedTuple
+
+from pdstore.store.mooncake.client import Client, Raw
+from pdstore.store.mooncake.codes import is_outage
+from pdstore.store.mooncake.memory import Memory
+from pdstore.store.mooncake.server import Server, State
+
+log = logging.getLogger(__name__)
+
+GIVEN_UP_S = 55.0  # the library's 60 s, and some for its clocks
+KEPT = "memory kept until nobody uses it"
+"""The name under which `codes()` counts the calls that waited here."""
+
+
+class Answer(NamedTuple):
+    """The codes of a call that moved values, the object that gave them, and how long it took."""
+
+    raw: Raw
+    codes: list[int]
+    seconds: float
+
+
+class Barrier:
+    """Waits for the end of what calls of one client have left under way.
+
+    label: of the store, for messages.
+    sharer: the process that shares our memory; None when this process moves the bytes itself.
+    pause_s: between two attempts.
+    given_up_s: a failure after this time may be one that the library gave up.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        client: Client,
+        memory: Memory,
+        sharer: Server | None,
+        *,
+        pause_s: float = 0.2,
+        given_up_s: float = GIVEN_UP_S,
+    ) -> None:
+        self._label, self._client, self._memory, self._sharer = label, client, memory, sharer
+        self._pause_s, self._given_up_s = pause_s, given_up_s
+        self._trying = threading.Lock()
+        self._num_answers = 0  # in a row: a process that is being killed may still give one
+
+    def is_needed(self, answer: Answer) -> bool:
+        """Whether the call's transfers may still go on."""
+        if self._sharer is not None:
+            return any(is_outage(code) for code in answer.codes)
+        return answer.seconds > self._given_up_s and any(code < 0 for code in answer.codes)
+
+    def wait_after(self, answer: Answer) -> None:
+        """Returns when the call's memory is its caller's again: mostly at once.
+
+        Else it blocks for as long as it takes, also when the store is closed meanwhile: the job's
+        deadline ends the job, and its slots stay out. Other calls are refused meanwhile.
+        """
+        if not self.is_needed(answer):
+            return
+        log.warning(
+            "%s: a call was given up after %.0f s and may still be under way;"
+            " its memory is kept until that is over",
+            self._label,
+            answer.seconds,
+        )
+        self._client.codes[KEPT] += 1
+        self._client.suspend(answer.raw)
+        start = time.monotonic()
+        while self._client.is_suspended(answer.raw):
+            with self._trying:
+                if self._client.is_suspended(answer.raw):
+                    self._try(answer.raw)
+            if self._client.is_suspended(answer.raw):
+                time.sleep(self._pause_s)
+        waited = time.monotonic() - start
+        log.warning("%s: that call is over; its memory was kept for %.1f s", self._label, waited)
+
+    def _try(self, raw: Raw) -> None:
+        """Ends the suspension if nothing can be under way any more."""
+        if self._sharer is None:
+            if self._client.is_idle:
+                self._memory.detach(raw)
+                self._client.replace(raw)
+            return
+        state = self._sharer.ask()
+        self._num_answers = self._num_answers + 1 if state is State.ANSWERS else 0
+        if state is State.GONE:
+            self._client.restore(raw)  # the library finds the successor by itself
+        elif self._num_answers > 1 and self._client.is_idle and self._is_forgotten(raw):
+            self._num_answers = 0
+            self._client.replace(raw)  # for requests of another connection nothing is mapped
+
+    def _is_forgotten(self, raw: Raw) -> bool:
+        """Whether the other process has forgotten all our memory, for certain.
+
+        While its own ping fails, the library maps everything again; so it must be healthy before
+        and after.
+        """
+        return raw.health_check() == 0 and self._memory.detach(raw) and raw.health_check() == 0

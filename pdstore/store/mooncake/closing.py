@@ -1,0 +1,102 @@
+"""Closing: the library's objects are closed in time, at exit and on SIGTERM, or set aside."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from types import FrameType
+from typing import Protocol
+
+from pdstore.async_runner import AsyncRunner
+from pdstore.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
+_DRAIN_AT_EXIT_S = 1.0
+
+
+class Closable(Protocol):
+    """An object of the library. Its `close` keeps Python's lock: every thread waits for it."""
+
+    def close(self) -> int: ...
+
+
+class Owner(Protocol):
+    """What has such an object."""
+
+    def close(self, drain_s: float) -> None: ...
+    def set_aside(self) -> None: ...
+
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_aside: list[Closable] = []
+_hooks_lock = threading.Lock()
+_hooks_are_set = False
+
+
+def set_aside(raw: Closable) -> None:
+    """Keeps an object that cannot be closed now: to destroy it would crash or hang the process."""
+    _aside.append(raw)
+
+
+def close_in_time(raw: Closable, label: str) -> None:
+    """Closes an object, or sets it aside after 5 s."""
+    closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
+    closer.launch(raw.close)
+    try:
+        closer.sync(_CLOSE_S)
+    except TimeoutError:
+        log.warning("%s: close did not end within %s s; left alone", label, _CLOSE_S)
+        set_aside(raw)
+    closer.close(0.1)
+
+
+def close_at_exit(owner: Owner) -> None:
+    """Closes the owner before the interpreter ends; sets its object aside in forked children."""
+    global _hooks_are_set
+    _owners.add(owner)
+    with _hooks_lock:
+        if _hooks_are_set:
+            return
+        _hooks_are_set = True
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_set_all_aside)
+
+
+def close_on_sigterm() -> None:
+    """Makes SIGTERM close everything and then end the process as before.
+
+    For a process that lends memory: if it is killed without a word, the master sends others to it
+    until the client's time to live is over. Changes nothing where the program has a handler (it
+    closes what it opened), and nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _close_all() -> None:
+    for owner in list(_owners):
+        with contextlib.suppress(StoreError):
+            owner.close(_DRAIN_AT_EXIT_S)
+
+
+def _set_all_aside() -> None:
+    for owner in list(_owners):
+        owner.set_aside()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    start = time.monotonic()
+    _close_all()
+    log.info("closed in %.1f s on signal %d", time.monotonic() - start, number)
+    os.kill(os.getpid(), number)

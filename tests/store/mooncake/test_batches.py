@@ -1,0 +1,134 @@
+"""How MooncakeStore splits its calls, and which memory it hands to the library."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pdstore.errors import StoreUnavailable
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.store.base import Slots
+from pdstore.store.mooncake.barrier import KEPT
+from pdstore.testing import fresh_keys
+from pdstore.testing.threads import start_background
+from pdstore.testing.values import get, put
+from tests.support.kv import eventually
+
+SIZE = 256
+
+
+def test_a_read_that_outlived_its_lease_is_tried_once_more_in_halves(store, raw):
+    """Rule 5: -707 fails the whole batch."""
+    keys = fresh_keys(8)
+    raw.values = dict.fromkeys(keys, SIZE)
+    raw.script = [("get", [-707] * 8)]
+    assert len(get(store, keys, [SIZE] * 8)) == 8
+    assert [call[1] for call in raw.calls] == [keys, keys[:4], keys[4:]]
+    raw.calls.clear()
+    raw.script = [("get", [-707] * 8), ("get", [0] * 4), ("get", [0, -707, 0, 0])]
+    assert len(get(store, keys, [SIZE] * 8)) == 5
+    assert raw.count("get") == 3
+
+
+def test_a_batch_is_no_larger_than_what_the_lease_allows(open_double, raw):
+    """Rule 3: a third of the lease, at the rate seen lately (1 GB/s before any was)."""
+    store = open_double(lease_s=0.03)
+    keys, size = fresh_keys(20), 1 << 20
+    raw.values = dict.fromkeys(keys, size)
+    slots = Slots(memoryview(bytearray(size)), size, [0] * 20, [size] * 20)
+    assert store.get(keys, slots) == 20
+    assert [len(call[1]) for call in raw.calls] == [9, 9, 2]
+
+
+def test_small_values_go_in_large_batches_and_large_ones_16_at_a_time(store, raw):
+    """Rule 3."""
+    keys = fresh_keys(2000)
+    raw.values = dict.fromkeys(keys, SIZE)
+    get(store, keys, [SIZE] * 2000)
+    assert [len(call[1]) for call in raw.calls] == [2000]
+    raw.calls.clear()
+    size = 4 << 20
+    raw.values = dict.fromkeys(keys, size)
+    slots = Slots(memoryview(bytearray(size)), size, [0] * 40, [size] * 40)
+    assert store.get(keys[:40], slots) == 40
+    assert [len(call[1]) for call in raw.calls] == [16, 16, 8]
+
+
+def test_after_a_short_batch_nothing_more_is_read(store, raw):
+    size, keys = 4 << 20, fresh_keys(40)
+    raw.values = dict.fromkeys(keys[:5], size)
+    slots = Slots(memoryview(bytearray(size)), size, [0] * 40, [size] * 40)
+    assert store.get(keys, slots) == 5
+    assert raw.count("get") == 1
+
+
+def test_memory_that_the_transport_cannot_move_goes_through_a_slab_that_it_can(open_double, raw):
+    """Rule 2: RDMA moves registered memory only."""
+    store = open_double(protocol="rdma")
+    put(store, fresh_keys(3), [b"x" * SIZE] * 3)
+    slots = Slots(store.allocate(1 << 20), SIZE, [1, 0], [SIZE] * 2)
+    store.put(fresh_keys(2), slots)
+    assert len(raw.moved) == 5
+    for _, address, size, _ in raw.moved:
+        assert any(b <= address and address + size <= b + n for b, n in raw.buffers)
+
+
+def test_the_pools_own_key_is_pinned_and_in_a_batch_of_its_own(store, raw):
+    keys = fresh_keys(2)
+    put(store, [keys[0], POOL_ID_KEY, keys[1]], [b"x"] * 3)
+    pinned = {key: config for key, _, _, config in raw.moved}
+    assert pinned == {keys[0]: False, POOL_ID_KEY: True, keys[1]: False}
+    assert raw.count("put") == 3
+
+
+def test_a_match_asks_in_growing_windows_and_stops_at_the_first_gap(store, raw):
+    """Rule 6: what is asked is leased."""
+    keys = fresh_keys(2000)
+    raw.values = dict.fromkeys(keys[:40], 1)
+    assert store.match(keys) == 40
+    assert [len(call[1]) for call in raw.calls] == [32, 128]
+    raw.calls.clear()
+    raw.values = dict.fromkeys(keys, 1)
+    assert store.match(keys) == 2000
+    assert [len(call[1]) for call in raw.calls] == [32, 128, 512, 512, 512, 304]
+
+
+def test_what_is_copied_leaves_doubtful_memory_behind_and_does_not_wait(open_double, raw):
+    """The store's own memory can be given up; later values go through other memory."""
+    store = open_double(topology="shared")
+    [key] = fresh_keys(1)
+    store.match([key])
+    raw.script = [("put", [-900])]
+    raw.health = 2  # a wait would not end
+    start_background(lambda: fails(lambda: put(store, [key], [b"x" * SIZE])))(5)
+    raw.health = 0
+    assert put(store, [key], [b"x" * SIZE]) == 1
+    first, second = (address for _, address, _, _ in raw.moved)
+    assert first != second
+
+
+def test_the_callers_own_memory_is_waited_for(open_double, raw, server):
+    store = open_double(topology="shared")
+    slots = Slots(store.allocate(1 << 20), SIZE, [0], [SIZE])
+    raw.values = dict.fromkeys(keys := fresh_keys(1), SIZE)
+    assert store.get(keys, slots) == 1
+    raw.script, ended = [("get", [-900])], threading.Event()
+    raw.health = 2
+
+    def get_in_vain():
+        fails(lambda: store.get(keys, slots))
+        ended.set()
+
+    join = start_background(get_in_vain)
+    eventually(lambda: store.codes().get(KEPT))
+    asked = server.num_asked
+    eventually(lambda: server.num_asked > asked + 1)
+    assert not ended.is_set()
+    raw.health = 0
+    join(5)
+
+
+def fails(call):
+    with pytest.raises(StoreUnavailable):
+        call()

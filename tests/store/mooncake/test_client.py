@@ -1,0 +1,193 @@
+"""A connection of the library, used only while that is safe: rules 7 and 8."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+
+from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.server import State
+from pdstore.testing import fresh_keys
+from pdstore.testing.threads import run_together, start_background
+from tests.support.kv import eventually
+from tests.support.mooncake_double import RawDouble
+
+
+@pytest.fixture
+def open_client(server):
+    """Opens clients whose objects are the given ones, or codes, one after the other."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*objects):
+            left = list(objects)
+            return stack.enter_context(contextlib.closing(Client("x", server, lambda: left.pop(0))))
+
+        yield make
+
+
+@pytest.mark.parametrize("state", [State.HANGS, State.GONE, State.UNREACHABLE])
+def test_the_library_is_not_set_up_before_the_server_answers(open_client, server, raw, state):
+    """Rule 7: setup would stop the whole process."""
+    client = open_client(raw)
+    server.state = state
+    with pytest.raises(StoreUnavailable, match="away"), client.call():
+        pass
+    assert not client.is_connected
+    server.state = State.ANSWERS
+    for _ in range(3):
+        with client.call() as lent:
+            assert lent is raw
+
+
+def test_after_an_outage_the_master_is_asked_before_the_library_is_called(store, server, raw):
+    """Rule 7: a call of the library would take 4.5 s."""
+    store.match(fresh_keys(1))
+    raw.script = [("exist", [-900])]
+    with pytest.raises(StoreUnavailable):
+        store.match(fresh_keys(1))
+    raw.calls.clear()
+    server.state = State.HANGS
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="away"):
+            store.match(fresh_keys(1))
+    assert raw.calls == []
+    server.state = State.ANSWERS
+    assert store.match(fresh_keys(1)) == 0
+
+
+def test_while_a_call_is_slow_the_server_is_asked_before_another(open_client, server, raw):
+    """Rule 7: where one call hangs, others would hang as well."""
+    client = open_client(raw)
+    with client.call():
+        with client.call():
+            pass  # not slow yet
+        server.state = State.HANGS
+        eventually(lambda: is_refused(client))
+        server.state = State.ANSWERS
+        assert not is_refused(client)
+    server.state = State.HANGS
+    assert not is_refused(client), "no call runs"
+    server.state = State.ANSWERS
+
+
+def is_refused(client):
+    try:
+        with client.call():
+            return False
+    except StoreUnavailable:
+        return True
+
+
+def test_the_breaker_lets_nothing_through_while_it_is_open(store, raw):
+    """Rule 7."""
+    guarded = CircuitBreaker(store, failures=3, open_s=60)
+    raw.script = [("exist", [-901])] * 3
+    for _ in range(3):
+        with pytest.raises(StoreTimeout):
+            guarded.match(fresh_keys(1))
+    raw.calls.clear()
+    with pytest.raises(StoreUnavailable, match="in a row"):
+        guarded.match(fresh_keys(1))
+    assert raw.calls == []
+
+
+def test_a_setup_that_fails_is_unavailable_and_tried_again(open_client, raw):
+    client = open_client(-1, raw)
+    with pytest.raises(StoreUnavailable, match="setup failed"), client.call():
+        pass
+    with client.call() as got:
+        assert got is raw
+
+
+def test_close_waits_for_the_calls_that_run(store, raw):
+    """Rule 8: a close during a call crashes the library."""
+    store.match(fresh_keys(1))
+    raw.gate.clear()
+    join = start_background(lambda: store.match(fresh_keys(1)), lambda: eventually_open(raw))
+    eventually(lambda: raw.count("exist") == 2)
+    run_together(store.close)
+    join(10)
+    assert raw.is_closed
+    with pytest.raises(StoreClosed):
+        store.match(fresh_keys(1))
+
+
+def eventually_open(raw):
+    eventually(lambda: raw.count("exist") == 2)
+    time.sleep(0.05)
+    assert not raw.is_closed
+    raw.gate.set()
+
+
+def test_a_call_that_never_ends_does_not_hold_up_close(open_client, raw):
+    """Rule 8: the object is left alone then, not destroyed."""
+    client = open_client(raw)
+    with client.call():
+        client.close(drain_s=0.05)
+        assert not raw.is_closed
+    with pytest.raises(StoreClosed), client.call():
+        pass
+
+
+def test_close_leaves_an_object_alone_whose_server_hangs(open_client, server, raw):
+    """Rule 8: the library's close would stop the whole process."""
+    client = open_client(raw)
+    with client.call():
+        pass
+    server.state = State.HANGS
+    client.close()
+    assert not raw.is_closed
+
+
+def test_a_suspended_connection_refuses_calls_until_it_is_restored_or_replaced(open_client, raw):
+    other = RawDouble()
+    client = open_client(raw, other)
+    with client.call():
+        client.suspend(raw)
+        assert is_refused(client)
+        assert not client.is_idle
+    assert client.is_idle
+    client.restore(raw)
+    with client.call() as lent:
+        assert lent is raw
+    client.suspend(raw)
+    client.replace(raw)
+    assert raw.is_closed
+    with client.call() as lent:
+        assert lent is other
+
+
+def test_a_suspended_connection_outlives_its_client(open_client, raw):
+    client = open_client(raw)
+    with client.call():
+        client.suspend(raw)
+        client.close(drain_s=10.0)
+        assert not raw.is_closed
+    client.replace(raw)
+    assert raw.is_closed
+    with pytest.raises(StoreClosed), client.call():
+        pass
+
+
+def test_a_forked_child_neither_calls_nor_closes_the_parents_object(store, raw):
+    """Rule 8."""
+    store.match(fresh_keys(1))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            store.match(fresh_keys(1))
+        except StoreClosed:
+            store.close()
+            os.write(writer, b"refused" if not raw.is_closed and len(raw.calls) == 1 else b"no")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == b"refused"
+    os.close(reader)
+    os.close(writer)
