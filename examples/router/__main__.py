@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 
 from examples.router.app import Options, make_app
+from examples.router.intake import Limits
 
 _DRAIN_S = 5
 
@@ -25,9 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mode=given.mode,
         prefill_timeout_s=given.prefill_timeout,
         read_timeout_s=given.read_timeout,
+        limits=Limits(body_bytes=given.max_body << 20, body_timeout_s=given.body_timeout),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)  # what uvicorn restores, and raises again, when it has ended
+        signal.signal(number, _leave)  # uvicorn restores it at its end, and raises the signal again
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(
@@ -62,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
+    add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
+    add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     return parser
 
 
@@ -69,6 +73,12 @@ def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"not a URL: {text!r}, write http://host:port")
     return text
+
+
+def _mebibytes(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

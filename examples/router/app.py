@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import anyio
 import httpx
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from examples.router.bodies import Json
-from examples.router.calls import Asked, Calls, Refusal
-from examples.router.counts import Counts
+from examples.router import intake
+from examples.router.calls import Calls
+from examples.router.counts import CountedApp, Counts
 from examples.router.exchange import ConcurrentExchange, Exchange
+from examples.router.intake import Asked, Limits
+from examples.router.refusal import Refusal
 from examples.router.upstreams import Rotation, Upstream
 
 Mode = Literal["relay", "concurrent"]
@@ -33,40 +34,41 @@ _KEEPALIVE_S = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line sets."""
+    """The options of the command line."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     mode: Mode = "relay"
     prefill_timeout_s: float = 60.0
     read_timeout_s: float = 600.0
+    limits: Limits = field(default_factory=Limits)
 
 
-def make_app(options: Options) -> Starlette:
-    """The router as an ASGI application."""
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
+def make_app(options: Options) -> ASGIApp:
+    """Returns the router as an ASGI application."""
     client = httpx.AsyncClient(
         timeout=httpx.Timeout(options.read_timeout_s, connect=CONNECT_S),
-        limits=limits,
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
         headers={"accept-encoding": "identity"},
         trust_env=False,
     )
+    counts = Counts()
     calls = Calls(
         client,
         Rotation("prefill", options.prefill),
         Rotation("decode", options.decode),
-        Counts(),
+        counts,
         httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S),
     )
     exchange = ConcurrentExchange if options.mode == "concurrent" else Exchange
-    front = Front(calls, exchange)
+    front = Front(calls, exchange, options.limits)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", front.complete, methods=["POST"]),
             Route("/v1/chat/completions", front.complete, methods=["POST"]),
@@ -74,27 +76,39 @@ def make_app(options: Options) -> Starlette:
             Route("/health", front.health),
             Route("/metrics", front.metrics),
         ],
-        exception_handlers={Refusal: _refused, HTTPException: _no_such_thing},
+        exception_handlers={
+            Refusal: _refused,
+            HTTPException: _no_such_thing,
+            Exception: _failed,  # Starlette raises it again, for the server's log
+        },
         lifespan=lifespan,
     )
+    return CountedApp(app, counts)
 
 
 class Front:
     """The endpoints."""
 
-    def __init__(self, calls: Calls, exchange: Callable[[Calls, Asked], Exchange]) -> None:
-        self._calls, self._exchange = calls, exchange
+    def __init__(
+        self, calls: Calls, exchange: Callable[[Calls, Asked], Exchange], limits: Limits
+    ) -> None:
+        self._calls, self._exchange, self._limits = calls, exchange, limits
 
-    async def complete(self, request: Request) -> Exchange:
-        body = _parse(await request.body())
-        return self._exchange(self._calls, Asked(request.url.path, body, _headers(request)))
+    async def complete(self, request: Request) -> Response | Exchange:
+        try:
+            asked = await intake.read(request, self._limits)
+        except ClientDisconnect:
+            self._calls.counts.disconnects.inc()
+            return Response(status_code=499)  # nobody reads it
+        return self._exchange(self._calls, asked)
 
     async def models(self, request: Request) -> Response:
-        """What the first instance that answers serves."""
+        """Returns the list of models of the first instance that answers."""
+        headers = intake.passed_headers(request)
         for upstream in self._calls.decodes.in_turn() + self._calls.prefills.in_turn():
             try:
                 answer = await self._calls.client.get(
-                    upstream.url + "/v1/models", headers=_headers(request), timeout=_PROBE_S
+                    upstream.url + "/v1/models", headers=headers, timeout=_PROBE_S
                 )
             except httpx.TransportError:
                 upstream.went_down()
@@ -103,7 +117,7 @@ class Front:
         raise Refusal.of(503, "no instance can be reached")
 
     async def health(self, request: Request) -> Response:
-        """200 while a D can answer; `degraded` when every prompt would be computed there."""
+        """Returns 200 while a D can answer; `degraded` if D would have to compute every prompt."""
         upstreams = self._calls.prefills.upstreams + self._calls.decodes.upstreams
         errors: dict[str, str | None] = {}
         async with anyio.create_task_group() as group:
@@ -132,24 +146,6 @@ class Front:
         errors[upstream.url] = None if answer.is_success else f"HTTP {answer.status_code}"
 
 
-def _parse(raw: bytes) -> Json:
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise Refusal.of(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refusal.of(400, "the body is not a JSON object")
-    return body
-
-
-def _headers(request: Request) -> dict[str, str]:
-    """The headers that go on to the instances: one request id for both, and the client's key."""
-    headers = {"x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex}
-    if "authorization" in request.headers:
-        headers["authorization"] = request.headers["authorization"]
-    return headers
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return Response(error.body, error.status, media_type=error.media_type)
@@ -158,4 +154,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _no_such_thing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     refusal = Refusal.of(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    return await _refused(request, refusal)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    refusal = Refusal.of(500, f"the router failed: {type(error).__name__}; its log says more")
     return await _refused(request, refusal)

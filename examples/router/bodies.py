@@ -1,8 +1,9 @@
-"""What P and D are asked, made from what the client asked."""
+"""JSON bodies: the client's, and those for P and D that are made from it."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import json
+from typing import NoReturn, TypeAlias
 
 Json: TypeAlias = dict[str, object]
 
@@ -17,8 +18,31 @@ REMOTE_DECODE: Json = {
 }
 
 
+def parse(raw: bytes) -> Json:
+    """Returns the JSON object in a body. Raises ValueError for anything else, NaN included."""
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    return body
+
+
+def encode(body: Json) -> bytes:
+    """Returns a body as JSON in UTF-8. Raises ValueError for what no JSON parser must accept.
+
+    `parse` lets such values in: 1e999 becomes infinity, "\\ud800" half a character.
+    """
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return text.encode()
+
+
 def prefill_body(body: Json, params: Json) -> Json:
-    """The prompt, and one token: P's work ends with the prompt's KV."""
+    """Returns P's request: the same prompt and one token, since P's work ends with the KV."""
     asked = {name: body[name] for name in body if name not in ("min_tokens", "stream_options")}
     asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
     for name in ("max_completion_tokens", "n", "best_of"):
@@ -28,6 +52,10 @@ def prefill_body(body: Json, params: Json) -> Json:
 
 
 def decode_body(body: Json, params: Json | None) -> Json:
-    """The client's request with P's parameters; a client's own are not for engines to trust."""
+    """Returns D's request: the client's, with these parameters and never the client's own."""
     asked = {name: body[name] for name in body if name != "kv_transfer_params"}
     return asked | {"kv_transfer_params": params} if params else asked
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,47 +1,20 @@
-"""Calls to engine instances: which one is asked, and what happens when it fails."""
+"""Calls of engine instances: chooses one, and replaces one that fails."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import httpx
 
-from examples.router.bodies import Json, decode_body, prefill_body
+from examples.router.bodies import Json, decode_body, encode, parse, prefill_body
 from examples.router.counts import Counts
+from examples.router.intake import Asked
+from examples.router.refusal import Refusal
 from examples.router.upstreams import Rotation, Upstream
 
 log = logging.getLogger("router")
 
-
-@dataclass(frozen=True)
-class Asked:
-    """One client request: where, what, and the headers that go to P and D alike."""
-
-    path: str
-    body: Json
-    headers: Mapping[str, str]
-
-    @property
-    def request_id(self) -> str:
-        return self.headers["x-request-id"]
-
-
-class Refusal(Exception):
-    """The client gets this answer, and not one of D's."""
-
-    def __init__(self, status: int, body: bytes, media_type: str = "application/json") -> None:
-        super().__init__(status)
-        self.status, self.body, self.media_type = status, body, media_type
-
-    @classmethod
-    def of(cls, status: int, message: str) -> Refusal:
-        """An error in OpenAI's form."""
-        kind = "invalid_request_error" if status < 500 else "upstream_error"
-        error = {"message": message, "type": kind, "param": None, "code": status}
-        return cls(status, json.dumps({"error": error}).encode())
+_JSON = {"content-type": "application/json"}
 
 
 class Calls:
@@ -59,17 +32,18 @@ class Calls:
         self.counts, self._prefill_timeout = counts, prefill_timeout
 
     async def prefill(self, asked: Asked, params: Json) -> Json | None:
-        """P's `kv_transfer_params`, or None when it gave none or no P could do it: D computes then.
+        """Prefills on one P. Returns its `kv_transfer_params`; None if D must compute the prompt.
 
-        Raises Refusal with P's answer when P says that the request itself is wrong (4xx).
+        None comes when P gave no parameters, or when no P could be asked or could do it. Raises
+        Refusal with P's answer when P says that the request itself is wrong (4xx).
         """
-        body = prefill_body(asked.body, params)
+        content = _content(prefill_body(asked.body, params))
         for upstream in self.prefills.in_turn():
             try:
                 answer = await self.client.post(
                     upstream.url + asked.path,
-                    json=body,
-                    headers=asked.headers,
+                    content=content,
+                    headers={**_JSON, **asked.headers},
                     timeout=self._prefill_timeout,
                 )
             except httpx.ReadTimeout as error:
@@ -87,15 +61,19 @@ class Calls:
         return None
 
     async def decode(self, asked: Asked, params: Json | None) -> httpx.Response:
-        """D's answer, open: its body has not been read. The caller closes it.
+        """Asks one D. Returns its answer with the body unread; the caller closes it.
 
         Only a D that could not be reached is replaced by another: one that broke may have broken
-        because of this request, which must not take the others down too.
+        because of this request, which must not take the others down too. Raises Refusal if D did
+        not answer (502, 504) or none could be reached (503).
         """
-        body = decode_body(asked.body, params)
+        content = _content(decode_body(asked.body, params))
         for upstream in self.decodes.in_turn():
             request = self.client.build_request(
-                "POST", upstream.url + asked.path, json=body, headers=asked.headers
+                "POST",
+                upstream.url + asked.path,
+                content=content,
+                headers={**_JSON, **asked.headers},
             )
             try:
                 answer = await self.client.send(request, stream=True)
@@ -124,10 +102,17 @@ class Calls:
 
 
 def reason_of(error: httpx.TransportError) -> str:
-    """A failed call in one word, for the metrics."""
+    """Returns a failed call in one word, for the metrics."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return "connect"
     return "timeout" if isinstance(error, httpx.TimeoutException) else "broken"
+
+
+def _content(body: Json) -> bytes:
+    try:
+        return encode(body)
+    except ValueError as error:
+        raise Refusal.of(400, f"the body cannot be used: {error}") from error
 
 
 def _params_of(answer: httpx.Response) -> Json | None:
@@ -135,8 +120,7 @@ def _params_of(answer: httpx.Response) -> Json | None:
         media_type = answer.headers.get("content-type", "application/json")
         raise Refusal(answer.status_code, answer.content, media_type)
     try:
-        body = answer.json()
+        params = parse(answer.content).get("kv_transfer_params")
     except ValueError:
         return None
-    params = body.get("kv_transfer_params") if isinstance(body, dict) else None
     return params if isinstance(params, dict) else None

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_NOT_COUNTED = ("/health", "/metrics")
 
 
 class Counts:
-    """Counters of one router; `text()` is what /metrics shows."""
+    """Counters of one router; `text()` is the page of /metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "router_requests", "Answers to clients.", ["status"], registry=self.registry
+            "router_requests",
+            "Answers to clients, except those of /health and /metrics.",
+            ["status"],
+            registry=self.registry,
         )
         self.degraded = Counter(
             "router_degraded",
@@ -36,3 +42,19 @@ class Counts:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class CountedApp:
+    """Wraps an application and counts its answers by status, whichever layer gave them."""
+
+    def __init__(self, app: ASGIApp, counts: Counts) -> None:
+        self._app, self._counts = app, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counts.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        is_counted = scope["type"] == "http" and scope["path"] not in _NOT_COUNTED
+        await self._app(scope, receive, counting_send if is_counted else send)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import anyio
 import httpx
@@ -12,11 +14,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from examples.router.bodies import REMOTE_DECODE, Json
-from examples.router.calls import Asked, Calls, Refusal, reason_of
+from examples.router.calls import Calls, reason_of
+from examples.router.intake import Asked
+from examples.router.refusal import Refusal
 
 log = logging.getLogger("router")
 
-_PASSED_ON = ("content-type", "content-length", "content-encoding", "retry-after")
+_PASSED_ON = (b"content-type", b"content-length", b"content-encoding", b"retry-after")
+
+
+class OpenAnswer(NamedTuple):
+    """D's answer, to be closed, and the chunks of its body, of which some may have come."""
+
+    response: httpx.Response
+    chunks: AsyncIterator[bytes]
 
 
 class Exchange:
@@ -29,7 +40,7 @@ class Exchange:
         self._calls, self._asked = calls, asked
         self._begin = time.monotonic()
         self._is_begun = False
-        self._is_over = False
+        self._is_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as group:
@@ -46,11 +57,10 @@ class Exchange:
         try:
             answer = await self._answer(group)
         except Refusal as refusal:
-            self._count(refusal.status)
             self._observe_first_byte()
-            self._is_over = True
-            refused = Response(refusal.body, refusal.status, self._headers(refusal.media_type))
-            await refused(scope, receive, send)
+            self._is_ended = True
+            headers = {"x-request-id": self._asked.request_id, "content-type": refusal.media_type}
+            await Response(refusal.body, refusal.status, headers)(scope, receive, send)
             return
         try:
             await self._pass_on(answer, send)
@@ -59,25 +69,23 @@ class Exchange:
             self._calls.counts.failures.labels("decode", reason_of(error)).inc()
             log.warning("%s: D broke off in its answer: %r", self._asked.request_id, error)
         finally:
-            with anyio.CancelScope(shield=True):
-                await answer.aclose()
+            await _close(answer.response)
 
-    async def _answer(self, group: anyio.abc.TaskGroup) -> httpx.Response:
-        """Relayed: D is asked when P is done, with what P said."""
+    async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
+        """Asks D when P is done, with the parameters of P's answer. Raises Refusal."""
         params = await self._calls.prefill(self._asked, REMOTE_DECODE)
-        return await self._calls.decode(self._asked, params)
+        response = await self._calls.decode(self._asked, params)
+        return OpenAnswer(response, response.aiter_raw())
 
-    async def _pass_on(self, answer: httpx.Response, send: Send) -> None:
-        headers = self._headers()
-        headers |= {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        start = {"type": "http.response.start", "status": answer.status_code, "headers": raw}
-        await send(start)
-        self._count(answer.status_code)
-        async for chunk in answer.aiter_raw():
+    async def _pass_on(self, answer: OpenAnswer, send: Send) -> None:
+        passed = [(n.lower(), v) for n, v in answer.response.headers.raw if n.lower() in _PASSED_ON]
+        headers = [(b"x-request-id", self._asked.request_id.encode()), *passed]
+        status = answer.response.status_code
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        async for chunk in answer.chunks:
             self._observe_first_byte()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self._is_over = True
+        self._is_ended = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch_client(
@@ -86,13 +94,10 @@ class Exchange:
         with watch:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            if not self._is_over:
+            if not self._is_ended:
                 self._calls.counts.disconnects.inc()
                 log.info("%s: the client left", self._asked.request_id)
                 everything.cancel()
-
-    def _count(self, status: int) -> None:
-        self._calls.counts.requests.labels(str(status)).inc()
 
     def _observe_first_byte(self) -> None:
         if self._is_begun:
@@ -100,22 +105,61 @@ class Exchange:
         self._is_begun = True
         self._calls.counts.first_byte.observe(time.monotonic() - self._begin)
 
-    def _headers(self, media_type: str | None = None) -> dict[str, str]:
-        headers = {"x-request-id": self._asked.request_id}
-        return headers | {"content-type": media_type} if media_type else headers
-
 
 class ConcurrentExchange(Exchange):
-    """Gives one attempt to P and D at once; D takes the blocks up as P publishes them."""
+    """Gives one hand-off id to P and D at once; D follows P's blocks as P publishes them.
 
-    async def _answer(self, group: anyio.abc.TaskGroup) -> httpx.Response:
+    If P publishes nothing, D is asked again without the id as long as it has not begun to answer:
+    else it would wait for a hand-off that does not come.
+    """
+
+    def __init__(self, calls: Calls, asked: Asked) -> None:
+        super().__init__(calls, asked)
+        self._refusal: Refusal | None = None
+
+    async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         params: Json = {"pdstore": {"attempt": secrets.token_hex(16)}}
-        group.start_soon(self._prefill_beside, params)
-        return await self._calls.decode(self._asked, params)
+        with anyio.CancelScope() as following:
+            group.start_soon(self._prefill, params, following)
+            return await self._begun(params)
+        if self._refusal is not None:
+            raise self._refusal
+        return await self._begun(None)
 
-    async def _prefill_beside(self, params: Json) -> None:
+    async def _prefill(self, params: Json, following: anyio.CancelScope) -> None:
+        """Prefills on P; ends D's call if P refused the request or published nothing."""
         try:
-            await self._calls.prefill(self._asked, params)
+            published = await self._calls.prefill(self._asked, REMOTE_DECODE | params)
         except Refusal as refusal:
-            # D refuses the same request by itself.
+            self._refusal = refusal
             log.info("%s: P refused it: HTTP %d", self._asked.request_id, refusal.status)
+        else:
+            if published is not None:
+                return
+        following.cancel()  # without effect once D has begun to answer
+
+    async def _begun(self, params: Json | None) -> OpenAnswer:
+        """Returns D's answer when its first bytes are there: vLLM sends its headers before."""
+        response = await self._calls.decode(self._asked, params)
+        try:
+            chunks = response.aiter_raw()
+            first = await anext(chunks, b"")
+        except httpx.TransportError as error:
+            await _close(response)
+            self._calls.counts.failures.labels("decode", reason_of(error)).inc()
+            raise Refusal.of(502, "D broke off before it began to answer") from error
+        except BaseException:
+            await _close(response)
+            raise
+        return OpenAnswer(response, _chain(first, chunks))
+
+
+async def _chain(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in others:
+        yield chunk
+
+
+async def _close(response: httpx.Response) -> None:
+    with anyio.CancelScope(shield=True):
+        await response.aclose()

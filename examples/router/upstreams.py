@@ -21,7 +21,7 @@ class Upstream:
     down_until: float = 0.0
 
     def went_down(self) -> None:
-        """It could not be reached: ask the others first for a while."""
+        """Notes that it could not be reached: for a while the others are asked first."""
         self.down_until = time.monotonic() + _REST_S
 
     def came_back(self) -> None:
@@ -31,8 +31,8 @@ class Upstream:
 class Rotation:
     """The instances of one role: each call starts with the next one.
 
-    Nobody is ever left out: an instance that was down a moment ago only comes last, so a request
-    fails only after every instance was really asked.
+    An instance that was down a moment ago comes last and is never left out: a request fails only
+    after every instance was asked.
     """
 
     def __init__(self, role: Role, urls: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class Rotation:
         self._first = 0
 
     def in_turn(self) -> list[Upstream]:
-        """Every instance, in the order to try them for one request."""
+        """Returns every instance, in the order to try them for one request."""
         if not self.upstreams:
             return []
         first, now = self._first, time.monotonic()

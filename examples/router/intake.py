@@ -1,0 +1,87 @@
+"""Reads client requests, bounded in bytes and in time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import anyio
+from starlette.requests import Request
+
+from examples.router.bodies import Json, parse
+from examples.router.refusal import Refusal
+
+MAX_REQUEST_ID_CHARS = 256
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may send: bytes of a body, and seconds until its last byte."""
+
+    body_bytes: int = 64 << 20
+    body_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One client request: its path, its body, and the headers that go to P and D alike."""
+
+    path: str
+    body: Json
+    headers: Mapping[str, str]
+
+    @property
+    def request_id(self) -> str:
+        return self.headers["x-request-id"]
+
+
+async def read(request: Request, limits: Limits) -> Asked:
+    """Returns what the client asks.
+
+    Raises Refusal: 400 for a body that is not a JSON object and for odd headers, 408 for a body
+    that is late, 413 for one that is too long.
+    """
+    headers = passed_headers(request)
+    raw = await _body(request, limits)
+    try:
+        return Asked(request.url.path, parse(raw), headers)
+    except ValueError as error:
+        raise Refusal.of(400, f"the body cannot be used: {error}") from error
+
+
+def passed_headers(request: Request) -> dict[str, str]:
+    """Returns the headers that go on to the instances: one request id for both, the client's key.
+
+    Raises Refusal (400) for a value that HTTP clients could not send or logs could not show.
+    """
+    headers = {"x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex}
+    if "authorization" in request.headers:
+        headers["authorization"] = request.headers["authorization"]
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()):
+            raise Refusal.of(400, f"the header {name} must be printable ASCII")
+    if len(headers["x-request-id"]) > MAX_REQUEST_ID_CHARS:
+        raise Refusal.of(400, f"x-request-id is longer than {MAX_REQUEST_ID_CHARS} characters")
+    return headers
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > limits.body_bytes:
+        raise _too_long(limits)
+    body = bytearray()
+    try:
+        with anyio.fail_after(limits.body_timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.body_bytes:
+                    raise _too_long(limits)
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.body_timeout_s:g} s"
+        raise Refusal.of(408, message) from None
+    return bytes(body)
+
+
+def _too_long(limits: Limits) -> Refusal:
+    return Refusal.of(413, f"the body is longer than {limits.body_bytes} bytes")

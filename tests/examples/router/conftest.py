@@ -1,0 +1,10 @@
+"""Async tests run on asyncio, as the router does."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

@@ -1,0 +1,64 @@
+"""The router's other endpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.router_kit import (
+    BODY,
+    Fake,
+    metric,
+    nobody,
+    routed,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_unknown_path_is_a_404_in_openai_s_form() -> None:
+    async with routed([Fake()], [Fake()]) as client:
+        answer = await client.get("/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
+
+
+async def test_health_tells_the_state_of_every_instance() -> None:
+    with nobody() as gone:
+        async with routed([Fake()], [Fake()]) as client:
+            fine = await client.get("/health")
+        async with routed([gone], [Fake(), gone]) as client:
+            without_p = await client.get("/health")
+        async with routed([Fake()], [gone]) as client:
+            without_d = await client.get("/health")
+    assert (fine.status_code, fine.json()["status"]) == (200, "ok")
+    assert (without_p.status_code, without_p.json()["status"]) == (200, "degraded")
+    assert [u["ok"] for u in without_p.json()["upstreams"]] == [False, True, False]
+    assert (without_d.status_code, without_d.json()["status"]) == (503, "down")
+
+
+async def test_models_are_those_of_an_instance_that_answers() -> None:
+    with nobody() as gone:
+        async with routed([Fake()], [gone]) as client:
+            assert (await client.get("/v1/models")).json() == {"data": [{"id": "m"}]}
+
+
+async def test_a_fault_of_the_router_is_a_500_in_openai_s_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("examples.router.intake.read", fail)
+    async with routed([Fake()], [Fake()]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert await metric(client, 'router_requests_total{status="500"}') == 1
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
+
+
+async def test_every_answer_is_counted_but_those_of_probes() -> None:
+    async with routed([Fake()], [Fake()]) as client:
+        for path in ("/health", "/metrics", "/v1/models"):
+            await client.get(path)
+        assert (await client.get("/v1/completions")).status_code == 405
+        assert await metric(client, 'router_requests_total{status="200"}') == 1
+        assert await metric(client, 'router_requests_total{status="405"}') == 1

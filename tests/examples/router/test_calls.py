@@ -1,0 +1,136 @@
+"""Instances that fail, hang or are away, and the ones asked in their place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tests.support.router_kit import (
+    BODY,
+    PARAMS,
+    Fake,
+    metric,
+    never,
+    nobody,
+    routed,
+    says,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_refusal_by_p_is_the_answer_and_d_is_not_asked() -> None:
+    p, d = Fake(says({"error": {"message": "too long"}}, 400)), Fake()
+    async with routed([p, p], [d]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "too long"}})
+    assert (len(p.bodies), d.bodies) == (1, [])
+
+
+async def test_a_failing_p_is_replaced_by_another() -> None:
+    bad, good = Fake(says({}, 500)), Fake(says({"kv_transfer_params": PARAMS}))
+    d = Fake()
+    async with routed([bad, good], [d]) as client:
+        await client.post("/v1/completions", json=BODY)
+        failures = await metric(client, 'router_upstream_failures_total{reason="status"')
+        assert (failures, await metric(client, "router_degraded_total")) == (1, 0)
+    assert d.bodies[0]["kv_transfer_params"] == PARAMS
+
+
+async def test_an_unreachable_p_is_replaced_and_then_asked_last() -> None:
+    good, d = Fake(says({"kv_transfer_params": PARAMS})), Fake()
+    with nobody() as gone:
+        async with routed([gone, good], [d]) as client:
+            for _ in range(3):
+                await client.post("/v1/completions", json=BODY)
+            assert await metric(client, 'router_upstream_failures_total{reason="connect"') == 1
+    assert [body["kv_transfer_params"] for body in d.bodies] == [PARAMS] * 3
+
+
+async def test_without_any_p_d_computes() -> None:
+    bad, d = Fake(says({}, 503)), Fake(says({"id": "d"}))
+    with nobody() as gone:
+        async with routed([gone, bad], [d]) as client:
+            answer = await client.post("/v1/completions", json=BODY)
+            assert await metric(client, "router_degraded_total") == 1
+    assert (answer.status_code, answer.json()) == (200, {"id": "d"})
+    assert d.bodies == [BODY]
+
+
+async def test_a_hanging_p_costs_its_time_out_once() -> None:
+    async def hang(body: dict[str, Any]) -> Response:
+        return StreamingResponse(never())
+
+    p, d = Fake(hang), Fake()
+    async with routed([p, p], [d], prefill_timeout_s=0.2) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert await metric(client, 'router_upstream_failures_total{reason="timeout"') == 1
+        await p.was_cancelled.wait()
+    assert (len(p.bodies), d.bodies) == (1, [BODY])
+
+
+async def test_an_unreachable_d_is_replaced_by_another() -> None:
+    d = Fake(says({"id": "d"}))
+    with nobody() as gone:
+        async with routed([Fake()], [gone, d]) as client:
+            for _ in range(2):
+                assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
+
+
+async def test_no_d_is_a_503_in_openai_s_form() -> None:
+    with nobody() as gone:
+        async with routed([gone], [gone]) as client:
+            answer = await client.post("/v1/completions", json=BODY)
+            models = await client.get("/v1/models")
+    assert answer.status_code == models.status_code == 503
+    error = answer.json()["error"]
+    assert error["code"] == 503
+    assert "decode" in error["message"]
+
+
+async def test_a_hanging_d_is_a_504() -> None:
+    async def hang(body: dict[str, Any]) -> Response:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async with routed([Fake()], [Fake(hang)], read_timeout_s=0.2) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "upstream_error")
+
+
+async def test_requests_go_round() -> None:
+    ps, ds = [Fake(), Fake()], [Fake(), Fake(), Fake()]
+    async with routed([*ps], [*ds]) as client:
+        for _ in range(6):
+            await client.post("/v1/completions", json=BODY)
+    assert [len(p.bodies) for p in ps] == [3, 3]
+    assert [len(d.bodies) for d in ds] == [2, 2, 2]
+
+
+async def test_a_d_that_breaks_off_breaks_the_answer_and_is_not_asked_again() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: one\n\n"
+        raise ConnectionError
+
+    class Broken(Fake):
+        async def complete(self, request: Request) -> Any:
+            self.bodies.append(await request.json())
+            return Half()
+
+    class Half:
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"data: one\n\n", "more_body": True})
+
+    d, other = Broken(), Fake()
+    async with routed([Fake()], [d, other]) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/completions", json=BODY)
+        assert await metric(client, 'router_upstream_failures_total{reason="broken"') == 1
+    assert (len(d.bodies), other.bodies) == (1, [])

@@ -1,0 +1,145 @@
+"""One request through the router: bodies, headers, streams, clients that leave."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+from starlette.responses import Response, StreamingResponse
+
+from tests.support.router_kit import (
+    BODY,
+    PARAMS,
+    Fake,
+    Reply,
+    metric,
+    never,
+    routed,
+    says,
+    streams,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_relay_asks_p_for_one_token_and_gives_d_what_p_said() -> None:
+    p, d = Fake(says({"id": "p", "kv_transfer_params": PARAMS})), Fake(says({"id": "d"}))
+    body = BODY | {
+        "stream": False,
+        "min_tokens": 3,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 9,
+    }
+    async with routed([p], [d]) as client:
+        answer = await client.post("/v1/completions", json=body, headers={"authorization": "B k"})
+    assert answer.json() == {"id": "d"}
+    assert p.bodies == [
+        {
+            "model": "m",
+            "prompt": "Hello",
+            "stream": False,
+            "max_tokens": 1,
+            "max_completion_tokens": 1,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            },
+        }
+    ]
+    assert d.bodies == [body | {"kv_transfer_params": PARAMS}]
+    ids = {fake.headers[0]["x-request-id"] for fake in (p, d)}
+    assert ids == {answer.headers["x-request-id"]}
+    assert all(fake.headers[0]["authorization"] == "B k" for fake in (p, d))
+
+
+async def test_the_clients_request_id_is_kept() -> None:
+    p, d = Fake(), Fake()
+    async with routed([p], [d]) as client:
+        answer = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    seen = (p.headers[0]["x-request-id"], d.headers[0]["x-request-id"])
+    assert (*seen, answer.headers["x-request-id"]) == ("mine",) * 3
+
+
+@pytest.mark.parametrize("reply", [says({"id": "p"}), says({"kv_transfer_params": None}), says([])])
+async def test_d_gets_no_params_when_p_gave_none(reply: Reply) -> None:
+    d = Fake()
+    async with routed([Fake(reply)], [d]) as client:
+        await client.post("/v1/completions", json=BODY | {"kv_transfer_params": {"forged": 1}})
+    assert d.bodies == [BODY]
+
+
+async def test_chat_goes_the_same_way() -> None:
+    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake()
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 4}
+    async with routed([p], [d]) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert p.paths == d.paths == ["/v1/chat/completions"]
+    assert p.bodies[0]["max_completion_tokens"] == 1
+    assert d.bodies[0] == body | {"kv_transfer_params": PARAMS}
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+async def test_d_s_error_is_passed_on_unchanged(status: int) -> None:
+    d = Fake(says({"error": {"message": "because"}}, status))
+    async with routed([Fake()], [d]) as client:
+        answer = await client.post("/v1/completions", json=BODY | {"stream": True})
+    assert (answer.status_code, answer.json()) == (status, {"error": {"message": "because"}})
+    assert len(d.bodies) == 1
+
+
+async def test_a_stream_is_not_buffered() -> None:
+    client_has_first = anyio.Event()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: one\n\n"
+        await client_has_first.wait()
+        yield b"data: two\n\n"
+
+    async with (
+        routed([Fake()], [Fake(streams(chunks))]) as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer,
+    ):
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        parts = answer.aiter_raw()
+        assert await anext(parts) == b"data: one\n\n"
+        client_has_first.set()
+        assert b"".join([part async for part in parts]) == b"data: two\n\n"
+
+
+async def test_a_client_that_leaves_during_the_stream_cancels_d() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: one\n\n"
+        await anyio.sleep_forever()
+
+    d = Fake(streams(chunks))
+    async with routed([Fake()], [d]) as client:
+        async with client.stream("POST", "/v1/completions", json=BODY) as answer:
+            assert await anext(answer.aiter_raw()) == b"data: one\n\n"
+        await d.was_cancelled.wait()
+        assert await metric(client, "router_disconnects_total") == 1
+
+
+@pytest.mark.parametrize("mode", ["relay", "concurrent"])
+async def test_a_client_that_leaves_early_cancels_p(mode: str) -> None:
+    p_is_asked = anyio.Event()
+
+    async def hang(body: dict[str, Any]) -> Response:
+        p_is_asked.set()
+        return StreamingResponse(never())
+
+    p, d = Fake(hang), Fake(streams(never))
+    async with routed([p], [d], mode=mode) as client:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: client.post("/v1/completions", json=BODY))
+            await p_is_asked.wait()
+            group.cancel_scope.cancel()
+        await p.was_cancelled.wait()
+        if mode == "concurrent":
+            await d.was_cancelled.wait()
+    assert len(d.bodies) == (mode == "concurrent")

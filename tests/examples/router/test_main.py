@@ -1,0 +1,36 @@
+"""The router's process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.child import child
+from tests.support.router_kit import (
+    DEADLINE_S,
+    listening,
+    nobody,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+async def test_the_process_stops_cleanly(stop: signal.Signals) -> None:
+    with listening() as sock, nobody() as gone:
+        port = str(sock.getsockname()[1])
+    command = [sys.executable, "-m", "examples.router", "--prefill", gone, "--decode", gone]
+    with child([*command, "--port", port], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while "running on" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        process.send_signal(stop)
+        _, rest = process.communicate(timeout=DEADLINE_S)
+    assert "Traceback" not in rest
+    assert process.returncode == 0
