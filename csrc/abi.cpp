@@ -1,6 +1,7 @@
 // The C interface: no exception leaves it, no null pointer enters.
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstring>
 #include <new>
 
@@ -156,9 +157,9 @@ extern "C" int32_t pds_populate(uint64_t address, int64_t bytes) {
   constexpr int64_t kPage = 4096;
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
   if (address == 0 || bytes < 1) return PDS_ERR_ARGUMENT;
-  if (address % kPage == 0 &&
-      madvise(reinterpret_cast<void *>(address), bytes, kPopulateWrite) == 0) {
-    return PDS_OK;
+  if (address % kPage == 0) {
+    if (madvise(reinterpret_cast<void *>(address), bytes, kPopulateWrite) == 0) return PDS_OK;
+    if (errno != EINVAL) return PDS_ERR_MEMORY;  // a touch would be a SIGBUS
   }
   auto *memory = reinterpret_cast<volatile char *>(address);
   for (int64_t at = 0; at < bytes; at += kPage) memory[at] = memory[at];

@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 3 };
+enum { PDS_ABI = 4 };
 
 enum {
   PDS_OK = 0,
@@ -25,6 +25,11 @@ enum {
   PDS_ERR_CAPTURE = 6,    // the stream is being captured into a graph
   PDS_ERR_NO_DEVICE = 7,  // no such device, no driver, or a build without CUDA
   PDS_ERR_MEMORY = 8,     // host memory ran out
+  PDS_ERR_TIMEOUT = 9,    // the arena's lock was not free in time
+  PDS_ERR_FULL = 10,      // no room, and nothing that may be evicted
+  PDS_ERR_FORMAT = 11,    // the file is no arena of this version and this boot
+  PDS_ERR_SYSTEM = 12,    // the file system refuses, or its memory cannot be mapped
+  PDS_ERR_LENGTH = 13,    // a value has another length
 };
 
 enum { PDS_OUT = 0, PDS_IN = 1 };                  // paged cache -> slots, slots -> paged cache
@@ -144,6 +149,72 @@ int32_t pds_exchange_capture_mode(int32_t *mode);
 enum { PDS_OTHER_LENGTH = -1 };
 int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
                        int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
+
+// An arena: values by key in a file that several processes map. The file holds an index and, from
+// data_at on, data_bytes of memory for values. Keys are one text, a zero after each.
+typedef struct pds_arena pds_arena;
+typedef struct {
+  int64_t lease_ns;         // that a match or a borrow gives
+  int64_t fresh_ns;         // nobody evicts what was published so short a time ago
+  int64_t short_lived_ns;   // the life of a PDS_SHORT_LIVED value after its last use
+  int64_t rest_ns;          // a dead process's device may still write to what it had reserved
+  int64_t lock_timeout_ns;  // calls fail with PDS_ERR_TIMEOUT after it
+} pds_arena_options;
+typedef struct {
+  int64_t data_at, data_bytes;
+  int64_t slab_bytes;  // no value lies in two of these
+} pds_arena_info;
+typedef struct {
+  int64_t stored, reserved, resting, free;  // slots
+  int64_t slabs;                            // in use
+} pds_arena_counts;
+enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of values
+
+// Makes an empty file an arena; nobody else may have it open. data_bytes is a multiple of
+// slab_bytes, and that of 4096.
+int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
+// The descriptor stays the caller's.
+int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,
+                       pds_arena_info *info);
+// Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine.
+int32_t pds_arena_close(pds_arena *arena);
+// In the child of a fork instead.
+int32_t pds_arena_forget(pds_arena *arena);
+int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
+
+int32_t pds_arena_match(pds_arena *arena, const char *keys, int64_t num_keys, int64_t *found);
+// stored[i]: whether the i-th key is; no lease, no use.
+int32_t pds_arena_which(pds_arena *arena, const char *keys, int64_t num_keys, uint8_t *stored);
+int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
+int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
+int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
+
+// Slots, generations and offsets (in the values' memory) of values; a slot of -1 is none.
+// Reserve: of the first `covered` keys; none where the key is stored. PDS_ERR_FULL: of no key.
+int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const uint8_t *kinds,
+                          const int64_t *sizes, int64_t num_keys, int64_t *slots,
+                          uint64_t *generations, int64_t *offsets, int64_t *covered);
+// Publish, abandon: set the slots to -1 that they have dealt with.
+int32_t pds_arena_publish(pds_arena *arena, int64_t *slots, uint64_t *generations, int64_t count,
+                          int64_t *done);
+int32_t pds_arena_abandon(pds_arena *arena, int64_t *slots, uint64_t *generations, int64_t count);
+// PDS_ERR_LENGTH: the value after the first `found` has another length.
+int32_t pds_arena_borrow(pds_arena *arena, const char *keys, const int64_t *sizes, int64_t num_keys,
+                         int64_t *slots, uint64_t *generations, int64_t *offsets, int64_t *found);
+int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint64_t *generations,
+                              int64_t count, int64_t *still);
+
+// Copies values in and out; `memory` is where the caller has mapped the values' memory. `done`:
+// how many of the first.
+int32_t pds_arena_put(pds_arena *arena, uint64_t memory, const char *keys, const uint8_t *kinds,
+                      const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
+                      int64_t *done);
+int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
+                      const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
+                      int64_t *done);
+
+// Waits until something was published since the count was `seen`, or for the time; gives the count.
+int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
 
 // Test builds only (has_faults).
 enum {

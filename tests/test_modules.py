@@ -26,7 +26,7 @@ DOORS = {
     "threading.Thread": ["threads"],
     "concurrent": ["threads"],
     "multiprocessing": [],
-    "ctypes": ["native.library", "native.abi", "store.mooncake.memory"],
+    "ctypes": ["native.library", "native.abi", "native.arena", "store.mooncake.memory"],
     "redis": ["store.redis"],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from ctypes import c_char, c_char_p, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 3
+ABI = 4
 CPU = -1
 OTHER_LENGTH = -1
 """A file has not the length that was asked for; beside errno's numbers."""
@@ -36,6 +36,11 @@ class Code(enum.IntEnum):
     CAPTURE = 6
     NO_DEVICE = 7
     MEMORY = 8
+    TIMEOUT = 9
+    FULL = 10
+    FORMAT = 11
+    SYSTEM = 12
+    LENGTH = 13
 
 
 class CopyPlan(NamedTuple):
@@ -85,6 +90,12 @@ Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
 Plan = _struct("Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
 Stats = _struct("Stats", "bytes:i64 slices:i64 cpu_ns:i64")
 
+ArenaOptions = _struct(
+    "ArenaOptions", "lease_ns:i64 fresh_ns:i64 short_lived_ns:i64 rest_ns:i64 lock_timeout_ns:i64"
+)
+ArenaInfo = _struct("ArenaInfo", "data_at:i64 data_bytes:i64 slab_bytes:i64")
+SlotCounts = _struct("SlotCounts", "stored:i64 reserved:i64 resting:i64 free:i64 slabs:i64")
+
 _P = c_void_p
 SIGNATURES: dict[str, list[object]] = {
     "pds_info": [_P],
@@ -101,6 +112,24 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_populate": [c_uint64, c_int64],
     "pds_exchange_capture_mode": [_P],
     "pds_read_files": [c_char_p, _P, _P, c_int64, _P, _P, _P],
+    "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],
+    "pds_arena_open": [c_int32, _P, _P, _P],
+    "pds_arena_close": [_P],
+    "pds_arena_forget": [_P],
+    "pds_arena_free": [_P],
+    "pds_arena_match": [_P, c_char_p, c_int64, _P],
+    "pds_arena_which": [_P, c_char_p, c_int64, _P],
+    "pds_arena_remove": [_P, c_char_p, c_int64],
+    "pds_arena_clear": [_P, c_char_p],
+    "pds_arena_count": [_P, _P],
+    "pds_arena_reserve": [_P, c_char_p, c_char_p, _P, c_int64, _P, _P, _P, _P],
+    "pds_arena_publish": [_P, _P, _P, c_int64, _P],
+    "pds_arena_abandon": [_P, _P, _P, c_int64],
+    "pds_arena_borrow": [_P, c_char_p, _P, c_int64, _P, _P, _P, _P],
+    "pds_arena_still_there": [_P, _P, _P, c_int64, _P],
+    "pds_arena_put": [_P, c_uint64, c_char_p, c_char_p, _P, _P, c_int64, _P],
+    "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
+    "pds_arena_wait": [_P, c_uint32, c_int64, _P],
 }
 
 

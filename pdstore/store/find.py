@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, Store
+from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.store.optional import (
     ChecksumReader,
     ChecksumWriter,
@@ -58,6 +59,28 @@ class _KeysThrough:
         return self._wrapper.around("match", self._inner.which_stored, keys)
 
 
+class _InPlaceThrough:
+    def __init__(self, wrapper: CallWrapper, inner: InPlace) -> None:
+        self._wrapper, self._inner = wrapper, inner
+        self.memory = inner.memory
+        self.abandon = inner.abandon  # what gives something back never waits at the wrapper
+        self.still_there = inner.still_there
+        self.release = inner.release
+
+    @property
+    def span_bytes(self) -> int:
+        return self._inner.span_bytes
+
+    def reserve(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Reservation:
+        return self._wrapper.around("put", self._inner.reserve, keys, sizes)
+
+    def publish(self, reservation: Reservation, count: int) -> int:
+        return self._wrapper.around("put", self._inner.publish, reservation, count)
+
+    def borrow(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Loan:
+        return self._wrapper.around("get", self._inner.borrow, keys, sizes)
+
+
 def _unwrapped(wrapper: CallWrapper, inner: P) -> P:
     """The calls ask the store for no value: there is nothing to guard or to measure."""
     return inner
@@ -68,5 +91,6 @@ _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     ChecksumWriter: _WriterThrough,
     ErrorCodes: _unwrapped,
     FindsKeys: _KeysThrough,
+    InPlace: _InPlaceThrough,
     TellsChanges: _unwrapped,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pdstore.errors import StoreError
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots, Store
+from pdstore.store.in_place import Loan, Reservation
 from pdstore.store.wrappers import A, CallWrapper, R
 
 _DIRECTION = {"get": "load", "put": "save"}
@@ -40,7 +41,14 @@ class Instrumented(CallWrapper):
             self._metrics.store_calls.labels(verb, outcome).inc()
             self._metrics.store_seconds.labels(verb).observe(time.monotonic() - start)
 
-    def _count_bytes(self, direction: str, args: tuple[object, ...], count: object) -> None:
-        _, slots, *_ = args
-        if isinstance(slots, Slots) and isinstance(count, int):
-            self._metrics.bytes.labels(direction).inc(sum(slots.sizes[:count]))
+    def _count_bytes(self, direction: str, args: tuple[object, ...], answer: object) -> None:
+        first, second, *_ = args
+        if isinstance(second, Slots) and isinstance(answer, int):
+            sizes = second.sizes[:answer]
+        elif isinstance(first, Reservation) and isinstance(answer, int):
+            sizes = first.places.sizes[:answer]
+        elif isinstance(answer, Loan):
+            sizes = answer.places.sizes
+        else:
+            return
+        self._metrics.bytes.labels(direction).inc(sum(sizes))

@@ -40,6 +40,7 @@ _OWN = {
     "rediss": _Own("pdstore.store.redis", "RedisStore", "redis"),
     "redis+unix": _Own("pdstore.store.redis", "RedisStore", "redis"),
     "mooncake": _Own("pdstore.store.mooncake.store", "MooncakeStore", "mooncake"),
+    "shm": _Own("pdstore.store.arena.store", "ArenaStore", None),
 }
 
 

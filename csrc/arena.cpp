@@ -1,0 +1,353 @@
+#include "arena.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <string>
+
+namespace pds::arena {
+namespace {
+
+void read_boot(char (&boot)[40]) {
+  std::memset(boot, 0, sizeof boot);
+  const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return;
+  if (read(file, boot, sizeof boot - 1) < 0) boot[0] = 0;
+  close(file);
+}
+
+char *map(int file, int64_t bytes) {
+  void *mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  return mapped == MAP_FAILED ? nullptr : static_cast<char *>(mapped);
+}
+
+// What a header says, if it is an arena of this boot and as long as it must be.
+bool geometry_of(int file, Geometry *geometry) {
+  struct stat status;
+  if (fstat(file, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Header)))
+    return false;
+  char *base = map(file, sizeof(Header));
+  if (base == nullptr) return false;
+  const auto *header = reinterpret_cast<const Header *>(base);
+  char boot[40];
+  read_boot(boot);
+  const bool fits = header->magic == kMagic && header->version == kVersion &&
+                    std::memcmp(header->boot, boot, sizeof boot) == 0 &&
+                    geometry->make(header->data_bytes, header->slab_bytes) &&
+                    geometry->file_bytes() == status.st_size;
+  munmap(base, sizeof(Header));
+  return fits;
+}
+
+// Opens a file once more. Locks end with the last reference to an open file, and a mapping, which a
+// forked child has too, is one: so the one for locks is never mapped.
+int reopen(int file) {
+  const std::string path = "/proc/self/fd/" + std::to_string(file);
+  return ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+}
+
+class Unlock {
+ public:
+  explicit Unlock(Header &header) : header_(header) {}
+  ~Unlock() { unlock(header_); }
+
+ private:
+  Header &header_;
+};
+
+}  // namespace
+
+int32_t Arena::format(int file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed) {
+  Geometry geometry;
+  if (!geometry.make(data_bytes, slab_bytes)) return PDS_ERR_ARGUMENT;
+  if (ftruncate(file, geometry.file_bytes()) != 0) return PDS_ERR_SYSTEM;
+  if (fallocate(file, 0, 0, geometry.slots_at) != 0) return PDS_ERR_SYSTEM;
+  char *base = map(file, geometry.slots_at);
+  if (base == nullptr) return PDS_ERR_SYSTEM;
+  auto *header = new (base) Header{};
+  header->version = kVersion, header->seed = seed;
+  header->data_bytes = data_bytes, header->slab_bytes = slab_bytes;
+  read_boot(header->boot);
+  auto *heads = reinterpret_cast<uint32_t *>(base + geometry.heads_at);
+  std::fill(heads, heads + geometry.num_heads, kNone);
+  header->magic = kMagic;
+  munmap(base, geometry.slots_at);
+  return PDS_OK;
+}
+
+int32_t Arena::open(int file, const pds_arena_options &options, std::unique_ptr<Arena> *made) {
+  Geometry geometry;
+  if (!geometry_of(file, &geometry)) return PDS_ERR_FORMAT;
+  const int own = reopen(file);
+  if (own < 0) return PDS_ERR_SYSTEM;
+  char *base = map(file, geometry.data_at);
+  if (base == nullptr) {
+    ::close(own);
+    return PDS_ERR_SYSTEM;
+  }
+  made->reset(new Arena(own, base, geometry, options));
+  if ((*made)->owner_.enter(own, (*made)->index_.header())) return PDS_OK;
+  made->reset();
+  return PDS_ERR_FULL;
+}
+
+Arena::Arena(int file, char *base, const Geometry &geometry, const pds_arena_options &options)
+    : file_(file),
+      base_(base),
+      geometry_(geometry),
+      lock_timeout_ns_(options.lock_timeout_ns),
+      index_(file, base, geometry,
+             {options.lease_ns, options.fresh_ns, options.short_lived_ns, options.rest_ns}, owner_),
+      pid_(getpid()) {}
+
+Arena::~Arena() {
+  if (file_ >= 0) ::close(file_);
+  munmap(base_, geometry_.data_at);
+}
+
+// Calls body while the arena is open, and turns what it throws into codes.
+template <typename Body>
+int32_t Arena::guarded(Body body) {
+  if (closed_ || getpid() != pid_) return PDS_ERR_CLOSED;
+  const std::shared_lock<std::shared_mutex> alive(life_);
+  if (closed_) return PDS_ERR_CLOSED;
+  try {
+    return body();
+  } catch (const std::bad_alloc &) {
+    return PDS_ERR_MEMORY;
+  } catch (const Damaged &) {
+    return PDS_ERR_FORMAT;
+  }
+}
+
+// Calls body(now) with the lock; once more where the index contradicted itself and was rebuilt.
+template <typename Body>
+int32_t Arena::with_lock(Body body) {
+  Header &header = index_.header();
+  const Locked locked = lock(header, owner_, now_ns() + lock_timeout_ns_);
+  if (locked == Locked::kNo) return PDS_ERR_TIMEOUT;
+  const Unlock at_end(header);
+  if (locked == Locked::kAfterDeath) header.is_damaged = 1;
+  for (int attempt = 0;; ++attempt) {
+    if (header.is_damaged) {
+      index_.rebuild();
+      header.is_damaged = 0;
+    }
+    try {
+      body(now_ns());
+      return PDS_OK;
+    } catch (const Damaged &) {
+      header.is_damaged = 1;
+      if (attempt > 0) throw;
+    }
+  }
+}
+
+int32_t Arena::close() {
+  if (getpid() != pid_) return PDS_ERR_CLOSED;
+  if (closed_.exchange(true)) return PDS_OK;
+  ++index_.header().changes;
+  futex_wake(index_.header().changes, INT_MAX);
+  const std::unique_lock<std::shared_mutex> alone(life_);
+  try {
+    with_lock([&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
+  } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
+  } catch (const Damaged &) {
+  }
+  ::close(file_);
+  file_ = -1;
+  return PDS_OK;
+}
+
+void Arena::forget() {
+  closed_ = true;
+  if (file_ >= 0) ::close(file_);
+  file_ = -1;
+}
+
+int32_t Arena::match(const Keys &keys, int64_t *found) {
+  return guarded([&] {
+    return with_lock([&](int64_t now) {
+      *found = 0;
+      for (const auto key : keys) {
+        const uint32_t id = index_.find(key, now);
+        if (id == kNone) break;
+        index_.touch(id, now);
+        ++*found;
+      }
+    });
+  });
+}
+
+int32_t Arena::which(const Keys &keys, uint8_t *stored) {
+  return guarded([&] {
+    return with_lock([&](int64_t now) {
+      for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
+    });
+  });
+}
+
+int32_t Arena::remove(const Keys &keys) {
+  return guarded([&] {
+    return with_lock([&](int64_t now) {
+      for (const auto key : keys) {
+        const uint32_t id = index_.find(key, now);
+        if (id != kNone) index_.free(id);
+      }
+    });
+  });
+}
+
+int32_t Arena::clear(std::string_view prefix) {
+  return guarded([&] {
+    return with_lock([&](int64_t) {
+      index_.for_each_stored([&](uint32_t id, const Slot &slot) {
+        if (Index::key_of(slot).substr(0, prefix.size()) == prefix) index_.free(id);
+      });
+    });
+  });
+}
+
+int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places places,
+                       int64_t *covered) {
+  *covered = 0;
+  return guarded([&] {
+    std::vector<int64_t> unbacked;  // of the keys, by index
+    unbacked.reserve(keys.size());
+    const int32_t code = with_lock([&](int64_t now) {
+      for (int64_t i = 0; i < *covered; ++i) {  // of an attempt before the index was rebuilt
+        if (places.slots[i] >= 0) index_.free_if_reserved(places.slots[i], places.generations[i]);
+      }
+      *covered = 0, unbacked.clear();
+      for (int64_t i = 0; i < static_cast<int64_t>(keys.size()); ++i) {
+        places.slots[i] = -1;
+        if (index_.find(keys[i], now) == kNone) {
+          const uint32_t id = index_.reserve(keys[i], static_cast<Kind>(kinds[i]), sizes[i], now);
+          if (id == kNone) break;
+          const Slot &slot = index_.slot(id);
+          places.slots[i] = id, places.generations[i] = slot.generation;
+          places.offsets[i] = index_.offset_of(id);
+          if (!slot.is_backed) unbacked.push_back(i);
+        }
+        ++*covered;
+      }
+    });
+    if (code != PDS_OK) return code;
+    const int32_t failed = back(sizes, places, unbacked, covered);
+    if (failed != PDS_OK) return failed;
+    return *covered == 0 && !keys.empty() ? int32_t{PDS_ERR_FULL} : int32_t{PDS_OK};
+  });
+}
+
+// Has the file system give the memory of slots, without which writing to them would be a SIGBUS.
+int32_t Arena::back(const int64_t *sizes, Places places, std::vector<int64_t> unbacked,
+                    int64_t *covered) {
+  for (const int64_t i : unbacked) {
+    const int64_t bytes = (sizes[i] + kUnit - 1) / kUnit * kUnit;
+    if (fallocate(file_, 0, geometry_.data_at + places.offsets[i], bytes) == 0) continue;
+    const int64_t end = *covered;
+    *covered = i;
+    return with_lock([&](int64_t now) {
+      index_.deny(now);
+      for (int64_t j = i; j < end; ++j) {
+        if (places.slots[j] < 0) continue;
+        index_.set_aside_if_reserved(places.slots[j], places.generations[j], now);
+        places.slots[j] = -1;
+      }
+    });
+  }
+  return PDS_OK;
+}
+
+int32_t Arena::publish(Places places, int64_t count, int64_t *done) {
+  *done = 0;
+  return guarded([&] {
+    bool any = false;
+    const int32_t code = with_lock([&](int64_t now) {
+      for (; *done < count; ++*done) {
+        int64_t &slot = places.slots[*done];
+        if (slot < 0) continue;
+        if (!index_.is_reserved(slot, places.generations[*done])) break;
+        index_.publish(static_cast<uint32_t>(slot), now);
+        slot = -1, any = true;
+      }
+    });
+    if (any) {
+      ++index_.header().changes;
+      futex_wake(index_.header().changes, INT_MAX);
+    }
+    return code;
+  });
+}
+
+int32_t Arena::abandon(Places places, int64_t count) {
+  return guarded([&] {
+    return with_lock([&](int64_t) {
+      for (int64_t i = 0; i < count; ++i) {
+        if (places.slots[i] < 0) continue;
+        index_.free_if_reserved(places.slots[i], places.generations[i]);
+        places.slots[i] = -1;
+      }
+    });
+  });
+}
+
+int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found) {
+  *found = 0;
+  return guarded([&] {
+    bool fits = true;
+    const int32_t code = with_lock([&](int64_t now) {
+      *found = 0, fits = true;
+      for (int64_t i = 0; i < static_cast<int64_t>(keys.size()); ++i) {
+        const uint32_t id = index_.find(keys[i], now);
+        if (id == kNone) return;
+        const Slot &slot = index_.slot(id);
+        fits = slot.bytes == sizes[i] && index_.holds(id, slot.bytes);
+        if (!fits) return;
+        index_.touch(id, now);
+        places.slots[i] = id, places.generations[i] = slot.generation;
+        places.offsets[i] = index_.offset_of(id);
+        ++*found;
+      }
+    });
+    return code == PDS_OK && !fits ? PDS_ERR_LENGTH : code;
+  });
+}
+
+int64_t Arena::still_there(Places places, int64_t count) {
+  std::atomic_thread_fence(std::memory_order_acquire);  // the bytes were read before
+  for (int64_t i = 0; i < count; ++i) {
+    const Slot *slot = index_.unlocked(places.slots[i]);
+    const bool is_same = slot != nullptr && slot->generation == places.generations[i] &&
+                         slot->state == State::kStored;
+    if (!is_same) return i;
+  }
+  return count;
+}
+
+int32_t Arena::wait(uint32_t seen, int64_t timeout_us, uint32_t *changes) {
+  if (getpid() != pid_) return PDS_ERR_CLOSED;
+  std::atomic<uint32_t> &word = index_.header().changes;
+  const int64_t end = now_ns() + std::min(timeout_us, int64_t{3'600'000'000}) * 1000;
+  while (!closed_ && word == seen) {
+    const int64_t left = end - now_ns();
+    if (left <= 0) break;
+    futex_wait(word, seen, left);
+  }
+  *changes = word;
+  return closed_ ? PDS_ERR_CLOSED : PDS_OK;
+}
+
+int32_t Arena::count(pds_arena_counts *counts) {
+  return guarded([&] { return with_lock([&](int64_t) { index_.count(counts); }); });
+}
+
+}  // namespace pds::arena

@@ -1,0 +1,126 @@
+// What an arena holds: slots by key, by size, by use. Every call is made with the lock held.
+//
+// Decision: nothing that is read from the file is believed. A slot's number is checked before its
+// descriptor is looked at, a list's link must be answered from the other side, a chain has an end;
+// what contradicts itself throws Damaged, and the caller rebuilds lists, chains and counts from the
+// descriptors. These are written in an order that leaves each one right whenever its writer dies:
+// the state last when something begins, the generation first when it ends.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <string_view>
+#include <vector>
+
+#include "arena_lock.h"
+#include "pdstore.h"
+
+namespace pds::arena {
+
+struct Damaged {};
+
+// How long ago a time of the file is; one that cannot be is for ever ago.
+inline int64_t since(int64_t then, int64_t now) {
+  return then >= 0 && then <= now ? now - then : std::numeric_limits<int64_t>::max();
+}
+
+// For how long things are kept, in nanoseconds.
+struct Times {
+  int64_t lease, fresh, short_lived, rest;
+};
+
+class Index {
+ public:
+  Index(int file, char *base, const Geometry &geometry, const Times &times, const Owner &owner);
+
+  Header &header() { return *header_; }
+  const Geometry &geometry() const { return geometry_; }
+  static std::string_view key_of(const Slot &slot) {
+    return {slot.key, std::min<size_t>(slot.key_bytes, kMaxKeyBytes)};
+  }
+
+  // The slot that a key is stored in, or kNone.
+  uint32_t find(std::string_view key, int64_t now);
+  // Leases a stored slot, and counts it as used now.
+  void touch(uint32_t id, int64_t now);
+  // A slot for a value, reserved for this owner; kNone when there is no room. Evicts what is not
+  // kept, the oldest first.
+  uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now);
+  // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
+  void publish(uint32_t id, int64_t now);
+  // Gives up what a slot holds.
+  void free(uint32_t id);
+  // Gives up a reserved slot that nobody else must get before that time.
+  void set_aside(uint32_t id, int64_t until);
+  // Sets aside the reserved slots of owners that are dead, or this owner's own: a device may still
+  // write to them.
+  enum class Whose { kDead, kOwn };
+  void rest(Whose whose, int64_t now);
+  // These are for what a caller remembers: nothing happens to a slot that is not its own any more.
+  bool is_reserved(int64_t id, uint64_t generation);
+  void free_if_reserved(int64_t id, uint64_t generation);
+  void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t now);
+  // Whether a slot has room for so many bytes.
+  bool holds(uint32_t id, int64_t bytes) { return bytes <= slabs_[slab_of(id)].units * kUnit; }
+  void count(pds_arena_counts *counts);
+  // No slab is taken for a while: the file system has no memory.
+  void deny(int64_t now);
+  // Calls body(id) for every stored slot.
+  template <typename Body>
+  void for_each_stored(Body body) {
+    for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
+      const int64_t count = slots_of(slab);
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t id = id_of(slab, i);
+        if (slots_[id].state == State::kStored) body(id, slots_[id]);
+      }
+    }
+  }
+  // Makes lists, chains and counts anew from the descriptors.
+  void rebuild();
+
+  // Checked: an id of a slot that there is now.
+  Slot &slot(uint32_t id);
+  // For readers without the lock: null for what is no id.
+  Slot *unlocked(int64_t id);
+  int64_t offset_of(uint32_t id);
+
+ private:
+  int64_t slots_of(int64_t slab) const;
+  uint32_t id_of(int64_t slab, int64_t i) const {
+    return static_cast<uint32_t>(slab * geometry_.slots_per_slab + i);
+  }
+  int64_t slab_of(uint32_t id) const { return id / geometry_.slots_per_slab; }
+  uint32_t hash_of(std::string_view key) const;
+  uint32_t &head_of(uint32_t hash) { return heads_[hash & (geometry_.num_heads - 1)]; }
+
+  Class *class_of(int64_t units);
+  uint32_t take(Class &sized, int64_t now);
+  bool evict(Class &sized, int64_t now);
+  uint32_t oldest_unkept(Class &sized, int64_t now);
+  bool is_kept(const Slot &slot, int64_t now) const;
+  bool add_slab(Class &sized, int64_t now);
+  bool assign(int64_t slab, Class &sized, int64_t now);
+  int64_t coldest_slab(const Class &beside, int64_t now);
+  void empty(int64_t slab);
+
+  void chain(uint32_t id);
+  void unchain(uint32_t id);
+  void add_newest(List &list, uint32_t id);
+  void add_oldest(List &list, uint32_t id);
+  void unlink(List &list, uint32_t id);
+
+  void mend(Slot &slot, int64_t units, int64_t now);
+  void list_again(uint32_t id, int64_t now);
+
+  int file_;
+  Geometry geometry_;
+  Times times_;
+  const Owner &owner_;
+  Header *header_;
+  Slab *slabs_;
+  uint32_t *heads_;
+  Slot *slots_;
+};
+
+}  // namespace pds::arena

@@ -1,0 +1,243 @@
+// Where room for a value comes from, and how lists are made anew after a death.
+//
+// Decision: the value that was used longest ago goes first, whatever its size: either the oldest of
+// the same size, or, where a slab of another size has not been used for longer than that, the whole
+// slab changes its size. So a model that nobody asks any more leaves its room to the next.
+#include <fcntl.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "arena_index.h"
+
+namespace pds::arena {
+namespace {
+
+constexpr int64_t kLongestLease = int64_t{86'400} * 1'000'000'000;
+constexpr int64_t kSweepEvery = 100'000'000, kDeniedFor = 1'000'000'000;
+constexpr int64_t kFullFor = 20'000'000;  // a walk over what is kept is not repeated for every put
+constexpr int64_t kForeverNs = std::numeric_limits<int64_t>::max();
+
+bool is_ahead(int64_t lease_end, int64_t now) {
+  return lease_end > now && (lease_end <= now + kLongestLease || lease_end == kForeverNs);
+}
+
+}  // namespace
+
+// The class of a size; null when there are too many.
+Class *Index::class_of(int64_t units) {
+  for (Class &sized : header_->classes) {
+    if (sized.units == units) return &sized;
+    if (sized.units != 0) continue;
+    sized = {units, {kNone, kNone}, {kNone, kNone}, 0};
+    return &sized;
+  }
+  for (Class &sized : header_->classes) {  // the size of one that has no slab any more
+    const auto has_it = [&](const Slab &slab) { return slab.units == sized.units; };
+    if (std::any_of(slabs_, slabs_ + geometry_.num_slabs, has_it)) continue;
+    sized = {units, {kNone, kNone}, {kNone, kNone}, 0};
+    return &sized;
+  }
+  return nullptr;
+}
+
+uint32_t Index::take(Class &sized, int64_t now) {
+  if (sized.free.newest == kNone && !add_slab(sized, now)) {
+    if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
+    if (!evict(sized, now)) return kNone;
+  }
+  const uint32_t id = sized.free.newest;
+  if (id == kNone || slot(id).state != State::kFree) throw Damaged();
+  unlink(sized.free, id);
+  return id;
+}
+
+bool Index::add_slab(Class &sized, int64_t now) {
+  const int64_t denied = header_->denied_until;
+  if (denied > now && denied <= now + kDeniedFor) return false;
+  const auto is_unused = [](const Slab &slab) { return slab.units == 0; };
+  const Slab *end = slabs_ + geometry_.num_slabs,
+             *found = std::find_if(slabs_, slabs_ + geometry_.num_slabs, is_unused);
+  return found != end && assign(found - slabs_, sized, now);
+}
+
+// Cuts a slab that is not in use into slots. False if the file system has no memory for them.
+bool Index::assign(int64_t slab, Class &sized, int64_t now) {
+  const int64_t count = geometry_.units_per_slab() / sized.units;
+  const int64_t at = geometry_.slots_at + id_of(slab, 0) * static_cast<int64_t>(sizeof(Slot));
+  if (fallocate(file_, 0, at, count * static_cast<int64_t>(sizeof(Slot))) != 0) {
+    deny(now);
+    return false;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    Slot &made = slots_[id_of(slab, i)];
+    ++made.generation;
+    made.state = State::kFree, made.is_backed = 0;
+  }
+  slabs_[slab] = {sized.units, now, 0, 0, 0};
+  for (int64_t i = 0; i < count; ++i) add_oldest(sized.free, id_of(slab, i));
+  return true;
+}
+
+// Frees one slot of a class. False if all is kept.
+bool Index::evict(Class &sized, int64_t now) {
+  const uint32_t victim = oldest_unkept(sized, now);
+  const int64_t slab = coldest_slab(sized, now);
+  const auto is_older = [&] {
+    return victim == kNone || slabs_[slab].num_used == 0 ||
+           slabs_[slab].used_at < slots_[victim].used_at;
+  };
+  if (slab >= 0 && is_older()) {
+    empty(slab);
+    if (assign(slab, sized, now)) return true;
+  }
+  if (victim == kNone) return false;
+  free(victim);
+  return true;
+}
+
+bool Index::is_kept(const Slot &slot, int64_t now) const {
+  return (slot.kind == kForever && slot.state == State::kStored) || is_ahead(slot.lease_end, now);
+}
+
+uint32_t Index::oldest_unkept(Class &sized, int64_t now) {
+  if (now < sized.full_until && sized.full_until <= now + kFullFor) return kNone;
+  int64_t soonest = now + kFullFor;
+  uint32_t older = kNone;
+  for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
+    const Slot &used = slot(id);
+    if (used.older != older) throw Damaged();  // so a ring of links cannot hold us
+    if (!is_kept(used, now)) return id;
+    soonest = std::min(soonest, used.lease_end);
+  }
+  sized.full_until = soonest;
+  return kNone;
+}
+
+// The slab of another size that was used longest ago and has nothing that is kept; or -1.
+int64_t Index::coldest_slab(const Class &beside, int64_t now) {
+  int64_t coldest = -1;
+  const auto age_of = [&](const Slab &slab) { return slab.num_used == 0 ? -1 : slab.used_at; };
+  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
+    const Slab &slab = slabs_[i];
+    if (slab.units == 0 || slab.units == beside.units || slab.num_reserved != 0) continue;
+    if (is_ahead(slab.lease_end, now)) continue;
+    if (coldest < 0 || age_of(slab) < age_of(slabs_[coldest])) coldest = i;
+  }
+  return coldest;
+}
+
+// Takes a slab out of use, with all that is in it.
+void Index::empty(int64_t slab) {
+  const int64_t count = slots_of(slab);
+  Class *sized = class_of(slabs_[slab].units);
+  if (count == 0 || sized == nullptr) throw Damaged();
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t id = id_of(slab, i);
+    Slot &given = slots_[id];
+    const State state = given.state;
+    if (state == State::kReserved) throw Damaged();
+    if (state == State::kStored) unchain(id);
+    unlink(state == State::kFree ? sized->free : sized->used, id);
+    ++given.generation;
+    given.state = State::kFree;
+  }
+  slabs_[slab] = {};
+}
+
+void Index::rest(Whose whose, int64_t now) {
+  header_->swept_at = now;
+  for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
+    const int64_t count = slabs_[slab].num_reserved > 0 ? slots_of(slab) : 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t id = id_of(slab, i);
+      const Slot &given = slots_[id];
+      if (given.state != State::kReserved) continue;
+      const bool is_over =
+          whose == Whose::kOwn ? given.owner == owner_.word() : !owner_.lives(given.owner);
+      if (!is_over) continue;
+      set_aside(id, now + times_.rest);
+    }
+  }
+}
+
+void Index::deny(int64_t now) { header_->denied_until = now + kDeniedFor; }
+
+void Index::count(pds_arena_counts *counts) {
+  *counts = {};
+  for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
+    const int64_t count = slots_of(slab);
+    counts->slabs += count > 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const State state = slots_[id_of(slab, i)].state;
+      counts->stored += state == State::kStored, counts->reserved += state == State::kReserved;
+      counts->resting += state == State::kResting, counts->free += state == State::kFree;
+    }
+  }
+}
+
+void Index::rebuild() {
+  const int64_t now = now_ns();
+  for (Class &sized : header_->classes) sized = {};
+  std::fill(heads_, heads_ + geometry_.num_heads, kNone);
+  std::vector<std::pair<int64_t, uint32_t>> used;
+  for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
+    Class *sized = slots_of(slab) > 0 ? class_of(slabs_[slab].units) : nullptr;
+    slabs_[slab] = {sized != nullptr ? sized->units : 0, 0, 0, 0, 0};
+    for (int64_t i = 0; i < slots_of(slab); ++i) {
+      const uint32_t id = id_of(slab, i);
+      mend(slots_[id], sized->units, now);
+      const State state = slots_[id].state;
+      if (state == State::kFree) {
+        add_oldest(sized->free, id);
+        continue;
+      }
+      ++slabs_[slab].num_used;
+      if (state == State::kReserved) {
+        ++slabs_[slab].num_reserved;
+      } else {
+        used.emplace_back(slots_[id].used_at, id);
+      }
+    }
+  }
+  std::sort(used.begin(), used.end());
+  for (const auto &[used_at, id] : used) list_again(id, now);
+}
+
+// A descriptor that no writer leaves behind is freed.
+void Index::mend(Slot &slot, int64_t units, int64_t now) {
+  const State state = slot.state;
+  if (state == State::kFree) return;
+  slot.used_at = std::min(slot.used_at, now);
+  if (!is_ahead(slot.lease_end, now)) slot.lease_end = 0;
+  if (state == State::kResting) return;
+  const bool is_whole = (state == State::kStored || state == State::kReserved) &&
+                        slot.kind < kNumKinds && slot.key_bytes >= 1 &&
+                        slot.key_bytes <= kMaxKeyBytes && slot.bytes >= 1 &&
+                        slot.bytes <= units * kUnit && slot.hash == hash_of(key_of(slot));
+  if (is_whole) return;
+  ++slot.generation;
+  slot.state = State::kFree;
+}
+
+// Puts a slot that holds something back into its list, and what is stored into its chain.
+void Index::list_again(uint32_t id, int64_t now) {
+  Slot &held = slots_[id];
+  Slab &slab = slabs_[slab_of(id)];
+  Class *sized = class_of(slab.units);
+  const bool is_stored = held.state == State::kStored;
+  if (is_stored && find(key_of(held), now) != kNone) {  // a second one cannot be right
+    ++held.generation;
+    held.state = State::kFree;
+    --slab.num_used;
+    add_newest(sized->free, id);
+    return;
+  }
+  slab.used_at = std::max(slab.used_at, held.used_at);
+  slab.lease_end = std::max(slab.lease_end, held.lease_end);
+  if (is_stored) chain(id);
+  add_newest(sized->used, id);
+}
+
+}  // namespace pds::arena

@@ -1,0 +1,277 @@
+"""An open arena of libpdstore: values by key in a file that several processes map."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+from pdstore.errors import (
+    StoreClosed,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    WrongLength,
+)
+from pdstore.native.abi import ArenaInfo, ArenaOptions, Code, SlotCounts
+from pdstore.native.library import Library
+
+_ERRORS: dict[int, tuple[type[StoreError], str]] = {
+    Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
+    Code.TIMEOUT: (StoreTimeout, "is locked: a process that has it open does not go on"),
+    Code.FULL: (StoreFull, "has no room: all values are leased, or this one is too large"),
+    Code.FORMAT: (
+        StoreUnavailable,
+        "is no arena of this version and this boot, or damaged: remove it",
+    ),
+    Code.SYSTEM: (StoreUnavailable, "cannot be mapped"),
+    Code.MEMORY: (StoreUnavailable, "finds no memory in this process"),
+    Code.LENGTH: (WrongLength, "has a value of another length"),
+}
+
+
+class ArenaTimes(NamedTuple):
+    """Times of an open arena, in seconds.
+
+    lease_s: of a lease that a match or a borrow gives.
+    fresh_s: after its publication a value is not evicted for so long.
+    short_lived_s: life of tails and markers after their last use.
+    rest_s: for so long nobody gets what a dead process had reserved.
+    lock_timeout_s: a call that does not get the lock in this time raises StoreTimeout.
+    """
+
+    lease_s: float
+    fresh_s: float
+    short_lived_s: float
+    rest_s: float
+    lock_timeout_s: float
+
+
+class ArenaCounts(NamedTuple):
+    """Numbers of an arena's slots by their state, and of the slabs that are cut into slots."""
+
+    stored: int
+    reserved: int
+    resting: int
+    free: int
+    slabs: int
+
+
+class SlotArrays:
+    """The slots of some values as the library knows them: numbers, generations, offsets."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.slots = (c_int64 * count)()
+        self.generations = (c_uint64 * count)()
+        self.offsets = (c_int64 * count)()
+
+    def of(self, indices: Sequence[int]) -> SlotArrays:
+        """A copy of some of them."""
+        chosen = SlotArrays(len(indices))
+        chosen.slots[:] = [self.slots[i] for i in indices]
+        chosen.generations[:] = [self.generations[i] for i in indices]
+        chosen.offsets[:] = [self.offsets[i] for i in indices]
+        return chosen
+
+
+def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:
+    """Makes an empty file an arena; nobody else may have it open.
+
+    num_bytes: of memory for values, a multiple of `slab_bytes`.
+    seed: random, of the hashes of this arena's keys.
+    Raises ValueError for sizes that no arena has, OSError if the file system refuses.
+    """
+    code = library.calls.pds_arena_format(fd, num_bytes, slab_bytes, seed)
+    if code == Code.ARGUMENT:
+        raise ValueError(f"no arena has {num_bytes} bytes in slabs of {slab_bytes}")
+    if code:
+        raise OSError("the file system refuses to make the file so large")
+
+
+class NativeArena:
+    """An open arena. Any thread may call it; a call fails with a StoreError.
+
+    fd: of the file; stays the caller's.
+    label: begins the errors' messages.
+    Raises StoreUnavailable for a file that is no arena, StoreFull if too many have it open.
+    """
+
+    def __init__(self, library: Library, fd: int, times: ArenaTimes, label: str) -> None:
+        self._label = label
+        self._handle = c_void_p()
+        self._calls = library.calls
+        options = ArenaOptions(*[int(seconds * 1e9) for seconds in times])
+        info = ArenaInfo()
+        code = self._calls.pds_arena_open(fd, byref(options), byref(self._handle), byref(info))
+        self._check(code)
+        self.data_at, self.data_bytes = int(info.data_at), int(info.data_bytes)
+        self.slab_bytes = int(info.slab_bytes)
+        _forget_in_forked_children()
+        _open_arenas.add(self)
+
+    def close(self) -> None:
+        """Ends it for this process; running calls end first. Twice is fine."""
+        self._calls.pds_arena_close(self._handle)
+
+    def forget(self) -> None:
+        """Ends it in the child of a fork, where it is the parent's."""
+        self._calls.pds_arena_forget(self._handle)
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._calls.pds_arena_free(self._handle)
+
+    def match(self, keys: Sequence[str]) -> int:
+        """Leases the values of the first keys that are stored; returns how many."""
+        found = c_int64()
+        self._check(self._calls.pds_arena_match(self._handle, _text(keys), len(keys), byref(found)))
+        return found.value
+
+    def which(self, keys: Sequence[str]) -> list[bool]:
+        """Returns for each key whether it is stored; leases nothing."""
+        stored = (c_uint8 * len(keys))()
+        self._check(self._calls.pds_arena_which(self._handle, _text(keys), len(keys), stored))
+        return [bool(one) for one in stored]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forgets values, leased or not."""
+        self._check(self._calls.pds_arena_remove(self._handle, _text(keys), len(keys)))
+
+    def clear(self, prefix: str) -> None:
+        """Forgets every value whose key begins so; the prefix is not empty."""
+        self._check(self._calls.pds_arena_clear(self._handle, prefix.encode()))
+
+    def counts(self) -> ArenaCounts:
+        """Counts the slots; it looks at all of them."""
+        counts = SlotCounts()
+        self._check(self._calls.pds_arena_count(self._handle, byref(counts)))
+        return ArenaCounts(*(getattr(counts, name) for name in ArenaCounts._fields))
+
+    def reserve(
+        self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]
+    ) -> tuple[SlotArrays, int]:
+        """Reserves slots for values that are not stored.
+
+        kinds: `kinds[i]` is PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
+        Returns a slot for each key, -1 where it is stored, and how many of the first keys are
+        covered. Raises StoreFull where it is none.
+        """
+        count, covered = len(keys), c_int64()
+        arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
+        places = arrays.slots, arrays.generations, arrays.offsets
+        self._check(
+            self._calls.pds_arena_reserve(
+                self._handle, _text(keys), kinds, lengths, count, *places, byref(covered)
+            )
+        )
+        return arrays, covered.value
+
+    def publish(self, arrays: SlotArrays, count: int) -> int:
+        """Makes the first `count` reserved slots findable; returns how many of the first are."""
+        done = c_int64()
+        code = self._calls.pds_arena_publish(
+            self._handle, arrays.slots, arrays.generations, count, byref(done)
+        )
+        self._check(code, done.value)
+        return done.value
+
+    def abandon(self, arrays: SlotArrays) -> None:
+        """Gives back the reserved slots that are not published."""
+        self._check(
+            self._calls.pds_arena_abandon(
+                self._handle, arrays.slots, arrays.generations, arrays.count
+            )
+        )
+
+    def borrow(self, keys: Sequence[str], sizes: Sequence[int]) -> tuple[SlotArrays, int]:
+        """Leases and finds the values of the first keys; returns their slots and how many.
+
+        Raises WrongLength at a value that has not exactly `sizes[i]` bytes.
+        """
+        count, found = len(keys), c_int64()
+        arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
+        places = arrays.slots, arrays.generations, arrays.offsets
+        code = self._calls.pds_arena_borrow(
+            self._handle, _text(keys), lengths, count, *places, byref(found)
+        )
+        self._check(code, found.value)
+        return arrays, found.value
+
+    def still_there(self, arrays: SlotArrays, count: int) -> int:
+        """Returns how many of the first slots hold what they held when they were borrowed."""
+        still = c_int64()
+        code = self._calls.pds_arena_still_there(
+            self._handle, arrays.slots, arrays.generations, count, byref(still)
+        )
+        self._check(code)
+        return still.value
+
+    def put(
+        self,
+        memory: int,
+        keys: Sequence[str],
+        kinds: bytes,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+    ) -> int:
+        """Copies values in, unless they are stored; returns how many of the first it took.
+
+        memory: where this process has mapped the arena's memory.
+        """
+        count, done = len(keys), c_int64()
+        sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        code = self._calls.pds_arena_put(
+            self._handle, memory, _text(keys), kinds, sources, lengths, count, byref(done)
+        )
+        self._check(code, done.value)
+        return done.value
+
+    def get(
+        self, memory: int, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> int:
+        """Copies the values of the first keys out; returns how many were there."""
+        count, done = len(keys), c_int64()
+        targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        code = self._calls.pds_arena_get(
+            self._handle, memory, _text(keys), targets, lengths, count, byref(done)
+        )
+        self._check(code, done.value)
+        return done.value
+
+    def wait(self, seen: int, timeout_s: float) -> int:
+        """Waits until the count of publications is not `seen`; returns the count."""
+        changes = c_uint32()
+        timeout_us = int(max(timeout_s, 0.0) * 1e6)
+        self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
+        return changes.value
+
+    def _check(self, code: int, num_done: int = 0) -> None:
+        if code == Code.OK:
+            return
+        if code == Code.ARGUMENT:
+            raise ValueError(f"{self._label}: the library refuses an argument")
+        error, why = _ERRORS[code]
+        raise error(f"{self._label} {why}", num_done=num_done)
+
+
+_open_arenas: weakref.WeakSet[NativeArena] = weakref.WeakSet()
+
+
+@cache
+def _forget_in_forked_children() -> None:
+    """A child that kept the file open would keep its parent's locks after the parent's death."""
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    for arena in list(_open_arenas):
+        arena.forget()
+
+
+def _text(keys: Sequence[str]) -> bytes:
+    return ("\0".join(keys) + "\0").encode()

@@ -1,0 +1,121 @@
+"""open_arena_file: the file of an arena, made whole or not at all, and only this user's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ByteSize
+
+from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from pdstore.native.arena import format_arena
+from pdstore.native.library import Library
+
+DEFAULT_SIZE = 20 << 30
+SLAB_BYTES = 64 << 20
+"""Registering so much at once with a GPU takes 1 ms; pieces of 16 MiB take three times as long."""
+_MIN_SLAB_BYTES = 64 << 10
+_MIN_SLABS = 16
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
+
+
+def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
+    """Opens the arena at a path, or makes it; returns a descriptor.
+
+    size: bytes for values; None: those of the arena that is there, or for a new one 20 GiB or half
+      of what is free, whichever is less.
+    slab_bytes: no value can be larger; None: 64 MiB, less for arenas below 1 GiB.
+    Raises ConfigError for a size that does not fit, StoreDenied for a file of somebody else's,
+    StoreUnavailable if the file system refuses.
+    """
+    try:
+        for _ in range(3):  # somebody else may make it, or remove it, at the same time
+            with contextlib.suppress(FileNotFoundError):
+                return _checked(os.open(path, _OPEN), path)
+            with contextlib.suppress(FileExistsError):
+                return _make(path, library, size, slab_bytes)
+    except StoreError:  # some of them are OSErrors too
+        raise
+    except PermissionError as error:
+        raise StoreDenied(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
+    raise StoreUnavailable(f"{path} appears and vanishes: somebody else removes it")
+
+
+def _checked(fd: int, path: Path) -> int:
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreDenied(f"{path} is not a regular file: remove it, or name another arena")
+        if status.st_uid != os.geteuid():
+            raise StoreDenied(
+                f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: name another arena"
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            raise StoreDenied(f"{path} can be opened by other users: chmod 600 it, or remove it")
+    except StoreDenied:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
+    """Makes the file without a name, and gives it its name when it is whole."""
+    free = _free_bytes(path.parent)
+    wanted = min(DEFAULT_SIZE, free // 2) if size is None else size
+    if wanted > free:
+        raise ConfigError(
+            f"{path.parent} has {_readable(free)} free, and the arena is to have"
+            f" {_readable(wanted)}: make it smaller (?size=), or name another directory (?dir=);"
+            " in a container, raise --shm-size"
+        )
+    slab = slab_bytes or _default_slab(wanted)
+    num_bytes = wanted // slab * slab
+    with _opened(path.parent, os.O_PATH | os.O_DIRECTORY) as directory:
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            os.fchmod(fd, 0o600)  # whatever the umask
+            format_arena(library, fd, num_bytes, slab, secrets.randbits(64))
+            # only with a dst_dir_fd does this follow the link that /proc has
+            os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory, follow_symlinks=True)
+        except ValueError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{path}: {_readable(wanted)} in slabs of {_readable(slab)}: a slab has a multiple"
+                " of 4 KiB, and the arena at least one slab"
+            ) from error
+        except OSError:
+            os.close(fd)
+            raise
+    return fd
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _default_slab(num_bytes: int) -> int:
+    """The largest power of two that leaves the arena 16 slabs, within limits."""
+    slab = SLAB_BYTES
+    while slab > _MIN_SLAB_BYTES and slab * _MIN_SLABS > num_bytes:
+        slab //= 2
+    return slab
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def _readable(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable()

@@ -1,0 +1,274 @@
+"""ArenaStore: values in one file of shared memory; P and D of one host copy to and from it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ByteSize
+
+from pdstore.errors import ConfigError, StoreUnavailable
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.format.namespace import prefix_of
+from pdstore.native.arena import ArenaCounts, ArenaTimes, NativeArena, SlotArrays
+from pdstore.native.library import Library, address_of, load_library
+from pdstore.settings import Settings
+from pdstore.store.arena.file import open_arena_file
+from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
+from pdstore.store.in_place import Loan, Places, Reservation
+from pdstore.store.url import StoreURL
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LEASE_S = 10.0
+MAX_LEASE_S = 3600.0
+DEFAULT_DIRECTORY = Path("/dev/shm")
+REST_S = 5.0
+"""How long a dead process's reserved memory is left alone: its GPU may still write there."""
+LOCK_TIMEOUT_S = 5.0
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
+
+
+@dataclass(frozen=True)
+class _Reservation(Reservation):
+    arrays: SlotArrays
+
+
+@dataclass(frozen=True)
+class _Loan(Loan):
+    arrays: SlotArrays
+
+
+class ArenaStore(Store):
+    """`shm://name?size=64GiB&lease=10&dir=/dev/shm&slab=64MiB`, for the processes of one host.
+
+    All values lie in one file, `<dir>/pdstore-<uid>-<name>`, which every process maps; there is
+    no server. The file stays when they end, with what it holds, until somebody removes it. It is
+    an `InPlace` store: P's GPU copies into the very bytes that D's GPU copies from.
+
+    Values lie in slabs of one slot size each; the value that was used longest ago goes first, and
+    a slab goes to another size when all of it is older than that. Tails and markers are missing
+    after `PDSTORE_HANDOFF_TTL_S`. The lock is held while the index changes, never while bytes
+    move; a process killed at any point leaves misses, and a stopped one that holds the lock makes
+    the others' calls raise StoreTimeout.
+
+    directory: a memory-backed file system; huge pages are used where it offers them.
+    size: bytes for values; None: those of the arena that is there, else 20 GiB or half of what is
+      free.
+    slab_bytes: no value can be larger. None: 64 MiB, less in arenas below 1 GiB.
+    rest_s: how long what a dead process had reserved is left alone.
+
+    Constructing opens or makes the file. Raises ConfigError, StoreDenied or StoreUnavailable.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        name: str = "pool",
+        *,
+        directory: Path = DEFAULT_DIRECTORY,
+        size: int | None = None,
+        slab_bytes: int | None = None,
+        lease_s: float = DEFAULT_LEASE_S,
+        handoff_ttl_s: float = 600.0,
+        fresh_s: float = FRESH_S,
+        rest_s: float = REST_S,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+    ) -> None:
+        self.label = f"shm://{name}"
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{self.label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
+        if not lease_s <= MAX_LEASE_S:
+            raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
+        if not directory.is_dir():
+            raise ConfigError(f"{self.label}: {directory} is no directory: name one with ?dir=")
+        self.path = directory / f"pdstore-{os.geteuid()}-{name}"
+        self._lifecycle = Lifecycle(self.label)
+        self._lease_s = lease_s
+        times = ArenaTimes(lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s)
+        fd = open_arena_file(self.path, library, size, slab_bytes)
+        try:
+            self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
+            self._check_size(size)
+            self._memory: memoryview | None = self._map(fd)
+        finally:
+            os.close(fd)
+        log.info(
+            "pool in %s, %s of memory: P and D must run on this host and use the same name",
+            self.path,
+            ByteSize(self._arena.data_bytes).human_readable(),
+        )
+
+    @classmethod
+    def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:
+        if url.path not in ("", "/") or url.port is not None:
+            raise ConfigError(f"{url.label}: write shm://name, and the directory as ?dir=/dev/shm")
+        size, slab_bytes = url.size("size", 0) or None, url.size("slab", 0) or None
+        lease_s = url.seconds("lease", DEFAULT_LEASE_S)
+        directory = Path(url.options.pop("dir", str(DEFAULT_DIRECTORY)))
+        url.finish("size, lease, dir, slab")
+        library = load_library(settings, for_gpu=False)
+        if library is None:
+            raise ConfigError(
+                f"{url.label} needs the native library: install cmake and a C++ compiler, see"
+                " `python -m pdstore native`, and do not set PDSTORE_NATIVE=off"
+            )
+        return cls(
+            library,
+            url.host or "pool",
+            directory=directory,
+            size=size,
+            slab_bytes=slab_bytes,
+            lease_s=lease_s,
+            handoff_ttl_s=settings.handoff_ttl_s,
+        )
+
+    @property
+    def lease_s(self) -> float:
+        return self._lease_s
+
+    @property
+    def span_bytes(self) -> int:
+        return self._arena.slab_bytes
+
+    def memory(self) -> memoryview:
+        return self._enter()
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        self._enter()
+        check_call(keys)
+        return self._arena.match(keys) if keys else 0
+
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._enter()
+        check_call(keys)
+        return self._arena.which(keys) if keys else []
+
+    def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
+        self._enter()
+        return self._arena.wait(seen or 0, 0.0 if seen is None else timeout_s)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        memory = self._enter()
+        check_call(keys, slots)
+        if not keys:
+            return 0
+        return self._arena.get(address_of(memory), keys, _addresses(slots), slots.sizes)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        memory = self._enter()
+        check_call(keys, slots)
+        if not keys:
+            return 0
+        values = _kinds(keys), _addresses(slots), slots.sizes
+        return self._arena.put(address_of(memory), keys, *values)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._enter()
+        check_call(keys)
+        if keys:
+            self._arena.remove(keys)
+
+    def clear(self, namespace: str) -> None:
+        self._enter()
+        self._arena.clear(prefix_of(namespace))
+
+    def reserve(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Reservation:
+        memory = self._enter()
+        _check_sizes(keys, sizes)
+        arrays, covered = SlotArrays(0), 0
+        if keys:
+            arrays, covered = self._arena.reserve(keys, _kinds(keys), sizes)
+        missing = [i for i, slot in enumerate(arrays.slots[:covered]) if slot >= 0]
+        chosen = arrays.of(missing)
+        places = Places(memory, list(chosen.offsets), [sizes[i] for i in missing])
+        return _Reservation(covered, missing, places, chosen)
+
+    def publish(self, reservation: Reservation, count: int) -> int:
+        self._enter()
+        return self._arena.publish(_reserved_here(reservation, count), count)
+
+    def abandon(self, reservation: Reservation) -> None:
+        self._enter()
+        self._arena.abandon(_reserved_here(reservation, 0))
+
+    def borrow(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Loan:
+        memory = self._enter()
+        _check_sizes(keys, sizes)
+        arrays, found = self._arena.borrow(keys, sizes) if keys else (SlotArrays(0), 0)
+        return _Loan(Places(memory, arrays.offsets[:found], sizes[:found]), arrays)
+
+    def still_there(self, loan: Loan) -> int:
+        self._enter()
+        return self._arena.still_there(_lent_here(loan), len(loan))
+
+    def release(self, loan: Loan) -> None:
+        _lent_here(loan)
+
+    def counts(self) -> ArenaCounts:
+        """Counts the slots; it looks at all of them."""
+        self._enter()
+        return self._arena.counts()
+
+    def close(self) -> None:
+        if self._lifecycle.end():
+            self._arena.close()
+            self._memory = None  # unmapped when no view of it is left
+
+    def _enter(self) -> memoryview:
+        memory = self._memory  # before the check: `close` ends the life first
+        self._lifecycle.check()
+        assert memory is not None
+        return memory
+
+    def _check_size(self, size: int | None) -> None:
+        there, slab = self._arena.data_bytes, self._arena.slab_bytes
+        if size is not None and size // slab * slab != there:
+            self._arena.close()
+            raise ConfigError(
+                f"{self.label}: {self.path} is there already with size={there}: use that, leave"
+                " ?size= away, or remove the file when nobody uses it"
+            )
+
+    def _map(self, fd: int) -> memoryview:
+        try:
+            mapped = mmap.mmap(fd, self._arena.data_bytes, offset=self._arena.data_at)
+        except OSError as error:
+            raise StoreUnavailable(f"{self.label}: cannot map {self.path}: {error}") from error
+        with contextlib.suppress(OSError):  # where the kernel has none for such files
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(mapped)
+
+
+def _kinds(keys: Sequence[BlockKey]) -> bytes:
+    return bytes([_KINDS[kind_of(key)] for key in keys])
+
+
+def _addresses(slots: Slots) -> list[int]:
+    base = address_of(slots.view)
+    return [base + number * slots.slot_bytes for number in slots.numbers]
+
+
+def _check_sizes(keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
+    check_call(keys)
+    if len(sizes) != len(keys) or min(sizes, default=1) < 1:
+        raise ValueError(f"{len(keys)} keys and {len(sizes)} sizes, or a size below 1")
+
+
+def _reserved_here(reservation: Reservation, count: int) -> SlotArrays:
+    if not isinstance(reservation, _Reservation) or not 0 <= count <= len(reservation):
+        raise ValueError("no reservation of an arena, or a count that it has not")
+    return reservation.arrays
+
+
+def _lent_here(loan: Loan) -> SlotArrays:
+    if not isinstance(loan, _Loan):
+        raise ValueError("no loan of an arena")
+    return loan.arrays

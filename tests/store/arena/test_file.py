@@ -1,0 +1,97 @@
+"""An arena's file: made whole, this user's alone, and never followed or believed."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from pdstore.errors import ConfigError, StoreDenied, StoreUnavailable
+from pdstore.store.arena.file import open_arena_file
+from pdstore.store.arena.store import ArenaStore
+from pdstore.testing.threads import run_together
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / f"pdstore-{os.geteuid()}-pool"
+
+
+def open_and_close(library, path, size=4 * MIB):
+    os.close(open_arena_file(path, library, size, None))
+
+
+def test_a_new_arena_is_this_users_alone(library, path):
+    old = os.umask(0)
+    try:
+        open_and_close(library, path)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_an_arena_takes_no_memory_before_it_is_used(library, path):
+    open_and_close(library, path, 1024 * MIB)
+    assert path.stat().st_blocks * 512 < 2 * MIB
+
+
+def test_processes_that_make_it_at_once_get_the_same(library, path):
+    run_together(*[lambda: open_and_close(library, path)] * 8, deadline_s=20)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_link_is_not_followed(library, path, tmp_path):
+    (tmp_path / "other").write_bytes(b"x")
+    path.symlink_to(tmp_path / "other")
+    with pytest.raises(StoreUnavailable):
+        open_and_close(library, path)
+    assert (tmp_path / "other").read_bytes() == b"x"
+
+
+def test_a_fifo_hangs_nobody(library, path):
+    os.mkfifo(path, 0o600)
+    with pytest.raises(StoreDenied, match="not a regular file"):
+        open_and_close(library, path)
+
+
+def test_a_file_that_others_may_open_is_refused(library, path):
+    open_and_close(library, path)
+    path.chmod(0o640)
+    with pytest.raises(StoreDenied, match="chmod 600"):
+        open_and_close(library, path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_a_file_of_somebody_else_is_refused(library, path):
+    open_and_close(library, path)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(StoreDenied, match="belongs to user 12345"):
+        open_and_close(library, path)
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, bytes(8 * MIB), os.urandom(MIB)], ids=len)
+def test_a_file_that_is_no_arena_is_refused_and_left_alone(library, path, data):
+    path.write_bytes(data)
+    path.chmod(0o600)
+    with pytest.raises(StoreUnavailable, match="no arena"):
+        ArenaStore(library, directory=path.parent)
+    assert path.read_bytes() == data
+
+
+def test_an_arena_that_was_cut_is_refused(library, path):
+    open_and_close(library, path)
+    os.truncate(path, path.stat().st_size - 4096)
+    with pytest.raises(StoreUnavailable, match="no arena"):
+        ArenaStore(library, directory=path.parent)
+
+
+@pytest.mark.parametrize(
+    ("size", "slab"), [(100 * MIB, 1000), (MIB, 2 * MIB), (8 << 30, 8 << 30), (100, None)]
+)
+def test_sizes_that_no_arena_has_are_refused(library, path, size, slab):
+    with pytest.raises(ConfigError, match="slab"):
+        open_arena_file(path, library, size, slab)
+    assert os.listdir(path.parent) == []

@@ -1,0 +1,180 @@
+"""ArenaStore keeps the contract of a store, and evicts the oldest of any size."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+
+import hypothesis
+import pytest
+
+from pdstore.errors import ConfigError, StoreClosed, StoreFull
+from pdstore.format.keys import BlockKey
+from pdstore.settings import Settings
+from pdstore.store import open_store
+from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing.state_machine import PLAY, play_random_calls
+from pdstore.testing.threads import run_together
+from pdstore.testing.values import get, put
+
+MIB = 1 << 20
+SIZE = 64 << 10
+
+
+class TestArenaStore(StoreTests):
+    @pytest.fixture
+    def store(self, open_arena):
+        return open_arena(size=512 * MIB)
+
+    @pytest.fixture
+    def peer(self, store, open_arena):
+        return open_arena()
+
+    @pytest.fixture
+    def small_store(self, open_arena):
+        return open_arena(secrets.token_hex(4), size=3 * MIB)
+
+    def write_raw(self, store, key, data):
+        if not data:
+            pytest.skip("an arena holds no empty values")
+        reservation = store.reserve([key], [len(data)])
+        reservation.places.value(0)[:] = data
+        store.publish(reservation, 1)
+
+
+def test_random_calls_agree_with_a_dict(open_arena):
+    play_random_calls(lambda: open_arena(size=64 * MIB), hypothesis.settings(PLAY, max_examples=30))
+
+
+def test_values_outlive_the_stores_that_put_them(open_arena):
+    store, keys = open_arena(size=MIB), fresh_keys(3)
+    values = [content(key, 1000) for key in keys]
+    put(store, keys, values)
+    store.close()
+    assert get(open_arena(), keys, [1000] * 3) == values
+
+
+def test_the_value_that_was_used_longest_ago_goes_first(open_arena):
+    store, keys = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=1e-9), fresh_keys(17)
+    for key in keys[:16]:
+        put(store, [key], [content(key, SIZE)])
+    store.match([keys[0]])
+    put(store, [keys[16]], [content(keys[16], SIZE)])
+    assert [store.match([key]) for key in keys] == [1, 0, *[1] * 15]
+
+
+def test_a_size_that_nobody_uses_any_more_leaves_its_slabs_to_another(open_arena):
+    store = open_arena(size=8 * MIB, slab_bytes=MIB, fresh_s=0, lease_s=1e-9)
+    old, new = fresh_keys(128), fresh_keys(60)
+    for key in old:
+        put(store, [key], [content(key, SIZE)])
+    for key in new:
+        put(store, [key], [content(key, 2 * SIZE)])
+    assert sum(store.which_stored(new)) >= 56
+    assert sum(store.which_stored(old)) <= 8
+
+
+def test_slabs_in_use_are_not_taken_by_another_size(open_arena):
+    store = open_arena(size=2 * MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
+    keys = fresh_keys(32)
+    for key in keys:
+        put(store, [key], [content(key, SIZE)])
+    assert store.match(keys) == 32
+    with pytest.raises(StoreFull):
+        put(store, fresh_keys(1), [b"x" * 2 * SIZE])
+
+
+def test_tails_of_many_sizes_share_slabs(open_arena):
+    store = open_arena(size=64 * MIB, slab_bytes=4 * MIB)
+    blocks = fresh_keys(64)
+    for n, block in enumerate(blocks, 1):
+        tail = BlockKey(f"{block}:partial:{n}")
+        put(store, [tail], [content(tail, n * 4096 - 5)])
+        assert get(store, [tail], [n * 4096 - 5]) == [content(tail, n * 4096 - 5)]
+    assert store.counts().slabs == 12, "of 1, 2, 3, 4, 6, 8 ... 64 pages"
+
+
+def test_tails_and_markers_are_missing_after_their_time(open_arena):
+    store = open_arena(size=MIB, handoff_ttl_s=1e-6)
+    [block] = fresh_keys(1)
+    tail, marker = BlockKey(f"{block}:partial:3"), BlockKey("pds1:ab:handoff:cd:0:done")
+    for key in (block, tail, marker):
+        put(store, [key], [content(key, 100)])
+    assert store.which_stored([block, tail, marker]) == [True, False, False]
+
+
+def test_which_stored_leases_nothing(open_arena):
+    store = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
+    keys = fresh_keys(17)
+    for key in keys[:16]:
+        put(store, [key], [content(key, SIZE)])
+    assert store.which_stored([keys[16], *keys[:16]]) == [False, *[True] * 16]
+    put(store, [keys[16]], [content(keys[16], SIZE)])
+    assert store.which_stored(keys[:1]) == [False]
+
+
+def test_a_put_wakes_whoever_waits_for_a_change(open_arena):
+    store, [key], woken = open_arena(size=MIB), fresh_keys(1), threading.Event()
+    peer = open_arena()
+    seen = peer.wait_for_change(None, 0)
+    assert peer.wait_for_change(seen, 0.001) == seen
+
+    def wait():
+        assert peer.wait_for_change(seen, 60) != seen
+        assert peer.match([key]) == 1
+        woken.set()
+
+    run_together(wait, lambda: put(store, [key], [b"x"]), deadline_s=10)
+    assert woken.is_set()
+
+
+def test_close_wakes_whoever_waits_for_a_change(open_arena):
+    store = open_arena(size=MIB)
+    seen = store.wait_for_change(None, 0)
+
+    def wait():
+        with pytest.raises(StoreClosed):
+            store.wait_for_change(seen, 60)
+
+    run_together(wait, store.close, deadline_s=10)
+
+
+def test_an_arena_opens_by_url(tmp_path):
+    url = f"shm://cache?size=4MiB&lease=3&slab=1MiB&dir={tmp_path}"
+    store = open_store(url, Settings(native="require"))
+    assert (store.lease_s, store.span_bytes, len(store.memory())) == (3.0, MIB, 4 * MIB)
+    assert store.path.parent == tmp_path
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("shm://a/b", "dir="),
+        ("shm://a:1", "dir="),
+        ("shm://-a", "a name has"),
+        ("shm://a?dir=/not/there", "is no directory"),
+        ("shm://a?lease=4000", "lease must be"),
+        ("shm://a?colour=red", "unknown option"),
+        ("shm://a?size=900TiB", "free"),
+        ("shm://a?size=1MiB&slab=1000", "slab"),
+        ("shm://a?size=1KiB", "slab"),
+    ],
+)
+def test_a_url_that_does_not_fit_says_why(url, words, tmp_path):
+    if "dir=" not in url:
+        url += f"{'&' if '?' in url else '?'}dir={tmp_path}"
+    with pytest.raises(ConfigError, match=words):
+        open_store(url, Settings(native="require"))
+
+
+def test_without_the_library_the_error_says_what_to_install():
+    with pytest.raises(ConfigError, match="native library"):
+        open_store("shm://a", Settings(native="off"))
+
+
+def test_another_size_than_the_arena_has_is_refused(open_arena):
+    open_arena(size=4 * MIB)
+    assert len(open_arena(size=4 * MIB).memory()) == 4 * MIB
+    with pytest.raises(ConfigError, match="there already"):
+        open_arena(size=8 * MIB)
