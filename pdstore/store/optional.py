@@ -62,8 +62,8 @@ class FindsKeys(Protocol):
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Returns for each key whether it is stored, hits and misses in any order.
 
-        Leases nothing, and does not count as a use. The keys are distinct, as in every call.
-        Raises StoreError.
+        Leases nothing and does not count as a use, where the store can look without that. The keys
+        are distinct, as in every call. Raises StoreError.
         """
 
 

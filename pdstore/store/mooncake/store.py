@@ -97,6 +97,16 @@ class MooncakeStore(Store):
                 break
         return found
 
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Looks for all keys in one round trip; Mooncake leases those that it finds."""
+        self._lifecycle.check()
+        check_call(keys)
+        codes = self._exist(keys) if keys else []
+        for key, code in zip(keys, codes, strict=True):
+            if code < 0:
+                raise error_of(code, f"{self.label}: look for {key}")
+        return [code == 1 for code in codes]
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
@@ -188,16 +198,20 @@ class MooncakeStore(Store):
         return len(keys)
 
     def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
-        """How many of the first keys are there, asked in one call, which leases all that are."""
-        with self._lookup.call() as raw:
-            codes = raw.batch_is_exist(list(keys))
-        self._lookup.note(codes)
-        for i, code in enumerate(codes):
+        """Returns how many of the first keys are there; one call, which leases all that are."""
+        for i, code in enumerate(self._exist(keys)):
             if code == 0:
                 return i
             if code < 0:
                 raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=num_done + i)
         return len(keys)
+
+    def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Returns for each key 1, 0 or a code."""
+        with self._lookup.call() as raw:
+            codes = raw.batch_is_exist(list(keys))
+        self._lookup.note(codes)
+        return codes
 
     def _size_of(self, key: BlockKey) -> int:
         with self._lookup.call() as raw:

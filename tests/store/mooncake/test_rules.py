@@ -20,7 +20,9 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots
 from pdstore.store.connect import read_pool_id
+from pdstore.store.find import find_optional
 from pdstore.store.mooncake.codes import ABSENT, HALF_WRITTEN
+from pdstore.store.optional import FindsKeys
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.threads import run_together
 from pdstore.testing.values import get, put
@@ -135,6 +137,12 @@ def test_a_match_leases_what_it_found_and_one_window_behind_the_gap_at_most(stor
         codes = raw.batch_remove(keys, False)
     assert codes[:20] == [-706] * 20
     assert codes[32:] == [0] * (300 - 32), "never asked for, so not leased"
+
+
+def test_unrelated_keys_are_found_in_one_call(store, peer):
+    keys = fresh_keys(6)
+    put(peer, keys[::3], [b"x"] * 2)
+    assert find_optional(store, FindsKeys).which_stored(keys) == [True, False, False] * 2
 
 
 def test_matching_needs_no_connection_that_moves_values(cluster):
