@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE, TESTS = ROOT / "pdstore", ROOT / "tests"
 MAX_LINES = {"pdstore": 300, "examples": 300, "benchmarks": 300, "tests": 400}
+MAX_LINES_OF_A_FUNCTION = 40
 RIDDLES = {"Who", "What", "That", "And", "As", "How", "Those", "It"}
 """First words of a docstring that stands for its subject instead of saying what it does."""
 
@@ -55,6 +56,30 @@ def test_no_file_is_too_long():
         for folder, most in MAX_LINES.items()
         for file in python_files(folder)
         if len((ROOT / file).read_text().splitlines()) > most
+    )
+
+
+def test_no_native_source_is_too_long():
+    sources = [path for path in (ROOT / "csrc").rglob("*.*") if "third_party" not in path.parts]
+    assert not new(
+        f"too long: {path.relative_to(ROOT)}"
+        for path in sources
+        if len(path.read_text().splitlines()) > MAX_LINES["pdstore"]
+    )
+
+
+def lines_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    words = ast.get_docstring(function, clean=False)
+    return function.end_lineno - function.lineno + 1 - (len(words.splitlines()) if words else 0)
+
+
+def test_no_function_is_too_long():
+    assert not new(
+        f"too long: {file}: {node.name}"
+        for file in python_files("pdstore", "examples", "benchmarks")
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and lines_without_docstring(node) > MAX_LINES_OF_A_FUNCTION
     )
 
 
