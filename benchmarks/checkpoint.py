@@ -1,4 +1,4 @@
-"""A checkpoint of random weights for benchmarks, in a given shape, with a tokenizer nobody asks."""
+"""A checkpoint of random weights in a given shape, with a tokenizer that is never used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags that all benchmarks share, and what becomes of a report."""
+"""The flags that all benchmarks share, and the printing of their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long it takes to hash a long prompt into block keys.
+"""Measures how long it takes to hash a long prompt into block keys.
 
 python -m benchmarks.keys [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""How long P's prefill of a long prompt takes in the mini engine, with and without saves.
+"""Measures P's prefill of a long prompt in the mini engine, with and without saves.
 
     python -m benchmarks.mini_prefill --json benchmarks/results/h200_mini_prefill.json
 
@@ -41,7 +41,7 @@ BLOCK = 16
 
 
 class Size(NamedTuple):
-    """Of the model and the prompt."""
+    """The size of the model and of the prompt."""
 
     layers: int
     hidden: int
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(size: Size, device: str, rounds: int, directory: Path) -> Report:
-    """Prefills in turns; each engine's first is not counted."""
+    """Prefills on each engine in turn; the first round is not counted."""
     shape = Shape(VOCABULARY, size.layers, size.hidden, size.tokens + BLOCK)
     make_model(shape, directory / "model", device)
     engines = {way: open_engine(size, device, directory, way) for way in WAYS}

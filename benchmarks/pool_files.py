@@ -1,4 +1,4 @@
-"""How fast one prompt's KV goes through KVPool to files and back, by window and workers.
+"""Measures one prompt's KV through KVPool to files and back, by window and workers.
 
     python -m benchmarks.pool_files --json benchmarks/results/h200_pool_files.json --pool /dev/shm
 

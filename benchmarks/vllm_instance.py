@@ -126,7 +126,7 @@ class Engine:
         return True
 
     def counters(self) -> dict[str, float]:
-        """Of both halves of pdstore's connector; of the ranks' halves the sums."""
+        """Returns the counters of both sides of pdstore's connector; over the ranks, their sums."""
         found = Counter(vllm_ranks.counters_of(self.core.scheduler.get_kv_connector()))
         for each in self._ranks(vllm_ranks.worker_counters):
             found.update(each)
@@ -136,7 +136,7 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
     def _ranks(self, function: Callable[[Any], Any]) -> list[Any]:
-        """What each rank's worker answers."""
+        """Calls a function in each rank's worker; returns the answers."""
         return list(self.core.model_executor.collective_rpc(function))
 
     def _counted_schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +246,7 @@ class Instance:
         return ""
 
     def dismiss(self) -> None:
-        """It may end now; `stop` sees that it does."""
+        """Tells the process to end; `stop` waits for it."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
 

@@ -1,4 +1,4 @@
-"""What an instance's ranks are asked, each in the process of its worker.
+"""Functions that an instance's ranks are asked to call, each in its worker's process.
 
 vLLM sends these functions by their names: its workers import this module.
 """
@@ -21,14 +21,14 @@ def digest_of_weights(worker: Any) -> str:
 
 
 def worker_counters(worker: Any) -> dict[str, float]:
-    """Of the connector's half beside the model."""
+    """Returns the counters of the connector's worker side."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return counters_of(get_kv_transfer_group()) if has_kv_transfer_group() else {}
 
 
 def counters_of(connector: Any) -> dict[str, float]:
-    """What pdstore's half has counted; nothing for another connector, or for none."""
+    """Returns the counters of pdstore's half; none for another connector, or without one."""
     found: dict[str, float] = {}
     registry = getattr(getattr(connector, "metrics", None), "registry", None)
     for metric in registry.collect() if registry else ():

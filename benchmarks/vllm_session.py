@@ -77,7 +77,7 @@ class Session:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of KV, in all layers."""
+        """Returns the bytes of a token's KV over all layers."""
         config = self.given.config
         size = {"bfloat16": 2, "float32": 4}[json.loads(self.given.llm).get("dtype", "bfloat16")]
         heads = config["num_key_value_heads"] * config["head_dim"]
@@ -195,7 +195,7 @@ def distance(one: Answer, other: Answer) -> float | None:
 
 
 def loaded(name: str, answer: Answer, num_bytes: int) -> Answer:
-    """What an answer says of the load before it."""
+    """Returns the facts of a load, from the answer that follows it."""
     exposed = answer["counters"].get("exposed_seconds_sum:")
     row = {
         f"{name}_s": answer["seconds"],
@@ -209,6 +209,6 @@ def loaded(name: str, answer: Answer, num_bytes: int) -> Answer:
 
 
 def medians(rows: list[Answer]) -> Answer:
-    """Of what is a number in any row."""
+    """Returns the median of each field that is a number in any row."""
     names = sorted({k for row in rows for k, v in row.items() if isinstance(v, (int, float))})
     return {k: median(row[k] for row in rows if row.get(k) is not None) for k in names}

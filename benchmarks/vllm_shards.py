@@ -123,7 +123,7 @@ def _reloaded(again: Answer, cached: Answer) -> Answer:
 
 
 def unmet(row: Answer, ranks: int) -> list[str]:
-    """What a row should say and does not."""
+    """Returns the expectations that a row does not meet."""
     expected = {
         "D computes one token": row["d_load_computed"] == row["d_computed_again"] == 1,
         "each rank of D loads its heads of all tokens": row["d_loaded"] == ranks * row["tokens"],

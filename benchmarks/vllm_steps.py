@@ -1,4 +1,4 @@
-"""How much CPU time vLLM's scheduler takes a step while 8 requests decode.
+"""Measures the CPU time of a step of vLLM's scheduler while 8 requests decode.
 
     python -m benchmarks.vllm_steps DIR
 

@@ -1,4 +1,4 @@
-"""How fast blocks move between a GPU and pinned slots, next to other ways, in one process.
+"""Measures block copies between a GPU and pinned slots, next to other ways to copy.
 
     python -m benchmarks.swap.bench [--alone] [--shape NAME] [--json FILE]
 

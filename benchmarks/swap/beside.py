@@ -1,4 +1,4 @@
-"""What a running model and its small copies feel while blocks move, and what the mover costs."""
+"""Measures how block copies slow a running model and its small copies, and their CPU time."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def pump(add: Add, rig: Rig, swap: NativeSwap, path: CopyPath, direction: Direct
 
 
 def caller(add: Add, rig: Rig) -> None:
-    """What the calling thread spends: in the engine's call, and in packing the pieces before it."""
+    """Adds the calling thread's time: in the engine's call, and in packing the pieces before it."""
     n = 1024  # the same blocks twice, if there are not as many
     pieces = [rig.piece(i % rig.n) for i in range(n)]
     packing = median(seconds(lambda: rig.serving.pack(OUT, pieces)) * 1e6 for _ in range(9))

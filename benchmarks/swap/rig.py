@@ -205,7 +205,7 @@ class Contiguous:
 
 
 def seconds(copy: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Returns the seconds of one call."""
     start = time.perf_counter()
     copy()
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""How long staging takes to be pinned, and how long a kernel launch waits meanwhile.
+"""Measures how long staging takes to be pinned, and how long a kernel launch waits meanwhile.
 
     python -m benchmarks.swap.start [--json FILE]
 

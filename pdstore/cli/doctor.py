@@ -24,7 +24,7 @@ def doctor(url: str | None) -> Report:
     """Puts, matches, gets, verifies and removes a value, and times each.
 
     url: None takes PDSTORE_STORE.
-    Raises ConfigError for a bad URL, StoreError at the first step that does not do what it must.
+    Raises ConfigError for a bad URL, StoreError at the first step that fails or answers wrongly.
     """
     settings = read_settings(**({"store": url} if url else {}))
     store = open_store(settings.store, settings)
@@ -45,7 +45,7 @@ def _try(store: Store) -> Report:
     def step(what: str, function: Callable[[], bool]) -> None:
         def checked() -> None:
             if not function():
-                raise StoreError(f"{store.label}: {what} did not do what it must")
+                raise StoreError(f"{store.label}: {what} gave a wrong result")
 
         report.add(what, seconds_of(checked) * 1e3)
 

@@ -1,4 +1,4 @@
-"""What the native library is on this machine, built now where that is possible."""
+"""Reports the native library of this machine, building it now where that is possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdstore.native.library import Library
 
 
 def native_report() -> Report:
-    """Both forms of the library. Raises NativeError where neither is there nor can be built."""
+    """Reports both forms of the library. Raises NativeError if there is none to find or build."""
     report = Report("libpdstore", ["for", "CUDA", "GPUs", "file"])
     for name, with_cuda in (("host tensors", False), ("GPU tensors", True)):
         library = Library(find_library(with_cuda=with_cuda))

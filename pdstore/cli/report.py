@@ -1,4 +1,4 @@
-"""What a benchmark found: a table for people, JSON for machines."""
+"""Report: the numbers of one command, as a table for people and as JSON for machines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Report:
 
 
 def machine() -> dict[str, str | int]:
-    """What the numbers were measured on."""
+    """Describes the machine that the numbers were measured on."""
     return {
         "cpus": os.cpu_count() or 0,
         "processor": platform.processor() or platform.machine(),

@@ -9,7 +9,7 @@ from pdstore.settings import Settings, variable_of
 
 
 def settings_table() -> str:
-    """A Markdown table: variable, default, meaning."""
+    """Returns a Markdown table: variable, default, meaning."""
     rows = ["| variable | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = _text_of(field.default)

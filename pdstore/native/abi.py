@@ -18,7 +18,7 @@ RELAXED = 2
 
 
 class CopyPath(enum.IntEnum):
-    """How a payload's bytes move; AUTO lets the engine choose."""
+    """The way that a payload's bytes take; AUTO lets the engine choose."""
 
     AUTO = 0
     BATCH = 1
@@ -44,7 +44,7 @@ class Code(enum.IntEnum):
 
 
 class CopyPlan(NamedTuple):
-    """Which path a payload takes, and why."""
+    """The path of a payload, and why it is this one."""
 
     path: str
     num_pieces: int  # contiguous pieces of an engine block
@@ -54,7 +54,7 @@ class CopyPlan(NamedTuple):
 
 
 class PumpStats(NamedTuple):
-    """What one direction's thread has done so far."""
+    """The work of one direction's thread so far."""
 
     num_bytes: int
     num_slices: int
@@ -134,7 +134,7 @@ SIGNATURES: dict[str, list[object]] = {
 
 
 def raise_error(error: ctypes.Structure) -> None:
-    """Raises what an `Error` says, if it says anything."""
+    """Raises the exception that an `Error` stands for; nothing for OK."""
     code, message = Code(error.code), error.message.decode(errors="replace")
     if code is Code.OK:
         return

@@ -30,4 +30,4 @@ def test_a_wrong_store_is_told_at_its_step(monkeypatch, capsys):
     monkeypatch.setattr(inner, "remove", lambda keys: None)
     monkeypatch.setattr(module, "open_store", lambda url, settings: inner)
     assert main(["doctor", "--store", "memory://"]) == 2
-    assert "remove did not do what it must" in capsys.readouterr().err
+    assert "remove gave a wrong result" in capsys.readouterr().err

@@ -31,7 +31,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockCopyPlan(NamedTuple):
-    """How payloads of a part with this many tokens move, and why so."""
+    """The path of payloads of a part with this many tokens, and the reason for it."""
 
     part: Part
     num_tokens: int
@@ -40,7 +40,7 @@ class BlockCopyPlan(NamedTuple):
 
 
 class Registrar(Protocol):
-    """Who pins host memory for a device's copies."""
+    """Pins host memory for a device's copies."""
 
     def populate(self, address: int, num_bytes: int) -> None:
         """Makes the memory present, so that registering it is quick."""
@@ -72,7 +72,7 @@ class Swap(ABC):
     """How threads that copy are put on the device; None: the usual way."""
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """The event if copies can follow it by themselves; else waits for it here, and None."""
+        """Returns `ready` if copies can wait on it; else blocks until it fires and returns None."""
         if ready is not None:
             ready.synchronize()
         return None
@@ -97,7 +97,7 @@ class Swap(ABC):
 
     @property
     def registrar(self) -> Registrar | None:
-        """Who has to pin the memory of payloads; None: it may be any."""
+        """Pins the memory that payloads lie in; None if payloads may lie in any memory."""
         return None
 
     @abstractmethod
