@@ -114,6 +114,7 @@ class Engine:
     ) -> None:
         self._library, self._calls = library, library.calls
         self._lock = threading.Lock()  # nobody may be in a call when the handle ends
+        self._pid = os.getpid()
         self._handle = c_void_p()
         counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
         error = Error()
@@ -171,7 +172,12 @@ class Engine:
         return Ticket(self._library, handle)
 
     def close(self) -> None:
-        """Ends what is queued, waits for the device, frees everything. Twice is fine."""
+        """Ends what is queued, waits for the device, frees everything. Twice is fine.
+
+        In the child of a fork it does nothing: the parent may have been in a call.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             handle, self._handle = self._handle, c_void_p()
             if handle:
@@ -192,6 +198,7 @@ class Ticket:
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
         self._calls, self._short_calls, self._handle = library.calls, library.short_calls, handle
+        self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
         """True when the copy is done, False after the time; raises SwapError when it failed."""
@@ -208,7 +215,8 @@ class Ticket:
         return self.wait(0)
 
     def __del__(self) -> None:
-        self._short_calls.pds_free_ticket(self._handle)
+        if os.getpid() == self._pid:
+            self._short_calls.pds_free_ticket(self._handle)
 
 
 def address_of(view: memoryview) -> int:

@@ -36,15 +36,18 @@ def tables_of(
             raise LayoutError(
                 f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
             )
-        used = _as_ints(table[first:need])
+        used = cast("tuple[int, ...]", table[first:need])
+        if not all(type(id) is int for id in used):
+            used = _as_ints(used)
+            table = (*table[:first], *used)
         lowest = NO_BLOCK if layout.has_window(number) else 0
         if used and not lowest <= min(used) <= max(used) < num_blocks:
             raise LayoutError(
                 f"block ids {min(used)}..{max(used)} are not all in the cache of"
                 f" {num_blocks} blocks"
             )
-        checked.append((*cast("tuple[int, ...]", table[:first]), *used))
-    return tuple(checked)
+        checked.append(table)
+    return cast("Tables", tuple(checked))
 
 
 def check_windows(layout: Layout, tables: BlockTables) -> None:

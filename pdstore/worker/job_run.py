@@ -93,17 +93,17 @@ class JobRun:
             return child
 
     def carry(self, child: ChildJob, goes_on: Callable[[JobRun], bool]) -> None:
-        """Does a child job's part, on its worker. Raises what is no error of the store."""
+        """Does a child job's part, on its worker. Raises what is no error of the store.
+
+        Then the child job stays on the list until `fail` has ended the job: without it another
+        worker would see a job whose shares are all taken and nobody at work, and finish it.
+        """
         try:
-            try:
-                self._carry_shares(child, goes_on)
-            finally:
-                child.finish_copy()
-            if not self._leaves(child):
-                self._finish(child)
+            self._carry_shares(child, goes_on)
         finally:
-            with self._lock:
-                self._children.discard(child)
+            child.finish_copy()
+        if not self._leaves(child):
+            self._finish(child)
 
     def end(self, reason: Reason | None, error: Exception | None = None) -> None:
         """Ends the job unless it has ended; during block copies, right after them."""
@@ -118,7 +118,6 @@ class JobRun:
         reason = reason_of(error)
         if reason is Reason.FAULT and not self.is_ending:
             log.error("a %s failed: %r", self.direction.value, error)
-        _release_frames(error)
         self.end(reason, error)
 
     def check(self) -> None:
@@ -149,7 +148,6 @@ class JobRun:
             try:
                 reason = share(child)
             except StoreError as error:
-                _release_frames(error)
                 self._note(Shortfall(reason_of(error), error))
             else:
                 if reason is not None:
@@ -201,6 +199,8 @@ class JobRun:
         progress = work.progress
         del work
         reason, error = self._ends[0] or (None, None)
+        if error is not None:
+            _release_frames(error)
         self.job.settle(JobResult(progress, reason, error))
 
 

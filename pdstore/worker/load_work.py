@@ -36,6 +36,7 @@ class LoadWork(Work):
         self._num_taken = 0
         self._reached = [0] * len(self._ranges)  # tokens of the prompt, by range
         self._gaps: dict[int, Shortfall] = {}
+        self._carried: list[int] = []  # ranges of which nothing is missing
         self._is_whole = False
 
     @property
@@ -61,7 +62,7 @@ class LoadWork(Work):
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap, which need not be the first in time."""
-        self._is_whole = shortfall is None
+        self._is_whole = len(self._carried) == len(self._ranges)
         return self._gaps[min(self._gaps)] if self._gaps else shortfall
 
     def _load(self, number: int, child: ChildJob) -> Reason | None:
@@ -73,7 +74,9 @@ class LoadWork(Work):
             reason = self._mover.load(child, values, self._first_token, self._ready, loaded)
         except StoreError as raised:
             reason, error = reason_of(raised), raised
-        if reason is not None:
+        if reason is None:
+            self._carried.append(number)
+        else:
             self._gaps[number] = Shortfall(reason, error)
         return reason
 

@@ -48,7 +48,7 @@ class Instance:
         range_bytes: int = RANGE_BYTES,
         **changes: object,
     ) -> None:
-        self.settings = settings_of(**changes)
+        self.store, self.settings = store, settings_of(**changes)
         self.layout = Layout.of(
             self.settings,
             dtype="float32",

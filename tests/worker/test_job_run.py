@@ -113,6 +113,17 @@ def test_a_bug_ends_the_job_at_once_as_a_fault():
     assert run.job.result.reason is Reason.FAULT
 
 
+def test_no_other_worker_finishes_a_job_whose_fault_is_not_told_yet():
+    """Between the exception and `fail` all shares are taken and nobody seems to be at work."""
+    run = run_of(Shares(lambda child: 1 // 0))
+    child = run.take(lambda run: True)
+    with pytest.raises(ZeroDivisionError):
+        child.run()
+    assert not run.has_more
+    child.fail(ZeroDivisionError())
+    assert run.job.result.reason is Reason.FAULT
+
+
 def test_open_work_waits_for_more_shares():
     work = Shares(lambda child: None)
     work.is_closed = False

@@ -7,19 +7,12 @@ import threading
 import pytest
 import torch
 
-from pdstore import Reason, open_store
+from pdstore import Reason
 from pdstore.format.keys import Kind, kind_of
 from pdstore.store.wrappers import WrapperStore
-from tests.support.kv import POISON, Instance, eventually, settings_of
+from tests.support.kv import POISON, Instance, eventually
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
-
-
-@pytest.fixture
-def store():
-    store = open_store("memory://", settings_of())
-    yield store
-    store.close()
 
 
 @pytest.fixture

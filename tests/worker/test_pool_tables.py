@@ -10,20 +10,12 @@ import torch
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys, Reason
 from pdstore.errors import LayoutError
 from pdstore.format.layout import NO_BLOCK
-from pdstore.store import open_store
 from tests.support.kv import POISON, caches_of, settings_of
 
 WINDOW, BLOCK = 40, 16
 FULL = LayerSpec(2, 8)
 SLIDING = LayerSpec(2, 8, kind="sliding", window=WINDOW, table=1)
 FULL_IDS, SLIDING_IDS = list(range(20, 40)), list(range(40, 60))
-
-
-@pytest.fixture
-def store():
-    store = open_store("memory://", settings_of())
-    yield store
-    store.close()
 
 
 class Half:

@@ -1,0 +1,167 @@
+"""The end of a pool: close, the child of a fork, signal handlers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from pdstore.outcome import Reason
+from pdstore.store.wrappers import WrapperStore
+from pdstore.testing.threads import start_background
+from tests.support.kv import POISON, eventually
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS
+
+
+class Held(WrapperStore):
+    """Holds puts of blocks until it is opened."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.opened, self.num_inside = threading.Event(), 0
+
+    def put(self, keys, slots):
+        if ":handoff:" not in keys[0]:
+            self.num_inside += 1
+            self.opened.wait(30)
+        return super().put(keys, slots)
+
+
+def test_close_ends_everything(instance):
+    before = set(threading.enumerate())
+    one = instance()
+    jobs = [one.pool.save(one.cache.keys([i, *range(99)]), P_BLOCKS) for i in range(20)]
+    one.close()
+    one.close()
+    assert all(job.done for job in jobs)
+    assert set(threading.enumerate()) <= before
+    assert one.pool.save(one.cache.keys(range(10)), P_BLOCKS).result.reason is Reason.CLOSED
+
+
+def test_a_second_close_waits_for_the_first_and_cuts_nothing(instance, store):
+    held = Held(store)
+    p = instance(over=held)
+    job = p.pool.save(p.cache.keys(range(100)), P_BLOCKS)
+    eventually(lambda: held.num_inside)
+    ended: list = []
+
+    def close():
+        p.pool.close()
+        ended.append(job.result)
+
+    join = start_background(close, close)
+    threading.Timer(0.1, held.opened.set).start()
+    join(20)
+    assert [result.reason for result in ended] == [None, None]
+
+
+def test_a_handoff_that_the_close_cuts_is_marked_as_failed(instance, store):
+    held = Held(store)
+    p, d = instance(over=held, drain_s=0.05), instance(fill=POISON, handoff_wait_s=30.0)
+    keys = p.cache.keys(range(100))
+    attempt, params = p.cache.announce(keys)
+    lookup = d.cache.lookup(d.cache.keys(range(100)), params)
+    job = p.pool.save(keys, P_BLOCKS, handoff=attempt)
+    eventually(lambda: held.num_inside)
+    p.pool.close()
+    assert job.result.reason is Reason.CLOSED
+    assert lookup.wait(5).reason is Reason.HANDOFF_FAILED
+    held.opened.set()
+
+
+def in_child(function) -> bool:
+    """Whether `function` comes to its end in the child of a fork, in time."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)  # ends a child that hangs
+        function()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_may_call_everything_while_the_parents_jobs_run(instance, store):
+    """The parent's threads held locks at the fork, which nobody gives back in the child."""
+    p = instance(over=store, workers=4)
+    keys = p.cache.keys(range(64))
+    running, stop = [p.pool.save(keys, P_BLOCKS)], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            for job in [p.pool.load(keys, D_BLOCKS) for _ in range(8)]:
+                job.wait(10)
+
+    def call_everything():
+        running[0].cancel()
+        assert p.pool.load(keys, D_BLOCKS).result.reason is Reason.CLOSED
+        assert p.pool.save(keys, P_BLOCKS).result.reason is Reason.CLOSED
+        p.pool.close()
+
+    join = start_background(work, work)
+    try:
+        assert all(in_child(call_everything) for _ in range(30))
+    finally:
+        stop.set()
+        join(20)
+
+
+@pytest.fixture
+def alarm():
+    """Calls a handler again and again, in the middle of whatever the main thread does."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def alarm(handler, every_s):
+        signal.signal(signal.SIGALRM, lambda *_: handler())
+        signal.setitimer(signal.ITIMER_REAL, every_s, every_s)
+
+    yield alarm
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_handler_may_save_load_and_cancel(instance, alarm):
+    p = instance()
+    keys = p.cache.keys(range(128))
+    assert p.pool.save(keys, P_BLOCKS).wait(10).reason is None
+    jobs, num_handled = [], []
+
+    def handler():
+        num_handled.append(1)
+        for job in jobs[-2:]:
+            job.cancel()
+        jobs.append(p.pool.load(keys, D_BLOCKS))
+
+    alarm(handler, 0.0005)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        jobs.append(p.pool.load(keys, D_BLOCKS))
+        p.pool.save(keys, P_BLOCKS).cancel()
+        if len(jobs) % 50 == 0:
+            jobs[-1].wait(10)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert len(num_handled) > 10
+    for job in jobs:
+        assert job.wait(10).reason in (None, Reason.CANCELLED, Reason.QUEUE_FULL)
+    eventually(lambda: p.pool.num_jobs == 0)
+
+
+@pytest.mark.parametrize("delay_s", [0.0005, 0.001, 0.002, 0.004])
+def test_a_signal_handler_may_close_the_pool(instance, alarm, delay_s):
+    p = instance(drain_s=0.2)
+    keys, jobs, closed = p.cache.keys(range(64)), [], []
+
+    def handler():
+        if not closed:
+            closed.append(1)
+            p.pool.close()
+
+    alarm(handler, delay_s)
+    while not closed:
+        jobs += [p.pool.save(keys, P_BLOCKS), p.pool.load(keys, D_BLOCKS)]
+        jobs[-1].cancel()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for job in jobs:
+        job.wait(5)
+    assert p.pool.num_jobs == 0

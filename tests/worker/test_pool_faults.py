@@ -1,0 +1,160 @@
+"""KVPool over stores that fail or hang: jobs end in time, with what is right, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from pdstore import KVPool, Layout
+from pdstore.errors import ConfigError, StoreUnavailable
+from pdstore.outcome import Reason
+from pdstore.store.wrappers import WrapperStore
+from pdstore.testing.faulty import Faulty
+from tests.support.kv import (
+    BLOCK_BYTES,
+    LAYERS,
+    POISON,
+    caches_of,
+    eventually,
+    settings_of,
+)
+from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
+
+
+def test_a_hanging_store_ends_jobs_in_time_and_keeps_slots_until_it_returns(store, instance):
+    faulty = Faulty(store)
+    p = instance()
+    save(p, range(200))
+    d = instance(fill=POISON, over=faulty, load_deadline_s=0.05)
+    keys = d.cache.keys(range(200))
+    faulty.hold()
+    job = d.pool.load(keys, D_BLOCKS)
+    assert job.wait(5).reason is Reason.DEADLINE
+    lent = d.pool.metrics.registry.get_sample_value
+    assert lent("pdstore_slots_lent") > 0
+    for cache in d.caches:  # the engine gives the blocks to somebody else
+        cache.fill_(1.0)
+    faulty.release()
+    eventually(lambda: lent("pdstore_slots_lent") == 0)
+    assert all((cache == 1.0).all() for cache in d.caches)
+    assert d.pool.load(keys, D_BLOCKS).wait(5).num_tokens == 200
+
+
+def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):
+    class Breaks(WrapperStore):
+        gets = 0
+
+        def get(self, keys, slots):
+            self.gets += ":0:0:" in keys[0]
+            if self.gets > 1:
+                raise StoreUnavailable("gone")
+            return super().get(keys, slots)
+
+    p = instance()
+    save(p, range(64 * 5))
+    d = instance(fill=POISON, over=Breaks(store), range_bytes=2 * BLOCK_BYTES, workers=2)
+    result = load(d, range(64 * 5))
+    assert (result.num_tokens, result.reason) == (128, Reason.STORE_DOWN)
+    assert_loaded(p, d, 128)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_under_random_faults_d_has_a_right_prefix_and_nothing_leaks(store, instance, seed):
+    faulty = Faulty(store, seed=seed, error_rate=0.05, miss_rate=0.05, corrupt_rate=0.05)
+    p, d = instance(over=faulty), instance(fill=POISON, over=faulty)
+    num_loaded = 0
+    for length in (5, 64, 100, 200, 320, 317):
+        tokens = [seed, length, *range(length - 2)]
+        save(p, tokens)
+        for cache in d.caches:
+            cache.fill_(POISON)
+        found = d.cache.match(d.cache.keys(tokens))
+        result = d.pool.load(found.keys, D_BLOCKS).wait(10)
+        assert result.num_tokens <= length
+        assert_loaded(p, d, result.num_tokens)
+        num_loaded += result.num_tokens
+    assert num_loaded > 0
+    for one in (p, d):
+        assert one.pool.num_jobs == 0
+        assert one.pool.metrics.registry.get_sample_value("pdstore_slots_lent") == 0
+
+
+def test_a_constructor_that_fails_leaves_nothing_open(store, monkeypatch):
+    closed = []
+
+    class Watched(WrapperStore):
+        def close(self):
+            closed.append(1)
+
+    monkeypatch.setattr(
+        "pdstore.worker.pool.connect_store", lambda settings, metrics: Watched(store)
+    )
+    settings = settings_of(staging="64KiB")
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError):
+        KVPool(settings, layout, caches_of(layout), layout.namespace(settings, weights="w"))
+    assert closed == [1]
+    assert set(threading.enumerate()) <= before
+
+
+def test_too_little_staging_is_refused_at_the_start(store, instance):
+    with pytest.raises(ConfigError, match="PDSTORE_STAGING"):
+        instance(staging="64KiB")
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_store_that_is_down_refuses_only_when_it_is_required(required, caplog):
+    settings = settings_of(store="redis+unix:///nowhere/redis.sock", require_store=required)
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
+    namespace = layout.namespace(settings, weights="w")
+    if required:
+        with pytest.raises(StoreUnavailable, match=r"redis\.sock"):
+            KVPool(settings, layout, caches_of(layout), namespace)
+        return
+    pool = KVPool(settings, layout, caches_of(layout), namespace)
+    assert "serving without the pool" in caplog.text
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_whatever_a_store_raises_ends_its_job_alone(store, instance, kind):
+    """Libraries raise such things on any thread; once they ended a worker for good."""
+
+    class Odd(WrapperStore):
+        is_odd = False
+
+        def get(self, keys, slots):
+            if self.is_odd:
+                raise kind
+            return super().get(keys, slots)
+
+    odd = Odd(store)
+    p, d = instance(), instance(fill=POISON, over=odd, workers=2)
+    save(p, range(200))
+    odd.is_odd = True
+    for _ in range(3):
+        result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+        assert (result.num_tokens, result.reason) == (0, Reason.FAULT)
+    odd.is_odd = False
+    assert load(d, range(200)).num_tokens == 200
+    assert_loaded(p, d, 200)
+
+
+def test_a_result_keeps_no_slot_memory_alive(store, instance):
+    """An error's traceback holds the frames, and those the slots, of whoever raised it."""
+
+    class Breaks(WrapperStore):
+        def get(self, keys, slots):
+            try:
+                raise OSError("inner")
+            except OSError as error:
+                raise StoreUnavailable("gone") from error
+
+    d = instance(over=Breaks(store))
+    error = d.pool.load(d.cache.keys(range(64)), D_BLOCKS).wait(10).error
+    assert isinstance(error, StoreUnavailable)
+    assert error.__traceback__ is None
+    assert error.__cause__.__traceback__ is None
