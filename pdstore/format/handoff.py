@@ -24,6 +24,10 @@ class HandoffId(NamedTuple):
     def new(cls) -> HandoffId:
         return cls(secrets.token_hex(HASH_BYTES))
 
+    def started(self, namespace: Namespace) -> BlockKey:
+        """Returns the key that is stored when P has begun to save the prompt."""
+        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:started")
+
     def done(self, namespace: Namespace, shard: int) -> BlockKey:
         """Returns the key that is stored when a shard of the prompt is durable."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")

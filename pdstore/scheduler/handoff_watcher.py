@@ -39,12 +39,14 @@ class Wait:
     def __init__(self, lookup: Lookup, handoff: Handoff, namespace: Namespace) -> None:
         self.lookup, self.handoff = lookup, handoff
         self.failed = handoff.id.failed(namespace)
+        self.started = handoff.id.started(namespace)
         self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
         self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
 
     def wanted(self, *, with_failed: bool) -> list[BlockKey]:
         """Returns the keys to look for next."""
-        return [*self._wanted, self.failed] if with_failed else self._wanted
+        started = [self.started] if self.lookup.follows else []
+        return self._wanted + started + ([self.failed] if with_failed else [])
 
     def note(self, stored: set[BlockKey]) -> None:
         """Takes off the list what is stored."""
@@ -58,6 +60,8 @@ class Wait:
 
 class HandoffWatcher:
     """Ends each lookup when P's markers for all shards are there, when P failed, or at its time.
+
+    One that follows ends when P has started, with a match that names the hand-off.
 
     All waits are one call of the store each time where it can look for many keys (`FindsKeys`).
     Where the store tells of changes (`TellsChanges`), it is asked then; else it is polled.
@@ -206,17 +210,25 @@ class HandoffWatcher:
         self._keep(lambda wait: not wait.lookup.is_over())
 
     def _note(self, found: set[BlockKey]) -> None:
-        """Takes note of markers; the lookups that have all of theirs are matched next."""
+        """Takes note of markers and ends the waits that they end."""
         self._pace.hurry()
-        for wait in self._waits:
-            wait.note(found)
-            if wait.is_done:
-                waited_s = time.monotonic() - wait.lookup.started_at
-                self._metrics.handoff_wait_seconds.observe(waited_s)
-                self._answers.append((wait.lookup, None))
-            elif wait.failed in found:
-                self._answers.append((wait.lookup, Reason.HANDOFF_FAILED))
-        self._keep(lambda wait: not wait.is_done and wait.failed not in found)
+        over = {wait for wait in self._waits if self._is_ended(wait, found)}
+        self._keep(lambda wait: wait not in over)
+
+    def _is_ended(self, wait: Wait, found: set[BlockKey]) -> bool:
+        """Whether these markers end the wait; if so, its lookup is answered or will be matched."""
+        wait.note(found)
+        lookup = wait.lookup
+        if wait.is_done:
+            self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
+            self._answers.append((lookup, None))
+        elif wait.failed in found:
+            self._answers.append((lookup, Reason.HANDOFF_FAILED))
+        elif lookup.follows and wait.started in found:
+            lookup.finish(Match.following(lookup.keys, wait.handoff))
+        else:
+            return False
+        return True
 
     def _answer(self) -> None:
         """Matches some of the lookups that need not wait any more."""

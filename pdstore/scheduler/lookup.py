@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdstore.format.handoff import Handoff
+from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.outcome import Reason
 from pdstore.threads import Deadline, Latch
@@ -21,16 +21,27 @@ class Match:
     keys: the blocks that are stored, to be given to `KVPool.load`.
     num_tokens: the tokens in them.
     reason: why it is not the whole prompt; None if it is.
+    follow: a hand-off that is still being saved: the blocks are stored already or will be soon, and
+      the load has to follow it (`KVPool.load(..., follow=)`). None for blocks that are stored.
     """
 
     keys: PromptKeys
     num_tokens: int
     reason: Reason | None
+    follow: HandoffId | None = None
 
     @classmethod
     def miss(cls, keys: PromptKeys, reason: Reason) -> Match:
         """Returns the match of a prompt of which nothing was found."""
         return cls(keys.prefix(0), 0, reason)
+
+    @classmethod
+    def following(cls, keys: PromptKeys, handoff: Handoff) -> Match:
+        """Returns the match of a hand-off that P has begun: the blocks that both prompts have."""
+        theirs, ours = handoff.num_tokens, keys.num_tokens
+        if theirs is not None and theirs != ours:  # then the tails differ
+            keys = keys.prefix(min(theirs, ours - ours % keys.block_tokens))
+        return cls(keys, keys.num_tokens, None, follow=handoff.id)
 
 
 class Lookup:
@@ -40,6 +51,7 @@ class Lookup:
 
     keys: the prompt.
     handoff: the hand-off whose markers it waits for; None for the pool as it is now.
+    follows: P's `started` is enough; else it waits for all of its `done`.
     wait_s: seconds for the answer; with a hand-off, for its markers.
     count: called with the match when the lookup ends.
     """
@@ -50,8 +62,10 @@ class Lookup:
         handoff: Handoff | None,
         wait_s: float,
         count: Callable[[Match], None],
+        *,
+        follows: bool = False,
     ) -> None:
-        self.keys, self.handoff = keys, handoff
+        self.keys, self.handoff, self.follows = keys, handoff, follows
         self.started_at = time.monotonic()
         self.marker_deadline = Deadline(wait_s)
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))

@@ -35,15 +35,22 @@ class PoolIdentity:
         if self._deadline.is_over():
             self._ask()
 
-    def is_same(self, pool_id: str | None) -> bool:
-        """Whether an instance with this `pool_id` uses this pool; yes where either is unknown.
+    def may_be(self, pool_id: str | None) -> bool:
+        """Whether an instance with this `pool_id` uses this pool, as far as is known.
 
-        Asks the store once more before it says no.
+        Yes where either id is unknown. Does not ask the store; from any thread.
         """
-        if pool_id is None or self.current is None or self._is_known(pool_id):
+        current = self.current
+        if pool_id is None or current is None:
             return True
-        self._ask()
-        return self._is_known(pool_id)
+        former = None if self._former_deadline.is_over() else self._former
+        return pool_id in (current.hex(), former.hex() if former else None)
+
+    def is_same(self, pool_id: str | None) -> bool:
+        """Whether an instance with this `pool_id` uses this pool; asks the store before a no."""
+        if not self.may_be(pool_id):
+            self._ask()
+        return self.may_be(pool_id)
 
     def _ask(self) -> None:
         self._deadline = Deadline(self._age_s)
@@ -52,9 +59,3 @@ class PoolIdentity:
             if pool_id != self.current:
                 self._former, self.current = self.current, pool_id
                 self._former_deadline = Deadline(2 * self._age_s)
-
-    def _is_known(self, pool_id: str) -> bool:
-        known = [self.current]
-        if not self._former_deadline.is_over():
-            known.append(self._former)
-        return pool_id in (each.hex() for each in known if each is not None)

@@ -102,20 +102,16 @@ class PrefixCacheManager:
           now.
         Raises ValueError for a hand-off that is malformed.
         """
-        handoff = Handoff.of(params)
-        wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
-        lookup = Lookup(keys.prefix(keys.num_tokens), handoff, wait_s, self._count)
-        refusal = self._refuse()
-        if handoff is not None and handoff.namespace not in (None, self.namespace.hex):
-            self._warn_of_other_namespace(handoff)
-            refusal = Reason.NAMESPACE
-        if refusal is not None:
-            lookup.finish(Match.miss(keys, refusal))
-        elif handoff is not None:
-            self._watcher.add(lookup)
-        else:
-            self._queue.add(lookup)
-        return lookup
+        return self._start(keys, Handoff.of(params), follows=False)
+
+    def follow(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
+        """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
+
+        The match names the hand-off as its `follow`, unless all is stored by now: give it to
+        `KVPool.load(..., follow=)`. It is there at once for the params of P's answer, and as soon
+        as P has started for a request that P and D got at once.
+        """
+        return self._start(keys, Handoff.of(params), follows=True)
 
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None
@@ -177,12 +173,34 @@ class PrefixCacheManager:
         if self._owns_store:
             self._store.close()
 
+    def _start(self, keys: PromptKeys, handoff: Handoff | None, *, follows: bool) -> Lookup:
+        wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
+        keys = keys.prefix(keys.num_tokens)
+        lookup = Lookup(keys, handoff, wait_s, self._count, follows=follows)
+        refusal = self._refuse()
+        if handoff is not None and handoff.namespace not in (None, self.namespace.hex):
+            self._warn_of_other_namespace(handoff)
+            refusal = Reason.NAMESPACE
+        if refusal is not None:
+            lookup.finish(Match.miss(keys, refusal))
+        elif handoff is not None and follows and self._is_saved_now(handoff):
+            lookup.finish(Match.following(keys, handoff))
+        elif handoff is not None:
+            self._watcher.add(lookup)
+        else:
+            self._queue.add(lookup)
+        return lookup
+
     def _refuse(self) -> Reason | None:
         """Returns why a lookup cannot be answered now: then it need not wait for its deadline."""
         if self._closed or os.getpid() != self._pid:
             return Reason.CLOSED
         is_stuck = self._queue.is_stuck or self._watcher.is_stuck
         return Reason.STORE_SLOW if is_stuck else None
+
+    def _is_saved_now(self, handoff: Handoff) -> bool:
+        """Whether P has answered, so that all of the hand-off is on its way to this pool."""
+        return handoff.num_tokens is not None and self._identity.may_be(handoff.pool_id)
 
     def _count(self, found: Match) -> None:
         if os.getpid() == self._pid:

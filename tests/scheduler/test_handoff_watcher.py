@@ -95,8 +95,9 @@ class Rig:
         self.matched.append(because)
         return Match(keys, keys.num_tokens, because)
 
-    def wait_for(self, handoff: HandoffId, wait_s=30.0, pool_id=None) -> Lookup:
-        lookup = Lookup(KEYS, Handoff(handoff, pool_id=pool_id), wait_s, lambda found: None)
+    def wait_for(self, handoff: HandoffId, wait_s=30.0, pool_id=None, follows=False) -> Lookup:
+        offer = Handoff(handoff, pool_id=pool_id)
+        lookup = Lookup(KEYS, offer, wait_s, lambda found: None, follows=follows)
         self.watcher.add(lookup)
         return lookup
 
@@ -140,6 +141,27 @@ def test_p_that_failed_ends_the_wait(rig, store):
     lookup = one.wait_for(handoff)
     one.put(handoff.failed(NAMESPACE))
     assert lookup.wait(10).reason is Reason.HANDOFF_FAILED
+
+
+def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig):
+    one, handoff = rig(), HandoffId.new()
+    waiting, following = one.wait_for(handoff), one.wait_for(handoff, follows=True)
+    one.put(handoff.started(NAMESPACE))
+    found = following.wait(10)
+    assert (found.num_tokens, found.reason, found.follow) == (10, None, handoff)
+    assert waiting.poll() is None
+    one.put_done(handoff)
+    assert waiting.wait(10).follow is None
+
+
+@pytest.mark.parametrize(("ending", "reason"), [("done", None), ("failed", Reason.HANDOFF_FAILED)])
+def test_a_lookup_that_follows_is_matched_when_nothing_more_will_come(rig, ending, reason):
+    one, handoff = rig(), HandoffId.new()
+    lookup = one.wait_for(handoff, follows=True)
+    one.put_done(handoff) if ending == "done" else one.put(handoff.failed(NAMESPACE))
+    found = lookup.wait(10)
+    assert (found.reason, found.follow) == (reason, None)
+    assert one.matched == [reason]
 
 
 def test_without_markers_the_wait_ends_at_its_time_with_what_is_there(rig):

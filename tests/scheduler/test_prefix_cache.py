@@ -10,6 +10,7 @@ from pdstore import PrefixCacheManager
 from pdstore.format.handoff import HandoffId
 from pdstore.outcome import Reason
 from pdstore.store import open_store
+from pdstore.store.base import Slots
 from pdstore.testing.faulty import Faulty
 from tests.support.forked import exit_code_of
 from tests.support.interrupt import ends_though_interrupted
@@ -135,6 +136,52 @@ def test_a_handoff_id_of_the_router_is_taken_over(instance):
     assert said["pdstore"]["attempt"] == params["pdstore"]["attempt"]
     p.pool.save(keys, BLOCKS, handoff=handoff)
     assert eventually(lookup.poll).num_tokens == 100
+
+
+def test_who_follows_is_answered_at_once_for_the_params_of_ps_answer(instance):
+    p, d = instance(), instance()
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id)
+    handoff, params = p.cache.announce(p.cache.keys(range(100)))
+    found = d.cache.follow(d.cache.keys(range(100)), params).poll()
+    assert (found.num_tokens, found.reason, found.follow) == (100, None, handoff)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "shared"), [(100, 130, 64), (130, 100, 64), (64, 100, 64), (100, 64, 64)]
+)
+def test_who_follows_a_prompt_of_another_length_follows_the_whole_blocks_of_both(
+    instance, theirs, ours, shared
+):
+    p, d = instance(), instance()
+    _, params = p.cache.announce(p.cache.keys(range(theirs)))
+    found = d.cache.follow(d.cache.keys(range(ours)), params).poll()
+    assert (found.num_tokens, found.keys.num_tokens) == (shared, shared)
+
+
+def test_who_follows_another_pool_or_namespace_is_told_so(instance):
+    p, d = instance(), instance(over=open_store("memory://", settings_of()))
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id)
+    _, params = p.cache.announce(p.cache.keys(range(100)))
+    assert d.cache.follow(d.cache.keys(range(100)), params).wait(5).reason is Reason.OTHER_POOL
+    other = instance(weights="other")
+    assert other.cache.follow(d.cache.keys(range(9)), params).poll().reason is Reason.NAMESPACE
+
+
+def test_who_follows_a_request_that_a_router_sent_to_both_waits_for_p_to_start(instance, store):
+    d = instance()
+    handoff = HandoffId.new()
+    lookup = d.cache.follow(d.cache.keys(range(100)), {"pdstore": {"attempt": handoff.hex}})
+    assert lookup.poll() is None
+    slots = Slots(memoryview(bytearray(64)), 64, [0], [64])
+    store.put([handoff.started(d.namespace)], slots)
+    assert lookup.wait(10).follow == handoff
+
+
+def test_who_follows_nothing_gets_the_pool_as_it_is(instance):
+    p, d = instance(), instance()
+    publish(p, range(100))[0].wait(10)
+    found = d.cache.follow(d.cache.keys(range(100))).wait(10)
+    assert (found.num_tokens, found.follow) == (100, None)
 
 
 def test_a_read_only_instance_announces_nothing_to_wait_for(instance):
