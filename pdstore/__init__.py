@@ -44,6 +44,7 @@ from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.worker.job import Job
+from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
@@ -77,6 +78,7 @@ __all__ = [
     "MultimodalItem",
     "Namespace",
     "NativeError",
+    "OpenSave",
     "PDStoreError",
     "Part",
     "PoolClosed",

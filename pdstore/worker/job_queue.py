@@ -109,11 +109,13 @@ class JobQueue:
         return run.job
 
     def wake(self, run: JobRun) -> None:
-        """A job that has begun has more shares ready, or has come to its end."""
+        """A job has more shares ready, or no more will come; its time limit starts again."""
         if self._is_in_child:
             return
         with self._changed:
-            if run in self._alive and run in self._deadlines:
+            if run in self._deadlines:  # it waits for no other job
+                run.start_clock()
+                self._deadlines[run] = run.deadline.at
                 self._ready[run.direction, run.urgency][run] = None
                 self._changed.notify_all()
 

@@ -120,6 +120,11 @@ class JobRun:
             log.error("a %s failed: %r", self.direction.value, error)
         self.end(reason, error)
 
+    def fall_short(self, reason: Reason, error: Exception | None = None) -> None:
+        """Says why the job will do less than all of its work: no further share is begun."""
+        with self._lock:
+            self._shortfall = self._shortfall or Shortfall(reason, error)
+
     def check(self) -> None:
         """Raises JobError when the job has ended."""
         if self.is_ending:
@@ -148,17 +153,13 @@ class JobRun:
             try:
                 reason = share(child)
             except StoreError as error:
-                self._note(Shortfall(reason_of(error), error))
+                self.fall_short(reason_of(error), error)
             else:
                 if reason is not None:
-                    self._note(Shortfall(reason))
+                    self.fall_short(reason)
             del share
             if not goes_on(self):
                 return
-
-    def _note(self, shortfall: Shortfall) -> None:
-        with self._lock:
-            self._shortfall = self._shortfall or shortfall
 
     def _leaves(self, child: ChildJob) -> bool:
         """Takes a child job away, unless it is the last one and only `finish` is left to do."""

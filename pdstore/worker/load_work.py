@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,72 +16,94 @@ from pdstore.worker.values import PromptBlocks, Value
 from pdstore.worker.work import Share, Shortfall, Work
 
 
+class _Piece:
+    """Blocks of one layer range (None: of all layers), and how far they are loaded."""
+
+    def __init__(self, blocks: BlockRange, layer_range: int | None) -> None:
+        self.blocks, self.layer_range = blocks, layer_range
+        self.reached = 0  # tokens of the prompt
+
+
 class LoadWork(Work):
     """Loads ranges of blocks, which end in any order; the tokens before the first gap count.
 
-    ranges: in the order of the prompt.
+    A block counts when all its layer ranges are verified and copied.
+
     first_token: of the prompt; those before it are there already.
     ready: the copies wait on it.
     """
 
     def __init__(
-        self,
-        mover: Mover,
-        prompt: PromptBlocks,
-        ranges: Sequence[BlockRange],
-        first_token: int,
-        ready: ReadyEvent | None,
+        self, mover: Mover, prompt: PromptBlocks, first_token: int, ready: ReadyEvent | None
     ) -> None:
-        self._mover, self._prompt, self._ranges = mover, prompt, list(ranges)
+        self._mover, self._prompt = mover, prompt
         self._first_token, self._ready = first_token, ready
-        self._num_taken = 0
-        self._reached = [0] * len(self._ranges)  # tokens of the prompt, by range
-        self._gaps: dict[int, Shortfall] = {}
-        self._carried: list[int] = []  # ranges of which nothing is missing
+        self._waiting: deque[_Piece] = deque()
+        self._released: defaultdict[int | None, list[_Piece]] = defaultdict(list)
+        self._is_open = True
+        self._cut: Reason | None = None
+        self._gaps: dict[int, Shortfall] = {}  # by block
         self._is_whole = False
 
     @property
     def progress(self) -> int:
-        keys = self._prompt.keys
         if self._is_whole:
-            return keys.num_tokens
-        tokens = self._first_token
-        for blocks, reached in zip(self._ranges, self._reached, strict=True):
-            tokens = max(tokens, reached)
-            if reached < keys.end_of(blocks.stop):
-                break
-        return tokens
+            return self._prompt.keys.num_tokens
+        if not self._released:
+            return self._first_token
+        return min(map(self._tokens_of, list(self._released.values())))
 
     @property
     def num_ready(self) -> int:
-        return len(self._ranges) - self._num_taken
+        return len(self._waiting)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
+        """Says that some blocks may be loaded; those of a layer range in the prompt's order."""
+        pieces = [_Piece(blocks, layer_range) for blocks in ranges]
+        self._released[layer_range] += pieces
+        self._waiting += pieces
+
+    def close(self, cut: Reason | None = None) -> None:
+        """Says that no more is released; `cut`: why that is not all of the prompt."""
+        self._cut = cut
+        self._is_open = False
 
     def take(self) -> Share:
-        number = self._num_taken
-        self._num_taken += 1
-        return partial(self._load, number)
+        return partial(self._load, self._waiting.popleft())
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Returns the shortfall of the first gap, which need not be the first in time."""
-        self._is_whole = len(self._carried) == len(self._ranges)
+        """Returns the shortfall of the first gap in the prompt, which need not be the first."""
+        if shortfall is None and self._cut is not None:
+            shortfall = Shortfall(self._cut)
+        self._is_whole = shortfall is None
         return self._gaps[min(self._gaps)] if self._gaps else shortfall
 
-    def _load(self, number: int, child: ChildJob) -> Reason | None:
+    def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
         self._ready = self._mover.to_follow(self._ready)
-        values = self._prompt.values(self._ranges[number])
-        loaded = partial(self._loaded, number)
+        values = self._prompt.values(piece.blocks, piece.layer_range)
+        loaded = partial(self._note_loaded, piece)
         error: StoreError | None = None
         try:
             reason = self._mover.load(child, values, self._first_token, self._ready, loaded)
         except StoreError as raised:
             reason, error = reason_of(raised), raised
-        if reason is None:
-            self._carried.append(number)
-        else:
-            self._gaps[number] = Shortfall(reason, error)
+        if reason is not None:
+            self._gaps[piece.blocks.first] = Shortfall(reason, error)
         return reason
 
-    def _loaded(self, number: int, values: Sequence[Value]) -> None:
+    def _note_loaded(self, piece: _Piece, values: Sequence[Value]) -> None:
         last = values[-1]
-        tokens = last.number * self._prompt.layout.block_tokens + last.num_tokens
-        self._reached[number] = tokens
+        piece.reached = last.number * self._prompt.layout.block_tokens + last.num_tokens
+
+    def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
+        """The tokens before the first gap in one layer range."""
+        tokens, keys = self._first_token, self._prompt.keys
+        for piece in list(pieces):
+            tokens = max(tokens, piece.reached)
+            if piece.reached < keys.end_of(piece.blocks.stop):
+                break
+        return tokens

@@ -179,5 +179,5 @@ class Mover(ABC):
 
     def _count(self, verb: str, values: Sequence[Value]) -> None:
         """Counts the tokens of each block once."""
-        tokens = sum(value.num_tokens for value in values if value.leads)
+        tokens = sum(value.num_tokens for value in values if value.counts)
         self._metrics.tokens.labels(verb).inc(tokens)

@@ -27,10 +27,9 @@ from pdstore.worker.job_queue import JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.mark_work import MarkWork
-from pdstore.worker.mover import Mover
+from pdstore.worker.open_mover import open_mover
+from pdstore.worker.open_save import OpenSave
 from pdstore.worker.save_work import SaveWork
-from pdstore.worker.staged_mover import StagedMover
-from pdstore.worker.staging import Staging
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.caches import LayerCache
@@ -39,7 +38,6 @@ from pdstore.worker.values import PromptBlocks, bytes_of
 log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
-_PIN_S = 30.0
 
 
 class KVPool:
@@ -75,22 +73,10 @@ class KVPool:
             if store is None:
                 store = connect_store(settings, self.metrics)
                 undo.callback(store.close)
-            staging = Staging(
-                store.allocate,
-                layout.largest_payload_bytes,
-                int(settings.staging),
-                swap.registrar,
-            )
-            undo.callback(staging.close)
+            self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
             undo.callback(swap.close)  # before the memory that it copies to is unpinned
-            self.metrics.slots_lent.set_function(lambda: staging.num_lent)
-            undo.callback(self.metrics.slots_lent.set_function, lambda: 0)
-            self._mover: Mover = StagedMover(
-                layout, swap, store, self.metrics, staging, range_bytes
-            )
             for plan in swap.plan():
                 log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
-            staging.ready(_PIN_S + int(settings.staging) / _BYTES_PER_S)
             pin = DevicePin(swap.device, swap.device_api)
             self._queue = JobQueue(settings, pin, self.metrics)
             self._resources = undo.pop_all()
@@ -120,13 +106,30 @@ class KVPool:
           handoff: publish the whole prompt under this name: D is told when all of it is durable.
           after: saves that this one follows.
         """
+        save = self.begin_save(
+            keys, block_ids, first_token=first_token, handoff=handoff, after=after
+        )
+        save.layers_done(len(self.layout.layers), ready)
+        return save.job
+
+    def begin_save(
+        self,
+        keys: PromptKeys,
+        block_ids: Sequence[int] | BlockTables,
+        *,
+        first_token: int = 0,
+        handoff: HandoffId | None = None,
+        after: Sequence[Job] = (),
+    ) -> OpenSave:
+        """Starts a save whose layers are released one after the other, while a model computes them.
+
+        The arguments are those of `save`. The caller says with `layers_done` what may be read; the
+        job's deadline counts from the last such call. An engine that gives up cancels the job.
+        """
         tables, first_block = self._check(keys, block_ids, first_token)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
-        work.release(
-            ranges_of(first_block, len(keys), num_bytes, self._range_bytes), ready or self._order()
-        )
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
         run = JobRun(
             Direction.SAVE,
@@ -136,11 +139,13 @@ class KVPool:
             urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
         )
         if not self._settings.publish:
-            return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
-        job = self._queue.submit(run, after)
-        if handoff is not None:
-            job.on_end(partial(self._abort_if_failed, handoff))
-        return job
+            self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
+        else:
+            job = self._queue.submit(run, after)
+            if handoff is not None:
+                job.on_end(partial(self._abort_if_failed, handoff))
+        wake = partial(self._queue.wake, run)
+        return OpenSave(run.job, work, prompt, self._range_bytes, self._order, wake)
 
     def load(
         self,
@@ -170,9 +175,12 @@ class KVPool:
         num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
         ranges = ranges_of(first_block, len(keys), num_bytes, self._range_bytes)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
+        work = LoadWork(self._mover, prompt, first_token, ready)
+        work.release(ranges)
+        work.close()
         run = JobRun(
             Direction.LOAD,
-            LoadWork(self._mover, prompt, ranges, first_token, ready),
+            work,
             num_bytes=num_bytes,
             seconds=self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
         )

@@ -46,7 +46,7 @@ class SaveWork(Work):
         handoff: HandoffId | None = None,
     ) -> None:
         self._mover, self._prompt, self._handoff = mover, prompt, handoff
-        self._first_block = first_block
+        self.first_block = first_block
         self._pieces: deque[_Piece] = deque()
         self._num_released = 0
         self._gathered: list[None] = []
@@ -88,7 +88,7 @@ class SaveWork(Work):
         if self._handoff is not None:
             return self._publish(child, self._handoff, shortfall)
         child.set_captured()
-        missing = self._first_missing(child, self._first_block, shortfall)
+        missing = self._first_missing(child, self.first_block, shortfall)
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
     def _save(self, piece: _Piece, child: ChildJob) -> Reason | None:

@@ -22,7 +22,8 @@ class Value(NamedTuple):
     num_tokens: of the block.
     block_ids: the engine blocks that hold the block's tokens.
     num_cells: tokens of the block as block copies see them.
-    leads: whether it is the first of the block's values on this rank.
+    leads: whether it is the first of its block's values in its list.
+    counts: whether it is the first of its block's values on this rank.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Value(NamedTuple):
     block_ids: Sequence[int]
     num_cells: int
     leads: bool
+    counts: bool
 
     @property
     def header(self) -> block.Header:
@@ -87,13 +89,17 @@ class PromptBlocks:
             values += self._values(tail, self.keys.tokens_of(num_full), layer_range)
         return values
 
-    def chain(self, first_block: int) -> Chain:
+    def chain(self, first_block: int, layer_range: int | None = None) -> Chain:
         """The keys of the blocks from `first_block` on, without making their values."""
         blocks = BlockRange(first_block, len(self.keys))
         if self.layout.has_windows:
-            values = self.values(blocks)
+            values = self.values(blocks, layer_range)
             return Chain([value.key for value in values], [value.number for value in values])
-        parts = self.layout.owned_parts
+        parts = [
+            part
+            for part in self.layout.owned_parts
+            if layer_range is None or self.layout.range_of_part(part) == layer_range
+        ]
         numbers = [number for number in range(*blocks) for _ in parts]
         return Chain(self.keys.store_keys(parts, first_block), numbers)
 
@@ -111,7 +117,8 @@ class PromptBlocks:
         may_lack = layout.has_windows
         values: list[Value] = []
         for number in range(*blocks):
-            at, prefix_hash, leads = number * step, keys.hash_of(number), True
+            at, prefix_hash = number * step, keys.hash_of(number)
+            leads = counts = True
             for (part, table, start, size), is_wanted in zip(shapes, wanted, strict=True):
                 key = next(names)
                 ids = table[at : at + used]
@@ -129,9 +136,11 @@ class PromptBlocks:
                             ids,
                             cells,
                             leads,
+                            counts,
                         )
                     )
-                leads = False
+                    leads = False
+                counts = False
         return values
 
     def _shape(self, part: Part, num_tokens: int) -> _Shape:

@@ -46,6 +46,7 @@ class Instance:
         layers: Sequence[LayerSpec] = LAYERS,
         weights: str = "w",
         range_bytes: int = RANGE_BYTES,
+        num_blocks: int = 64,
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -57,7 +58,7 @@ class Instance:
             rope="",
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
-        self.caches = caches_of(self.layout, fill=fill)
+        self.caches = caches_of(self.layout, num_blocks, fill)
         self.cache = PrefixCacheManager(self.settings, self.namespace, store=store)
         self.pool = KVPool(
             self.settings,

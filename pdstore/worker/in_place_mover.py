@@ -1,0 +1,181 @@
+"""InPlaceMover: moves values to and from a store's own memory; no processor copies a byte."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pdstore.errors import StoreError
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.store.base import Slots, Store
+from pdstore.store.checked import count_of
+from pdstore.store.in_place import InPlace, Loan, Reservation
+from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.mover import Loaded, Mover, Verified
+from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.values import Value, whole_blocks
+
+
+class InPlaceMover(Mover):
+    """Gathers into places that the store reserves, and scatters from where its values lie.
+
+    A value may be evicted while it is copied from. So it is verified where it lies, and after the
+    copy the store is asked which values have stayed: only those count.
+
+    in_place: the same store; its memory is registered with the device.
+    window_bytes: values that are reserved or borrowed together are about this large.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        swap: Swap,
+        store: Store,
+        metrics: Metrics,
+        in_place: InPlace,
+        window_bytes: int = RANGE_BYTES,
+    ) -> None:
+        super().__init__(layout, swap, store, metrics)
+        self._in_place = in_place
+        largest = block.HEADER_BYTES + layout.largest_payload_bytes
+        self._window = max(self._num_parts, -(-window_bytes // largest))
+
+    def save(
+        self,
+        child: ChildJob,
+        values: Sequence[Value],
+        ready: ReadyEvent | None,
+        gathered: Callable[[], None],
+    ) -> Reason | None:
+        rest = values
+        while rest:
+            window = rest[: self._window]
+            with self._reserve(child, window) as reservation:
+                covered = reservation.num_keys
+                rest = rest[covered:]
+                mine = [window[i] for i in reservation.missing]
+                self._gather(child, mine, reservation, ready)
+                if not rest:
+                    gathered()
+                if not self._publish(child, mine, reservation):
+                    return Reason.LOST
+            if not covered:
+                return Reason.STORE_ERROR
+        return None
+
+    def load(
+        self,
+        child: ChildJob,
+        values: Sequence[Value],
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> Reason | None:
+        rest = values
+        while rest:
+            window = rest[: whole_blocks(rest, min(self._window, len(rest)))]
+            rest = rest[len(window) :]
+            with contextlib.ExitStack() as held:
+                loan, read = self._borrow(child, held, window)
+                value_at = loan.places.value
+                read = self._verify(child, window, value_at, read)
+                usable = self._whole(window, read)
+                if usable:
+
+                    def copied(loan: Loan = loan, usable: Sequence[Value] = usable) -> None:
+                        self._confirm(child, loan, usable, loaded)
+
+                    copies = self._copies_to(usable, value_at, first_token)
+                    self._scatter(child, copies, ready, copied, held.pop_all())
+                if read.error is not None:
+                    raise read.error
+                if read.reason is not None:
+                    return read.reason
+        return None
+
+    def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
+        keys, size = list(markers), block.HEADER_BYTES
+        view = memoryview(bytearray(size * len(keys)))
+        slots = Slots(view, size, range(len(keys)), [size] * len(keys))
+        for i, header in enumerate(markers.values()):
+            block.seal(slots.value(i), header)
+        with child.in_store_call():
+            self._store.put(keys, slots)
+        return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
+
+    @contextlib.contextmanager
+    def _reserve(self, child: ChildJob, window: Sequence[Value]) -> Iterator[Reservation]:
+        """Reserves places for what is not stored; gives back what was not published."""
+        keys, sizes = [value.key for value in window], [value.size for value in window]
+        with contextlib.ExitStack() as undo:
+            with child.in_store_call():
+                reservation = self._in_place.reserve(keys, sizes)
+                undo.callback(self._abandon, reservation)
+            count_of(reservation.num_keys, keys, self._store)
+            yield reservation
+
+    def _abandon(self, reservation: Reservation) -> None:
+        with contextlib.suppress(StoreError):  # a store that is closed takes its places back itself
+            self._in_place.abandon(reservation)
+
+    def _gather(
+        self,
+        child: ChildJob,
+        values: Sequence[Value],
+        reservation: Reservation,
+        ready: ReadyEvent | None,
+    ) -> None:
+        """Copies values into their places and seals them there."""
+        value_at = reservation.places.value
+        with child.copying():
+            copies = [value.block_copy(value_at(i)) for i, value in enumerate(values)]
+            self._swap.gather(copies, ready)
+        for i, value in enumerate(values):
+            block.write_start(value_at(i), value.start)
+            block.write_checksum(value_at(i))
+
+    def _publish(self, child: ChildJob, values: Sequence[Value], reservation: Reservation) -> bool:
+        """Makes sealed values visible; False if the store has lost some of the places."""
+        keys = [value.key for value in values]
+        with child.in_store_call():
+            answer = self._in_place.publish(reservation, len(reservation))
+            published = count_of(answer, keys, self._store)
+            self._count("saved", values[:published])
+        return published == len(values)
+
+    def _borrow(
+        self, child: ChildJob, held: contextlib.ExitStack, window: Sequence[Value]
+    ) -> tuple[Loan, Verified]:
+        """Borrows the values that are stored; `held` releases them."""
+        keys, sizes = [value.key for value in window], [value.size for value in window]
+        read: Verified | None = None
+        with child.in_store_call():
+            try:
+                loan = self._in_place.borrow(keys, sizes)
+            except StoreError as error:
+                read = self._failed_read(error, keys)
+                n = read.num_right
+                loan = self._in_place.borrow(keys[:n], sizes[:n])
+            held.callback(self._in_place.release, loan)
+        found = count_of(len(loan), keys, self._store)
+        if read is None:
+            read = Verified(found, None if found == len(keys) else Reason.LOST)
+        return loan, read._replace(num_right=min(found, read.num_right))
+
+    def _confirm(
+        self, child: ChildJob, loan: Loan, copied: Sequence[Value], loaded: Loaded
+    ) -> None:
+        """After a copy: counts the values whose bytes were theirs all the time."""
+        keys = [value.key for value in copied]
+        answer = self._in_place.still_there(loan)
+        there = copied[: whole_blocks(copied, count_of(min(answer, len(keys)), keys, self._store))]
+        if there:
+            loaded(there)
+            self._count("loaded", there)
+        if len(there) < len(copied):
+            child.fall_short(Reason.LOST)

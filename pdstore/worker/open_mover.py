@@ -1,0 +1,76 @@
+"""open_mover: moves values in a store's own memory where this process maps it, else by staging."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from pdstore.errors import StoreError
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+from pdstore.store.find import find_optional
+from pdstore.store.in_place import InPlace
+from pdstore.worker.in_place_mover import InPlaceMover
+from pdstore.worker.mapped_memory import MappedMemory
+from pdstore.worker.mover import Mover
+from pdstore.worker.staged_mover import StagedMover
+from pdstore.worker.staging import Staging
+from pdstore.worker.swap.base import Swap
+
+log = logging.getLogger(__name__)
+
+_PIN_S = 30.0
+_PIN_BYTES_PER_S = 1e9
+
+
+def open_mover(
+    settings: Settings,
+    layout: Layout,
+    swap: Swap,
+    store: Store,
+    metrics: Metrics,
+    range_bytes: int,
+    undo: contextlib.ExitStack,
+) -> Mover:
+    """Opens the mover that suits a store; returns when its memory is registered with the device.
+
+    undo: gets what closes that memory again.
+    Raises ConfigError or LayoutError for staging that does not fit, SwapError when memory cannot be
+    registered, TimeoutError when that takes too long.
+    """
+    mover = _in_place(layout, swap, store, metrics, range_bytes, undo)
+    if mover is not None:
+        return mover
+    staging = Staging(
+        store.allocate, layout.largest_payload_bytes, int(settings.staging), swap.registrar
+    )
+    undo.callback(staging.close)
+    metrics.slots_lent.set_function(lambda: staging.num_lent)
+    undo.callback(metrics.slots_lent.set_function, lambda: 0)
+    mover = StagedMover(layout, swap, store, metrics, staging, range_bytes)
+    staging.ready(_PIN_S + int(settings.staging) / _PIN_BYTES_PER_S)
+    return mover
+
+
+def _in_place(
+    layout: Layout,
+    swap: Swap,
+    store: Store,
+    metrics: Metrics,
+    range_bytes: int,
+    undo: contextlib.ExitStack,
+) -> Mover | None:
+    in_place = find_optional(store, InPlace)
+    if in_place is None:
+        return None
+    try:
+        memory = MappedMemory(in_place, swap.registrar)
+    except StoreError as error:
+        log.warning("its memory is not there now, so values go through staging: %s", error)
+        return None
+    undo.callback(memory.close)
+    memory.ready(_PIN_S + memory.num_bytes / _PIN_BYTES_PER_S)
+    log.info("%s: values are copied in its own memory, without staging", store.label)
+    return InPlaceMover(layout, swap, store, metrics, in_place, range_bytes)

@@ -1,0 +1,62 @@
+"""OpenSave: a save that begins while the model still computes the layers it will save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdstore.worker.block_range import ranges_of
+from pdstore.worker.job import Job
+from pdstore.worker.save_work import SaveWork
+from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.values import PromptBlocks, bytes_of
+
+
+class OpenSave:
+    """A save whose layers become readable in order. Made by `KVPool.begin_save`.
+
+    One thread at a time calls `layers_done`. A layer range is saved as soon as its last layer is
+    said to be done; ranges that come at once are saved block by block.
+
+    order: records an event behind what the calling thread's stream has queued.
+    wake: tells the queue that there is more to do.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        work: SaveWork,
+        prompt: PromptBlocks,
+        range_bytes: int,
+        order: Callable[[], ReadyEvent | None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.job = job
+        self._work, self._prompt, self._range_bytes = work, prompt, range_bytes
+        self._order, self._wake = order, wake
+        self._num_released = 0
+
+    def layers_done(self, num_layers: int, ready: ReadyEvent | None = None) -> None:
+        """Says that the first `num_layers` layers of the cache hold the tokens to save.
+
+        ready: an event after which they do; None: after what the calling thread's current stream
+          has queued. It is cheap to call for every layer: nothing happens before a range is whole.
+        Raises SwapError while the stream is being captured into a graph.
+        """
+        layout = self._prompt.layout
+        num_whole = layout.num_whole_ranges(num_layers)
+        if num_whole <= self._num_released:
+            return
+        ready = ready or self._order()
+        if num_whole - self._num_released == layout.num_ranges:
+            self._release(None, ready, is_last=True)
+        else:
+            for number in range(self._num_released, num_whole):
+                self._release(number, ready, is_last=number == layout.num_ranges - 1)
+        self._num_released = num_whole
+        self._wake()
+
+    def _release(self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool) -> None:
+        layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
+        num_bytes = bytes_of(layout, keys, first, layer_range)
+        ranges = ranges_of(first, len(keys), num_bytes, self._range_bytes)
+        self._work.release(ranges, ready, layer_range=layer_range, is_last=is_last)

@@ -1,0 +1,159 @@
+"""OpenSave: layer ranges are stored while later layers are still computed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pdstore import LayerSpec
+from pdstore.outcome import Reason
+from tests.support.kv import POISON, eventually
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load
+
+LAYERS = (LayerSpec(2, 8),) * 6
+
+
+@pytest.fixture
+def p(instance):
+    return instance(layers=LAYERS, layer_ranges=3, workers=4)
+
+
+@pytest.fixture
+def d(instance):
+    return instance(layers=LAYERS, layer_ranges=3, fill=POISON)
+
+
+def num_stored(p, store, keys, layer_range) -> int:
+    parts = [part for part in p.layout.parts if p.layout.range_of_part(part) == layer_range]
+    return store.match(keys.store_keys(parts))
+
+
+def test_a_range_is_stored_before_later_layers_are_done(p, d, store):
+    keys = p.cache.keys(range(200))
+    want = [cache.clone() for cache in p.caches]
+    for cache in p.caches:
+        cache.fill_(0)
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    for layer in range(6):
+        assert not save.job.done
+        p.caches[layer].copy_(want[layer])  # the model computes a layer
+        save.layers_done(layer + 1)
+        if layer % 2:
+            eventually(lambda layer=layer: num_stored(p, store, keys, layer // 2) == 4)
+            assert layer == 5 or num_stored(p, store, keys, layer // 2 + 1) == 0
+    assert save.job.wait(10).num_tokens == 200
+    assert load(d, range(200)).num_tokens == 200
+    assert_loaded(p, d, 200)
+
+
+def test_nothing_is_read_before_the_last_layer_of_a_range_is_done(p, store):
+    keys = p.cache.keys(range(100))
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    save.layers_done(1)
+    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
+    assert other.wait(10).reason is None
+    assert num_stored(p, store, keys, 0) == 0
+    assert not save.job.captured
+    save.layers_done(6)
+    assert save.job.wait(10).reason is None
+
+
+def test_a_range_waits_for_its_own_event(p, d):
+    class Event:
+        def __init__(self):
+            self.fired = threading.Event()
+
+        def synchronize(self):
+            assert self.fired.wait(10)
+
+    events = [Event() for _ in range(3)]
+    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS)
+    for n, event in enumerate(events):
+        save.layers_done(2 * n + 2, event)
+    for event in reversed(events):
+        assert not save.job.done
+        event.fired.set()
+    assert save.job.wait(10).num_tokens == 200
+    assert load(d, range(200)).num_tokens == 200
+    assert_loaded(p, d, 200)
+
+
+@pytest.mark.parametrize("calls", [[6], [2, 6], [4, 6], [1, 2, 3, 4, 5, 6], [6, 6, 6]])
+def test_layers_may_be_done_in_any_steps(p, d, calls):
+    save = p.pool.begin_save(p.cache.keys(range(150)), P_BLOCKS)
+    for num_layers in calls:
+        save.layers_done(num_layers)
+    assert save.job.wait(10).num_tokens == 150
+    assert load(d, range(150)).num_tokens == 150
+    assert_loaded(p, d, 150)
+
+
+def test_captured_means_that_all_layers_are_copied(p):
+    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS)
+    save.layers_done(4)
+    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
+    assert other.wait(10).reason is None
+    assert not save.job.captured
+    save.layers_done(6)
+    eventually(lambda: save.job.captured)
+
+
+def test_a_handoff_is_marked_done_only_after_the_last_layer(p, d, store):
+    keys = p.cache.keys(range(200))
+    attempt, params = p.cache.announce(keys)
+    save = p.pool.begin_save(keys, P_BLOCKS, handoff=attempt)
+    save.layers_done(4)
+    eventually(lambda: num_stored(p, store, keys, 1) == 4)
+    assert store.match([attempt.done(p.namespace, 0)]) == 0
+    save.layers_done(6)
+    found = eventually(d.cache.lookup(d.cache.keys(range(200)), params).poll)
+    assert found.num_tokens == 200
+
+
+def test_chunks_may_follow_each_other_layer_by_layer(p, d):
+    keys, jobs, saved = p.cache.keys(range(200)), [], 0
+    for end in (100, 200):
+        part = keys.prefix(end)
+        save = p.pool.begin_save(part, P_BLOCKS, first_token=saved, after=jobs)
+        for layer in range(6):
+            save.layers_done(layer + 1)
+        jobs.append(save.job)
+        saved = part.num_tokens
+    for job in jobs:
+        assert job.wait(10).reason is None
+    assert load(d, range(200)).num_tokens == 200
+    assert torch.equal(d.tokens(D_BLOCKS, 5)[:200], p.tokens(P_BLOCKS, 5)[:200])
+
+
+def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
+    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.1)
+    save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
+    save.layers_done(2)
+    assert save.job.wait(10).reason is Reason.DEADLINE
+    save.layers_done(6)
+    assert p.pool.num_jobs == 0
+
+
+def test_the_deadline_counts_from_the_last_layers(instance):
+    class Event:
+        def synchronize(self):
+            pass
+
+    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.4)
+    save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
+    for n in range(3):
+        with pytest.raises(TimeoutError):
+            save.job.wait(0.25)  # a model that takes its time
+        save.layers_done(2 * n + 2, Event())
+    assert save.job.wait(10).reason is None
+
+
+def test_a_cancelled_save_takes_no_more_layers(p, store):
+    keys = p.cache.keys(range(100))
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    save.job.cancel()
+    save.layers_done(6)
+    assert save.job.result.reason is Reason.CANCELLED
+    assert num_stored(p, store, keys, 0) == 0
