@@ -27,7 +27,7 @@ DOORS = {
     "concurrent": ["threads"],
     "multiprocessing": [],
     "ctypes": ["native.library", "native.abi", "native.arena", "store.mooncake.memory"],
-    "redis": ["store.redis"],
+    "redis": ["store.redis.store", "store.redis.connection"],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
     "pickle": [],

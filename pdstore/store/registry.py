@@ -17,7 +17,7 @@ GROUP = "pdstore.stores"
 
 
 class StoreClass(Protocol):
-    """What an entry point names, usually a `Store` class; its name may not be one of pdstore's."""
+    """The object that an entry point names, usually a class of stores."""
 
     def open(self, url: StoreURL, settings: Settings) -> Store:
         """Returns the store at a URL of this scheme, not connected yet.
@@ -36,9 +36,9 @@ class _Own(NamedTuple):
 _OWN = {
     "memory": _Own("pdstore.store.memory", "MemoryStore", None),
     "file": _Own("pdstore.store.file.store", "FileStore", None),
-    "redis": _Own("pdstore.store.redis", "RedisStore", "redis"),
-    "rediss": _Own("pdstore.store.redis", "RedisStore", "redis"),
-    "redis+unix": _Own("pdstore.store.redis", "RedisStore", "redis"),
+    "redis": _Own("pdstore.store.redis.store", "RedisStore", "redis"),
+    "rediss": _Own("pdstore.store.redis.store", "RedisStore", "redis"),
+    "redis+unix": _Own("pdstore.store.redis.store", "RedisStore", "redis"),
     "mooncake": _Own("pdstore.store.mooncake.store", "MooncakeStore", "mooncake"),
     "shm": _Own("pdstore.store.arena.store", "ArenaStore", None),
 }

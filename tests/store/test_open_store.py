@@ -40,7 +40,7 @@ def test_an_unknown_scheme_names_those_there_are(url):
 
 
 def test_a_missing_package_comes_with_its_install_command(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pdstore.store.redis", raising=False)
+    monkeypatch.delitem(sys.modules, "pdstore.store.redis.store", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[redis\]'") as caught:
         open_store("redis://host", Settings())

@@ -1,222 +1,35 @@
-"""Stores around a store: the breaker, the retry, the counts."""
+"""A wrapper keeps the contract: it passes every call, and what the other store answers."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
-from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
-from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
-from pdstore.store import open_store
-from pdstore.store.base import Slots, Store
 from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.instrumented import Instrumented
-from tests.support.kv import settings_of
-
-KEYS = [BlockKey("a")]
-
-
-class Scripted(Store):
-    """Answers as the script says: a number, or an exception."""
-
-    label = "scripted://"
-
-    def __init__(self, *script):
-        self.script, self.num_calls = list(script), 0
-
-    def match(self, keys):
-        self.num_calls += 1
-        answer = self.script.pop(0) if self.script else 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def get(self, keys, slots):
-        return self.match(keys)
-
-    def put(self, keys, slots):
-        return self.match(keys)
-
-    def remove(self, keys):
-        self.match(keys)
-
-    def clear(self, namespace):
-        self.match([namespace])
-
-    def close(self):
-        pass
+from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import CallWrapper, WrapperStore
+from pdstore.testing import StoreTests
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+def as_an_engine_has_it(store):
+    return CircuitBreaker(Instrumented(CallWrapper(store), Metrics()))
 
 
-@pytest.fixture
-def clock():
-    return Clock()
+@pytest.mark.parametrize("wrap", [WrapperStore, as_an_engine_has_it])
+class TestWrappedStore(StoreTests):
+    @pytest.fixture
+    def store(self, wrap):
+        with contextlib.closing(wrap(MemoryStore(lease_s=7.0))) as store:
+            yield store
 
+    @pytest.fixture
+    def small_store(self, wrap):
+        with contextlib.closing(wrap(MemoryStore(budget=24 * (64 << 10), lease_s=2.0))) as store:
+            yield store
 
-def failing(store):
-    with pytest.raises((StoreUnavailable, StoreTimeout)):
-        store.match(KEYS)
-
-
-def test_a_broken_connection_is_tried_once_more():
-    inner = Scripted(StoreUnavailable("stale"), 1)
-    assert CircuitBreaker(inner).match(KEYS) == 1
-    assert inner.num_calls == 2
-
-
-def test_a_time_out_is_not_tried_again():
-    inner = Scripted(StoreTimeout("slow"))
-    failing(CircuitBreaker(inner))
-    assert inner.num_calls == 1
-
-
-def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock):
-    inner = Scripted(*[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
-    for _ in range(3):
-        assert not store.is_open
-        failing(store)
-    assert store.is_open
-    with pytest.raises(StoreUnavailable, match=r"3 times in a row; next try in 1\.0 s"):
-        store.match(KEYS)
-    assert inner.num_calls == 3
-
-
-def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
-    inner = Scripted(StoreUnavailable("stale"), 1, *[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
-    store.clear("0" * 32)
-    assert inner.num_calls == 2
-    for _ in range(3):
-        with pytest.raises(StoreTimeout):
-            store.clear("0" * 32)
-    with pytest.raises(StoreUnavailable):
-        store.clear("0" * 32)
-    assert inner.num_calls == 5
-
-
-def test_a_success_between_failures_starts_the_count_again(clock):
-    inner = Scripted(*[StoreTimeout("slow")] * 2, 1, *[StoreTimeout("slow")] * 2)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
-    for _ in range(2):
-        failing(store)
-    store.match(KEYS)
-    for _ in range(2):
-        failing(store)
-    assert not store.is_open
-
-
-def test_one_probe_is_let_through_and_closes_the_breaker(clock):
-    inner = Scripted(*[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
-    for _ in range(3):
-        failing(store)
-    clock.now += 1.01
-    assert store.match(KEYS) == 1
-    assert not store.is_open
-
-
-def test_the_pause_doubles_up_to_its_bound_while_probes_fail(clock):
-    inner = Scripted(*[StoreTimeout("slow")] * 20)
-    store = CircuitBreaker(inner, failures=3, open_s=1.0, max_s=4.0, clock=clock)
-    for _ in range(3):
-        failing(store)
-    for pause in (1.0, 2.0, 4.0, 4.0):
-        calls = inner.num_calls
-        clock.now += pause - 0.01
-        failing(store)
-        assert inner.num_calls == calls
-        clock.now += 0.02
-        failing(store)
-        assert inner.num_calls == calls + 1
-
-
-def test_only_one_caller_probes(clock):
-    store = None
-
-    class Probing(Scripted):
-        def match(self, keys):
-            if store.is_open:
-                with pytest.raises(StoreUnavailable, match="in a row"):
-                    store.get(keys, None)
-            return super().match(keys)
-
-    inner = Probing(*[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
-    for _ in range(3):
-        failing(store)
-    clock.now += 1.01
-    assert store.match(KEYS) == 1
-
-
-def test_an_empty_call_says_nothing_about_the_store(clock):
-    store = CircuitBreaker(Scripted(*[StoreTimeout("slow")] * 3), failures=3, clock=clock)
-    for _ in range(3):
-        failing(store)
-    assert store.match([]) == 1
-    assert store.is_open
-
-
-def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
-    """It began while the breaker was closed, and fails while the probe is on its way."""
-    store, outer = None, []
-
-    class Slow(Scripted):
-        def match(self, keys):
-            self.num_calls += 1
-            if self.num_calls == 1:  # the old call: meanwhile the breaker opens and a probe starts
-                for _ in range(3):
-                    failing(store)
-                clock.now += 1.01
-                outer.append("probe begins")
-                store._enter()
-                raise StoreTimeout("slow")
-            raise StoreTimeout("slow")
-
-    store = CircuitBreaker(Slow(), failures=3, open_s=1.0, clock=clock)
-    failing(store)
-    assert outer == ["probe begins"]
-    with pytest.raises(StoreUnavailable, match="in a row"):
-        store.match(KEYS)
-    assert store._pause_s == 1.0
-
-
-@pytest.mark.parametrize("error", [StoreFull("full"), ValueError("bad call")])
-def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock):
-    store = CircuitBreaker(Scripted(*[error] * 10), failures=3, clock=clock)
-    for _ in range(10):
-        with pytest.raises(type(error)):
-            store.match(KEYS)
-    assert not store.is_open
-
-
-def test_calls_seconds_and_bytes_are_counted():
-    metrics = Metrics()
-    assert metrics.total() == 0
-    store = Instrumented(open_store("memory://", settings_of()), metrics)
-    slots = Slots(memoryview(bytearray(b"abcd")), 4, [0], [4])
-    store.put(KEYS, slots)
-    store.match(KEYS)
-    store.get(KEYS, slots)
-    store.get([BlockKey("missing")], slots)
-    store.clear("0" * 32)
-    value = metrics.registry.get_sample_value
-    assert value("pdstore_bytes_total", {"direction": "save"}) == 4
-    assert value("pdstore_bytes_total", {"direction": "load"}) == 4
-    assert value("pdstore_store_calls_total", {"verb": "get", "outcome": "ok"}) == 2
-    assert value("pdstore_store_seconds_count", {"verb": "put"}) == 1
-    assert value("pdstore_store_calls_total", {"verb": "clear", "outcome": "ok"}) == 1
-
-
-def test_a_failed_call_is_counted_by_its_error():
-    metrics = Metrics()
-    store = Instrumented(Scripted(StoreTimeout("slow")), metrics)
-    failing(store)
-    labels = {"verb": "match", "outcome": "StoreTimeout"}
-    assert metrics.registry.get_sample_value("pdstore_store_calls_total", labels) == 1
+    def test_what_it_says_of_itself_is_the_other_stores(self, store):
+        assert (store.label, store.lease_s) == ("memory://", 7.0)
+        assert len(store.allocate(4096)) == 4096

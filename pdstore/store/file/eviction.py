@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
@@ -15,6 +15,7 @@ MAX_LEASE_S = 3600.0
 DEFAULT_BUDGET = 20 << 30
 _PAGE = 4096  # what a file takes on disk is a multiple of it
 _PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
+_SACRIFICED = 3  # a marker takes an inode, and one more where its directory is missing
 _S = 1_000_000_000
 
 
@@ -27,73 +28,106 @@ class Evictor:
     90 % of the budget. With n processes the pool may so pass its budget by (n - 2) * 5 %.
     """
 
-    def __init__(self, directory: PoolDirectory, budget: int | None, handoff_ttl_s: float) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        budget: int | None,
+        handoff_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory, self._clock = directory, clock
         self.budget = default_budget(directory) if budget is None else budget
         self._step = self.budget // 20
         self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
-        self._used = 0
+        self._used = 0  # bytes on disk, as far as known, and pending ones
+        self._pending = 0  # admitted, and not seen on disk yet
         self._put_since_scan = self.budget  # the first put looks at what is there
         self._full_until = 0.0
 
     def admit(self, num_bytes: int) -> bool:
-        """Counts bytes that are about to be put; False if there is no room for them."""
+        """Counts bytes that are about to be put, until `settle`. False if they have no room."""
         num_bytes = _on_disk(num_bytes)
         if num_bytes > self.budget:
             return False
         with self._lock:
             self._used += num_bytes
+            self._pending += num_bytes
             self._put_since_scan += num_bytes
             due = self._put_since_scan > self._step or self._used > self.budget
             patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
-        others_evict = due and not (self._is_known_full() or self._evict(num_bytes, 0, patience_s))
+        others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
         limit = self.budget + (self._step if others_evict else 0)
         if self._used <= limit:
             return True
         with self._lock:
             self._used -= num_bytes
+            self._pending -= num_bytes
         return False
+
+    def admit_anyway(self, num_bytes: int) -> None:
+        """Admits bytes even where there is no room for them: those of a marker."""
+        with self._lock:
+            self._used += _on_disk(num_bytes)
+            self._pending += _on_disk(num_bytes)
+
+    def settle(self, sizes: Sequence[int]) -> None:
+        """Says that admitted values are written, or will not be."""
+        with self._lock:
+            self._pending -= sum(map(_on_disk, sizes))
 
     def make_room(self, num_bytes: int) -> None:
         """Evicts when the disk is full, whoever filled it."""
         if not self._is_known_full():
-            self._evict(0, _on_disk(num_bytes), _PATIENCE_S)
+            self._evict(_on_disk(num_bytes), _PATIENCE_S)
+
+    def sacrifice(self) -> None:
+        """Deletes the few values that were put last, fresh or leased.
+
+        For a marker on a disk that is full, also of inodes. A peer waits for the marker, and those
+        values are most likely of the very save that did not fit.
+        """
+        now = time.time_ns()
+        kinds = (Kind.BLOCK, Kind.TAIL)
+        files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
+        files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # the leased ones last
+        for file in files[:_SACRIFICED]:
+            self._delete(file)
 
     def look_again(self) -> None:
-        """Room was made in another way: a put that would find none looks at the directory first."""
+        """Says that room was made in another way: the next put looks before it is refused."""
         self._full_until = 0.0
         if self._used + self._step > self.budget:
             self._put_since_scan = self.budget
 
     def _is_known_full(self) -> bool:
-        return time.monotonic() < self._full_until
+        return self._clock() < self._full_until
 
-    def _evict(self, coming: int, to_free: int, patience_s: float) -> bool:
-        """Looks and evicts; False if another thread or process is at it for longer than that.
+    def _evict(self, to_free: int, patience_s: float) -> bool:
+        """Looks and evicts, so that the budget has room for what is admitted and not written.
 
-        Afterwards the budget has room for `coming` bytes, and at least `to_free` bytes are deleted,
-        unless all is leased.
+        At least `to_free` bytes are deleted, unless all is leased. False if another thread or
+        process evicts for longer than `patience_s`.
         """
-        start = time.monotonic()
+        end = time.monotonic() + patience_s
         while (lock := self._directory.lock()) is None:
-            if time.monotonic() - start >= patience_s:
+            if time.monotonic() >= end:
                 return False
             time.sleep(0.002)
-        start = time.monotonic()
+        start = self._clock()
         try:
-            used, freed = self._look_and_delete(coming, to_free)
+            used, freed = self._look_and_delete(to_free)
         finally:
             os.close(lock)
         with self._lock:
-            self._used, self._put_since_scan = used + coming, 0
-        if used + coming > self.budget or freed < to_free:
-            now = time.monotonic()
+            self._used, self._put_since_scan = used + self._pending, 0
+        if self._used > self.budget or freed < to_free:
+            now = self._clock()
             self._full_until = now + 10 * (now - start)  # a scan per put would be all we do
         return True
 
-    def _look_and_delete(self, coming: int, to_free: int) -> tuple[int, int]:
-        """Bytes that are left, and bytes that were deleted."""
+    def _look_and_delete(self, to_free: int) -> tuple[int, int]:
+        """Returns how many bytes are left, and how many were deleted."""
         now = time.time_ns()
         self._directory.sweep()
         used = freed = 0
@@ -101,12 +135,12 @@ class Evictor:
         for file in self._directory.files():
             kind = kind_of(BlockKey(file.name))
             if self._is_past(kind, file, now):
-                freed += _delete(file)
+                freed += self._delete(file)
                 continue
             used += _on_disk(file.size)
             if kind is not Kind.POOL and not _is_kept(file, now):
                 candidates.append(file)
-        goal = min(self.budget * 9 // 10, self.budget - coming)
+        goal = min(self.budget * 9 // 10, self.budget - self._pending)
         if freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
         if used > goal:
@@ -114,35 +148,31 @@ class Evictor:
         for file in candidates:
             if used <= goal:
                 break
-            num_bytes = _delete(file)
+            num_bytes = self._delete(file)
             used, freed = used - num_bytes, freed + num_bytes
         return used, freed
+
+    def _delete(self, file: StoredFile) -> int:
+        """Returns how many bytes that freed: none if the value was leased meanwhile."""
+        return _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
 
     def _is_past(self, kind: Kind, file: StoredFile, now: int) -> bool:
         return kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns
 
 
 def default_budget(directory: PoolDirectory) -> int:
-    """20 GiB, or half of what the pool could have of its file system, whichever is less."""
+    """Returns 20 GiB, or half of what the pool could have of its file system if that is less."""
     status = os.statvfs(directory.root)
     own = sum(_on_disk(file.size) for file in directory.files())
     return min(DEFAULT_BUDGET, (status.f_bavail * status.f_frsize + own) // 2)
 
 
 def _is_kept(file: StoredFile, now: int) -> bool:
-    """Leased, or put just now. A time further ahead than any lease is from before a clock was set
-    back.
+    """Whether a value is leased, or was put just now.
+
+    A time further ahead than any lease is from before a clock was set back.
     """
     return now - FRESH_S * _S < file.mtime_ns <= now + MAX_LEASE_S * _S
-
-
-def _delete(file: StoredFile) -> int:
-    """How many bytes that freed: none if somebody leased the value since it was looked at."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(file.path, follow_symlinks=False).st_mtime_ns != file.mtime_ns:
-            return 0
-        os.unlink(file.path)
-    return _on_disk(file.size)
 
 
 def _on_disk(num_bytes: int) -> int:

@@ -1,8 +1,7 @@
-"""RedisStore keeps the contract; expiry, pressure, faults, rights, and what it may send."""
+"""A redis server's URL, rights and faults: each fault is an error of the store, with its count."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import subprocess
 import threading
@@ -11,195 +10,20 @@ import traceback
 
 import pytest
 import redis
+from redis.client import Pipeline
 
-from pdstore.errors import (
-    ConfigError,
-    StoreDenied,
-    StoreError,
-    StoreFull,
-    StoreTimeout,
-    StoreUnavailable,
-)
+from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.testing import StoreTests, content, fresh_keys
-from pdstore.testing.state_machine import play_random_calls
+from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import empty_slots, get, put
 from tests.support.redis_server import free_port
+from tests.support.redis_store import SIZE, deadline, fails_to_put, opened, put_one
 
 pytestmark = pytest.mark.redis
-SIZE = 64 << 10
 ACL = "+get +getrange +set +exists +expire +unlink +scan +ping"
-
-
-def opened(url: str, **settings) -> contextlib.closing:
-    return contextlib.closing(open_store(url, Settings(**settings)))
-
-
-class TestRedisStore(StoreTests):
-    @pytest.fixture
-    def store(self, redis_url):
-        with opened(redis_url) as store:
-            yield store
-
-    @pytest.fixture
-    def peer(self, redis_url):
-        with opened(redis_url) as peer:
-            yield peer
-
-    @pytest.fixture
-    def small_store(self, redis_server):
-        with opened(small_server(redis_server, "noeviction").url) as store:
-            yield store
-
-    def write_raw(self, store, key, data):
-        store._client.set(key, data)
-
-
-class TestRedisStoreThatEvicts(StoreTests):
-    """On a unix socket, and with a server that makes room by itself."""
-
-    @pytest.fixture
-    def store(self, redis_server):
-        with opened(f"redis+unix://{redis_server().socket}") as store:
-            yield store
-
-    @pytest.fixture
-    def small_store(self, redis_server):
-        with opened(small_server(redis_server, "volatile-lru").url) as store:
-            yield store
-
-    def write_raw(self, store, key, data):
-        store._client.set(key, data)
-
-
-def small_server(redis_server, policy):
-    """A server with room for about 40 values of 64 KiB."""
-    server = redis_server("--maxmemory-policy", policy)
-    with server.client() as client:
-        client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
-    return server
-
-
-def put_one(store, key: BlockKey, size: int = SIZE) -> bytes:
-    value = content(key, size)
-    assert put(store, [key], [value]) == 1
-    return value
-
-
-def fails_to_put(store) -> bool:
-    try:
-        put_one(store, fresh_keys(1)[0])
-    except StoreError:
-        return True
-    return False
-
-
-def deadline(seconds: float = 10.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield
-        time.sleep(0.005)
-    raise AssertionError(f"not within {seconds} s")
-
-
-def test_random_calls_agree_with_a_dict(redis_url):
-    play_random_calls(lambda: open_store(redis_url, Settings()))
-
-
-# -- how long values stay
-
-
-def kinds() -> dict[str, BlockKey]:
-    [block] = fresh_keys(1)
-    return {
-        "block": block,
-        "tail": BlockKey(f"{block}:partial:3"),
-        "marker": BlockKey(f"{block}:handoff:00:0:done"),
-        "pool": POOL_ID_KEY,
-    }
-
-
-def test_values_expire_by_their_kind(redis_server):
-    server, keys = redis_server(), kinds()
-    with opened(server.url, block_ttl_s=1000, handoff_ttl_s=100) as store, server.client() as raw:
-        put(store, list(keys.values()), [b"x"] * 4)
-        left = {kind: raw.ttl(key) for kind, key in keys.items()}
-        assert 990 < left.pop("block") <= 1000
-        assert left.pop("pool") == -1
-        assert all(90 < seconds <= 100 for seconds in left.values())
-
-
-def test_a_match_renews_what_it_found_and_no_more(redis_server):
-    server, keys = redis_server(), list(kinds().values())
-    with opened(server.url, block_ttl_s=1000, handoff_ttl_s=100) as store, server.client() as raw:
-        put(store, keys, [b"x"] * 4)
-        for key in keys[:3]:
-            raw.expire(key, 10)
-        assert store.match(keys[:2]) == 2
-        assert (raw.ttl(keys[0]) > 990, raw.ttl(keys[1]) > 90, raw.ttl(keys[2]) > 10) == (
-            True,
-            True,
-            False,
-        )
-        assert store.match(keys) == 4
-        assert (raw.ttl(keys[2]) > 90, raw.ttl(keys[3])) == (True, -1)
-
-
-def test_a_match_that_stops_early_does_not_renew_what_is_far_behind(redis_server):
-    server, keys = redis_server(), fresh_keys(700)
-    with opened(server.url) as store, server.client() as raw:
-        put(store, keys, [b"x"] * 700)
-        raw.expire(keys[600], 10)
-        store.remove([keys[40]])
-        assert store.match(keys) == 40
-        assert raw.ttl(keys[600]) <= 10
-
-
-@pytest.mark.parametrize(
-    ("policy", "lease_s"), [("noeviction", 95.0), ("allkeys-lru", 0.0), ("volatile-ttl", 0.0)]
-)
-def test_only_a_server_that_does_not_evict_gives_leases(redis_server, policy, lease_s):
-    with opened(redis_server("--maxmemory-policy", policy).url, handoff_ttl_s=100) as store:
-        assert store.lease_s == 0.0
-        keys = fresh_keys(1)
-        put_one(store, keys[0])
-        store.match(keys)
-        assert store.lease_s == lease_s
-
-
-@pytest.mark.parametrize("how", ["flush", "expire", "unlink"])
-def test_a_lost_value_is_a_miss(redis_server, how):
-    server, keys = redis_server(), fresh_keys(3)
-    with opened(server.url) as store, server.client() as raw:
-        put(store, keys, [content(key, SIZE) for key in keys])
-        assert store.match(keys) == 3
-        if how == "flush":
-            raw.flushall()
-        elif how == "expire":
-            raw.pexpire(keys[1], 0)
-        else:
-            raw.unlink(keys[1])
-        left = 0 if how == "flush" else 1
-        assert len(get(store, keys, [SIZE] * 3)) == left
-        assert store.match(keys) == left
-
-
-def test_a_value_of_another_type_is_an_error_of_that_key(redis_server):
-    server, keys = redis_server(), fresh_keys(3)
-    with opened(server.url) as store, server.client() as raw:
-        put_one(store, keys[0])
-        raw.rpush(keys[1], "not a string")
-        with pytest.raises(StoreError) as caught:
-            get(store, keys, [SIZE] * 3)
-        assert caught.value.num_done == 1
-        store.remove([keys[1]])
-        assert len(get(store, keys, [SIZE] * 3)) == 1
-
-
-# -- rights and secrets
 
 
 @pytest.fixture
@@ -295,9 +119,6 @@ def test_tls_is_checked_against_the_given_authority(redis_server, certificate):
             s.match([block])
 
 
-# -- faults
-
-
 def test_opening_does_not_connect_and_calls_say_who_does_not_answer():
     url, [key] = f"redis://127.0.0.1:{free_port()}", fresh_keys(1)
     with opened(url) as store:
@@ -337,7 +158,7 @@ def test_a_server_that_hangs_is_a_timeout_and_nothing_comes_late(redis_server):
 
 def test_connections_that_a_restart_broke_cost_one_failing_call_at_most(redis_server):
     server = redis_server()
-    with opened(server.url) as store:
+    with opened(server.url) as store, server.client() as raw:
         together = threading.Barrier(4)
 
         def use() -> None:
@@ -345,7 +166,7 @@ def test_connections_that_a_restart_broke_cost_one_failing_call_at_most(redis_se
             store.match(fresh_keys(1))
 
         run_together(*[use] * 4)
-        assert len(store._pool._available_connections) > 1
+        assert len(raw.client_list()) > 2, "of the store more than one, and our own"
         server.stop()
         server.start()
         assert sum(fails_to_put(store) for _ in range(12)) <= 1
@@ -354,29 +175,28 @@ def test_connections_that_a_restart_broke_cost_one_failing_call_at_most(redis_se
 def test_a_server_that_dies_in_a_call_leaves_the_number_of_keys_served(redis_server, monkeypatch):
     server, keys, size = redis_server(), fresh_keys(20), 1 << 20
     with opened(server.url) as store:
-        run, calls = store._run, []
+        execute, calls = Pipeline.execute, []
 
-        def run_then_die(*args):
-            calls.append(args)
+        def die_before_the_third(pipe, **options):
+            calls.append(pipe)
             if len(calls) == 3:
                 server.stop()
-            return run(*args)
+            return execute(pipe, **options)
 
-        monkeypatch.setattr(store, "_run", run_then_die)
+        monkeypatch.setattr(Pipeline, "execute", die_before_the_third)
         with pytest.raises(StoreUnavailable) as caught:
             put(store, keys, [b"x" * size] * 20)
         assert caught.value.num_done == 16, "two batches of 8 MiB"
 
 
-def test_a_full_server_is_store_full_at_the_first_value_that_did_not_fit(redis_server):
-    keys = fresh_keys(64)
-    with opened(small_server(redis_server, "noeviction").url) as store:
-        with pytest.raises(StoreFull, match=r"OOM|maxmemory") as caught:
-            put(store, keys, [content(key, SIZE) for key in keys])
-        n = caught.value.num_done
-        assert 16 <= n < 64
-        assert store.match(keys[:n]) == n
-        assert store.match(keys[n : n + 1]) == 0
+def test_a_node_of_a_cluster_is_named_as_such(redis_server):
+    server = redis_server("--cluster-enabled", "yes")
+    [key] = fresh_keys(1)
+    with opened(server.url) as store:
+        with pytest.raises(StoreError, match="is a node of a Redis Cluster, and only single"):
+            store.match([key])
+        with pytest.raises(StoreError, match="is a node of a Redis Cluster"):
+            put_one(store, key)
 
 
 def test_calls_under_way_at_close_leave_no_connection(redis_server):
@@ -397,9 +217,6 @@ def test_calls_under_way_at_close_leave_no_connection(redis_server):
         for _ in deadline():
             if len(raw.client_list()) == 1:
                 break
-
-
-# -- the URL
 
 
 def test_the_database_is_the_path_or_an_option(redis_server):
@@ -427,22 +244,6 @@ def test_a_bad_url_says_what_to_write(url, words):
     with pytest.raises(ConfigError, match=words) as caught:
         open_store(url, Settings())
     assert "hush" not in str(caught.value)
-
-
-# -- clear
-
-
-def test_a_clear_scans_in_steps_and_deletes_in_the_background(redis_server):
-    keys = fresh_keys(3000)
-    server = redis_server()
-    with opened(server.url) as store, server.client() as raw:
-        put(store, [*keys, *fresh_keys(2000)], [b"x"] * 5000)
-        raw.config_resetstat()
-        store.clear(keys[0].split(":")[1])
-        calls = {name: stats["calls"] for name, stats in raw.info("commandstats").items()}
-        assert raw.dbsize() == 2000
-    assert set(calls) <= {"cmdstat_scan", "cmdstat_unlink", "cmdstat_config|resetstat"}
-    assert 5 <= calls["cmdstat_scan"] < 10, "so other clients wait for a thousand keys at most"
 
 
 def test_a_clear_on_a_server_that_hangs_is_a_timeout(redis_server):

@@ -1,0 +1,1 @@
+"""RedisStore: blocks in a redis server, for tests and small clusters."""

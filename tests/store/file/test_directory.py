@@ -1,0 +1,173 @@
+"""A pool's directory: whose it is, what lies in it, and what is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdstore.errors import ConfigError, StoreDenied
+from pdstore.store.file.store import FileStore
+from pdstore.testing import fresh_keys
+from pdstore.testing.values import put
+from tests.support.file_pool import fill, path_of, planted_at, root_of, stored
+
+
+def test_directories_and_files_are_the_users_own(tmp_path):
+    old = os.umask(0)
+    try:
+        with contextlib.closing(FileStore(tmp_path / "a" / "pool")) as store:
+            [key] = fill(store, 1)
+            root = tmp_path / "a" / "pool"
+            for path in (root, root / "tmp", path_of(store, key).parent):
+                assert stat.S_IMODE(path.stat().st_mode) == 0o700
+            assert stat.S_IMODE(path_of(store, key).stat().st_mode) == 0o600
+            assert stat.S_IMODE((root / "pool.lock").stat().st_mode) == 0o600
+    finally:
+        os.umask(old)
+
+
+def test_keys_spread_over_256_directories(tmp_path):
+    keys = fresh_keys(2000)
+    with contextlib.closing(FileStore(tmp_path / "pool")) as store:
+        put(store, keys, [b"x"] * 2000)
+    counts = [len(list(place.iterdir())) for place in root_of(store).glob("??")]
+    assert len(counts) == 256
+    assert max(counts) < 40
+
+
+@pytest.mark.parametrize("what", ["tmp", "??", "*"])
+def test_a_store_survives_the_deletion_of_its_directories(store, what):
+    keys = fill(store, 3)
+    for path in root_of(store).glob(what):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert store.match(keys) == (3 if what == "tmp" else 0)
+    assert len(fill(store, 8)) == 8
+
+
+def run_as_nobody(*paths: Path) -> list[str]:
+    """Which errors another user gets who opens these directories."""
+    code = """
+import os, sys
+from functools import partial
+from pathlib import Path
+from pdstore.errors import PDStoreError
+from pdstore.store.file.store import FileStore
+os.setgid(65534); os.setuid(65534)
+for path in sys.argv[1:]:
+    try:
+        FileStore(Path(path), budget=1 << 20).close()
+        print("fine")
+    except PDStoreError as error:
+        print(type(error).__name__, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_directory_without_permission_is_denied_and_the_message_helps(tmp_path):
+    for path in [tmp_path, *tmp_path.parents][:3]:
+        path.chmod(0o755)
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    (tmp_path / "own").mkdir()
+    os.chown(tmp_path / "own", 65534, 65534)
+    (tmp_path / "read-only").mkdir()
+    os.chown(tmp_path / "read-only", 65534, 65534)
+    (tmp_path / "read-only").chmod(0o500)
+    names = ("theirs", "own", "read-only", "new")
+    theirs, own, read_only, new = run_as_nobody(*[tmp_path / name for name in names])
+    assert re.match(r"StoreDenied .*theirs belongs to user 0, not to 65534: chown it", theirs)
+    assert own == "fine"
+    assert re.match(r"StoreDenied .*read-only: Permission denied: name a directory", read_only)
+    assert re.match(r"StoreDenied .*new: Permission denied: name a directory", new)
+
+
+def test_a_directory_of_another_user_is_denied(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(StoreDenied, match="belongs to user"):
+        FileStore(tmp_path / "pool")
+
+
+def test_a_directory_that_others_can_write_to_is_denied(tmp_path):
+    (tmp_path / "pool").mkdir()
+    (tmp_path / "pool").chmod(0o777)
+    with pytest.raises(StoreDenied, match="chmod 700"):
+        FileStore(tmp_path / "pool")
+
+
+def test_a_file_is_no_pool(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "pool"):
+        with pytest.raises(ConfigError, match="is not a directory"):
+            FileStore(path)
+
+
+def test_a_directory_with_other_files_is_no_pool(tmp_path):
+    (tmp_path / "00").mkdir()
+    (tmp_path / "00" / "precious").write_text("x")
+    with pytest.raises(ConfigError, match="holds other files"):
+        FileStore(tmp_path)
+    assert (tmp_path / "00" / "precious").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["00"]
+
+
+def test_an_empty_file_systems_directory_is_a_pool(tmp_path):
+    (tmp_path / "lost+found").mkdir()
+    FileStore(tmp_path).close()
+
+
+def test_a_pool_may_be_opened_through_a_symbolic_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "pool")
+    (tmp_path / "pool").mkdir()
+    FileStore(tmp_path / "link").close()
+
+
+def test_a_clear_deletes_links_and_not_what_they_lead_to(store, tmp_path):
+    keys = fresh_keys(3)
+    secret, others = tmp_path / "secret", tmp_path / "others"
+    secret.write_bytes(b"s" * 64)
+    others.mkdir()
+    (others / keys[0]).write_bytes(b"s" * 64)
+    planted_at(store, keys[0]).symlink_to(secret)
+    planted_at(store, keys[1]).symlink_to(others)
+    planted_at(store, keys[2]).symlink_to("nothing")
+    store.clear(keys[0].split(":")[1])
+    assert secret.read_bytes() == (others / keys[0]).read_bytes() == b"s" * 64
+    assert store.match(keys) == 0
+    assert not any(os.path.lexists(path_of(store, key)) for key in keys)
+
+
+def test_a_clear_deletes_nothing_behind_a_linked_directory(store, tmp_path):
+    [key] = fresh_keys(1)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / key).touch()
+    path_of(store, key).parent.symlink_to(tmp_path / "others")
+    store.clear(key.split(":")[1])
+    assert (tmp_path / "others" / key).exists()
+
+
+def test_a_clear_goes_on_when_another_one_deletes_first(store, monkeypatch):
+    keys, unlink = fill(store, 10), os.unlink
+
+    def unlink_twice(path, **options):
+        unlink(path, **options)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink_twice)
+    store.clear(keys[0].split(":")[1])
+    assert stored(store, keys) == []

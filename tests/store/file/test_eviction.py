@@ -1,0 +1,173 @@
+"""The evictor keeps the budget: which values go, which stay, and who may evict."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+
+import pytest
+
+from pdstore.errors import StoreFull
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.store.file.directory import PoolDirectory
+from pdstore.store.file.eviction import default_budget
+from pdstore.store.file.scratch import try_lock
+from pdstore.store.file.store import FileStore
+from pdstore.testing import content, fresh_keys
+from pdstore.testing.values import put
+from tests.support.file_pool import SIZE, age, fill, path_of, root_of, stored
+
+
+def test_the_least_recently_used_values_go_first(store):
+    old, middle = fill(store, 4, age_s=300), fill(store, 4, age_s=200)
+    young = fill(store, 4, age_s=100)
+    fill(store, 10)
+    assert 0 <= len(stored(store, old)) < 4
+    assert stored(store, middle) == middle
+    fill(store, 3)
+    assert stored(store, old) == []
+    assert stored(store, young) == young
+
+
+def test_a_match_counts_as_use_and_leases(store):
+    keys = fill(store, 16, age_s=300)
+    assert store.match(keys[:4]) == 4
+    fill(store, 10, age_s=100)
+    assert stored(store, keys)[:4] == keys[:4]
+    assert len(stored(store, keys)) < 16
+    assert time.time() < path_of(store, keys[0]).stat().st_mtime <= time.time() + store.lease_s
+
+
+def test_a_lease_ends(store):
+    keys = fill(store, 16)
+    store.match(keys)
+    for key in keys:
+        age(store, key, 2.0)  # as if its lease had ended two seconds ago
+    fill(store, 16)
+    assert len(stored(store, keys)) <= 4
+
+
+def test_a_value_is_kept_for_a_moment_after_its_put(store):
+    keys = fresh_keys(30)
+    with pytest.raises(StoreFull) as caught:
+        put(store, keys, [content(key, SIZE) for key in keys])
+    assert stored(store, keys) == keys[: caught.value.num_done]
+    assert 16 <= caught.value.num_done <= 20
+
+
+def test_no_room_for_a_value_evicts_nothing_for_it(store):
+    keys = fill(store, 10, age_s=100)
+    with pytest.raises(StoreFull):
+        put(store, fresh_keys(1), [b"x" * (21 * SIZE)])
+    assert stored(store, keys) == keys
+
+
+def test_a_time_far_in_the_future_is_no_lease(store):
+    keys, old = fill(store, 8, age_s=-86_400), fill(store, 8, age_s=300)
+    fill(store, 12)
+    assert stored(store, keys) == []
+    assert len(stored(store, old)) > 4
+
+
+def test_tails_and_markers_past_their_time_go_before_any_block(store):
+    block = fresh_keys(1)[0]
+    old = [BlockKey(f"{block}:partial:3"), BlockKey("pds1:00:handoff:11:0:done")]
+    young = [BlockKey(f"{block}:partial:4"), BlockKey("pds1:00:handoff:12:0:done")]
+    for keys, age_s in ((old, 601.0), (young, 599.0), ([block], 10_000.0)):
+        put(store, keys, [content(key, 64) for key in keys])
+        for key in keys:
+            age(store, key, age_s)
+    fill(store, 2)
+    assert stored(store, [*old, *young, block]) == [*young, block]
+
+
+def test_the_pools_id_is_never_evicted(store):
+    put(store, [POOL_ID_KEY], [b"x" * 64])
+    age(store, POOL_ID_KEY, 1e6)
+    fill(store, 40, age_s=100)
+    assert store.match([POOL_ID_KEY]) == 1
+
+
+def test_the_budget_holds_over_many_puts(store):
+    for _ in range(10):
+        fill(store, 16, age_s=50)
+        num_bytes = sum(path.stat().st_size for path in root_of(store).glob("??/*"))
+        assert num_bytes <= 20 * SIZE
+
+
+def test_a_second_store_counts_what_is_there(store, tmp_path):
+    keys = fill(store, 16, age_s=50)
+    with contextlib.closing(FileStore(tmp_path / "pool", budget=20 * SIZE)) as other:
+        fill(other, 10)
+    assert len(stored(store, keys)) <= 10
+
+
+def test_puts_go_on_while_another_process_evicts(store):
+    fill(store, 18, age_s=100)
+    lock = try_lock(f"{root_of(store)}/pool.lock")
+    assert lock is not None
+    fill(store, 2)
+    with pytest.raises(StoreFull):
+        fill(store, 8)
+    os.close(lock)
+    fill(store, 8)
+
+
+def test_a_store_that_is_full_of_leases_takes_values_when_they_end(store, clock):
+    clock.step = 1.0  # a look at the directory takes a second
+    keys = fill(store, 18)
+    store.match(keys)
+    with pytest.raises(StoreFull):
+        fill(store, 20)
+    for key in keys:
+        age(store, key, 10)
+    clock.step = 0.0
+    with pytest.raises(StoreFull):  # it knows that it is full, and does not look at each put
+        fill(store, 1)
+    clock.now += 100.0
+    fill(store, 10)
+
+
+def test_a_file_behind_a_linked_directory_is_never_evicted(store, tmp_path):
+    others = tmp_path / "others"
+    others.mkdir()
+    for n in range(30):
+        (others / f"document {n}").write_bytes(b"x" * SIZE)
+        os.utime(others / f"document {n}", (1e9, 1e9))
+    keys = fill(store, 3, age_s=100)
+    unused = next(n for n in range(256) if not (root_of(store) / f"{n:02x}").exists())
+    (root_of(store) / f"{unused:02x}").symlink_to(others)
+    for _ in range(3):
+        fill(store, 16, age_s=50)
+    assert len(list(others.glob("document *"))) == 30
+    assert stored(store, keys) == []
+
+
+def test_a_marker_is_taken_by_a_store_that_is_full_of_leases(store):
+    keys = fill(store, 18)
+    store.match(keys)
+    with pytest.raises(StoreFull):
+        fill(store, 20)
+    failed = BlockKey("pds1:00:handoff:12:0:failed")
+    assert put(store, [failed], [b"x" * 64]) == 1
+    assert store.match([failed]) == 1
+    assert stored(store, keys) == keys
+
+
+def test_the_default_budget_counts_what_the_pool_has_already(tmp_path):
+    directory = PoolDirectory(tmp_path / "pool")
+    free = shutil.disk_usage(tmp_path).free
+    assert default_budget(directory) == pytest.approx(min(20 << 30, free / 2), rel=0.2)
+    directory.close()
+
+
+def test_half_of_a_small_file_system_is_the_default_budget(full_disk):
+    directory = PoolDirectory(full_disk / "pool")
+    before = default_budget(directory)
+    assert 1.5 * 2**20 < before <= 2 * 2**20
+    with contextlib.closing(FileStore(full_disk / "pool")) as store:
+        fill(store, 20)
+    assert default_budget(directory) == pytest.approx(before, rel=0.05)
+    directory.close()

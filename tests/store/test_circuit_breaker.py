@@ -1,0 +1,165 @@
+"""The circuit breaker: when it opens, whom it lets through, and what it retries."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
+from pdstore.format.keys import BlockKey
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.testing.threads import start_background
+from tests.support.clock import Clock
+from tests.support.scripted_store import Scripted
+
+KEYS = [BlockKey("a")]
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def failing(store):
+    with pytest.raises((StoreUnavailable, StoreTimeout)):
+        store.match(KEYS)
+
+
+def test_a_broken_connection_is_tried_once_more():
+    inner = Scripted(StoreUnavailable("stale"), 1)
+    assert CircuitBreaker(inner).match(KEYS) == 1
+    assert inner.num_calls == 2
+
+
+def test_a_time_out_is_not_tried_again():
+    inner = Scripted(StoreTimeout("slow"))
+    failing(CircuitBreaker(inner))
+    assert inner.num_calls == 1
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock):
+    inner = Scripted(*[StoreTimeout("slow")] * 3)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    for _ in range(3):
+        assert not store.is_open
+        failing(store)
+    assert store.is_open
+    with pytest.raises(StoreUnavailable, match=r"3 times in a row; next try in 1\.0 s"):
+        store.match(KEYS)
+    assert inner.num_calls == 3
+
+
+def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
+    inner = Scripted(StoreUnavailable("stale"), 1, *[StoreTimeout("slow")] * 3)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store.clear("0" * 32)
+    assert inner.num_calls == 2
+    for _ in range(3):
+        with pytest.raises(StoreTimeout):
+            store.clear("0" * 32)
+    with pytest.raises(StoreUnavailable):
+        store.clear("0" * 32)
+    assert inner.num_calls == 5
+
+
+def test_a_success_between_failures_starts_the_count_again(clock):
+    inner = Scripted(*[StoreTimeout("slow")] * 2, 1, *[StoreTimeout("slow")] * 2)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    for _ in range(2):
+        failing(store)
+    store.match(KEYS)
+    for _ in range(2):
+        failing(store)
+    assert not store.is_open
+
+
+def test_one_probe_is_let_through_and_closes_the_breaker(clock):
+    inner = Scripted(*[StoreTimeout("slow")] * 3)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    for _ in range(3):
+        failing(store)
+    clock.now += 1.01
+    assert store.match(KEYS) == 1
+    assert not store.is_open
+
+
+def test_the_pause_doubles_up_to_its_bound_while_probes_fail(clock):
+    inner = Scripted(*[StoreTimeout("slow")] * 20)
+    store = CircuitBreaker(inner, failures=3, open_s=1.0, max_s=4.0, clock=clock)
+    for _ in range(3):
+        failing(store)
+    for pause in (1.0, 2.0, 4.0, 4.0):
+        calls = inner.num_calls
+        clock.now += pause - 0.01
+        failing(store)
+        assert inner.num_calls == calls
+        clock.now += 0.02
+        failing(store)
+        assert inner.num_calls == calls + 1
+
+
+def test_only_one_caller_probes(clock):
+    store = None
+
+    class Probing(Scripted):
+        def match(self, keys):
+            if store.is_open:
+                with pytest.raises(StoreUnavailable, match="in a row"):
+                    store.get(keys, None)
+            return super().match(keys)
+
+    inner = Probing(*[StoreTimeout("slow")] * 3)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    for _ in range(3):
+        failing(store)
+    clock.now += 1.01
+    assert store.match(KEYS) == 1
+
+
+def test_an_empty_call_says_nothing_about_the_store(clock):
+    store = CircuitBreaker(Scripted(*[StoreTimeout("slow")] * 3), failures=3, clock=clock)
+    for _ in range(3):
+        failing(store)
+    assert store.match([]) == 1
+    assert store.is_open
+
+
+def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
+    """It began while the breaker was closed, and fails while the probe is on its way."""
+    began, release, ends = threading.Event(), threading.Event(), []
+
+    class Slow(Scripted):
+        def match(self, keys):
+            self.num_calls += 1
+            number = self.num_calls
+            if number == 1:
+                began.set()
+                assert release.wait(10)
+            if number == 5:  # the probe: meanwhile the first call fails
+                release.set()
+                ends[0](10.0)
+                with pytest.raises(StoreUnavailable, match="in a row"):
+                    store.match(KEYS)
+            raise StoreTimeout("slow")
+
+    inner = Slow()
+    store = CircuitBreaker(inner, failures=3, open_s=1.0, clock=clock)
+    ends.append(start_background(lambda: failing(store)))
+    assert began.wait(10)
+    for _ in range(3):
+        failing(store)
+    clock.now += 1.01
+    failing(store)
+    assert inner.num_calls == 5
+    with pytest.raises(StoreUnavailable, match=r"next try in 2\.0 s"):  # doubled once
+        store.match(KEYS)
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), ValueError("bad call")])
+def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock):
+    store = CircuitBreaker(Scripted(*[error] * 10), failures=3, clock=clock)
+    for _ in range(10):
+        with pytest.raises(type(error)):
+            store.match(KEYS)
+    assert not store.is_open

@@ -1,0 +1,49 @@
+"""A file store's pool as it lies on disk, for tests."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from pathlib import Path
+
+from pdstore.testing import content, fresh_keys
+from pdstore.testing.values import put
+
+SIZE = 64 << 10
+
+
+def root_of(store) -> Path:
+    return Path(store.label.removeprefix("file://"))
+
+
+def path_of(store, key) -> Path:
+    """Where a key's value is: in one of 256 directories."""
+    return root_of(store) / f"{zlib.crc32(key.encode()) % 256:02x}" / key
+
+
+def planted_at(store, key) -> Path:
+    path_of(store, key).parent.mkdir(mode=0o700, exist_ok=True)
+    return path_of(store, key)
+
+
+def fill(store, count, *, age_s=0.0):
+    """Puts values that were last used `age_s` ago."""
+    keys = fresh_keys(count)
+    for key in keys:
+        assert put(store, [key], [content(key, SIZE)]) == 1
+        age(store, key, age_s)
+    return keys
+
+
+def age(store, key, seconds):
+    used_at = time.time() - seconds
+    os.utime(path_of(store, key), (used_at, used_at))
+
+
+def stored(store, keys):
+    return [key for key in keys if path_of(store, key).exists()]
+
+
+def num_temporaries(store) -> int:
+    return len([p for p in (root_of(store) / "tmp").glob("*/*") if p.name != "lock"])
