@@ -1,0 +1,112 @@
+"""Several processes on one arena, killed or stopped anywhere: nothing hangs, leaks or is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdstore.errors import StoreTimeout
+from tests.store.arena import actors
+
+REPOSITORY = Path(__file__).parents[3]
+DEADLINE_S = 100.0
+
+
+@contextlib.contextmanager
+def actor(*arguments: object):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.store.arena.actors", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        process.stdout.close()
+
+
+def all_slots_come_back(store) -> bool:
+    """Whether the whole arena can be reserved again, in slots of a size that nobody used."""
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        store.clear(actors.NAMESPACE)
+        keys = [f"all{i}" for i in range(8)]
+        reservation = store.reserve(keys, [store.span_bytes] * 8)
+        num_keys = reservation.num_keys
+        store.abandon(reservation)
+        if num_keys == 8:
+            return True
+        time.sleep(0.02)  # what the dead had reserved rests
+    return False
+
+
+@pytest.mark.parametrize("times", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_processes_killed_anywhere_leave_only_misses(tmp_path, times):
+    order = random.Random(times)
+    with (
+        contextlib.closing(actors.open_store(tmp_path)) as store,
+        actor("kill_writers", tmp_path, times, 1) as killer,
+    ):
+        end = time.monotonic() + DEADLINE_S
+        while killer.poll() is None:
+            assert time.monotonic() < end
+            keys = order.sample(actors.KEYS, 6)
+            actors.read(store, keys)
+            actors.read_in_place(store, keys)
+        assert (killer.stdout.read().strip(), killer.returncode) == ("done", 0)
+        assert store.counts().reserved <= len(actors.KEYS)
+        assert all_slots_come_back(store)
+        actors.write(store, actors.KEYS[:20])
+        assert store.match(actors.KEYS[:20]) == 20
+
+
+@pytest.fixture
+def stopped_holder(tmp_path):
+    """A store, and a process that was stopped while it held the lock."""
+    with (
+        contextlib.closing(actors.open_large(tmp_path, lock_timeout_s=0.2)) as store,
+        actor("count_for_ever", tmp_path) as holder,
+    ):
+        assert holder.stdout.readline().strip() == "counting"
+        for _ in range(100):
+            holder.send_signal(signal.SIGSTOP)
+            try:
+                store.match(actors.KEYS[:1])
+            except StoreTimeout:
+                yield store, holder
+                return
+            holder.send_signal(signal.SIGCONT)
+        pytest.fail("it was never stopped while it held the lock")
+
+
+def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder):
+    store, holder = stopped_holder
+    start = time.monotonic()
+    with pytest.raises(StoreTimeout, match="locked"):
+        store.which_stored(actors.KEYS)
+    assert time.monotonic() - start < 5
+    holder.send_signal(signal.SIGCONT)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with contextlib.suppress(StoreTimeout):
+            assert store.match(actors.KEYS[:1]) == 1
+            return
+    pytest.fail("it goes on, and the lock does not come")
+
+
+def test_a_killed_holder_of_the_lock_is_none(stopped_holder):
+    store, holder = stopped_holder
+    holder.kill()
+    holder.wait(10)
+    assert store.match(actors.KEYS[:1]) == 1
