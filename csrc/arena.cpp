@@ -137,9 +137,10 @@ int32_t Arena::guarded(Body body) {
 
 // Calls body(now) with the lock; once more where the index contradicted itself and was rebuilt.
 template <typename Body>
-int32_t Arena::with_lock(Body body) {
+int32_t Arena::with_lock(int64_t lock_ns, Body body) {
   Header &header = index_.header();
-  const Locked locked = lock(header, owner_, now_ns() + lock_timeout_ns_);
+  if (lock_ns < 0) lock_ns = lock_timeout_ns_;
+  const Locked locked = lock(header, owner_, now_ns() + lock_ns);
   if (locked == Locked::kNo) return PDS_ERR_TIMEOUT;
   const Unlock at_end(header);
   if (locked == Locked::kAfterDeath) header.is_damaged = 1;
@@ -165,7 +166,7 @@ int32_t Arena::close() {
   futex_wake(index_.header().changes, INT_MAX);
   const std::unique_lock<std::shared_mutex> alone(life_);
   try {
-    with_lock([&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
+    with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
   } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
   } catch (const Damaged &) {
   }
@@ -180,9 +181,9 @@ void Arena::forget() {
   file_ = -1;
 }
 
-int32_t Arena::match(const Keys &keys, int64_t *found) {
+int32_t Arena::match(const Keys &keys, int64_t *found, int64_t lock_ns) {
   return guarded([&] {
-    return with_lock([&](int64_t now) {
+    return with_lock(lock_ns, [&](int64_t now) {
       *found = 0;
       for (const auto key : keys) {
         const uint32_t id = index_.find(key, now);
@@ -194,9 +195,9 @@ int32_t Arena::match(const Keys &keys, int64_t *found) {
   });
 }
 
-int32_t Arena::which(const Keys &keys, uint8_t *stored) {
+int32_t Arena::which(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
   return guarded([&] {
-    return with_lock([&](int64_t now) {
+    return with_lock(lock_ns, [&](int64_t now) {
       for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
     });
   });
@@ -204,7 +205,7 @@ int32_t Arena::which(const Keys &keys, uint8_t *stored) {
 
 int32_t Arena::remove(const Keys &keys) {
   return guarded([&] {
-    return with_lock([&](int64_t now) {
+    return with_lock(-1, [&](int64_t now) {
       for (const auto key : keys) {
         const uint32_t id = index_.find(key, now);
         if (id != kNone) index_.free(id);
@@ -215,7 +216,7 @@ int32_t Arena::remove(const Keys &keys) {
 
 int32_t Arena::clear(std::string_view prefix) {
   return guarded([&] {
-    return with_lock([&](int64_t) {
+    return with_lock(-1, [&](int64_t) {
       index_.for_each_stored([&](uint32_t id, const Slot &slot) {
         if (Index::key_of(slot).substr(0, prefix.size()) == prefix) index_.free(id);
       });
@@ -229,7 +230,7 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
   return guarded([&] {
     std::vector<int64_t> unbacked;  // of the keys, by index
     unbacked.reserve(keys.size());
-    const int32_t code = with_lock([&](int64_t now) {
+    const int32_t code = with_lock(-1, [&](int64_t now) {
       for (int64_t i = 0; i < *covered; ++i) {  // of an attempt before the index was rebuilt
         if (places.slots[i] >= 0) index_.free_if_reserved(places.slots[i], places.generations[i]);
       }
@@ -262,7 +263,7 @@ int32_t Arena::back(const int64_t *sizes, Places places, std::vector<int64_t> un
     if (fallocate(file_, 0, geometry_.data_at + places.offsets[i], bytes) == 0) continue;
     const int64_t end = *covered;
     *covered = i;
-    return with_lock([&](int64_t now) {
+    return with_lock(-1, [&](int64_t now) {
       index_.deny(now);
       for (int64_t j = i; j < end; ++j) {
         if (places.slots[j] < 0) continue;
@@ -274,11 +275,11 @@ int32_t Arena::back(const int64_t *sizes, Places places, std::vector<int64_t> un
   return PDS_OK;
 }
 
-int32_t Arena::publish(Places places, int64_t count, int64_t *done) {
+int32_t Arena::publish(Places places, int64_t count, int64_t *done, int64_t lock_ns) {
   *done = 0;
   return guarded([&] {
     bool any = false;
-    const int32_t code = with_lock([&](int64_t now) {
+    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       for (; *done < count; ++*done) {
         int64_t &slot = places.slots[*done];
         if (slot < 0) continue;
@@ -295,9 +296,11 @@ int32_t Arena::publish(Places places, int64_t count, int64_t *done) {
   });
 }
 
-int32_t Arena::abandon(Places places, int64_t count) {
+int32_t Arena::abandon(Places places, int64_t count, int64_t lock_ns) {
+  const auto is_none = [](int64_t slot) { return slot < 0; };
+  if (std::all_of(places.slots, places.slots + count, is_none)) return PDS_OK;
   return guarded([&] {
-    return with_lock([&](int64_t) {
+    return with_lock(lock_ns, [&](int64_t) {
       for (int64_t i = 0; i < count; ++i) {
         if (places.slots[i] < 0) continue;
         index_.free_if_reserved(places.slots[i], places.generations[i]);
@@ -307,11 +310,12 @@ int32_t Arena::abandon(Places places, int64_t count) {
   });
 }
 
-int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found) {
+int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,
+                      int64_t lock_ns) {
   *found = 0;
   return guarded([&] {
     bool fits = true;
-    const int32_t code = with_lock([&](int64_t now) {
+    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       *found = 0, fits = true;
       for (int64_t i = 0; i < static_cast<int64_t>(keys.size()); ++i) {
         const uint32_t id = index_.find(keys[i], now);
@@ -354,7 +358,7 @@ int32_t Arena::wait(uint32_t seen, int64_t timeout_us, uint32_t *changes) {
 }
 
 int32_t Arena::count(pds_arena_counts *counts) {
-  return guarded([&] { return with_lock([&](int64_t) { index_.count(counts); }); });
+  return guarded([&] { return with_lock(-1, [&](int64_t) { index_.count(counts); }); });
 }
 
 }  // namespace pds::arena

@@ -42,15 +42,17 @@ class Arena {
   // In the child of a fork: the parent's locks must not live as long as the child.
   void forget();
 
-  int32_t match(const Keys &keys, int64_t *found);
-  int32_t which(const Keys &keys, uint8_t *stored);
+  // lock_ns: how long a call waits for the lock; negative: for as long as the options say.
+  int32_t match(const Keys &keys, int64_t *found, int64_t lock_ns);
+  int32_t which(const Keys &keys, uint8_t *stored, int64_t lock_ns);
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   int32_t reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places places,
                   int64_t *covered);
-  int32_t publish(Places places, int64_t count, int64_t *done);
-  int32_t abandon(Places places, int64_t count);
-  int32_t borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found);
+  int32_t publish(Places places, int64_t count, int64_t *done, int64_t lock_ns);
+  int32_t abandon(Places places, int64_t count, int64_t lock_ns);
+  int32_t borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,
+                 int64_t lock_ns);
   int64_t still_there(Places places, int64_t count);
   int32_t wait(uint32_t seen, int64_t timeout_us, uint32_t *changes);
   int32_t count(pds_arena_counts *counts);
@@ -59,7 +61,7 @@ class Arena {
   Arena(int file, char *base, const Geometry &geometry, const pds_arena_options &options);
 
   template <typename Body>
-  int32_t with_lock(Body body);
+  int32_t with_lock(int64_t lock_ns, Body body);
   template <typename Body>
   int32_t guarded(Body body);
   int32_t back(const int64_t *sizes, Places places, std::vector<int64_t> unbacked,

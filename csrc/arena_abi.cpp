@@ -87,7 +87,7 @@ int32_t put_batch(Arena &arena, char *memory, const Keys &keys, const uint8_t *k
     if (batch.slots[i] < 0) continue;
     copy(memory + batch.offsets[i], reinterpret_cast<const void *>(addresses[i]), sizes[i]);
   }
-  const int32_t failed = arena.publish(batch.places(), covered, done);
+  const int32_t failed = arena.publish(batch.places(), covered, done, -1);
   if (failed != PDS_OK) return failed;
   return *done < static_cast<int64_t>(keys.size()) ? PDS_ERR_FULL : PDS_OK;
 }
@@ -96,7 +96,7 @@ int32_t get_batch(Arena &arena, const char *memory, const Keys &keys, const uint
                   const int64_t *sizes, int64_t *done) {
   Batch batch;
   int64_t found = 0;
-  const int32_t code = arena.borrow(keys, sizes, batch.places(), &found);
+  const int32_t code = arena.borrow(keys, sizes, batch.places(), &found, -1);
   if (code != PDS_OK && code != PDS_ERR_LENGTH) return code;
   for (int64_t i = 0; i < found; ++i) {
     copy(reinterpret_cast<void *>(addresses[i]), memory + batch.offsets[i], sizes[i]);
@@ -147,19 +147,19 @@ extern "C" int32_t pds_arena_free(pds_arena *arena) {
   return PDS_OK;
 }
 
-extern "C" int32_t pds_arena_match(pds_arena *arena, const char *keys, int64_t num_keys,
-                                   int64_t *found) {
+extern "C" int32_t pds_arena_match(pds_arena *arena, int64_t lock_ns, const char *keys,
+                                   int64_t num_keys, int64_t *found) {
   if (found == nullptr) return PDS_ERR_ARGUMENT;
   *found = 0;
   return with_keys(arena, keys, num_keys,
-                   [&](Arena &a, const Keys &all) { return a.match(all, found); });
+                   [&](Arena &a, const Keys &all) { return a.match(all, found, lock_ns); });
 }
 
-extern "C" int32_t pds_arena_which(pds_arena *arena, const char *keys, int64_t num_keys,
-                                   uint8_t *stored) {
+extern "C" int32_t pds_arena_which(pds_arena *arena, int64_t lock_ns, const char *keys,
+                                   int64_t num_keys, uint8_t *stored) {
   if (stored == nullptr) return PDS_ERR_ARGUMENT;
   return with_keys(arena, keys, num_keys,
-                   [&](Arena &a, const Keys &all) { return a.which(all, stored); });
+                   [&](Arena &a, const Keys &all) { return a.which(all, stored, lock_ns); });
 }
 
 extern "C" int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys) {
@@ -186,25 +186,25 @@ extern "C" int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const u
   });
 }
 
-extern "C" int32_t pds_arena_publish(pds_arena *arena, int64_t *slots, uint64_t *generations,
-                                     int64_t count, int64_t *done) {
+extern "C" int32_t pds_arena_publish(pds_arena *arena, int64_t lock_ns, int64_t *slots,
+                                     uint64_t *generations, int64_t count, int64_t *done) {
   if (!arena || !slots || !generations || !done || count < 0) return PDS_ERR_ARGUMENT;
-  return arena->arena->publish({slots, generations, nullptr}, count, done);
+  return arena->arena->publish({slots, generations, nullptr}, count, done, lock_ns);
 }
 
-extern "C" int32_t pds_arena_abandon(pds_arena *arena, int64_t *slots, uint64_t *generations,
-                                     int64_t count) {
+extern "C" int32_t pds_arena_abandon(pds_arena *arena, int64_t lock_ns, int64_t *slots,
+                                     uint64_t *generations, int64_t count) {
   if (!arena || !slots || !generations || count < 0) return PDS_ERR_ARGUMENT;
-  return arena->arena->abandon({slots, generations, nullptr}, count);
+  return arena->arena->abandon({slots, generations, nullptr}, count, lock_ns);
 }
 
-extern "C" int32_t pds_arena_borrow(pds_arena *arena, const char *keys, const int64_t *sizes,
-                                    int64_t num_keys, int64_t *slots, uint64_t *generations,
-                                    int64_t *offsets, int64_t *found) {
+extern "C" int32_t pds_arena_borrow(pds_arena *arena, int64_t lock_ns, const char *keys,
+                                    const int64_t *sizes, int64_t num_keys, int64_t *slots,
+                                    uint64_t *generations, int64_t *offsets, int64_t *found) {
   if (!slots || !generations || !offsets || !found) return PDS_ERR_ARGUMENT;
   if (!are_sizes(sizes, num_keys)) return PDS_ERR_ARGUMENT;
   return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return a.borrow(all, sizes, {slots, generations, offsets}, found);
+    return a.borrow(all, sizes, {slots, generations, offsets}, found, lock_ns);
   });
 }
 

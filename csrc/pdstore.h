@@ -182,9 +182,13 @@ int32_t pds_arena_close(pds_arena *arena);
 int32_t pds_arena_forget(pds_arena *arena);
 int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
 
-int32_t pds_arena_match(pds_arena *arena, const char *keys, int64_t num_keys, int64_t *found);
+// lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
+// that did not get it has done nothing.
+int32_t pds_arena_match(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
+                        int64_t *found);
 // stored[i]: whether the i-th key is; no lease, no use.
-int32_t pds_arena_which(pds_arena *arena, const char *keys, int64_t num_keys, uint8_t *stored);
+int32_t pds_arena_which(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
+                        uint8_t *stored);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
@@ -195,12 +199,14 @@ int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const uint8_t *kin
                           const int64_t *sizes, int64_t num_keys, int64_t *slots,
                           uint64_t *generations, int64_t *offsets, int64_t *covered);
 // Publish, abandon: set the slots to -1 that they have dealt with.
-int32_t pds_arena_publish(pds_arena *arena, int64_t *slots, uint64_t *generations, int64_t count,
-                          int64_t *done);
-int32_t pds_arena_abandon(pds_arena *arena, int64_t *slots, uint64_t *generations, int64_t count);
+int32_t pds_arena_publish(pds_arena *arena, int64_t lock_ns, int64_t *slots, uint64_t *generations,
+                          int64_t count, int64_t *done);
+int32_t pds_arena_abandon(pds_arena *arena, int64_t lock_ns, int64_t *slots, uint64_t *generations,
+                          int64_t count);
 // PDS_ERR_LENGTH: the value after the first `found` has another length.
-int32_t pds_arena_borrow(pds_arena *arena, const char *keys, const int64_t *sizes, int64_t num_keys,
-                         int64_t *slots, uint64_t *generations, int64_t *offsets, int64_t *found);
+int32_t pds_arena_borrow(pds_arena *arena, int64_t lock_ns, const char *keys, const int64_t *sizes,
+                         int64_t num_keys, int64_t *slots, uint64_t *generations, int64_t *offsets,
+                         int64_t *found);
 int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint64_t *generations,
                               int64_t count, int64_t *still);
 

@@ -146,9 +146,10 @@ void reserve(View &view, Batch &batch, bool bytes_count) {
       std::memcpy(view.memory + batch.offsets[n], batch.values[n].data(), batch.sizes[n]);
   }
   if (bytes_count) {
-    pds_arena_publish(view.arena, batch.slots.data(), batch.generations.data(), covered / 2, &done);
+    pds_arena_publish(view.arena, -1, batch.slots.data(), batch.generations.data(), covered / 2,
+                      &done);
   }
-  pds_arena_abandon(view.arena, batch.slots.data(), batch.generations.data(), covered);
+  pds_arena_abandon(view.arena, -1, batch.slots.data(), batch.generations.data(), covered);
 }
 
 void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
@@ -163,8 +164,8 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 4: return reserves ? reserve(view, batch, bytes_count) : void();
     case 5: pds_arena_remove(view.arena, batch.keys.data(), batch.count()); return;
     case 6:
-      pds_arena_match(view.arena, batch.keys.data(), batch.count(), &found);
-      pds_arena_which(view.arena, batch.keys.data(), batch.count(), stored.data());
+      pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
+      pds_arena_which(view.arena, -1, batch.keys.data(), batch.count(), stored.data());
       return;
     default:
       if (random() % 20 == 0) pds_arena_clear(view.arena, "pds1:key1");
@@ -230,7 +231,7 @@ void processes_killed_anywhere() {
     Batch batch(random, 4);
     int64_t found;
     get(view, batch, true);
-    const int32_t code = pds_arena_match(view.arena, batch.keys.data(), batch.count(), &found);
+    const int32_t code = pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
     expect(code == PDS_OK, "the lock of a dead process is had");
   }
   for (const pid_t child : alive) {
@@ -247,7 +248,7 @@ void processes_killed_anywhere() {
   for (int tries = 0; tries < 100 && covered < static_cast<int64_t>(kinds.size()); ++tries) {
     pds_arena_reserve(view.arena, keys.data(), kinds.data(), sizes.data(), kinds.size(),
                       slots.data(), generations.data(), offsets.data(), &covered);
-    pds_arena_abandon(view.arena, slots.data(), generations.data(), covered);
+    pds_arena_abandon(view.arena, -1, slots.data(), generations.data(), covered);
     usleep(10'000);
   }
   expect(covered == static_cast<int64_t>(kinds.size()), "every slot comes back");

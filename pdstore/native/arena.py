@@ -20,6 +20,8 @@ from pdstore.errors import (
 from pdstore.native.abi import ArenaInfo, ArenaOptions, Code, SlotCounts
 from pdstore.native.library import Library
 
+_SHORT_BATCH = 64
+_PATIENCE_NS = 50_000
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
     Code.TIMEOUT: (StoreTimeout, "is locked: a process that has it open does not go on"),
@@ -104,7 +106,7 @@ class NativeArena:
     def __init__(self, library: Library, fd: int, times: ArenaTimes, label: str) -> None:
         self._label = label
         self._handle = c_void_p()
-        self._calls = library.calls
+        self._calls, self._short_calls = library.calls, library.short_calls
         options = ArenaOptions(*[int(seconds * 1e9) for seconds in times])
         info = ArenaInfo()
         code = self._calls.pds_arena_open(fd, byref(options), byref(self._handle), byref(info))
@@ -129,13 +131,13 @@ class NativeArena:
     def match(self, keys: Sequence[str]) -> int:
         """Leases the values of the first keys that are stored; returns how many."""
         found = c_int64()
-        self._check(self._calls.pds_arena_match(self._handle, _text(keys), len(keys), byref(found)))
+        self._check(self._short("match", len(keys), _text(keys), len(keys), byref(found)))
         return found.value
 
     def which(self, keys: Sequence[str]) -> list[bool]:
         """Returns for each key whether it is stored; leases nothing."""
         stored = (c_uint8 * len(keys))()
-        self._check(self._calls.pds_arena_which(self._handle, _text(keys), len(keys), stored))
+        self._check(self._short("which", len(keys), _text(keys), len(keys), stored))
         return [bool(one) for one in stored]
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -174,18 +176,14 @@ class NativeArena:
     def publish(self, arrays: SlotArrays, count: int) -> int:
         """Makes the first `count` reserved slots findable; returns how many of the first are."""
         done = c_int64()
-        code = self._calls.pds_arena_publish(
-            self._handle, arrays.slots, arrays.generations, count, byref(done)
-        )
+        code = self._short("publish", count, arrays.slots, arrays.generations, count, byref(done))
         self._check(code, done.value)
         return done.value
 
     def abandon(self, arrays: SlotArrays) -> None:
         """Gives back the reserved slots that are not published."""
         self._check(
-            self._calls.pds_arena_abandon(
-                self._handle, arrays.slots, arrays.generations, arrays.count
-            )
+            self._short("abandon", arrays.count, arrays.slots, arrays.generations, arrays.count)
         )
 
     def borrow(self, keys: Sequence[str], sizes: Sequence[int]) -> tuple[SlotArrays, int]:
@@ -196,16 +194,14 @@ class NativeArena:
         count, found = len(keys), c_int64()
         arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
         places = arrays.slots, arrays.generations, arrays.offsets
-        code = self._calls.pds_arena_borrow(
-            self._handle, _text(keys), lengths, count, *places, byref(found)
-        )
+        code = self._short("borrow", count, _text(keys), lengths, count, *places, byref(found))
         self._check(code, found.value)
         return arrays, found.value
 
     def still_there(self, arrays: SlotArrays, count: int) -> int:
         """Returns how many of the first slots hold what they held when they were borrowed."""
         still = c_int64()
-        code = self._calls.pds_arena_still_there(
+        code = self._short_calls.pds_arena_still_there(
             self._handle, arrays.slots, arrays.generations, count, byref(still)
         )
         self._check(code)
@@ -249,6 +245,19 @@ class NativeArena:
         timeout_us = int(max(timeout_s, 0.0) * 1e6)
         self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
         return changes.value
+
+    def _short(self, verb: str, count: int, *args: object) -> int:
+        """Makes a call that is over at once unless somebody holds the lock; returns its code.
+
+        Such a call keeps Python's lock, which a busy engine gives back late. Long batches, and a
+        call that has to wait, do without.
+        """
+        name, code = f"pds_arena_{verb}", int(Code.TIMEOUT)
+        if count <= _SHORT_BATCH:
+            code = getattr(self._short_calls, name)(self._handle, _PATIENCE_NS, *args)
+        if code == Code.TIMEOUT:
+            code = getattr(self._calls, name)(self._handle, -1, *args)
+        return code
 
     def _check(self, code: int, num_done: int = 0) -> None:
         if code == Code.OK:
