@@ -18,12 +18,12 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
-from pdstore.scheduler.change_listener import ChangeListener
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_search import MarkerSearch
 from pdstore.scheduler.pace import Pace
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.store.base import Store
+from pdstore.store.change_listener import ChangeListener
 from pdstore.store.find import find_optional
 from pdstore.store.optional import TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or

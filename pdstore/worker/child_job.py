@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from pdstore.outcome import Direction, Reason
+from pdstore.outcome import Direction
 from pdstore.threads import Deadline
 
 if TYPE_CHECKING:
@@ -97,10 +97,6 @@ class ChildJob:
         finally:
             self._is_in_store = False
         self.check()
-
-    def fall_short(self, reason: Reason) -> None:
-        """Says that less was moved than a share's end made believe: no further share is begun."""
-        self._run.fall_short(reason)
 
     def follow(self, finish: Callable[[], None]) -> None:
         """Leaves a copy under way, after waiting for the one before it.

@@ -88,7 +88,7 @@ class InPlaceMover(Mover):
                 if usable:
 
                     def copied(loan: Loan = loan, usable: Sequence[Value] = usable) -> None:
-                        self._confirm(child, loan, usable, loaded)
+                        self._confirm(loan, usable, loaded)
 
                     copies = self._copies_to(usable, value_at, first_token)
                     self._scatter(child, copies, ready, copied, held.pop_all())
@@ -167,15 +167,10 @@ class InPlaceMover(Mover):
             read = Verified(found, None if found == len(keys) else Reason.LOST)
         return loan, read._replace(num_right=min(found, read.num_right))
 
-    def _confirm(
-        self, child: ChildJob, loan: Loan, copied: Sequence[Value], loaded: Loaded
-    ) -> None:
+    def _confirm(self, loan: Loan, copied: Sequence[Value], loaded: Loaded) -> None:
         """After a copy: counts the values whose bytes were theirs all the time."""
         keys = [value.key for value in copied]
         answer = self._in_place.still_there(loan)
         there = copied[: whole_blocks(copied, count_of(min(answer, len(keys)), keys, self._store))]
-        if there:
-            loaded(there)
-            self._count("loaded", there)
-        if len(there) < len(copied):
-            child.fall_short(Reason.LOST)
+        loaded(there, len(there) == len(copied))
+        self._count("loaded", there)

@@ -42,7 +42,7 @@ class LoadWork(Work):
         self._released: defaultdict[int | None, list[_Piece]] = defaultdict(list)
         self._is_open = True
         self._cut: Reason | None = None
-        self._gaps: dict[int, Shortfall] = {}  # by block
+        self._gaps: list[tuple[_Piece, Shortfall]] = []
         self._is_whole = False
 
     @property
@@ -55,11 +55,13 @@ class LoadWork(Work):
 
     @property
     def num_ready(self) -> int:
-        return len(self._waiting)
+        if not self._gaps:
+            return len(self._waiting)
+        return sum(self._is_wanted(piece) for piece in list(self._waiting))
 
     @property
     def is_open(self) -> bool:
-        return self._is_open
+        return self._is_open and not self._gaps
 
     def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
         """Says that some blocks may be loaded; those of a layer range in the prompt's order."""
@@ -73,31 +75,50 @@ class LoadWork(Work):
         self._is_open = False
 
     def take(self) -> Share:
-        return partial(self._load, self._waiting.popleft())
+        piece = self._waiting.popleft()
+        while not self._is_wanted(piece):
+            piece = self._waiting.popleft()
+        return partial(self._load, piece)
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be the first."""
+        if self._gaps:
+            return min(self._gaps, key=lambda gap: self._block_at(gap[0]))[1]
         if shortfall is None and self._cut is not None:
             shortfall = Shortfall(self._cut)
         self._is_whole = shortfall is None
-        return self._gaps[min(self._gaps)] if self._gaps else shortfall
+        return shortfall
+
+    def _is_wanted(self, piece: _Piece) -> bool:
+        """Whether a piece may add tokens: behind a gap nothing counts."""
+        return all(piece.blocks.first < self._block_at(gap) for gap, _ in self._gaps)
+
+    def _block_at(self, piece: _Piece) -> int:
+        """Returns the first block that is missing in a piece with a gap."""
+        return max(piece.blocks.first, piece.reached // self._prompt.layout.block_tokens)
 
     def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
         self._ready = self._mover.to_follow(self._ready)
         values = self._prompt.values(piece.blocks, piece.layer_range)
+        if not values:  # a window has moved on
+            piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
+            return None
         loaded = partial(self._note_loaded, piece)
-        error: StoreError | None = None
         try:
             reason = self._mover.load(child, values, self._first_token, self._ready, loaded)
-        except StoreError as raised:
-            reason, error = reason_of(raised), raised
-        if reason is not None:
-            self._gaps[piece.blocks.first] = Shortfall(reason, error)
-        return reason
+        except StoreError as error:
+            self._gaps.append((piece, Shortfall(reason_of(error), error)))
+        else:
+            if reason is not None:
+                self._gaps.append((piece, Shortfall(reason)))
+        return None  # what lies before the gap in other layer ranges is loaded all the same
 
-    def _note_loaded(self, piece: _Piece, values: Sequence[Value]) -> None:
-        last = values[-1]
-        piece.reached = last.number * self._prompt.layout.block_tokens + last.num_tokens
+    def _note_loaded(self, piece: _Piece, values: Sequence[Value], is_all: bool) -> None:
+        if values:
+            last = values[-1]
+            piece.reached = last.number * self._prompt.layout.block_tokens + last.num_tokens
+        if not is_all:
+            self._gaps.append((piece, Shortfall(Reason.LOST)))
 
     def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
         """The tokens before the first gap in one layer range."""

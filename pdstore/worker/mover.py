@@ -23,7 +23,8 @@ from pdstore.worker.values import PromptBlocks, Value, whole_blocks
 
 log = logging.getLogger(__name__)
 
-Loaded = Callable[[Sequence[Value]], None]
+Loaded = Callable[[Sequence[Value], bool], None]
+"""Told after a copy: the values of whole blocks that are in place, and whether those are all."""
 
 
 class Verified(NamedTuple):
@@ -93,7 +94,7 @@ class Mover(ABC):
         The last copy may be under way still; `child` waits for it.
         first_token: of the prompt; tokens before it are not written.
         ready: the copies wait on it; the store is asked before.
-        loaded: called with the values of whole blocks after each copy.
+        loaded: called after each copy.
         """
 
     @abstractmethod

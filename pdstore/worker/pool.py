@@ -11,7 +11,7 @@ import torch
 
 from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
@@ -22,6 +22,7 @@ from pdstore.store.connect import connect_store
 from pdstore.threads import DevicePin
 from pdstore.worker.block_range import RANGE_BYTES, ranges_of
 from pdstore.worker.block_tables import check_windows, tables_of
+from pdstore.worker.follower import Follow, Follower
 from pdstore.worker.job import Job
 from pdstore.worker.job_queue import JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
@@ -79,6 +80,9 @@ class KVPool:
                 log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
             pin = DevicePin(swap.device, swap.device_api)
             self._queue = JobQueue(settings, pin, self.metrics)
+            undo.callback(self._queue.close, 0.0)
+            self._follower = Follower(store)
+            undo.callback(self._follower.close)
             self._resources = undo.pop_all()
 
     def save(
@@ -153,6 +157,7 @@ class KVPool:
         block_ids: Sequence[int] | BlockTables,
         *,
         first_token: int = 0,
+        follow: HandoffId | None = None,
     ) -> Job:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
@@ -165,6 +170,9 @@ class KVPool:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
           first_token: tokens before it are there already, and their engine blocks are not written
             (they may be shared): a multiple of the engine's block.
+          follow: a hand-off that P is still saving (`Match.follow`). Each block is loaded as soon
+            as it is stored. The load ends when all are loaded, when P has failed, or when nothing
+            was stored for PDSTORE_HANDOFF_WAIT_S.
         """
         tables, first_block = self._check(keys, block_ids, first_token)
         if first_token % self.layout.engine_block_tokens:
@@ -172,36 +180,38 @@ class KVPool:
                 f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
             )
         check_windows(self.layout, tables)
-        num_bytes, ready = bytes_of(self.layout, keys, first_block), self._order()
-        ranges = ranges_of(first_block, len(keys), num_bytes, self._range_bytes)
+        num_bytes = bytes_of(self.layout, keys, first_block)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
-        work = LoadWork(self._mover, prompt, first_token, ready)
-        work.release(ranges)
-        work.close()
+        work = LoadWork(self._mover, prompt, first_token, self._order())
+        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
         run = JobRun(
             Direction.LOAD,
             work,
             num_bytes=num_bytes,
-            seconds=self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
+            seconds=wait_s + self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
+            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
-        return self._queue.submit(run)
+        if follow is None:
+            work.release(ranges_of(first_block, len(keys), num_bytes, self._range_bytes))
+            work.close()
+            return self._queue.submit(run)
+        self._queue.submit(run)
+        self._follow(run, work, prompt, first_block, follow)
+        return run.job
+
+    def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
+        """P: the first blocks of this hand-off are on their way, so that D may follow it.
+
+        num_tokens: of the whole prompt. It serves a D that got its request together with P.
+        """
+        return self._mark(handoff.started(self.namespace), handoff, num_tokens)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """P: this hand-off will not come (its request was aborted): D need not wait for it.
 
         A save with a hand-off that fails is aborted by itself.
         """
-        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
-        run = JobRun(
-            Direction.SAVE,
-            MarkWork(self._mover, {handoff.failed(self.namespace): marker}),
-            num_bytes=0,
-            seconds=self._settings.save_deadline_s,
-            urgency=Urgency.MARKER,
-        )
-        if not self._settings.publish:
-            return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
-        return self._queue.submit(run)
+        return self._mark(handoff.failed(self.namespace), handoff, 0)
 
     @property
     def num_jobs(self) -> int:
@@ -216,6 +226,41 @@ class KVPool:
         """
         if self._queue.close(self._settings.drain_s):
             self._resources.close()
+
+    def _mark(self, key: BlockKey, handoff: HandoffId, num_tokens: int) -> Job:
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, num_tokens)
+        run = JobRun(
+            Direction.SAVE,
+            MarkWork(self._mover, {key: marker}),
+            num_bytes=0,
+            seconds=self._settings.save_deadline_s,
+            urgency=Urgency.MARKER,
+        )
+        if not self._settings.publish:
+            return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
+        return self._queue.submit(run)
+
+    def _follow(
+        self,
+        run: JobRun,
+        work: LoadWork,
+        prompt: PromptBlocks,
+        first_block: int,
+        handoff: HandoffId,
+    ) -> None:
+        if run.job.done:  # refused
+            return
+        follow = Follow(
+            run.job,
+            work,
+            prompt,
+            first_block,
+            failed=handoff.failed(self.namespace),
+            stall_s=self._settings.handoff_wait_s,
+            range_bytes=self._range_bytes,
+            wake=partial(self._queue.wake, run),
+        )
+        self._follower.add(follow)
 
     def _abort_if_failed(self, handoff: HandoffId, job: Job) -> None:
         if not job.durable:

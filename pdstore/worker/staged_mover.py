@@ -104,7 +104,9 @@ class StagedMover(Mover):
                 usable = self._whole(window, read)
                 if usable:
                     copies = self._copies_to(usable, slots.value, first_token)
-                    self._scatter(child, copies, ready, partial(loaded, usable), held.pop_all())
+                    self._scatter(
+                        child, copies, ready, partial(loaded, usable, True), held.pop_all()
+                    )
                     self._count("loaded", usable)
                 if read.error is not None:
                     raise read.error

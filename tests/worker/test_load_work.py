@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from pdstore import Reason
+from pdstore import HandoffId, Reason
 from pdstore.format.keys import Kind, kind_of
 from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import POISON, Instance, eventually
@@ -160,3 +160,20 @@ class FirstHeld(WrapperStore):
             self.opened.wait(30)
         self.num_got += 1
         return super().get(keys, slots)
+
+
+def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_time(p, store):
+    """Layer range 0 breaks off at block 2; range 1 of the blocks before it is still wanted."""
+    p = Instance(store, layer_ranges=2)
+    d = Instance(store, fill=POISON, layer_ranges=2, workers=2, range_bytes=1)
+    keys = save(p, 320)
+    first = next(part for part in p.layout.parts if p.layout.range_of_part(part) == 0)
+    store.remove(keys.store_keys([first])[2:3])
+    handoff = HandoffId("1" * 32)
+    job = d.pool.load(keys, D_BLOCKS, follow=handoff)
+    p.pool.abort_handoff(handoff)
+    result = job.wait(10)
+    assert result.num_tokens == 128
+    assert torch.equal(d.tokens(D_BLOCKS, 2)[:128], p.tokens(P_BLOCKS, 2)[:128])
+    p.close()
+    d.close()

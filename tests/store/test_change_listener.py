@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pdstore.errors import StoreUnavailable
-from pdstore.scheduler.change_listener import ChangeListener
+from pdstore.store.change_listener import ChangeListener
 from tests.support.kv import eventually
 
 

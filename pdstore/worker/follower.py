@@ -1,0 +1,200 @@
+"""Follower: sees what P has stored of hand-offs, and releases it to the loads that follow them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pdstore.errors import StoreError
+from pdstore.format.keys import BlockKey
+from pdstore.outcome import Reason
+from pdstore.store.base import Store
+from pdstore.store.change_listener import ChangeListener
+from pdstore.store.checked import count_of
+from pdstore.store.find import find_optional
+from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.threads import Ticker
+from pdstore.worker.block_range import ranges_of
+from pdstore.worker.job import Job
+from pdstore.worker.load_work import LoadWork
+from pdstore.worker.values import PromptBlocks, bytes_of
+
+_WINDOW = 128
+"""Keys that one call matches; each is leased, so it is no more than will be loaded soon."""
+_FIRST_PAUSE_S = 0.002
+_LAST_PAUSE_S = 0.02
+_TOLD_PAUSE_S = 0.1  # where the store tells of changes
+
+
+class _Lane:
+    """One layer range of a prompt: how far it is stored, and how far that is released."""
+
+    def __init__(self, prompt: PromptBlocks, first_block: int, layer_range: int) -> None:
+        self._prompt, self._layer_range = prompt, layer_range
+        self._keys, self._numbers = prompt.chain(first_block, layer_range)
+        self._at = 0
+        self._released = first_block
+
+    @property
+    def missing(self) -> BlockKey | None:
+        """The first key that is not known to be stored; None if all are."""
+        return self._keys[self._at] if self._at < len(self._keys) else None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._at == len(self._keys) and self._released == len(self._prompt.keys)
+
+    def advance(self, store: Store) -> bool:
+        """Matches on from the first missing key. Returns whether any more is stored."""
+        before, found, asked = self._at, 0, 0
+        while found == asked and self._at < len(self._keys):
+            window = self._keys[self._at : self._at + _WINDOW]
+            found, asked = count_of(store.match(window), window, store), len(window)
+            self._at += found
+        return self._at > before
+
+    def release(self, work: LoadWork, range_bytes: int) -> None:
+        """Releases the blocks that are whole in this layer range."""
+        keys, layout = self._prompt.keys, self._prompt.layout
+        is_all = self._at == len(self._keys)
+        first, stop = self._released, len(keys) if is_all else self._numbers[self._at]
+        if stop <= first:
+            return
+        num_bytes = bytes_of(layout, keys, first, self._layer_range)
+        num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
+        work.release(ranges_of(first, stop, num_bytes, range_bytes), self._layer_range)
+        self._released = stop
+
+
+class Follow:
+    """One load that follows a hand-off.
+
+    failed: the marker that says that P stores no more.
+    stall_s: the load ends when nothing more is stored for so long.
+    wake: tells the queue that the load has more to do, or nothing more.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        work: LoadWork,
+        prompt: PromptBlocks,
+        first_block: int,
+        *,
+        failed: BlockKey,
+        stall_s: float,
+        range_bytes: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self.job, self.failed = job, failed
+        self._work, self._wake = work, wake
+        self._stall_s, self._range_bytes = stall_s, range_bytes
+        self._lanes = [_Lane(prompt, first_block, n) for n in range(prompt.layout.num_ranges)]
+        for n in range(len(self._lanes)):
+            work.release([], n)  # no token counts before all of its layer ranges are loaded
+        self._moved_at = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return self.job.done or not self._work.is_open
+
+    def wanted(self) -> list[BlockKey]:
+        """The keys whose appearance says that there is something to do."""
+        missing = [lane.missing for lane in self._lanes]
+        return [self.failed, *(key for key in missing if key is not None)]
+
+    def look(self, store: Store, stored: set[BlockKey]) -> bool:
+        """Releases what is stored; ends the load if nothing more will come. Whether it moved.
+
+        stored: those of `wanted` that are in the store.
+        """
+        has_failed, moved = self.failed in stored, False
+        for lane in self._lanes:
+            # P stores a block's layer ranges in order: more of one may mean more of the next
+            if has_failed or moved or lane.missing in stored:
+                moved |= lane.advance(store)
+            lane.release(self._work, self._range_bytes)
+        now = time.monotonic()
+        if moved:
+            self._moved_at = now
+        if all(lane.is_complete for lane in self._lanes):
+            self._work.close()
+        elif has_failed:
+            self._work.close(Reason.HANDOFF_FAILED)
+        elif now - self._moved_at > self._stall_s:
+            self._work.close(Reason.HANDOFF_LATE)
+        if moved or not self._work.is_open:
+            self._wake()
+        return moved
+
+
+class Follower:
+    """Looks for the next missing values of all following loads, on a thread of its own.
+
+    All loads are one call of the store each time where it can look for many keys (`FindsKeys`).
+    Where it tells of changes (`TellsChanges`), it is asked then; else it is polled, ever less often
+    while nothing appears.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._finder = find_optional(store, FindsKeys)
+        self._arrivals: deque[Follow] = deque()
+        self._follows: list[Follow] = []
+        self._pause_s = _FIRST_PAUSE_S
+        teller = find_optional(store, TellsChanges)
+        self._listener = None if teller is None else ChangeListener(teller, self._wake)
+        self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
+
+    def add(self, follow: Follow) -> None:
+        """Takes a load. From any thread."""
+        self._arrivals.append(follow)
+        self._thread.wake()
+
+    def close(self) -> None:
+        """Stops the threads; the loads end as their jobs do."""
+        if self._listener is not None:
+            self._listener.close()
+        self._thread.stop(1.0)
+
+    def _wake(self) -> None:
+        self._thread.wake()
+
+    def _turn(self) -> float | None:
+        while self._arrivals:
+            self._follows.append(self._arrivals.popleft())
+            self._pause_s = _FIRST_PAUSE_S
+        self._follows = [follow for follow in self._follows if not follow.is_over]
+        if self._listener is not None:
+            self._listener.listen() if self._follows else self._listener.rest()
+        if not self._follows:
+            return None
+        if self._look():
+            self._pause_s = _FIRST_PAUSE_S
+            return 0.0 if self._listener is None else _TOLD_PAUSE_S
+        self._pause_s = min(1.5 * self._pause_s, _LAST_PAUSE_S)
+        return self._pause_s if self._listener is None else _TOLD_PAUSE_S
+
+    def _look(self) -> bool:
+        """Looks once for all loads. Returns whether any of them moved."""
+        try:
+            stored = self._stored()
+        except StoreError:  # the loads end when nothing appears in time
+            return False
+        return any([self._look_for(follow, stored) for follow in self._follows])
+
+    def _look_for(self, follow: Follow, stored: set[BlockKey]) -> bool:
+        try:
+            return follow.look(self._store, stored)
+        except StoreError:
+            return False
+
+    def _stored(self) -> set[BlockKey]:
+        """Returns the wanted keys that are stored."""
+        wanted = list(dict.fromkeys(key for follow in self._follows for key in follow.wanted()))
+        if self._finder is not None:
+            there = self._finder.which_stored(wanted)
+        else:
+            there = [count_of(self._store.match([key]), [key], self._store) == 1 for key in wanted]
+        return {key for key, is_there in zip(wanted, there, strict=True) if is_there}

@@ -1,0 +1,193 @@
+"""Following loads: blocks are loaded as P stores them, and every end is bounded by progress."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdstore import HandoffId, JobResult, LayerSpec
+from pdstore.errors import StoreUnavailable
+from pdstore.outcome import Reason
+from pdstore.store import open_store
+from pdstore.store.wrappers import WrapperStore
+from pdstore.testing.values import get, put
+from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
+
+LAYERS = (LayerSpec(2, 8),) * 6
+ONE = HandoffId("1" * 32)
+
+
+@pytest.fixture(params=["memory", "arena"])
+def store(request, tmp_path):
+    url = "memory://" if request.param == "memory" else f"shm://test?size=8MiB&dir={tmp_path}"
+    store = open_store(url, settings_of())
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def p(instance):
+    return instance(layers=LAYERS, layer_ranges=3)
+
+
+@pytest.fixture
+def d(instance):
+    return instance(layers=LAYERS, layer_ranges=3, fill=POISON, range_bytes=BLOCK_BYTES)
+
+
+def follow(d, num_tokens, **more):
+    return d.pool.load(d.cache.keys(range(num_tokens)), D_BLOCKS, follow=ONE, **more)
+
+
+def is_loaded(p, d, num_tokens, layer) -> bool:
+    got, want = d.tokens(D_BLOCKS, layer), p.tokens(P_BLOCKS, layer)
+    return torch.equal(got[:num_tokens], want[:num_tokens])
+
+
+@pytest.mark.parametrize("num_tokens", [5, 64, 200, 320])
+def test_what_is_stored_already_is_loaded(p, d, num_tokens):
+    assert p.pool.save(p.cache.keys(range(num_tokens)), P_BLOCKS).wait(10).reason is None
+    assert follow(d, num_tokens).wait(10) == JobResult(num_tokens)
+    assert_loaded(p, d, num_tokens)
+
+
+def test_layers_are_loaded_while_p_still_computes_others(p, d):
+    job = follow(d, 200)
+    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)
+    for layer in range(6):
+        assert not job.done
+        save.layers_done(layer + 1)
+        if layer % 2:
+            eventually(lambda layer=layer: is_loaded(p, d, 200, layer))
+    assert job.wait(10) == JobResult(200)
+    assert_loaded(p, d, 200)
+
+
+def test_chunks_are_loaded_while_p_still_computes_others(p, d):
+    job, keys, saved = follow(d, 200), p.cache.keys(range(200)), 0
+    for end in (64, 130, 200):
+        assert not job.done
+        part = keys.prefix(end)
+        assert p.pool.save(part, P_BLOCKS, first_token=saved).wait(10).reason is None
+        saved = part.num_tokens
+        eventually(lambda saved=saved: is_loaded(p, d, saved, 5))
+    assert job.wait(10) == JobResult(200)
+    assert_loaded(p, d, 200)
+
+
+def test_blocks_before_the_first_token_are_left_alone(p, d):
+    job = follow(d, 200, first_token=80)
+    p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
+    assert job.wait(10) == JobResult(200)
+    assert_loaded(p, d, 200, 80)
+
+
+def test_no_token_counts_before_all_its_layers_are_loaded(p, d):
+    job = follow(d, 200)
+    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)
+    save.layers_done(4)
+    eventually(lambda: is_loaded(p, d, 200, 3))
+    job.cancel()
+    assert job.wait(10) == JobResult(0, Reason.CANCELLED, job.result.error)
+    save.layers_done(6)
+
+
+def test_a_handoff_that_fails_ends_the_load_with_what_is_whole(p, d):
+    job = follow(d, 200)
+    assert p.pool.save(p.cache.keys(range(128)), P_BLOCKS).wait(10).reason is None
+    p.pool.abort_handoff(ONE)
+    assert job.wait(10) == JobResult(128, Reason.HANDOFF_FAILED)
+    assert_loaded(p, d, 128)
+
+
+def test_what_was_stored_just_before_the_failure_is_loaded(p, d):
+    p.pool.save(p.cache.keys(range(128)), P_BLOCKS).wait(10)
+    p.pool.abort_handoff(ONE).wait(10)
+    assert follow(d, 200).wait(10) == JobResult(128, Reason.HANDOFF_FAILED)
+    assert_loaded(p, d, 128)
+
+
+def test_a_load_ends_when_nothing_more_is_stored(p, instance):
+    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, handoff_wait_s=0.3)
+    job, keys, saved = follow(d, 200), p.cache.keys(range(200)), 0
+    for end in (64, 128):  # together longer than the wait
+        with pytest.raises(TimeoutError):
+            job.wait(0.2)
+        part = keys.prefix(end)
+        assert p.pool.save(part, P_BLOCKS, first_token=saved).wait(10).reason is None
+        saved = end
+    assert job.wait(10) == JobResult(128, Reason.HANDOFF_LATE)
+    assert_loaded(p, d, 128)
+
+
+def test_a_damaged_layer_range_ends_the_load_before_its_block(p, d, store):
+    keys = p.cache.keys(range(200))
+    p.pool.save(keys, P_BLOCKS).wait(10)
+    part = next(part for part in p.layout.parts if p.layout.range_of_part(part) == 1)
+    key = keys.store_keys([part])[2]
+    store.remove([key])
+    other = p.cache.keys([9] * 200).store_keys([part])[2]
+    p.pool.save(p.cache.keys([9] * 200), P_BLOCKS).wait(10)
+    move(store, other, key, BLOCK_BYTES * 2 // 3 + 64)
+    result = follow(d, 200).wait(10)
+    assert (result.num_tokens, result.reason) == (128, Reason.FOREIGN)
+
+
+def move(store, source, target, size):
+    assert put(store, [target], get(store, [source], [size])) == 1
+
+
+def test_a_pool_that_closes_ends_the_loads_that_follow(instance):
+    d = instance(layers=LAYERS, layer_ranges=3, drain_s=0.05)
+    job = follow(d, 200)
+    d.pool.close()
+    assert job.result.reason is Reason.CLOSED
+
+
+def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
+    class Away(WrapperStore):
+        is_away, num_asked = True, 0
+
+        def match(self, keys):
+            if self.is_away:
+                self.num_asked += 1
+                raise StoreUnavailable("on purpose")
+            return super().match(keys)
+
+    away = Away(store)
+    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, over=away)
+    job = follow(d, 200)
+    p.pool.save(p.cache.keys(range(200)), P_BLOCKS).wait(10)
+    eventually(lambda: away.num_asked > 1)
+    assert not job.done
+    away.is_away = False
+    assert job.wait(10) == JobResult(200)
+    assert_loaded(p, d, 200)
+
+
+def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
+    class Counting(WrapperStore):
+        num_calls, most = 0, 0
+
+        def which_stored(self, keys):
+            self.num_calls += 1
+            self.most = max(self.most, len(keys))
+            return [False] * len(keys)
+
+    counting = Counting(open_store("memory://", settings_of()))
+    d = instance(layers=LAYERS, layer_ranges=3, over=counting)
+    jobs = [
+        d.pool.load(d.cache.keys([n] * 100), D_BLOCKS, follow=HandoffId(f"{n:032x}"))
+        for n in range(20)
+    ]
+    eventually(lambda: counting.most == 20 * 4)
+    assert counting.num_calls < 50
+    for job in jobs:
+        job.cancel()
+    eventually(lambda: d.pool.num_jobs == 0)
+
+
+def test_started_is_a_marker_that_says_how_long_the_prompt_is(p, store):
+    assert p.pool.start_handoff(ONE, 200).wait(10).reason is None
+    assert store.match([ONE.started(p.namespace)]) == 1

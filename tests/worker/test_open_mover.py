@@ -1,0 +1,74 @@
+"""open_mover: in place where the store's memory is mapped here, else through staging."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from pdstore import LayerSpec, Layout
+from pdstore.errors import ConfigError, LayoutError, StoreUnavailable
+from pdstore.metrics import Metrics
+from pdstore.store import open_store
+from pdstore.worker.in_place_mover import InPlaceMover
+from pdstore.worker.open_mover import open_mover
+from pdstore.worker.staged_mover import StagedMover
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support.kv import LAYERS, caches_of, settings_of
+from tests.worker.test_in_place_mover import Spied
+
+
+@pytest.fixture
+def undo():
+    with contextlib.ExitStack() as undo:
+        yield undo
+
+
+@pytest.fixture
+def arena(tmp_path, library):
+    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
+    yield arena
+    arena.close()
+
+
+def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
+    settings = settings_of(**changes)
+    layout = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
+    swap = TorchSwap(layout, caches_of(layout))
+    return open_mover(settings, layout, swap, store, metrics or Metrics(), 1 << 20, undo)
+
+
+def test_values_go_through_staging_where_the_store_has_no_memory_here(undo):
+    assert isinstance(mover_over(open_store("memory://", settings_of()), undo), StagedMover)
+
+
+def test_values_move_in_place_where_the_store_has_memory_here(undo, arena):
+    assert isinstance(mover_over(arena, undo, staging="64KiB"), InPlaceMover)
+
+
+def test_a_store_that_is_away_at_the_start_is_served_through_staging(undo, arena, caplog):
+    class Away(Spied):
+        def memory(self):
+            raise StoreUnavailable("not yet")
+
+    assert isinstance(mover_over(Away(arena), undo), StagedMover)
+    assert "through staging" in caplog.text
+
+
+def test_staging_that_is_too_small_is_refused(undo):
+    with pytest.raises(ConfigError, match="PDSTORE_STAGING"):
+        mover_over(open_store("memory://", settings_of()), undo, staging="64KiB")
+
+
+def test_staging_that_cannot_hold_all_parts_of_a_block_is_refused(undo):
+    layers = tuple(LayerSpec(2, 8, window=64 + n, kind="sliding") for n in range(12))
+    with pytest.raises(LayoutError, match="12 parts on this rank"):
+        mover_over(
+            open_store("memory://", settings_of()), undo, layers=layers, staging=f"{16 * 12}KiB"
+        )
+
+
+def test_the_number_of_lent_slots_is_shown(undo):
+    metrics = Metrics()
+    mover_over(open_store("memory://", settings_of()), undo, metrics=metrics)
+    assert metrics.registry.get_sample_value("pdstore_slots_lent") == 0
