@@ -149,6 +149,9 @@ int32_t pds_exchange_capture_mode(int32_t *mode);
 enum { PDS_OTHER_LENGTH = -1 };
 int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
                        int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
+// The same checksums of values in memory, of at least 64 bytes each.
+int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
+                       uint64_t *checksums);
 
 // An arena: values by key in a file that several processes map. The file holds an index and, from
 // data_at on, data_bytes of memory for values. Keys are one text, a zero after each.

@@ -10,31 +10,14 @@
 #include <algorithm>
 #include <cstring>
 
-#define XXH_INLINE_ALL
+#include "checksum.h"
 #include "pdstore.h"
-#include "third_party/xxhash.h"
 
 namespace {
 
 constexpr int64_t kPieceBytes = 256 << 10;
-constexpr int64_t kHeaderBytes = 64, kSummedOfHeader = 56;  // the sum itself is the rest
-
-class Sum {
- public:
-  Sum() { XXH3_64bits_reset(&state_); }
-
-  // Adds the bytes [begin, end) of a value, in order.
-  void add(const char *value, int64_t begin, int64_t end) {
-    const int64_t header_end = std::min(end, kSummedOfHeader);
-    if (begin < header_end) XXH3_64bits_update(&state_, value + begin, header_end - begin);
-    begin = std::max(begin, kHeaderBytes);
-    if (begin < end) XXH3_64bits_update(&state_, value + begin, end - begin);
-  }
-  uint64_t digest() const { return XXH3_64bits_digest(&state_); }
-
- private:
-  XXH3_state_t state_;
-};
+using pds::kHeaderBytes;
+using pds::Sum;
 
 // Reads up to `bytes` of them; fewer only at the end of the file. Negative: an errno.
 int64_t read_piece(int file, char *to, int64_t bytes) {

@@ -60,9 +60,12 @@ def write_start(value: memoryview, start: bytes) -> None:
     value[:_UNSUMMED] = start
 
 
-def write_checksum(value: memoryview) -> None:
-    """Writes the checksum of a value whose other bytes are all there."""
-    _SUM.pack_into(value, _UNSUMMED, checksum(value))
+def write_checksum(value: memoryview, computed: int | None = None) -> None:
+    """Writes the checksum of a value whose other bytes are all there.
+
+    computed: the `checksum` of these very bytes, where it is known already.
+    """
+    _SUM.pack_into(value, _UNSUMMED, checksum(value) if computed is None else computed)
 
 
 def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bool:

@@ -112,6 +112,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_populate": [c_uint64, c_int64],
     "pds_exchange_capture_mode": [_P],
     "pds_read_files": [c_char_p, _P, _P, c_int64, _P, _P, _P],
+    "pds_sum_values": [_P, _P, c_int64, _P],
     "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],
     "pds_arena_open": [c_int32, _P, _P, _P],
     "pds_arena_close": [_P],

@@ -91,6 +91,18 @@ class Library:
             raise ValueError("a file of fewer bytes than a header, or no address")
         return list(sums[: done.value]), why.value
 
+    def sum_values(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Returns the `block.checksum` of each value in memory, all in one call.
+
+        Raises ValueError for a value of fewer than 64 bytes.
+        """
+        count = len(addresses)
+        sums = (c_uint64 * count)()
+        places, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        if self.calls.pds_sum_values(places, lengths, count, sums):
+            raise ValueError("a value of fewer bytes than a header, or no address")
+        return list(sums)
+
     def exchange_capture_mode(self, mode: int) -> int:
         """Sets the calling thread's capture mode (RELAXED or an earlier result); the one before."""
         before = c_int32(mode)

@@ -135,9 +135,7 @@ class InPlaceMover(Mover):
         with child.copying():
             copies = [value.block_copy(value_at(i)) for i, value in enumerate(values)]
             self._swap.gather(copies, ready)
-        for i, value in enumerate(values):
-            block.write_start(value_at(i), value.start)
-            block.write_checksum(value_at(i))
+        self._seal(values, [value_at(i) for i in range(len(values))])
 
     def _publish(self, child: ChildJob, values: Sequence[Value], reservation: Reservation) -> bool:
         """Makes sealed values visible; False if the store has lost some of the places."""

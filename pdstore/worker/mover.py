@@ -110,15 +110,24 @@ class Mover(ABC):
         sums: Sequence[int] | None = None,
     ) -> Verified:
         """Verifies the values that a read brought; removes the first one that is wrong."""
+        if sums is None:
+            sums = self._swap.checksums([view(i) for i in range(read.num_right)])
         for i in range(read.num_right):
-            value, computed = values[i], sums[i] if sums else None
-            if not block.is_right(view(i), value.start, computed):
-                wrong = block.verify(view(i), value.header, computed) or Reason.CORRUPT
+            value = values[i]
+            if not block.is_right(view(i), value.start, sums[i]):
+                wrong = block.verify(view(i), value.header, sums[i]) or Reason.CORRUPT
                 read = Verified(i, wrong)
                 break
         if read.reason in (Reason.CORRUPT, Reason.FOREIGN) and read.num_right < len(values):
             self._remove(child, values[read.num_right].key, read.reason)
         return read
+
+    def _seal(self, values: Sequence[Value], views: Sequence[memoryview]) -> None:
+        """Writes the headers, with their checksums, of values whose payloads are in place."""
+        for value, view in zip(values, views, strict=True):
+            block.write_start(view, value.start)
+        for view, computed in zip(views, self._swap.checksums(views), strict=True):
+            block.write_checksum(view, computed)
 
     def _failed_read(self, error: StoreError, keys: Sequence[BlockKey]) -> Verified:
         """Returns what an error of the store leaves: the values that came before it are good."""

@@ -130,11 +130,12 @@ class StagedMover(Mover):
 
     def _put(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> bool:
         """Seals and stores values that were gathered; False if the store took not all of them."""
-        sums_here = self._writer is None
-        for i, value in enumerate(window):
-            block.write_start(slots.value(i), value.start)
-            if sums_here:
-                block.write_checksum(slots.value(i))
+        views = [slots.value(i) for i in range(len(window))]
+        if self._writer is None:
+            self._seal(window, views)
+        else:
+            for value, view in zip(window, views, strict=True):
+                block.write_start(view, value.start)
         keys = [value.key for value in window]
         put = self._store.put if self._writer is None else self._writer.put_with_checksums
         with child.in_store_call():

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pdstore.format.block import checksum
 from pdstore.format.namespace import Part
 from pdstore.threads import DeviceApi
 
@@ -94,6 +95,10 @@ class Swap(ABC):
         """
         self.scatter(copies, ready)
         return _nothing
+
+    def checksums(self, values: Sequence[memoryview]) -> list[int]:
+        """Returns the `block.checksum` of each value; each has at least 64 bytes."""
+        return [checksum(value) for value in values]
 
     @property
     def registrar(self) -> Registrar | None:

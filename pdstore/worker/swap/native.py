@@ -149,6 +149,10 @@ class NativeSwap(Swap):
         way = int(direction is Direction.LOAD)
         return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
 
+    def checksums(self, values: Sequence[memoryview]) -> list[int]:
+        addresses = [address_of(value) for value in values]
+        return self._library.sum_values(addresses, [len(value) for value in values])
+
     @property
     def registrar(self) -> Registrar | None:
         return None if self._ordinal == CPU else self
