@@ -74,7 +74,7 @@ serve_at() {
     name=$(basename "$1")
     "$@" >"$ROOT/logs/$name.log" 2>&1 &
     children+=($!)
-    for ((tries = 0; tries < 200; tries++)); do
+    for ((tries = 0; tries < 6000; tries++)); do # a large holder takes minutes
         if (: <"/dev/tcp/$host/$at") 2>/dev/null; then
             return
         fi
@@ -89,6 +89,9 @@ need_free_port "$client_port"
 master=$(program mooncake_master)
 holder=$(program mooncake_client)
 export MC_LOG_LEVEL=${MC_LOG_LEVEL:-WARNING} MC_TCP_BIND_ADDRESS=$host
+export MC_RPC_TIMEOUT_MS=${MC_RPC_TIMEOUT_MS:-3000} # for what the holder itself waits for
+export MC_TCP_STATUS_TIMEOUT_SEC=${MC_TCP_STATUS_TIMEOUT_SEC:-2}
+export MC_TCP_PROGRESS_TIMEOUT_SEC=${MC_TCP_PROGRESS_TIMEOUT_SEC:-2}
 if [[ -z $join ]]; then
     need_free_port "$port"
     need_free_port "$metrics_port"
@@ -98,7 +101,9 @@ if [[ -z $join ]]; then
         --default_kv_lease_ttl=10000 --client_ttl=5 --put_start_discard_timeout_sec=10 \
         --eviction_high_watermark_ratio=0.85 --eviction_ratio=0.1
 fi
-serve_at "$client_port" "$holder" --host="$host" --port="$client_port" \
+# perturb: the holder writes to all its memory at the start, and puts need not wait for page faults
+GLIBC_TUNABLES=${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.perturb=85 \
+    serve_at "$client_port" "$holder" --host="$host" --port="$client_port" \
     --global_segment_size="$segment" --master_server_address="${join:-$host:$port}" \
     --metadata_server=P2PHANDSHAKE --protocol="$protocol" --device_names="$devices"
 url="mooncake://${join:-$host:$port}?lease=10&discard=10"
