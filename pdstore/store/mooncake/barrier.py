@@ -37,7 +37,7 @@ KEPT = "memory kept until nobody uses it"
 
 
 class Answer(NamedTuple):
-    """The codes of a call that moved values, the object that gave them, and how long it took."""
+    """The result of a call that moved values: its codes, the object called, its duration."""
 
     raw: Raw
     codes: list[int]

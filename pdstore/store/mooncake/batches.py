@@ -48,7 +48,7 @@ class Batches:
 
     @property
     def most_bytes(self) -> int:
-        """The size of the largest batch now; a single larger value is a batch too."""
+        """Size of the largest batch now; a single larger value is a batch of its own."""
         by_lease = int(self._rate * self._lease_s / 3)
         return by_lease if self._any_memory else min(by_lease, BOUNCE_BYTES)
 

@@ -29,7 +29,7 @@ class Closable(Protocol):
 
 
 class Owner(Protocol):
-    """What has such an object."""
+    """A client, which owns such an object."""
 
     def close(self, drain_s: float) -> None: ...
     def set_aside(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The result codes of Mooncake's calls: their names, and the errors that some of them are."""
+"""The result codes of Mooncake's calls: their names, and the errors that they become."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _NAMES = {
 }
 
 MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER_FAILED})
-"""What a read answers when the value cannot be had now: it is computed instead."""
+"""Codes of a read whose value cannot be had now: a miss, not an error."""
 
 _ERRORS: dict[int, type[StoreError]] = {
-    INTERNAL: StoreUnavailable,  # also what a same-host client says when its process is gone
+    INTERNAL: StoreUnavailable,  # also when the process that shares our memory is gone
     NO_ROOM: StoreFull,
     TRANSFER_FAILED: StoreUnavailable,
     RPC_FAILED: StoreUnavailable,
@@ -49,16 +49,16 @@ _ERRORS: dict[int, type[StoreError]] = {
 
 
 def name_of(code: int) -> str:
-    """What a code means, with the code."""
+    """Returns the meaning of a code, followed by the code."""
     return f"{_NAMES.get(code, 'error')} ({code})"
 
 
 def is_outage(code: int) -> bool:
-    """The master, or the client process on this host, does not answer."""
+    """Whether the master, or the process that shares our memory, does not answer."""
     return code in (INTERNAL, RPC_FAILED, RPC_TIMED_OUT) or -1012 <= code <= -1000
 
 
 def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
-    """The exception for a code; `what` names the store, the verb and the key."""
+    """Returns the exception for a code; `what` names the store, the verb and the key."""
     kind = _ERRORS.get(code, StoreUnavailable if is_outage(code) else StoreError)
     return kind(f"{what}: {name_of(code)}", num_done=num_done)

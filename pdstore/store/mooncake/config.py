@@ -1,4 +1,4 @@
-"""MooncakeConfig: what a URL, the environment and a JSON file say, each value with its origin."""
+"""MooncakeConfig: settings from a URL, the environment and a JSON file, each with its origin."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ DEFAULT_LEASE_S = 5.0  # the smallest that any release of the master has without
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """How to reach a Mooncake pool. `origins` says for each field where its value is from.
+    """How to reach a Mooncake pool.
 
-    topology: `holder`, other processes own the memory; `embedded`, this process lends `segment`
-      bytes of its own; `shared`, a `mooncake_client` on this host (`client`) does, over shared
-      memory.
-    hostname: the address at which other clients reach this process; "" for the one that leads to
-      the master.
+    topology: `holder`: other processes own the values' memory. `embedded`: this process lends
+      `segment` bytes. `shared`: as `holder`, but the `mooncake_client` on this host (`client`)
+      makes the copies, over shared memory.
+    segment, buffer: bytes.
+    hostname: the address at which other clients reach this process; "" means this host's address
+      towards the master.
     prefer: the segment (host:port) to put to first.
     lease_s, discard_s: the master's --default_kv_lease_ttl and --put_start_discard_timeout_sec.
+    origins: where each field's value comes from; a field that is not in it has its default.
     """
 
     master: str = ""
@@ -52,9 +54,9 @@ class MooncakeConfig:
 
     @classmethod
     def of(cls, url: StoreURL, sources: MooncakeSources) -> MooncakeConfig:
-        """The URL wins over the environment, that over the file, that over the defaults.
+        """Reads all sources: the URL overrides the environment, which overrides the file.
 
-        Raises ConfigError for an unknown name, with the nearest right one, and for a bad value.
+        Raises ConfigError for a bad value, and for an unknown name, with the nearest known one.
         """
         found: dict[str, Value] = {}
         origins: dict[str, str] = {}
@@ -73,7 +75,7 @@ class MooncakeConfig:
         return config
 
     def describe(self) -> str:
-        """Every value with its origin, on one line."""
+        """Returns every value with its origin, on one line."""
         return ", ".join(
             f"{name}={getattr(self, name)} ({self.origins.get(name, 'default')})"
             for name in NAMES
@@ -83,17 +85,19 @@ class MooncakeConfig:
     def _check(self, url: StoreURL) -> None:
         if not self.master:
             raise ConfigError(
-                f"{url.label}: no master: write mooncake://HOST:PORT, or set MOONCAKE_MASTER"
+                f"{url.label}: the master is missing: write mooncake://HOST:PORT, or set"
+                " MOONCAKE_MASTER"
             )
         if self.topology == "embedded" and not self.segment:
             raise ConfigError(
-                f"{url.label}: topology=embedded lends memory: give it segment=4GB, for example"
+                f"{url.label}: topology=embedded needs the size of the memory that it lends, for"
+                " example segment=4GB"
             )
         if self.topology != "embedded" and self.segment:
             where = self.origins.get("segment", "default")
             raise ConfigError(
-                f"{url.label}: topology={self.topology} lends no memory, and the segment of"
-                f" {self.segment} bytes ({where}) must be 0"
+                f"{url.label}: topology={self.topology} lends no memory: set segment to 0; it is"
+                f" {self.segment} bytes now (from: {where})"
             )
 
 
@@ -122,7 +126,7 @@ def _from_environment(variables: Mapping[str, str]) -> _Layer:
     for variable in variables:
         if variable.startswith("MOONCAKE_") and variable not in every:
             near = difflib.get_close_matches(variable, every, n=1, cutoff=0.9)
-            if near:  # else it is the library's own: it has many
+            if near:  # else it may be one of the library's own many variables
                 raise ConfigError(f"unknown variable {variable}: did you mean {near[0]}?")
     values: dict[str, Value] = {}
     origins: dict[str, str] = {}
@@ -138,9 +142,9 @@ def _from_file(sources: MooncakeSources) -> _Layer:
     try:
         document = json.loads(sources.text)
     except ValueError as error:
-        raise ConfigError(f"{sources.path} is no JSON: {error}") from error
+        raise ConfigError(f"{sources.path} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{sources.path} is no JSON object")
+        raise ConfigError(f"{sources.path} is not a JSON object")
     keys = {key: name for name, names in NAMES.items() for key in names.keys}
     values: dict[str, Value] = {}
     prefixed = {key for key in document if key.startswith("mooncake_")}
@@ -161,11 +165,11 @@ def _parse(name: str, value: Value, origin: str) -> object:
 
 
 def _choose_topology(parsed: dict[str, object], origins: dict[str, str]) -> None:
-    """From what other users of Mooncake say about it, when nothing says `topology`."""
+    """Derives the topology from other programs' settings if `topology` is not given."""
     mode, standalone = parsed.pop("mode", None), parsed.pop("standalone", False)
     if "topology" in parsed:
         if parsed["topology"] != "embedded" and origins.get("segment") != "URL":
-            parsed.pop("segment", None)  # what other programs on this host lend
+            parsed.pop("segment", None)  # it is for the other programs on this host
     elif standalone:
         parsed["topology"], origins["topology"] = "shared", origins["standalone"]
         parsed.pop("segment", None)

@@ -1,4 +1,4 @@
-"""Library: Mooncake's Python module, imported when its own settings are in place."""
+"""Library: Mooncake's Python module, imported after its own variables are set."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ VARIABLES = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_LANES_PER_PEER": "16",  # a batch waits for a hung peer once per round of lanes
 }
-"""The library's own settings where the user gave none; its defaults wait for 30 s and more."""
+"""The library's own variables, for those that the user did not set. Its defaults wait 30 s.
+
+None of them reaches its calls to the process that shares our memory: see `barrier`.
+"""
 
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 
 
 class Library:
-    """Mooncake's module, and the objects it makes. Raises MissingExtra, with the command."""
+    """Mooncake's module, and the objects that it makes.
+
+    Raises MissingExtra, with the command that installs what is missing.
+    """
 
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
@@ -40,7 +46,7 @@ class Library:
         self._module = _load()
 
     def connect_data(self) -> Raw | int:
-        """An object that moves values; the code of its setup if that failed."""
+        """Returns an object that moves values, or the code of its setup if that failed."""
         config = self._config
         raw = self._module.MooncakeDistributedStore()
         if config.topology == "shared":
@@ -49,18 +55,18 @@ class Library:
         return self._checked(raw, code)
 
     def connect_lookup(self) -> Raw | int:
-        """An object that only talks to the master: cheap, and the right one to match with."""
+        """Returns an object that only talks to the master, or the code of its setup."""
         raw = self._module.MooncakeDistributedStore()
         return self._checked(raw, self._set_up(raw, 0, 0, "rpc_only", ""))
 
     def allocator(self) -> Allocator | None:
-        """Where memory has to come from; None when any will do."""
+        """Returns the allocator of movable memory; None if any memory will do."""
         if self._config.topology != "shared":
             return None
         return cast(Allocator, self._module.MooncakeHostMemAllocator())
 
     def put_config(self, *, is_pinned: bool) -> object:
-        """How values are kept; pinned ones are never evicted."""
+        """Returns the library's description of how to keep values; pinned ones are not evicted."""
         config = self._module.ReplicateConfig()
         config.with_hard_pin = is_pinned
         if self._config.prefer:
@@ -82,7 +88,7 @@ class Library:
         try:
             return int(setup(*given, **keywords))
         except TypeError:
-            log.warning("this release of Mooncake does not know %s", ", ".join(keywords))
+            log.warning("this release of Mooncake ignores %s", ", ".join(keywords))
             return int(setup(*given))
 
     def _checked(self, raw: object, code: int) -> Raw | int:
@@ -100,13 +106,13 @@ def _load() -> ModuleType:
                 "Mooncake's library needs libibverbs.so.1; as root: apt-get install libibverbs1"
             ) from error
         raise MissingExtra(
-            f"Mooncake's library cannot be loaded ({error}); on a machine without a GPU it is the"
-            f" wrong one: {_INSTALL}"
+            f"Mooncake's library cannot be loaded ({error}); if this machine has no GPU, install"
+            f" the other one: {_INSTALL}"
         ) from error
 
 
 def _address_towards(master: str) -> str:
-    """This host's address on the way to the master; nothing is sent."""
+    """Returns this host's address towards the master; sends nothing."""
     host, _, port = master.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,8 +1,7 @@
-"""Memory: the buffers that a Mooncake client moves from and into, and where they are.
+"""Memory: the slabs of a Mooncake connection, registered with the library once.
 
-A slab is registered with the library once. Some transports only move registered memory (RDMA), and
-a client that shares memory with another process only memory of the library's own allocator; other
-buffers then pass through a slab of ours, the bounce.
+RDMA moves only registered memory, and shared memory must come from the library's own allocator.
+Values in other buffers are then copied through a slab of ours, the bounce.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from pdstore.store.mooncake.codes import INVALID
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 64 << 10  # what is smaller is not worth a registration
+SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 MOST_ABANDONED = 4
 
 
 class Allocator(Protocol):
-    """The library's MooncakeHostMemAllocator: addresses of zeroed memory, 0 when there is none."""
+    """The library's MooncakeHostMemAllocator: returns addresses of zeroed memory, 0 for none."""
 
     def alloc(self, size: int) -> int: ...
     def free(self, address: int) -> int: ...
@@ -47,7 +46,7 @@ class _Slab(NamedTuple):
 class Memory:
     """The slabs of one client.
 
-    allocator: the library's, when only its memory can be moved; None: any mapping will do.
+    allocator: the library's, if only its memory can be moved; None if any mapping will do.
     """
 
     def __init__(self, allocator: Allocator | None) -> None:
@@ -62,7 +61,7 @@ class Memory:
         self._abandoned: list[memoryview] = []
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """A slab, registered now or when the client connects; freed with its last view."""
+        """Returns a slab, registered now or when the client connects; its last view frees it."""
         self._free_dropped()
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if num_bytes < SLAB_BYTES:
@@ -110,7 +109,7 @@ class Memory:
         return any(slab.holds(address, size) for slab in list(self._slabs))
 
     def bounce(self, num_bytes: int) -> memoryview:
-        """The slab that other buffers pass through; the caller holds `bounce_lock`."""
+        """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
         if self._bounce is None or len(self._bounce) < num_bytes:
             self._bounce = None
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
@@ -134,7 +133,7 @@ class Memory:
         return True
 
     def forget_slabs(self) -> None:
-        """All but the bounce cannot be moved any more: what is in them goes through it."""
+        """Makes values in all slabs but the bounce go through the bounce from now on."""
         bounce = 0 if self._bounce is None else address_of(self._bounce)
         with self._lock:
             self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
@@ -147,7 +146,7 @@ class Memory:
             self._registered.add(slab)
 
     def _unregister(self, raw: Raw, slab: _Slab) -> bool:
-        """Whether the slab is not known to the other side, now or never was."""
+        """Unregisters a slab; returns whether the other side does not know it."""
         if slab in self._registered and raw.unregister_buffer(slab.address) in (0, INVALID):
             self._registered.discard(slab)
         return slab not in self._registered

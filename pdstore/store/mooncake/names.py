@@ -1,4 +1,4 @@
-"""What a value of Mooncake's configuration is called by each of its users, and how it is read."""
+"""The names that each setting of Mooncake has in URLs, JSON files and variables; its parser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS |= {"g": 3, "gb": 3, "gib": 3, "t": 4, "tb": 4, "tib": 4}
 
 
 class Names(NamedTuple):
-    """What a value is called: in a URL, in JSON files, in the environment."""
+    """A setting's names in a URL, in JSON files and in the environment, and its parser."""
 
     options: tuple[str, ...]
     keys: tuple[str, ...]
@@ -24,7 +24,7 @@ class Names(NamedTuple):
 
 
 def parse_size(value: Value) -> int:
-    """Bytes: a number, or one with a unit of 1,024 (`4gb`, `512 MiB`, `1.5g`)."""
+    """Reads a number of bytes, or a number with a unit of 1,024 (`4gb`, `512 MiB`, `1.5g`)."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return int(value)
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", str(value).lower())
@@ -79,7 +79,7 @@ def _port(value: Value) -> int:
 
 
 def _devices(value: Value) -> str:
-    """NICs, comma-separated: from a text, a list, or a map of ranks to NICs (all of them)."""
+    """Reads NICs from a text, a list, or a map of ranks to NICs; returns all, comma-separated."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         value = json.loads(value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Putter: puts a batch so that what it says is stored can be read, whatever Mooncake answered.
+"""Putter: puts a batch and counts only what can be read afterwards.
 
-Mooncake answers a put of a taken key with success and drops the bytes, also when the key is taken
-by a writer that is not done yet, or never will be. So every put is followed by one look that all
-keys are there; the same look leases them, so that a long prompt does not evict its own beginning.
+Mooncake reports success for a put of a taken key and drops the bytes, even if the writer that took
+it has not finished, or never will. So one look follows every put. It also leases the keys, so that
+a long prompt does not evict its own beginning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_DOUBTS = 4096
 
 
 class Doubts:
-    """Keys that are taken and cannot be read: no put can help before the master frees them."""
+    """Keys that are taken but cannot be read: no put helps until the master frees them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -71,9 +71,9 @@ class Doubts:
 class Putter:
     """Puts batches for one store.
 
-    num_stored: how many of the first keys are there; leases them. Its second argument is what its
-      errors count from.
-    size_of: the size of a stored value, or the code that says why there is none.
+    num_stored: returns how many of the first keys are there, and leases them. Its errors count
+      from its second argument.
+    size_of: returns the size of a stored value, or the code that says why there is none.
     doubt_s: how long the master keeps a key for a writer that is gone.
     """
 
@@ -91,10 +91,11 @@ class Putter:
         self._pressure_until = 0.0
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object, num_done: int) -> int:
-        """How many of the first keys of a batch can be read now. Raises StoreError, counting from
-        `num_done`.
+        """Puts a batch; returns how many of its first keys can be read now.
+
+        Raises StoreError, whose count starts from `num_done`.
         """
-        doubted = self.doubts.among(keys)  # once: what is left alone is not waited for either
+        doubted = self.doubts.among(keys)  # these are neither put nor waited for
         codes = self._try_all(keys, slots, config, doubted)
         for i, code in enumerate(codes):
             if is_outage(code):
@@ -106,7 +107,7 @@ class Putter:
             stored = self._wait_for_writer(keys, stored, num_done, doubted)
             if stored == len(keys) or keys[stored] in doubted:
                 break
-            rest = slots.part(stored, len(keys))  # what was put was evicted before it was leased
+            rest = slots.part(stored, len(keys))  # evicted between its put and its lease
             codes[stored:] = self._try_all(keys[stored:], rest, config, doubted)
             stored += self._num_stored(keys[stored:], num_done + stored)
         self.doubts.forget(keys[:stored])
@@ -122,7 +123,7 @@ class Putter:
     def _try_all(
         self, keys: Sequence[BlockKey], slots: Slots, config: object, doubted: set[BlockKey]
     ) -> list[int]:
-        """Puts the keys that are not in doubt; again those for which trying again helps."""
+        """Puts the keys that are not in doubt, and again those that found no room."""
         codes = [0] * len(keys)
         self._try(
             [i for i, key in enumerate(keys) if key not in doubted], codes, keys, slots, config
@@ -146,7 +147,7 @@ class Putter:
         slots: Slots,
         config: object,
     ) -> None:
-        """One put of some of the keys, and one more of those whose transfer failed at once."""
+        """Puts some of the keys, and once more those whose transfer failed at once."""
         for _ in range(2):
             if not which:
                 return
@@ -159,7 +160,7 @@ class Putter:
             answers = self._batches.put([keys[i] for i in which], part, config)
             for i, code in zip(which, answers, strict=True):
                 codes[i] = code
-            if RPC_TIMED_OUT in answers:  # the master may still take the key when it wakes up
+            if RPC_TIMED_OUT in answers:  # the master may still execute it later
                 self.doubts.add([keys[i] for i in which if codes[i] == RPC_TIMED_OUT])
             if time.monotonic() - start > _QUICK_S:
                 return
@@ -168,9 +169,10 @@ class Putter:
     def _wait_for_writer(
         self, keys: Sequence[BlockKey], stored: int, num_done: int, doubted: set[BlockKey]
     ) -> int:
-        """Waits while another writer of the first missing key is at work; how many are stored then.
+        """Waits while another writer of the first missing key is at work.
 
-        A key whose writer does not come to an end is in doubt from then on, and in `doubted`.
+        Returns how many keys are stored then. A key whose writer does not finish is in doubt from
+        then on, and is added to `doubted`.
         """
         end, pause = time.monotonic() + WRITER_S, 0.002
         while stored < len(keys) and self._size_of(keys[stored]) != ABSENT:

@@ -12,7 +12,7 @@ _PROBE_BYTES = bytes(20)  # the length of the shortest request, but no request: 
 
 
 class State(enum.Enum):
-    """What a server did when it was asked."""
+    """Answer of a server, or its absence."""
 
     ANSWERS = "answers"
     HANGS = "hangs"

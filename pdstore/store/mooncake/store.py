@@ -1,4 +1,4 @@
-"""MooncakeStore: blocks in a Mooncake pool, the distributed store for production."""
+"""MooncakeStore: blocks in a Mooncake pool, the store for many hosts."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _SLOW_S = 0.8  # a transfer that failed after this waited for a peer that hangs
 
 
 class MooncakeStore(Store):
-    """`mooncake://master:50051?topology=holder`; the options are those of `MooncakeConfig`.
+    """A store at `mooncake://master:50051?topology=holder`; `MooncakeConfig` lists the options.
 
-    Two connections, each made at its first use: one to the master alone, for `match` and `remove`,
-    and one that moves values. A value stays until the master evicts it, least recently leased
-    first; the pool's own key is pinned.
+    It has two connections, each made at its first use: one to the master alone, for `match` and
+    `remove`, and one that moves values. A value stays until the master evicts it, least recently
+    leased first; the pool's own key is pinned.
 
-    What cannot be had is a miss: evicted, half-written, or in the memory of a process that died. A
-    master that does not answer is StoreUnavailable or StoreTimeout; then nothing calls the library
-    before the master was seen to answer again, because each such call would hang for seconds.
+    A value that is evicted, half-written, or in the memory of a process that died is a miss. A
+    master that does not answer is StoreUnavailable or StoreTimeout; until it answers again, nothing
+    calls the library, because each such call would hang for seconds. A call that the library gives
+    up before its transfers are over returns only when they are (see `barrier`).
 
     library, server: Mooncake's library and the servers that it talks to; others are for tests.
 
@@ -141,9 +142,9 @@ class MooncakeStore(Store):
                 raise error_of(code, f"{self.label}: remove of {key}")
 
     def clear(self, namespace: str) -> None:
-        """The master does it in one call, by force: also under readers, who find out by verifying.
+        """Forgets a namespace in one call of the master, by force, also under its readers.
 
-        What is half-written stays so.
+        Readers notice by verification. Half-written values stay.
         """
         self._lifecycle.check()
         prefix = prefix_of(namespace)
@@ -162,7 +163,7 @@ class MooncakeStore(Store):
 
     @property
     def connections(self) -> tuple[Client, Client]:
-        """The connection to the master, and the one that moves values: for measurements."""
+        """The connection to the master and the one that moves values, for measurements."""
         return self._lookup, self._data
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class MooncakeStore(Store):
 
 
 def _windows(count: int) -> Iterator[tuple[int, int]]:
-    """A prefix in growing pieces: what lies behind the first gap is leased for nothing."""
+    """Yields start and end of growing windows: keys behind a gap would be leased for nothing."""
     start, sizes = 0, iter(_WINDOWS)
     while start < count:
         end = min(start + next(sizes, _WINDOWS[-1]), count)

@@ -132,7 +132,7 @@ def test_the_json_file_of_each_user_of_mooncake_is_read(user):
 def test_a_holder_of_its_own_is_what_vllm_calls_a_standalone_store():
     file = {"mode": "standalone-store", "master_server_address": "m:9", "global_segment_size": 0}
     assert config("mooncake://", file=file).topology == "holder"
-    with pytest.raises(ConfigError, match=r"must be 0"):
+    with pytest.raises(ConfigError, match=r"set segment to 0"):
         config("mooncake://", file=file | {"global_segment_size": "4GB"})
 
 
@@ -214,12 +214,12 @@ def test_a_segment_meant_for_other_programs_is_not_lent_by_one_that_lends_nothin
         ({"url": "mooncake://"}, "set MOONCAKE_MASTER"),
         ({"url": "mooncake://m:1?topology=both"}, "holder, embedded, shared"),
         ({"url": "mooncake://m:1?topology=embedded"}, "segment=4GB"),
-        ({"url": "mooncake://m:1?topology=shared&segment=4GB"}, "must be 0"),
+        ({"url": "mooncake://m:1?topology=shared&segment=4GB"}, "set segment to 0"),
         ({"url": "mooncake://m:1?segment=much"}, r"bad segment 'much' \(URL\)"),
         ({"url": "mooncake://m:1?lease=0"}, "positive"),
         ({"MOONCAKE_CLIENT_HTTP_PORT": "0"}, r"\(MOONCAKE_CLIENT_HTTP_PORT\)"),
-        ({"file": "{"}, r"m\.json is no JSON"),
-        ({"file": "[1]"}, "no JSON object"),
+        ({"file": "{"}, r"m\.json is not valid JSON"),
+        ({"file": "[1]"}, "is not a JSON object"),
         ({"file": {"mode": "both"}}, r"bad mode 'both' \(m\.json\)"),
         ({"file": {"tenant_id": True}}, "write a text"),
     ],
