@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
+import torch
+
 from pdstore.cli.report import Report, seconds_of
 from pdstore.errors import StoreError
 from pdstore.format import block
@@ -15,21 +17,30 @@ from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.find import find_optional
+from pdstore.store.in_place import InPlace
 from pdstore.store.optional import ErrorCodes
 
 _SIZE = 4096
+_ARENA = (
+    "if P and D both run on this host: PDSTORE_STORE=shm://pool?size=64GiB hands KV over faster,"
+    " through memory that their GPUs copy to and from"
+)
 
 
-def doctor(url: str | None) -> Report:
+def doctor(url: str | None, count_gpus: Callable[[], int] = torch.cuda.device_count) -> Report:
     """Puts, matches, gets, verifies and removes a value, and times each.
 
     url: None takes PDSTORE_STORE.
+    count_gpus: says how many GPUs this host has; with GPUs, an arena is recommended.
     Raises ConfigError for a bad URL, StoreError at the first step that fails or answers wrongly.
     """
     settings = read_settings(**({"store": url} if url else {}))
     store = open_store(settings.store, settings)
     try:
-        return _try(store)
+        report = _try(store)
+        if count_gpus() and find_optional(store, InPlace) is None:
+            report.notes.append(_ARENA)
+        return report
     finally:
         store.close()
 

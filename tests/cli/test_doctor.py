@@ -31,3 +31,17 @@ def test_a_wrong_store_is_told_at_its_step(monkeypatch, capsys):
     monkeypatch.setattr(module, "open_store", lambda url, settings: inner)
     assert main(["doctor", "--store", "memory://"]) == 2
     assert "remove gave a wrong result" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("scheme", "num_gpus", "recommends"),
+    [
+        ("file", 2, True),
+        ("file", 0, False),
+        ("shm", 2, False),
+    ],
+)
+def test_an_arena_is_recommended_where_there_are_gpus(scheme, num_gpus, recommends, tmp_path):
+    url = f"file://{tmp_path}/pool" if scheme == "file" else f"shm://a?size=8MiB&dir={tmp_path}"
+    notes = module.doctor(url, lambda: num_gpus).notes
+    assert any("shm://" in note for note in notes) == recommends
