@@ -31,10 +31,10 @@ def main() -> None:
 
 
 def make_checkpoint(out: Path | None = None, steps: int = STEPS) -> Path:
-    """The directory of the trained checkpoint; trains it if it is not there yet.
+    """Returns the directory of the trained checkpoint; trains it if it does not exist.
 
     It appears whole or not at all: an interrupted training leaves nothing behind. Of several
-    processes that want it one trains, and the others wait for it.
+    processes one trains, and the others wait for it.
     """
     out = out or CACHE / _digest(steps)
     if (out / "config.json").exists():
@@ -49,13 +49,13 @@ def make_checkpoint(out: Path | None = None, steps: int = STEPS) -> Path:
 
 
 def _train(out: Path, steps: int) -> None:
-    # Here, so that a checkpoint that is there is found without waiting for torch.
+    # Imported here: a checkpoint that exists is found without waiting for torch.
     from transformers.utils.logging import disable_progress_bar
 
     from examples.train_checkpoint import train_model, train_tokenizer
 
-    disable_progress_bar()  # of saving one file: the training has its own
-    documents = _documents()
+    disable_progress_bar()  # for saving one file; the training shows its own
+    documents = documents_of_repository()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".training-") as scratch:
         unfinished = Path(scratch) / "checkpoint"
         tokenizer = train_tokenizer(documents)
@@ -64,7 +64,7 @@ def _train(out: Path, steps: int) -> None:
         unfinished.rename(out)
 
 
-def _documents() -> list[str]:
+def documents_of_repository() -> list[str]:
     """The docs and the package's sources, one text a file."""
     paths = [ROOT / name for name in DOCS if (ROOT / name).exists()]
     paths += sorted((ROOT / "pdstore").rglob("*.py"))

@@ -20,7 +20,7 @@ LEARNING_RATE = 4e-3
 
 
 def train_tokenizer(documents: list[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: every text is tokens, and every token list is text."""
+    """Returns a byte-level BPE tokenizer: any text has tokens, any list of tokens has a text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -40,7 +40,9 @@ def train_model(
     torch.manual_seed(SEED)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in one order: the same checkpoint on every machine of a kind
-    model = LlamaForCausalLM(_config(len(tokenizer), tokenizer.eos_token_id)).train()
+    model: LlamaForCausalLM = LlamaForCausalLM(
+        _config(len(tokenizer), tokenizer.eos_token_id)
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     tokens = torch.tensor(tokenizer(END.join(documents))["input_ids"])
@@ -55,7 +57,8 @@ def train_model(
             progress.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
             progress.update()
     torch.set_num_threads(threads)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _config(vocabulary: int, end: int) -> LlamaConfig:
@@ -75,7 +78,7 @@ def _config(vocabulary: int, end: int) -> LlamaConfig:
 
 
 def _batches(tokens: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-    """Random windows; each batch has one length and about as many tokens as the others."""
+    """Yields batches of random windows: of one length in a batch, of about STEP_TOKENS in all."""
     choose = random.Random(SEED)
     for _ in range(steps):
         window = min(choose.choice(WINDOWS), len(tokens) - 1)
@@ -84,6 +87,6 @@ def _batches(tokens: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
 
 
 def _rate(step: int, steps: int) -> float:
-    """A short warm-up, then a cosine down to a twentieth."""
+    """Returns the learning rate's factor: a short warm-up, then a cosine down to a twentieth."""
     warm = min(1.0, (step + 1) / min(20, steps))
     return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))

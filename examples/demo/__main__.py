@@ -1,4 +1,7 @@
-"""One instance alone, then P and D with a pool between them, then P and D without it."""
+"""Command line of the demo: `python -m examples.demo`.
+
+Runs one instance alone, then P and D with a pool between them, then P and D without it.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _write(given: argparse.Namespace, result: report.Json) -> None:
-    """For `--json`. The store is named without its address, which may hold a password."""
+    """Writes the file of `--json`; it names the store without its address and password."""
     if given.json:
         head = {"store": (given.store or "").split(":")[0], "engine": given.engine}
         given.json.write_text(json.dumps(head | result, indent=2) + "\n")
@@ -73,7 +76,7 @@ def _existing(model: Path) -> Path:
 
 
 def _make_checkpoint() -> Path:
-    """Trains it, or finds it in its cache; the progress bar goes to the terminal."""
+    """Returns the tiny checkpoint; trains it if needed, with a progress bar on the terminal."""
     env = dict(os.environ)
     if not sys.stderr.isatty():
         env.setdefault("TQDM_MININTERVAL", "10")  # a log needs no moving bar

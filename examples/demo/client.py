@@ -1,4 +1,4 @@
-"""Asks instances over HTTP, as any client of theirs would, and reads their counters."""
+"""Asks instances over HTTP, as any client would, and reads their counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENGINES_LABELS = ("engine", "model_name")  # vLLM's, on each of its counters
 
 @dataclass
 class Answer:
-    """A streamed answer, and how D came to it: each engine says that in its own way (`Engine`)."""
+    """A streamed answer, and the tokens that D loaded and computed for it (`Engine.explain`)."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Answer:
 
 
 def is_healthy(url: str) -> bool:
-    """Whether the server is up and says that it is ready."""
+    """Returns whether the server answers that it is ready."""
     try:
         return httpx.get(url + "/health", timeout=_PROBE_S, trust_env=False).status_code == 200
     except httpx.TransportError:
@@ -47,7 +47,7 @@ def is_healthy(url: str) -> bool:
 
 
 def ask(url: str, prompt: Prompt, max_tokens: int) -> Answer:
-    """Streams a completion. Raises DemoError when the answer is an error or breaks off."""
+    """Streams a completion. Raises DemoError if the answer is an error or breaks off."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -73,9 +73,9 @@ def ask(url: str, prompt: Prompt, max_tokens: int) -> Answer:
 
 
 def counters(url: str) -> dict[str, float]:
-    """The counters of an instance, by name and labels: `pdstore_tokens_total:loaded`.
+    """Returns the counters of an instance by name and labels: `pdstore_tokens_total:loaded`.
 
-    The same whichever engine shows them: labels that only name the engine are left out.
+    Labels that name the engine are left out, so that the names are those of every engine.
     """
     text = httpx.get(url + "/metrics", timeout=_READ_S, trust_env=False).text
     return {
@@ -92,7 +92,7 @@ def _name_of(sample: Sample) -> str:
 
 
 def _events(response: httpx.Response) -> Iterator[Json]:
-    """The events of a stream; a text may hold what Unicode calls the end of a line."""
+    """Yields the events of a stream. Only \\n ends a line: texts hold Unicode's other line ends."""
     rest = b""
     for part in itertools.chain(response.iter_bytes(), [b"\n"]):
         *lines, rest = (rest + part).split(b"\n")

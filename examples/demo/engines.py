@@ -1,4 +1,4 @@
-"""The engines of the demo: how an instance is started, and what its counters say."""
+"""The engines of the demo: the command of an instance and the meaning of its counters."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Engine(ABC):
     ready_s: ClassVar[float]
 
     def command(self, model: Path, role: str, port: int) -> list[str]:
-        """What starts an instance."""
+        """Returns the command that starts an instance."""
         given = ["--model", str(model), "--role", role, "--port", str(port)]
         return [sys.executable, "-m", self.module, *given, *self.options]
 
     @abstractmethod
     def computed(self, counted: Counters, answers: Sequence[Answer]) -> float:
-        """Prompt tokens that an instance computed for these answers, by its own counters."""
+        """Returns the prompt tokens computed for these answers, by the instance's own counters."""
 
     @abstractmethod
     def explain(self, answer: Answer, counted: Counters) -> None:
-        """Adds to an answer how D came to it. `counted`: by D, for this answer alone."""
+        """Fills in the tokens that D loaded and computed. `counted`: D's, for this answer alone."""
 
 
 class MiniEngine(Engine):
-    """Says in each answer what it loaded and computed."""
+    """The mini engine: each answer says how many tokens it loaded and computed."""
 
     module = "examples.mini_engine"
     options = ("--served-model-name", "demo")
     ready_s = 120.0
 
     def computed(self, counted: Counters, answers: Sequence[Answer]) -> float:
-        """It counts the tokens that it feeds to its model: each answer's last one is not."""
+        """Subtracts the answers' tokens, which are fed to the model too, except each last one."""
         fed_of_answers = sum(len(answer.token_ids) - 1 for answer in answers)
         return counted["mini_engine_computed_tokens_total"] - fed_of_answers
 
@@ -54,7 +54,7 @@ class MiniEngine(Engine):
 
 
 class Vllm(Engine):
-    """Counts where prompt tokens come from. What its answers call cached was so on P, not on D."""
+    """vLLM: counts prompt tokens by source. `cached_tokens` in its answers is about P, not D."""
 
     module = "examples.vllm_serve"
     options = ("--tiny", "--served-model-name", "demo")

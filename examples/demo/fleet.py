@@ -1,4 +1,4 @@
-"""The instances of the demo and its runs: P and D with the pool, and without it."""
+"""Fleet: the instances of the demo, and its runs with the pool and without it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STAGING = "64MiB"
 
 
 class Fleet:
-    """One instance that works alone, P and D, and in front of these two a router and a proxy."""
+    """One instance that works alone; P and D; a router and a proxy in front of P and D."""
 
     def __init__(self, processes: Processes, engine: Engine, model: Path, pool: str) -> None:
         self._processes, self._engine, self._model, self._pool = processes, engine, model, pool
@@ -34,7 +34,7 @@ class Fleet:
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
 
     def run(self, prompts: Sequence[Prompt]) -> Runs:
-        """Every prompt through P and D with the switch on, twice, and then with it off."""
+        """Sends every prompt through P and D: twice with the switch on, then with it off."""
         begin = time.monotonic()
         pair = [self._start("prefill", is_on=True), self._start("decode", is_on=True)]
         self._start("alone", is_on=False)
@@ -83,7 +83,7 @@ class Fleet:
         return counters(self._url(name))
 
     def _start(self, name: str, *, is_on: bool) -> Process:
-        """An engine; nothing but its environment says whether it hands over through the pool."""
+        """Starts an engine; only its environment decides whether it uses the pool."""
         role = "both" if name == "alone" else name
         defaults = {"PDSTORE_STAGING": _STAGING, "PDSTORE_SALT": self._salt}
         env = {**defaults, **os.environ, "PDSTORE_STORE": self._pool}

@@ -1,4 +1,4 @@
-"""A Mooncake pool for the demo: a master, and a process that holds the memory."""
+"""A Mooncake pool for the demo: a master and a process that holds the memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from examples.demo.processes import DemoError, Processes, free_ports
 
 _START_S = 20.0
 _CONNECT_S = 0.5
-_SEGMENT = "1GB"
 
 
-def start_mooncake(processes: Processes) -> str:
-    """Starts both on this host; the pool's URL. Raises DemoError saying what is not installed."""
+def start_mooncake(processes: Processes, segment: str = "1GB") -> str:
+    """Starts both on this host and returns the pool's URL.
+
+    segment: memory to hold values in. Raises DemoError with what is not installed.
+    """
     _check_installed()
     rpc, metrics, holder = free_ports(3)
     env = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
     master = [f"--rpc_port={rpc}", "--rpc_address=127.0.0.1"]
     master += [f"--metrics_port={metrics}", "--metrics_host=127.0.0.1"]
     _start(processes, "store", "mooncake_master", master, rpc, env)
-    lender = ["--host=127.0.0.1", f"--port={holder}", f"--global_segment_size={_SEGMENT}"]
+    lender = ["--host=127.0.0.1", f"--port={holder}", f"--global_segment_size={segment}"]
     lender += [f"--master_server_address=127.0.0.1:{rpc}", "--metadata_server=P2PHANDSHAKE"]
     _start(processes, "holder", "mooncake_client", lender, holder, env)
     return f"mooncake://127.0.0.1:{rpc}"
@@ -44,7 +46,7 @@ def _start(
 
 
 def _check_installed() -> None:
-    """In a process of its own: the demo must not have the library's threads."""
+    """Loads the library in another process, since the demo must not have its threads."""
     code = "from pdstore.store import open_store; from pdstore.settings import Settings; "
     code += "open_store('mooncake://127.0.0.1:1', Settings()).close()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -54,7 +54,7 @@ def choose(given: str | None, variables: Mapping[str, str]) -> Choice:
 
 @contextlib.contextmanager
 def open_pool(store: str, processes: Processes) -> Iterator[str]:
-    """The URL of the pool. What is made for it goes away after the children have been stopped."""
+    """Yields the URL of the pool. A fresh pool is removed after the children have been stopped."""
     if store not in KINDS:
         yield store
         return
@@ -77,11 +77,12 @@ def _start_redis(scratch: str, processes: Processes) -> str:
     (port,) = free_ports(1)
     command = f"{program} --bind 127.0.0.1 --port {port} --dir {scratch} --appendonly no".split()
     limits = ["--save", "", "--maxmemory", "1gb", "--maxmemory-policy", "noeviction"]
-    processes.start("store", [*command, *limits], lambda: _answers_ping(port))
+    processes.start("store", [*command, *limits], lambda: answers_ping(port))
     return f"redis://127.0.0.1:{port}/0"
 
 
-def _answers_ping(port: int) -> bool:
+def answers_ping(port: int) -> bool:
+    """Returns whether a redis on this host answers PING."""
     try:
         with socket.create_connection(("127.0.0.1", port), _PING_S) as connection:
             connection.sendall(b"PING\r\n")

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is for the user."""
+    """Raised where the demo cannot go on; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Process:
     is_ready: Callable[[], bool]
 
     def tail(self) -> str:
-        """The end of its log, with its name."""
+        """Returns the end of its log under the log's name."""
         return tail_of(self.log)
 
 
@@ -47,10 +47,12 @@ class Processes:
     """Starts children, waits until they serve, and stops them at exit whatever happened.
 
     If the demo itself is killed, the kernel kills the children (on Linux).
+
+    running: the children that have not been stopped.
     """
 
     def __init__(self) -> None:
-        self._running: list[Process] = []
+        self.running: list[Process] = []
         self._before_exec = _dies_with_parent() if sys.platform == "linux" else None
 
     def __enter__(self) -> Processes:
@@ -58,7 +60,7 @@ class Processes:
 
     def __exit__(self, *_: object) -> None:
         with undisturbed():
-            self.stop(*self._running)
+            self.stop(*self.running)
 
     def start(
         self,
@@ -68,7 +70,7 @@ class Processes:
         env: Mapping[str, str] | None = None,
         log_name: str | None = None,
     ) -> Process:
-        """Starts a command of the repository; its output goes to logs/NAME.log."""
+        """Starts a command in the repository's root; its output goes to logs/NAME.log."""
         LOGS.mkdir(exist_ok=True)
         log = LOGS / f"{log_name or name}.log"
         with log.open("wb") as output:
@@ -83,13 +85,13 @@ class Processes:
                 preexec_fn=self._before_exec,  # safe: the demo has no threads
             )
         process = Process(name, popen, log, is_ready)
-        self._running.append(process)
+        self.running.append(process)
         return process
 
     def wait_ready(self, deadline_s: float, show: Callable[[str], None]) -> None:
-        """Returns when every running child is ready. Raises DemoError with a log's end."""
+        """Waits until every running child is ready. Raises DemoError with the end of a log."""
         begin = time.monotonic()
-        waiting = list(self._running)
+        waiting = list(self.running)
         while waiting:
             passed = time.monotonic() - begin
             show(f"waiting for {', '.join(p.name for p in waiting)} ({passed:.0f} s)")
@@ -102,13 +104,13 @@ class Processes:
 
     def check(self) -> None:
         """Raises DemoError if a child has ended by itself."""
-        for process in self._running:
+        for process in self.running:
             status = process.popen.poll()
             if status is not None:
                 raise DemoError(f"{process.name} ended with status {status}\n{process.tail()}")
 
     def stop(self, *processes: Process) -> None:
-        """Stops these children and whatever they started: asked first, killed after a while."""
+        """Stops these children and their children: SIGTERM first, SIGKILL after some seconds."""
         for process in processes:
             _signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + _STOP_S
@@ -117,21 +119,21 @@ class Processes:
                 process.popen.wait(max(0.0, deadline - time.monotonic()))
             _signal_group(process, signal.SIGKILL)
             process.popen.wait()
-        self._running = [process for process in self._running if process not in processes]
+        self.running = [process for process in self.running if process not in processes]
 
     def tails(self, *names: str) -> str:
-        """The ends of these running children's logs."""
-        return "\n".join(process.tail() for process in self._running if process.name in names)
+        """Returns the ends of these running children's logs."""
+        return "\n".join(process.tail() for process in self.running if process.name in names)
 
 
 def tail_of(log: Path) -> str:
-    """The end of a log, with its name."""
+    """Returns the end of a log under its name."""
     lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
     return "\n".join([f"--- end of {log}:", *lines])
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, all different."""
+    """Returns different ports on which nobody listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
@@ -140,7 +142,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def stop_on_signals() -> None:
-    """Makes SIGTERM and a closed terminal end the demo as Ctrl-C does: with everything stopped."""
+    """Makes SIGTERM and a closed terminal stop everything and end the demo, as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for each in _STOP_SIGNALS:
@@ -153,7 +155,7 @@ def stop_on_signals() -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Signals do nothing in here: stopping the children is not left half done."""
+    """Ignores signals in here, so that stopping the children is never left half done."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
     try:
         yield
@@ -163,7 +165,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _dies_with_parent() -> Callable[[], None]:
-    """For a child to call before exec: the kernel kills it when we end, however we end."""
+    """Returns a function for a child before exec: the kernel kills it when the demo ends."""
     libc = ctypes.CDLL(None)
 
     def ask_the_kernel() -> None:

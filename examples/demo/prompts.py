@@ -1,4 +1,4 @@
-"""What is asked: English text about this project, in lengths that exercise every kind of block."""
+"""The prompts: English text about this project, in lengths that need every kind of block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SENTENCES = (
 
 
 def make_prompts(checkpoint: Path) -> list[Prompt]:
-    """Short ones, whole blocks, long ones with a tail, and two that begin alike."""
+    """Returns short prompts, whole blocks, long ones with a tail, and two with a common prefix."""
     text = " ".join(SENTENCES)
     tokens = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
     beginning = " ".join(SENTENCES[4:12])

@@ -1,4 +1,4 @@
-"""The demo's results: what was seen, whether that is right, and how it is shown."""
+"""The demo's results: the numbers of each run, their check, and their text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEADINGS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: what D did for it, and whether it says what one instance alone says."""
+    """One prompt: the tokens that D loaded and computed, and the comparison of its answer."""
 
     prompt_tokens: int
     loaded_tokens: int
@@ -41,7 +41,7 @@ class Row:
 
     @classmethod
     def of(cls, answer: Answer, alone: Answer) -> Row:
-        """Of D's answer and the one of an instance that works alone."""
+        """Returns the row of D's answer and of the answer of an instance that works alone."""
         return cls(
             prompt_tokens=answer.prompt_tokens,
             loaded_tokens=answer.loaded_tokens,
@@ -58,7 +58,7 @@ class Row:
         return self.same_ids and self.max_logprob_diff <= MAX_LOGPROB_DIFF
 
     def cells(self) -> tuple[str, ...]:
-        """One line of the table."""
+        """Returns the cells of one line of the table."""
         return (
             str(self.prompt_tokens),
             str(self.loaded_tokens),
@@ -70,7 +70,7 @@ class Row:
         )
 
     def as_json(self) -> Json:
-        """Its numbers; a difference that is none (other lengths, NaN) is null."""
+        """Returns its numbers; an infinite difference (other lengths, NaN) becomes null."""
         shown = {name: value for name, value in asdict(self).items() if name != "text"}
         if math.isinf(self.max_logprob_diff):
             shown["max_logprob_diff"] = None
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """All prompts through P and D once, and what the instances counted meanwhile.
+    """All prompts through P and D once, and the instances' counters meanwhile.
 
     used: pdstore's counters, P's and D's, added up by name.
     saved, loaded: tokens P saved to the pool and D loaded from it, by pdstore's counters.
@@ -102,7 +102,7 @@ class Run:
 
 
 class Runs(NamedTuple):
-    """on: with the switch on, behind the router. plain: the same behind the plain proxy. off."""
+    """The runs. on: with the switch on, behind the router. plain: behind the plain proxy. off."""
 
     on: Run
     plain: Run
@@ -116,7 +116,7 @@ def _max_diff(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def problems_of(runs: Runs) -> list[str]:
-    """What is wrong, in words; nothing when the hand-off did what it promises."""
+    """Returns a sentence for each promise that the hand-off broke; none if it kept them all."""
     on, plain, off = runs
     found = _handoff_problems(on)
     if not on.saved:
@@ -156,7 +156,7 @@ def _handoff_problems(run: Run) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a prompt, in columns."""
+    """Returns one line per prompt, in columns."""
     lines = [_HEADINGS, *(row.cells() for row in rows)]
     numbers = range(len(_HEADINGS) - 1)
     widths = [max(len(line[i]) for line in lines) for i in numbers]
@@ -166,7 +166,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def lines(runs: Runs) -> tuple[str, str]:
-    """The runs that the table does not show, in a line each."""
+    """Returns a line for each run that the table does not show."""
     _, plain, off = runs
     return (
         f"plain proxy: {_summary(plain)}",
@@ -183,7 +183,7 @@ def _summary(run: Run) -> str:
 
 
 def verdict(on: Run, problems: Sequence[str]) -> str:
-    """The last line."""
+    """Returns the last line of the output."""
     if problems:
         return f"FAILED: {len(problems)} of the demo's checks, first: {problems[0]}"
     return (
@@ -193,7 +193,7 @@ def verdict(on: Run, problems: Sequence[str]) -> str:
 
 
 def as_json(runs: Runs, problems: Sequence[str]) -> Json:
-    """What `--json` writes."""
+    """Returns the object that `--json` writes."""
     requests = {name: [row.as_json() for row in run.rows] for name, run in runs._asdict().items()}
     return {
         "ok": not problems,

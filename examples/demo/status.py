@@ -1,4 +1,4 @@
-"""What the user sees while the demo runs: lines that stay, and one that does not."""
+"""Prints the demo's progress: lines that stay, and one that the next replaces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _CLEAR = "\r\x1b[K"
 
 
 def show(text: str) -> None:
-    """What is being done now; the next call overwrites it. Nothing where there is no terminal."""
+    """Shows the current step until the next call; prints nothing without a terminal."""
     if sys.stdout.isatty():
         print(_CLEAR + text[:_WIDTH], end="", flush=True)
 
 
 def say(*lines: str) -> None:
-    """Lines that stay."""
+    """Prints lines that stay."""
     show("")
     print(*lines, sep="\n", flush=True)

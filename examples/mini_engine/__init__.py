@@ -1,4 +1,4 @@
-"""The smallest honest engine: continuous batching over a paged KV cache, with pdstore for P -> D.
+"""A small engine with continuous batching and a paged KV cache, which uses pdstore for P -> D.
 
-Read `adapter.py` to see how an engine is integrated; the other files are the engine.
+`adapter.py` shows how an engine is integrated; the other files are the engine.
 """

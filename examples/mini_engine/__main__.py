@@ -1,4 +1,4 @@
-"""python -m examples.mini_engine --model DIR ..."""
+"""Command line of the mini engine: `python -m examples.mini_engine --model DIR ...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdstore import PDStoreError
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _leave)  # until uvicorn takes over, and when it hands back
+    signal.signal(signal.SIGTERM, _leave)  # before uvicorn takes over, and after it
     signal.signal(signal.SIGINT, _leave)
     try:
         serve(parse())
@@ -21,8 +21,8 @@ def main() -> None:
 
 
 def serve(config: Config) -> None:
-    """Serves until a signal comes. Raises PDStoreError for what cannot be served."""
-    # Here, so that --help and a bad command line need not wait for transformers.
+    """Serves until a signal comes. Raises PDStoreError for a config that cannot be served."""
+    # Imported here: --help and a bad command line need not wait for transformers.
     from examples.mini_engine.engine import Engine
     from examples.mini_engine.server import HttpServer
 

@@ -1,7 +1,7 @@
-"""How pdstore is integrated in an engine: look up, load, save, hand over.
+"""Adapter: integrates pdstore in the engine, for lookups, loads, saves and hand-offs.
 
-PrefixCacheManager is the scheduler's half, KVPool the worker's half; this engine has both in one
-process. Nothing here waits: lookups and jobs are started, and asked about in a later turn.
+PrefixCacheManager belongs to the scheduler and KVPool to the worker; this engine has both in one
+process. Nothing here waits: a turn starts lookups and jobs, later turns poll them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Transfer:
-    """What pdstore does for one request."""
+class _Tracker:
+    """The lookup and the jobs of one request."""
 
     keys: pdstore.PromptKeys
     lookup: pdstore.Lookup
-    attempt: pdstore.HandoffId | None = None  # set if this instance is P for the request
+    handoff: pdstore.HandoffId | None = None  # set if this instance is P for the request
     load: pdstore.Job | None = None
     saves: list[pdstore.Job] = field(default_factory=list)
     publish: pdstore.Job | None = None
@@ -34,9 +34,11 @@ class _Transfer:
 
 
 class Adapter:
-    """One engine's door to the pool. Only the engine's thread calls it, `check` excepted.
+    """One engine's access to the pool. Any thread may call `check`, the engine's thread the rest.
 
-    An exception of pdstore costs a request its hits or its hand-off, never more.
+    An exception in pdstore costs a request its hits or its hand-off, and nothing else.
+
+    cache, pool: the scheduler's and the worker's part of pdstore.
     """
 
     def __init__(
@@ -55,108 +57,112 @@ class Adapter:
         namespace = layout.namespace(settings, weights=weights)
         self._role = settings.role
         self._metrics = metrics
-        self._cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
-        self._pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
-        self._transfers: dict[Request, _Transfer] = {}
+        self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
+        self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
+        self._trackers: dict[Request, _Tracker] = {}
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a hand-off that is malformed: it comes from a client."""
+        """Raises ValueError for a malformed hand-off: `kv_transfer_params` come from a client."""
         pdstore.Handoff.of(request.kv_transfer_params)
 
     def look_up(self, request: Request) -> None:
-        """Asks how much of the prompt the pool has; D waits for its hand-off, bounded."""
+        """Starts to look up how much of the prompt the pool has. On D it includes the hand-off."""
         with self._degrading(request):
             is_prefill = self._is_prefill_of(request)
-            keys = self._cache.keys(request.prompt)
-            lookup = self._cache.lookup(keys, None if is_prefill else request.kv_transfer_params)
-            transfer = self._transfers[request] = _Transfer(keys, lookup)
+            keys = self.cache.keys(request.prompt)
+            lookup = self.cache.lookup(keys, None if is_prefill else request.kv_transfer_params)
+            tracker = self._trackers[request] = _Tracker(keys, lookup)
             if is_prefill:
-                transfer.attempt, request.answer_params = self._cache.announce(
+                tracker.handoff, request.answer_params = self.cache.announce(
                     keys, request.kv_transfer_params
                 )
 
     def is_looked_up(self, request: Request) -> bool:
-        transfer = self._transfers.get(request)
-        return transfer is None or transfer.lookup.poll() is not None
+        tracker = self._trackers.get(request)
+        return tracker is None or tracker.lookup.poll() is not None
 
     def load(self, request: Request) -> bool:
-        """Starts to load what was found into the request's blocks; False if that is nothing."""
+        """Starts to load the hit into the request's blocks. Returns False if there is none."""
         with self._degrading(request):
-            transfer = self._transfers.get(request)
-            found = transfer.lookup.poll() if transfer else None
-            if transfer is None or found is None:
+            tracker = self._trackers.get(request)
+            found = tracker.lookup.poll() if tracker else None
+            if tracker is None or found is None:
                 return False
             request.miss_reason = found.reason and found.reason.value
             if min(found.num_tokens, len(request.prompt) - 1) > 0:
-                transfer.load = self._pool.load(found.keys, request.block_ids, first_token=0)
-            return transfer.load is not None
+                tracker.load = self.pool.load(found.keys, request.block_ids, first_token=0)
+            return tracker.load is not None
         return False
 
     def is_loaded(self, request: Request) -> bool:
-        """Whether the load has ended. Then what came counts as computed, but for the last token."""
-        transfer = self._transfers.get(request)
-        if transfer is None or transfer.load is None:
+        """Returns whether the load has ended.
+
+        Then the loaded tokens count as computed, except the prompt's last one: its logits are
+        needed.
+        """
+        tracker = self._trackers.get(request)
+        if tracker is None or tracker.load is None:
             return True
-        result = transfer.load.result
+        result = tracker.load.result
         if result is None:
             return False
         if result.reason is not None:
             request.miss_reason = result.reason.value
-        transfer.num_saved = result.num_tokens
+        tracker.num_saved = result.num_tokens
         request.num_loaded = min(result.num_tokens, len(request.prompt) - 1)
         request.num_computed = request.num_loaded
         return True
 
     def save(self, request: Request) -> None:
-        """After a chunk of a prompt: saves its new blocks; after the last, publishes them all."""
+        """Saves the blocks of a computed chunk; with the last chunk, publishes the prompt."""
         with self._degrading(request):
-            transfer = self._transfers.get(request)
-            if transfer is None or self._role == "decode":
+            tracker = self._trackers.get(request)
+            if tracker is None or self._role == "decode":
                 return
-            keys = transfer.keys.prefix(request.num_computed)
+            keys = tracker.keys.prefix(request.num_computed)
             is_end = request.num_computed == len(request.prompt)
-            if is_end and transfer.attempt is not None:
-                transfer.publish = self._pool.save(
+            if is_end and tracker.handoff is not None:
+                tracker.publish = self.pool.save(
                     keys,
                     request.block_ids,
-                    first_token=transfer.num_saved,
-                    handoff=transfer.attempt,
-                    after=transfer.saves,
+                    first_token=tracker.num_saved,
+                    handoff=tracker.handoff,
+                    after=tracker.saves,
                 )
-            elif keys.num_tokens > transfer.num_saved:
-                job = self._pool.save(keys, request.block_ids, first_token=transfer.num_saved)
-                transfer.saves.append(job)
-            transfer.num_saved = keys.num_tokens
+            elif keys.num_tokens > tracker.num_saved:
+                job = self.pool.save(keys, request.block_ids, first_token=tracker.num_saved)
+                tracker.saves.append(job)
+            tracker.num_saved = keys.num_tokens
 
     def cancel(self, request: Request) -> None:
-        """The request ended early: nobody waits for its lookup or its load."""
+        """Cancels the lookup and the load of a request that ended early, and its hand-off."""
         with self._degrading(request):
-            transfer = self._transfers.get(request)
-            if transfer is not None:
-                transfer.lookup.cancel()
-                if transfer.load is not None:
-                    transfer.load.cancel()
-                if transfer.attempt is not None and transfer.publish is None:
-                    self._pool.abort_handoff(transfer.attempt)
+            tracker = self._trackers.get(request)
+            if tracker is not None:
+                tracker.lookup.cancel()
+                if tracker.load is not None:
+                    tracker.load.cancel()
+                if tracker.handoff is not None and tracker.publish is None:
+                    self.pool.abort_handoff(tracker.handoff)
 
     def is_done(self, request: Request) -> bool:
-        """Whether no job reads or writes the request's blocks any more: they may be given back."""
-        transfer = self._transfers.get(request)
-        if transfer is None:
+        """Returns whether no job reads or writes the request's blocks: they may be given back."""
+        tracker = self._trackers.get(request)
+        if tracker is None:
             return True
-        is_done = all(job.done for job in (transfer.load, transfer.publish) if job is not None)
-        if not (is_done and all(job.captured for job in transfer.saves)):
+        is_done = all(job.done for job in (tracker.load, tracker.publish) if job is not None)
+        if not (is_done and all(job.captured for job in tracker.saves)):
             return False
-        del self._transfers[request]
+        del self._trackers[request]
         return True
 
     def close(self) -> None:
-        """Gives running jobs the drain time, then ends them. Twice is fine."""
-        self._pool.close()
-        self._cache.close()
+        """Gives running jobs the drain time, then ends them. May be called twice."""
+        self.pool.close()
+        self.cache.close()
 
     def _is_prefill_of(self, request: Request) -> bool:
-        """Whether this instance publishes the prompt for another one."""
+        """Returns whether this instance publishes the prompt for another one."""
         params = request.kv_transfer_params or {}
         return self._role == "prefill" or (
             self._role == "both" and params.get("do_remote_decode") is True
@@ -166,7 +172,7 @@ class Adapter:
     def _degrading(self, request: Request) -> Iterator[None]:
         try:
             yield
-        except Exception:  # the border to pdstore: a fault is a miss
+        except Exception:  # the border with pdstore: a fault is a miss
             log.exception("pdstore failed for a request, which goes on without it")
             self._metrics.miss(pdstore.Reason.FAULT)
             request.miss_reason = pdstore.Reason.FAULT.value

@@ -1,4 +1,4 @@
-"""Tokens -> text -> OpenAI's answer, whole or in parts."""
+"""Answer: turns tokens into text and into OpenAI's answer, whole or in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HALF_CHARACTER = "\ufffd"
 
 
 class Answer:
-    """The answer to one request: `add` its tokens, `part` what has come since the last part."""
+    """The answer to one request: `add` takes tokens, `part` returns those since the last part."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, model: str, body: Body, request: Request
@@ -25,8 +25,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._body = body
         self._request = request
-        self._context: list[int] = []  # the last tokens that are text already
-        self._pending: list[int] = []  # tokens after them, which end in half a character
+        self._context: list[int] = []  # the last tokens whose text is complete
+        self._pending: list[int] = []  # tokens after them, which may end in half a character
         self._tokens: list[Token] = []
         self._offsets: list[int] = []
         self._text = ""
@@ -49,7 +49,10 @@ class Answer:
             self._context, self._pending = self._pending, []
 
     def part(self, finish_reason: str | None = None) -> Json:
-        """What was added since the last part; with a finish reason the last one, all there is."""
+        """Returns the tokens and the text since the last part.
+
+        Text that ends in half a character waits for its other half, but not with a finish reason.
+        """
         if finish_reason is not None:
             self._text += self._new_text()
         choice: Json = {"index": 0, "text": self._text, "finish_reason": finish_reason}
@@ -69,7 +72,7 @@ class Answer:
         return bool(self._body.stream)
 
     def end(self, finish_reason: str) -> list[Json]:
-        """The last parts: of a stream, its last text, and usage if asked for; else all in one."""
+        """Returns the last parts of a stream, with the usage if asked for, or the whole answer."""
         last = self.part(finish_reason)
         usage = {**self._head, "choices": [], "usage": self._usage()}
         if not self.is_stream:
@@ -93,7 +96,7 @@ class Answer:
         }
 
     def _new_text(self) -> str:
-        """The text of the pending tokens, as it reads behind the ones before them."""
+        """Returns the text of the pending tokens as it reads after the tokens before them."""
         before = self._decode(self._context)
         return self._decode(self._context + self._pending)[len(before) :]
 

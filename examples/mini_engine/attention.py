@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from examples.mini_engine.request import Request
 
 
 class Chunk(NamedTuple):
-    """The tokens start..stop of a request, to go through the model in one step."""
+    """The tokens start..stop of a request, which go through the model in one step."""
 
     request: Request
     start: int
@@ -28,20 +28,31 @@ class Chunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's answer to it is the request's next token."""
+        """Whether the model's output for it is the request's next token."""
         return self.stop == len(self.request.token_ids)
 
 
 class Step:
-    """Where the tokens of one step, concatenated over its chunks, lie in the paged cache.
+    """One pass through the model: the tokens of its chunks, and their places in the paged cache.
 
     Chunks of one token go through attention together, longer ones each by itself.
+
+    layer_written: called in each layer, in order, when the step's K and V of that layer are in the
+      cache; on a GPU their write is then queued on the current stream. An exception ends the step.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        cache: PagedCache,
+        layer_written: Callable[[int], None] | None = None,
+    ) -> None:
         self._layers = cache.layers
+        self._layer_written = layer_written
         device = cache.layers[0].device
-        ids, positions, slots, rows, tables = [], [], [], [], []
+        ids: list[int] = []
+        rows: list[int] = []
+        positions, slots, tables = [], [], []
         self._prefills: list[tuple[slice, Tensor, int]] = []  # rows, block table, tokens so far
         for chunk in chunks:
             where = torch.arange(chunk.start, chunk.stop)
@@ -64,12 +75,17 @@ class Step:
         self._tables = pad_sequence(tables, batch_first=True).to(device) if tables else None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Puts the step's K and V, each [kv heads, tokens, dim], into the cache."""
+        """Writes the step's K and V, each [kv heads, tokens, dim], into the cache."""
         slots = self._layers[layer].flatten(0, 1)
         slots[self._slots] = torch.cat([key, value], dim=-1).transpose(0, 1)
+        if self._layer_written is not None:
+            self._layer_written(layer)
 
     def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Attention of the step's queries [heads, tokens, dim] over each request's own K and V."""
+        """Returns the attention of the step's queries over each request's own K and V.
+
+        query and result: [heads, tokens, dim]. window: tokens that a query sees; None: all.
+        """
         out = torch.empty_like(query)
         for rows, table, length in self._prefills:
             kv = self._layers[layer][table].flatten(0, 1)[:length].transpose(0, 1)
@@ -81,7 +97,7 @@ class Step:
         return out
 
     def _mask(self, length: int, window: int | None) -> Tensor:
-        """Which of the tokens 0..length each chunk of one token sees: the same in many layers."""
+        """Returns which of the tokens 0..length each chunk of one token sees; cached by window."""
         if window not in self._masks:
             at = torch.arange(length, device=self._ends.device)
             seen = at <= self._ends
@@ -101,14 +117,17 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: tensors are [1, heads, tokens, dim]."""
+    """Computes one layer's attention for transformers: tensors are [1, heads, tokens, dim]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     step.write(layer, key[0], value[0])
     return step.attend(layer, query[0], scaling, sliding_window).transpose(0, 1)[None], None
 
 
 def _attend_chunk(query: Tensor, kv: Tensor, scaling: float, window: int | None) -> Tensor:
-    """The last tokens' queries [heads, n, dim] over all tokens' K and V [kv heads, m, 2 * dim]."""
+    """Returns the attention of the last n tokens of a request over all its m tokens.
+
+    query: [heads, n, dim]. kv: [kv heads, m, 2 * dim].
+    """
     n, m = query.shape[1], kv.shape[1]
     mask: Tensor | CausalBias = causal_lower_right(n, m)
     if window is not None and m > window:
@@ -122,9 +141,10 @@ def _attend_chunk(query: Tensor, kv: Tensor, scaling: float, window: int | None)
 
 
 def _attend_singles(query: Tensor, kv: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """One query of each request [heads, n, dim] over its K and V [n, kv heads, m, 2 * dim].
+    """Returns the attention of one query of each of n requests over the request's K and V.
 
-    The heads that share a KV head stand in the place of tokens: no K or V is repeated.
+    query: [heads, n, dim]. kv: [n, kv heads, m, 2 * dim]. The heads that share a KV head take the
+    place of the tokens, so no K or V is repeated.
     """
     heads, n, dim = query.shape
     grouped = query.transpose(0, 1).reshape(n, kv.shape[1], -1, dim)

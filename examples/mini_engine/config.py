@@ -1,4 +1,4 @@
-"""The command line."""
+"""Config: the options of one engine process, from the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdstore.errors import ConfigError
 
 
 def positive(text: str) -> int:
-    """A number of an option, 1 or more."""
+    """Returns an option's number. Raises ArgumentTypeError below 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return int(text)
@@ -25,7 +25,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:  # noqa: ANN401 - any 
 
 @dataclass(frozen=True)
 class Config:
-    """One engine process. `settings` are pdstore's: whether it is on, the role, the store."""
+    """The options of one engine process. `settings` are pdstore's: the switch, role and store."""
 
     model: Path
     settings: Settings
@@ -53,12 +53,15 @@ class Config:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The name that clients use for the model."""
         return self.served_model_name or str(self.model)
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """The config of a command line. Raises ConfigError; argparse exits by itself, with 2."""
+    """Returns the config of a command line.
+
+    Raises ConfigError for a value that pdstore refuses; argparse exits with 2 for a bad option.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m examples.mini_engine",
         description="Serves a Hugging Face decoder over OpenAI's completions API, greedily. With"

@@ -1,4 +1,4 @@
-"""What /metrics shows."""
+"""The engine's metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdstore import Metrics
 
 
 class Counters:
-    """The engine's own counts, beside pdstore's, which stay 0 while it is off."""
+    """The engine's own counters, in one registry with pdstore's, which stay 0 while it is off."""
 
     def __init__(self) -> None:
         self.pdstore = Metrics()
@@ -25,7 +25,7 @@ class Counters:
         )
 
     def show(self, scheduler: Scheduler, cache: PagedCache) -> None:
-        """Sets the gauges, once a turn."""
+        """Sets the gauges; called once a turn."""
         for state in ("waiting", "loading", "running", "leaving"):
             self._requests.labels(state).set(len(getattr(scheduler, state)))
         self._free_blocks.set(cache.num_free)

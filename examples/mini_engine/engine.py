@@ -1,4 +1,4 @@
-"""The engine's loop, in a thread of its own."""
+"""Engine: the loop that answers requests, in its own thread."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _STOP_S = 5.0
 
 
 class EngineError(RuntimeError):
-    """The engine takes no requests; `str()` says why."""
+    """Raised where the engine takes no requests; the message gives the reason."""
 
 
 class Engine:
-    """Answers requests. `submit`, `abort`, `drain` and `stop` are for any thread."""
+    """Answers requests. Any thread may call `submit`, `abort`, `drain` and `stop`."""
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.threads)
@@ -51,12 +51,17 @@ class Engine:
         if config.settings.pd_transfer_via_storage:
             self.adapter = Adapter(config, self.model, self.cache, self.counters.pdstore)
         self.scheduler = Scheduler(config, self.cache, self.adapter)
-        self.error: str | None = None  # why the loop has ended; nothing is taken any more
+        self.error: str | None = None  # why the loop has ended; then no request is taken
         self._ending = threading.Lock()
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="mini-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread is alive."""
+        return self._thread.is_alive()
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that could never be answered."""
@@ -71,24 +76,24 @@ class Engine:
             self.adapter.check(request)
 
     def submit(self, request: Request) -> None:
-        """Takes a request that passed `check`. Raises EngineError from `drain` on."""
+        """Takes a request that passed `check`. Raises EngineError after `drain`."""
         with self._ending:
             if self.error is not None or self._stop_at is not None:
                 raise EngineError(self.error or "the engine is stopping")
             self._inbox.put(request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request early; nothing happens if it has ended."""
+        """Ends a request early. Does nothing if it has ended."""
         request.is_aborted = True
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Takes no more requests, and gives those there are the drain time. Returns at once."""
+        """Takes no more requests and gives the running ones the drain time. Returns at once."""
         self._stop_at = self._stop_at or time.monotonic() + self.config.settings.drain_s
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """Waits for the end of `drain`, and of the saves after it: each is bounded."""
+        """Drains, then waits for the thread to end; the drain and the last saves are bounded."""
         self.drain()
         self._thread.join(2 * self.config.settings.drain_s + _STOP_S)
 
@@ -97,7 +102,7 @@ class Engine:
             while not self._is_over():
                 self._turn()
             self._end("the engine was stopped")
-        except Exception as error:  # whatever it was, clients must hear of it
+        except Exception as error:  # whatever it was, clients get it as their error
             log.exception("the engine's loop ended")
             self._end(f"the engine's loop ended: {error!r}")
 
@@ -107,7 +112,7 @@ class Engine:
         return time.monotonic() > self._stop_at or not self.scheduler.unfinished()
 
     def _end(self, error: str) -> None:
-        """Ends the requests there are, waits for their saves, and gives their blocks back."""
+        """Ends all requests, waits for their saves, and gives their blocks back."""
         with self._ending:
             self.error = error
         self._take_inbox(wait=False)
@@ -118,7 +123,7 @@ class Engine:
         self.scheduler.give_back()
 
     def _turn(self) -> None:
-        """One turn: new requests, what the jobs did meanwhile, one step of the model."""
+        """Takes new requests and the results of jobs, then runs one step of the model."""
         self._take_inbox(wait=not self.scheduler.running)
         self.scheduler.advance()
         chunks = self.scheduler.next_chunks()
@@ -165,7 +170,7 @@ class Engine:
 
 
 def _choose(logits: torch.Tensor, requests: list[Request]) -> list[Token]:
-    """The likeliest token of each row, with its logprob."""
+    """Returns the likeliest token of each row of logits, with its logprob."""
     if not requests:
         return []
     logprobs = logits.log_softmax(dim=-1)

@@ -1,9 +1,9 @@
-"""A Hugging Face decoder that computes over our paged cache."""
+"""A Hugging Face decoder that computes over the engine's paged cache."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ _ATTENTION = "mini_engine"
 
 
 class Model:
-    """Weights, tokenizer, and the facts of the checkpoint that the engine needs.
+    """The weights, the tokenizer, and the numbers of the checkpoint that the engine needs.
 
     Raises ConfigError for a checkpoint whose KV it cannot page.
     """
@@ -38,7 +38,8 @@ class Model:
             self._hf_config = transformers.AutoConfig.from_pretrained(**load)
             _check(self._hf_config)
             transformers.AttentionInterface.register(_ATTENTION, paged_attention)
-            self._network: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            causal_lm: Any = transformers.AutoModelForCausalLM  # its types are wrappers
+            self._network = causal_lm.from_pretrained(
                 **load, dtype=getattr(torch, config.dtype), attn_implementation=_ATTENTION
             )
             self._network.to(config.device).eval()
@@ -54,15 +55,24 @@ class Model:
 
     @property
     def rope(self) -> str:
-        """Canonical text of what rotates K, for the namespace."""
+        """The parameters that rotate K, as canonical text for the namespace."""
         names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
         rope = {name: getattr(self._hf_config, name, None) for name in names}
         return json.dumps(rope, sort_keys=True)
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], cache: PagedCache) -> torch.Tensor:
-        """Computes the chunks' KV into the cache; logits [n, vocabulary] of the n last chunks."""
-        step = Step(chunks, cache)
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        cache: PagedCache,
+        layer_written: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Computes the chunks' KV into the cache.
+
+        Returns logits [n, vocabulary] of the n chunks that end their request's tokens.
+        layer_written: see `Step`.
+        """
+        step = Step(chunks, cache, layer_written)
         hidden = self._network.model(
             input_ids=step.token_ids[None],
             position_ids=step.positions[None],

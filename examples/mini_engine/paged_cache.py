@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor per layer, and which of its blocks are free."""
+"""PagedCache: the KV cache, one tensor per layer, and the list of its free blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pdstore.errors import ConfigError
 class PagedCache:
     """KV blocks of all requests.
 
-    A layer is [num_blocks, block_size, num_kv_heads, 2 * head_dim]: K, then V, in the last one.
-    It starts as zeros, because attention multiplies what is behind a request's end by 0.
+    A layer is [num_blocks, block_size, num_kv_heads, 2 * head_dim]; the last dimension holds K,
+    then V. It starts as zeros, since attention multiplies the slots after a request's end by 0.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class PagedCache:
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks that many tokens need."""
+        """Returns the number of blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
 
     def slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens are in a layer, counted over all blocks."""
+        """Returns the slots of tokens in a layer, counted over all blocks."""
         block_ids = block_table[positions // self.block_size]
         return block_ids * self.block_size + positions % self.block_size
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Ids of blocks that are nobody else's now; None if there are not as many."""
+        """Takes free blocks and returns their ids; None if there are not enough."""
         if num_blocks > len(self._free):
             return None
         return [self._free.pop() for _ in range(num_blocks)]
 
     def free(self, block_ids: list[int]) -> None:
-        """Takes blocks back. Nothing may read or write them any more."""
+        """Takes blocks back. The caller makes sure that nothing reads or writes them any more."""
         self._free.extend(reversed(block_ids))

@@ -1,4 +1,4 @@
-"""What a body of /v1/completions may say."""
+"""Body: the fields of a request to /v1/completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class RefusedError(Exception):
-    """A request that gets an error in OpenAI's form."""
+    """Raised for a request that is answered with an error in OpenAI's form."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -28,7 +28,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """OpenAI's fields with vLLM's additions. What would make an answer not greedy is refused."""
+    """OpenAI's fields with vLLM's additions. Sampling options are refused: answers are greedy."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -53,7 +53,7 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, data: bytes) -> Body:
-        """Raises RefusedError, naming the first field that is wrong."""
+        """Returns the body in this JSON. Raises RefusedError with the first field that is wrong."""
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:

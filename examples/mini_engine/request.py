@@ -1,4 +1,4 @@
-"""One request, from its prompt to its last token."""
+"""Request: one request, from its prompt to its last token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class State(enum.Enum):
-    """Where a request is. Its blocks are held from LOADING or PREFILL until nothing uses them."""
+    """The state of a request. It holds blocks from LOADING or PREFILL until no job uses them."""
 
     WAITING = "waiting"
     LOOKING_UP = "looking up"
@@ -20,7 +20,7 @@ class State(enum.Enum):
 
 
 class Token(NamedTuple):
-    """One token of an answer. `top`: the most likely ids with their logprobs, if asked for."""
+    """One token of an answer. `top`: the likeliest ids with their logprobs, if asked for."""
 
     id: int
     logprob: float
@@ -36,10 +36,10 @@ class Finish(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """What a client asked for, and how far it is: written by the engine's thread only.
+    """A client's request and its progress, which only the engine's thread writes.
 
-    sink: takes every Token and at last the Finish, in the engine's thread; must not block.
-    kv_transfer_params: as the client or router sent them.
+    sink: called in the engine's thread with every Token and then the Finish; must not block.
+    kv_transfer_params: as the client or the router sent them.
     """
 
     prompt: list[int]
@@ -55,8 +55,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # leading tokens whose KV is in the cache, computed here or loaded
     num_loaded: int = 0  # of these, loaded from the pool
-    num_fed: int = 0  # prompt tokens that went through the model here
-    miss_reason: str | None = None  # why not more was loaded
+    num_fed: int = 0  # prompt tokens that the model computed here
+    miss_reason: str | None = None  # the reason of tokens that were not loaded
     answer_params: dict[str, Any] | None = None  # kv_transfer_params of the answer
 
     def __post_init__(self) -> None:

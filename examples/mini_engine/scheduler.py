@@ -1,4 +1,4 @@
-"""Which requests run, and which of their tokens are computed next."""
+"""Scheduler: chooses the requests that run and the tokens that are computed next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.mini_engine.request import Finish, Request, State
 
 
 class Scheduler:
-    """Moves requests through their states. Only the engine's thread calls it; it never waits.
+    """Moves requests through their states. Called by the engine's thread only; never waits.
 
     A request gets the blocks of its whole prompt and answer at once, so none is ever preempted.
     """
@@ -29,7 +29,7 @@ class Scheduler:
         self.leaving: list[Request] = []  # FINISHED, with blocks that a job may still use
 
     def is_waiting_for_jobs(self) -> bool:
-        """Whether something besides a new request can change what there is to do."""
+        """Returns whether a lookup or a job can end: then the loop polls instead of sleeping."""
         return bool(self.waiting or self.loading or self.leaving)
 
     def unfinished(self) -> list[Request]:
@@ -39,7 +39,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def advance(self) -> None:
-        """Does what needs no computing: aborts, lookups, admission, the ends of loads and saves."""
+        """Handles aborts, lookups, admission, and the ends of loads and saves."""
         for request in self.unfinished():
             if request.is_aborted:
                 self.finish(request, Finish("abort"))
@@ -49,7 +49,10 @@ class Scheduler:
         self.give_back()
 
     def next_chunks(self) -> list[Chunk]:
-        """The next step, in the budget: a token of each answer, then prompts in their order."""
+        """Returns the chunks of the next step, within the token budget.
+
+        One token of each running answer comes first, then prompts in order of arrival.
+        """
         chunks: list[Chunk] = []
         budget = self._max_tokens
         for request in sorted(self.running, key=lambda r: r.state is State.PREFILL):
@@ -61,7 +64,7 @@ class Scheduler:
         return chunks
 
     def finish(self, request: Request, finish: Finish) -> None:
-        """Ends a request in any state. Its blocks come back when no job uses them."""
+        """Ends a request in any state. `give_back` frees its blocks when no job uses them."""
         for place in (self.waiting, self.loading, self.running):
             if request in place:
                 place.remove(request)
@@ -88,7 +91,7 @@ class Scheduler:
                 self._adapter.look_up(request)
 
     def _admit(self) -> None:
-        """Lets requests in, in order of arrival, but past those whose lookup has no answer yet."""
+        """Admits requests in order of arrival, and skips those that are still being looked up."""
         for request in list(islice(self.waiting, self._max_seqs)):
             if self._adapter and not self._adapter.is_looked_up(request):
                 continue

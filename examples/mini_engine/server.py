@@ -28,7 +28,7 @@ Events = asyncio.Queue[Token | Finish]
 
 
 def app_of(engine: Engine) -> Starlette:
-    """The application; when it ends, it stops the engine."""
+    """Returns the ASGI application; its end stops the engine."""
     handlers = Handlers(engine)
 
     @contextlib.asynccontextmanager
@@ -49,7 +49,7 @@ def app_of(engine: Engine) -> Starlette:
 
 
 class HttpServer(uvicorn.Server):
-    """Runs the application. At a signal the engine hears first, so that requests can end well."""
+    """Runs the application. A signal drains the engine first, so that requests can end well."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, config = engine, engine.config
@@ -105,7 +105,7 @@ class Handlers:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def _request_of(self, body: Body, sink: Callable[[Token | Finish], None]) -> Request:
-        """The request in a body. Raises RefusedError for one that this engine can never answer."""
+        """Returns a body's request. Raises RefusedError if the engine can never answer it."""
         if body.model not in (None, self._name):
             message = f"the model {body.model!r} does not exist: this is {self._name!r}"
             raise RefusedError(message, status=404, param="model", code="model_not_found")
@@ -132,7 +132,7 @@ class Handlers:
     async def _parts(
         self, request: Request, answer: Answer, events: Events
     ) -> AsyncGenerator[Json, None]:
-        """Submits a request and yields its answer in parts. Left early, it ends the request."""
+        """Submits a request and yields its answer in parts; closing it early aborts the request."""
         try:
             self._engine.submit(request)
             while True:
@@ -167,18 +167,18 @@ class Handlers:
 
 
 def _sink_of(events: Events) -> Callable[[Token | Finish], None]:
-    """Hands events from the engine's thread to this one."""
+    """Returns a sink that hands events from the engine's thread to this event loop."""
     loop = asyncio.get_running_loop()
 
     def sink(event: Token | Finish) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     return sink
 
 
 async def _sse(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[str]:
-    """A stream of server-sent events; an error in it is its last but one."""
+    """Yields server-sent events. An error comes as the last event before [DONE]."""
     try:
         yield f"data: {json.dumps(first)}\n\n"
         async for part in parts:

@@ -17,7 +17,7 @@ MAX_REQUEST_ID_CHARS = 256
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may send: bytes of a body, and seconds until its last byte."""
+    """Limits of a request: bytes of its body, and seconds until the last of them has come."""
 
     body_bytes: int = 64 << 20
     body_timeout_s: float = 30.0

@@ -273,9 +273,9 @@ def test_a_redis_pool_answers_and_goes_away() -> None:
     with Processes() as children, open_pool("redis", children) as url:
         children.wait_ready(DEADLINE_S, lambda text: None)
         port = int(url.rpartition(":")[2].partition("/")[0])
-        assert pools._answers_ping(port)
-        children.stop(*children._running)
-        assert not pools._answers_ping(port)
+        assert pools.answers_ping(port)
+        children.stop(*children.running)
+        assert not pools.answers_ping(port)
 
 
 @pytest.mark.usefixtures("signal_handlers")

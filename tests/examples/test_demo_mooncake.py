@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from examples.demo import mooncake_pool, processes
-from examples.demo.pools import open_pool
 from examples.demo.processes import DemoError, Processes
 from pdstore.settings import Settings
 from pdstore.store import open_store
@@ -36,10 +35,10 @@ def works(url: str) -> None:
         wait_until_it_serves(store)
 
 
-def test_the_demos_pool_works_and_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(mooncake_pool, "_SEGMENT", "64MB")
-    with Processes() as running, open_pool("mooncake", running) as url:
-        pids = [process.popen.pid for process in running._running]
+def test_the_demos_pool_works_and_leaves_nothing_behind():
+    with Processes() as running:
+        url = mooncake_pool.start_mooncake(running, segment="64MB")
+        pids = [process.popen.pid for process in running.running]
         assert len(pids) == 2
         works(url)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

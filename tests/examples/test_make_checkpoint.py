@@ -15,8 +15,8 @@ from examples import train_checkpoint as trainer
 @pytest.fixture(autouse=True)
 def documents(monkeypatch):
     """As they are now: a file may be edited during a test."""
-    texts = maker._documents()
-    monkeypatch.setattr(maker, "_documents", lambda: texts)
+    texts = maker.documents_of_repository()
+    monkeypatch.setattr(maker, "documents_of_repository", lambda: texts)
 
 
 def test_it_is_an_ordinary_checkpoint_with_two_kv_heads(tmp_path, monkeypatch, capsys):
@@ -46,8 +46,9 @@ def test_it_is_trained_once(tmp_path, monkeypatch):
 
 
 def test_training_teaches_something(tmp_path):
-    text = maker._documents()[0][:1000]
-    ids = trainer.train_tokenizer(maker._documents())(text, return_tensors="pt")["input_ids"]
+    documents = maker.documents_of_repository()
+    text = documents[0][:1000]
+    ids = trainer.train_tokenizer(documents)(text, return_tensors="pt")["input_ids"]
     losses = [
         transformers.AutoModelForCausalLM.from_pretrained(
             maker.make_checkpoint(tmp_path / str(steps), steps=steps)

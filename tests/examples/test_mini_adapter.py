@@ -67,8 +67,8 @@ def decode(d, prompt, params):
 
 def stored(engine, prompt):
     """The pool's values of a prompt: where a test can reach in."""
-    keys = engine.adapter._cache.keys(prompt)
-    prompt = PromptBlocks(engine.adapter._pool.layout, keys, [range(64)])
+    keys = engine.adapter.cache.keys(prompt)
+    prompt = PromptBlocks(engine.adapter.pool.layout, keys, [range(64)])
     return prompt.values(BlockRange(0, len(keys)))
 
 
@@ -270,7 +270,7 @@ def test_stop_does_not_wait_for_a_store_that_hangs(open_instance, held):
     held[0].release()
 
 
-@pytest.mark.parametrize("half", ["_cache", "_pool"])
+@pytest.mark.parametrize("half", ["cache", "pool"])
 def test_a_bug_in_the_pool_costs_hits_not_answers(open_instance, checkpoints, monkeypatch, half):
     engine = open_instance("both")
     monkeypatch.setattr(engine.adapter, half, None)

@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 
+from examples.mini_engine.attention import Chunk
 from examples.mini_engine.engine import EngineError
-from examples.mini_engine.request import Finish
+from examples.mini_engine.paged_cache import PagedCache
+from examples.mini_engine.request import Finish, Request
 from pdstore.errors import ConfigError
 from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
     DEADLINE_S,
@@ -107,10 +109,28 @@ def test_a_request_can_be_aborted_in_prefill_and_in_decode(open_engine, monkeypa
     assert len(asked.ids) == steps
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_each_layer_is_reported_when_its_kv_is_written(open_engine, num_tokens):
+    """Then it may be saved while later layers compute."""
+    engine = open_engine()
+    cache = PagedCache(
+        2, engine.model.num_kv_heads, engine.model.head_dim, 1, 16, torch.float, "cpu"
+    )
+    request = Request(prompt=prompt_of(num_tokens), max_tokens=1, sink=print, block_ids=[0])
+    written = []
+
+    def layer_written(layer):
+        is_filled = [bool(kv[0, :num_tokens].all(dim=-1).any()) for kv in cache.layers]
+        written.append((layer, is_filled))
+
+    engine.model.forward([Chunk(request, 0, num_tokens)], cache, layer_written)
+    assert written == [(0, [True, False]), (1, [True, True])]
+
+
 def test_a_failed_step_ends_its_requests_and_not_the_engine(open_engine, monkeypatch, checkpoints):
     engine = open_engine()
 
-    def fail(chunks, cache):
+    def fail(*_):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
@@ -161,7 +181,7 @@ def test_without_the_switch_there_is_no_adapter_and_nothing_is_counted(open_engi
     engine = open_engine()
     ask(engine, prompt_of(5)).wait()
     assert engine.adapter is None
-    assert engine.counters.computed._value.get() == 5 + 7
+    assert engine.counters.registry.get_sample_value("mini_engine_computed_tokens_total") == 5 + 7
     samples = [sample for m in engine.counters.registry.collect() for sample in m.samples]
     assert not [s for s in samples if s.name.startswith("pdstore_") and s.name.endswith("_total")]
 

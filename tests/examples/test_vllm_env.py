@@ -24,7 +24,7 @@ NEEDED = [
 
 def test_it_installs_what_vllm_needs_less_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_env, "requires", lambda name: NEEDED)
-    assert vllm_env._requirements() == [
+    assert vllm_env.requirements() == [
         'torch==2.13.0; platform_machine == "x86_64"',
         "transformers<6,>=5",
         "torchmetrics>=1",
@@ -41,7 +41,7 @@ def test_pip_gets_the_user_s_options_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("PIP_ARGS", "--extra-index-url 'http://a b'")
     with pytest.raises(SystemExit, match="status 1"):
-        vllm_env._pip("x==1")
+        vllm_env.pip("x==1")
     assert seen[0][:4] == [sys.executable, "-m", "pip", "install"]
     assert seen[0][-3:] == ["--extra-index-url", "http://a b", "x==1"]
 
@@ -49,6 +49,6 @@ def test_pip_gets_the_user_s_options_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_vllm_is_found_under_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(vllm_env.sysconfig, "get_path", lambda name: str(tmp_path))
     for _ in range(2):  # again changes nothing
-        vllm_env._name_it_vllm()
+        vllm_env.name_it_vllm()
     (found,) = distributions(path=[str(tmp_path)])
     assert (found.name, found.version) == ("vllm", f"{vllm_env.VERSION}+cpu")

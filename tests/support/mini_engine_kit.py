@@ -1,4 +1,4 @@
-"""What the mini engine's tests share: random checkpoints, engines, and transformers' answers."""
+"""Random checkpoints, engines, and transformers' own answers, for the mini engine's tests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def close(engine):
     until(lambda: engine.cache.num_free == engine.cache.num_blocks or engine.error)
     engine.stop()
     assert engine.cache.num_free == engine.cache.num_blocks
-    assert not engine._thread.is_alive()
+    assert not engine.is_running
 
 
 def until(condition):
@@ -83,7 +83,7 @@ def until(condition):
 
 @dataclass
 class Asked:
-    """A request, and what came of it."""
+    """A request and its answer so far."""
 
     request: Request
     events: queue.Queue
@@ -145,10 +145,10 @@ class Gate:
         self.arrived = threading.Semaphore(0)
         forward = engine.model.forward
 
-        def gated(chunks, cache):
+        def gated(*arguments):
             self.arrived.release()
             assert self._steps.acquire(timeout=DEADLINE_S)
-            return forward(chunks, cache)
+            return forward(*arguments)
 
         monkeypatch.setattr(engine.model, "forward", gated)
 
