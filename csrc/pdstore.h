@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 4 };
+enum { PDS_ABI = 5 };
 
 enum {
   PDS_OK = 0,
@@ -152,6 +152,15 @@ int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64
 // The same checksums of values in memory, of at least 64 bytes each.
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
+
+// Writes values of at least 64 bytes to files, one after the other, until one cannot be written.
+// Each gets its xxh3_64 without its bytes 56 to 63 at that place, in memory too, and is linked to
+// its path when it is whole; a file that is there stays and counts as written. `temporary` is a
+// name on the same file system, which nobody else uses. Gives how many were written, and why it
+// stopped: 0 or an errno.
+int32_t pds_write_files(const char *temporary, const char *paths, const uint64_t *addresses,
+                        const int64_t *sizes, int64_t num_files, int64_t *num_written,
+                        int32_t *why);
 
 // An arena: values by key in a file that several processes map. The file holds an index and, from
 // data_at on, data_bytes of memory for values. Keys are one text, a zero after each.

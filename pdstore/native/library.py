@@ -81,13 +81,10 @@ class Library:
         Returns the `block.checksum` of each that was read, and why it stopped: 0, an errno, or
         OTHER_LENGTH.
         """
-        count = len(paths)
-        names = b"".join(os.fsencode(path) + b"\0" for path in paths)
+        count, done, why = len(paths), c_int64(), c_int32()
         to, wanted = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        sums = (c_uint64 * count)()
-        done, why = c_int64(), c_int32()
-        code = self.calls.pds_read_files(names, to, wanted, count, sums, byref(done), byref(why))
-        if code:
+        sums, ends = (c_uint64 * count)(), (byref(done), byref(why))
+        if self.calls.pds_read_files(_joined(paths), to, wanted, count, sums, *ends):
             raise ValueError("a file of fewer bytes than a header, or no address")
         return list(sums[: done.value]), why.value
 
@@ -102,6 +99,27 @@ class Library:
         if self.calls.pds_sum_values(places, lengths, count, sums):
             raise ValueError("a value of fewer bytes than a header, or no address")
         return list(sums)
+
+    def write_files(
+        self,
+        temporary: str,
+        paths: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+    ) -> tuple[int, int]:
+        """Writes whole files in turn, each of at least 64 bytes, until one cannot be written.
+
+        Each gets its `block.checksum` in its header. A file that is there stays and counts as
+        written. Returns how many were written, and why it stopped: 0 or an errno.
+
+        temporary: a path on the same file system that nobody else uses; nothing is left there.
+        """
+        count, done, why = len(paths), c_int64(), c_int32()
+        of, given = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        names, ends = (os.fsencode(temporary), _joined(paths)), (byref(done), byref(why))
+        if self.calls.pds_write_files(*names, of, given, count, *ends):
+            raise ValueError("a value of fewer bytes than a header, or no address")
+        return done.value, why.value
 
     def exchange_capture_mode(self, mode: int) -> int:
         """Sets the calling thread's capture mode (RELAXED or an earlier result); the one before."""
@@ -229,6 +247,10 @@ class Ticket:
     def __del__(self) -> None:
         if os.getpid() == self._pid:
             self._short_calls.pds_free_ticket(self._handle)
+
+
+def _joined(paths: Sequence[str]) -> bytes:
+    return b"".join(os.fsencode(path) + b"\0" for path in paths)
 
 
 def address_of(view: memoryview) -> int:

@@ -15,12 +15,12 @@ from pydantic import ByteSize
 
 from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
-from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
-from pdstore.native.library import Library, address_of, load_library
+from pdstore.native.library import Library, load_library
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.file.checksums import ChecksumFiles, check_sizes
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import error_of, named_error
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
@@ -64,7 +64,7 @@ class FileStore(Store):
             raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
-        self._library = library
+        self._checksums = ChecksumFiles(library)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
             self._directory.sweep()
@@ -123,24 +123,20 @@ class FileStore(Store):
     ) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
-        _check_sizes(slots)
+        check_sizes(slots)
         paths = [self._directory.path(key) for key in keys]
-        library = self._library() if keys else None
-        if library is None:
-            ended = read_values(paths, slots)
-            sums = [checksum(slots.value(i)) for i in range(ended.num_done)]
-        else:
-            base = address_of(slots.view)
-            addresses = [base + number * slots.slot_bytes for number in slots.numbers]
-            sums, why = library.read_files(paths, addresses, slots.sizes)
-            ended = Ended(len(sums), why)
-        checksums[: len(sums)] = sums
-        return self._count(keys, ended)
+        return self._count(keys, self._checksums.read(paths, slots, checksums))
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
         return self._writer.put(keys, slots, write_values)
+
+    def put_with_checksums(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        self._lifecycle.check()
+        check_call(keys, slots)
+        check_sizes(slots)
+        return self._writer.put(keys, slots, self._checksums.write)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
@@ -167,8 +163,3 @@ class FileStore(Store):
         if why not in (0, errno.ENOENT):
             raise error_of(self.label, why, keys[n], n)
         return n
-
-
-def _check_sizes(slots: Slots) -> None:
-    if min(slots.sizes, default=HEADER_BYTES) < HEADER_BYTES:
-        raise ValueError(f"a value of fewer than {HEADER_BYTES} bytes has no checksum")

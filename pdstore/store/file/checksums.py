@@ -1,0 +1,52 @@
+"""ChecksumFiles: values as files, with checksums taken in the pass that reads or writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence, Sequence
+
+from pdstore.format.block import HEADER_BYTES, checksum, write_checksum
+from pdstore.native.library import Library, address_of
+from pdstore.store.base import Slots
+from pdstore.store.file.plain import Ended, read_values, write_values
+
+
+class ChecksumFiles:
+    """Reads and writes by the native library; in Python, with a pass more, where there is none.
+
+    library: gives the library or None; called at the first use.
+    """
+
+    def __init__(self, library: Callable[[], Library | None]) -> None:
+        self._library = library
+
+    def read(self, paths: Sequence[str], slots: Slots, checksums: MutableSequence[int]) -> Ended:
+        """Reads as `read_values` does, and writes the i-th value's checksum to `checksums[i]`."""
+        library = self._library() if paths else None
+        if library is None:
+            ended = read_values(paths, slots)
+            sums = [checksum(slots.value(i)) for i in range(ended.num_done)]
+        else:
+            sums, why = library.read_files(paths, _addresses(slots), slots.sizes)
+            ended = Ended(len(sums), why)
+        checksums[: len(sums)] = sums
+        return ended
+
+    def write(self, temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
+        """Writes as `write_values` does, each value with its checksum in place."""
+        library = self._library() if paths else None
+        if library is not None:
+            return Ended(*library.write_files(temporary, paths, _addresses(slots), slots.sizes))
+        for i in range(len(paths)):
+            write_checksum(slots.value(i))
+        return write_values(temporary, paths, slots)
+
+
+def check_sizes(slots: Slots) -> None:
+    """Raises ValueError for a value that is too short to hold a checksum."""
+    if min(slots.sizes, default=HEADER_BYTES) < HEADER_BYTES:
+        raise ValueError(f"a value of fewer than {HEADER_BYTES} bytes has no checksum")
+
+
+def _addresses(slots: Slots) -> list[int]:
+    base = address_of(slots.view)
+    return [base + number * slots.slot_bytes for number in slots.numbers]
