@@ -61,6 +61,8 @@ def main() -> None:
         if not given.cpu:
             found["floor"] = measure_floor()
         run.measure()
+        if given.timelines:
+            run.write_timelines(given.timelines)
     found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills, "bursts": run.bursts}
     print(table(found))
     if given.json:
@@ -87,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     parser.add_argument("--check", action="store_true", help="compare D's tokens with one instance")
+    parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     for name, value in (SMALL if given.cpu else LARGE).items():

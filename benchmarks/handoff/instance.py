@@ -6,14 +6,13 @@ import contextlib
 import multiprocessing
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-now = time.perf_counter  # CLOCK_MONOTONIC: one clock for all processes of a machine
+from benchmarks.handoff.timeline import Recorder, now
 
 
 class Prompt(NamedTuple):
@@ -115,6 +114,16 @@ class Instance:
                 raise RuntimeError(f"{self.name} ended\n{self._tail()}") from None
             self._inbox.append((now(), *words))
 
+    def record(self) -> None:
+        """Begins a timeline."""
+        self._pipe.send("record")
+
+    def recorded(self) -> list[Any]:
+        """Ends the timeline; its spans."""
+        self._pipe.send("recorded")
+        spans: list[Any] = self.wait("spans", "")[1]
+        return spans
+
     def settle(self, timeout_s: float = 120) -> None:
         """Waits until nothing is left to do there."""
         self._pipe.send("settle")
@@ -148,7 +157,7 @@ def _serve(
     try:
         engine = make(**arguments)
         pipe.send(("about", "", engine.about()))
-        _answer(pipe, engine)
+        _answer(pipe, engine, Recorder())
         engine.close()
     except Exception:  # noqa: BLE001 - whatever it is, the client says it
         traceback.print_exc()
@@ -157,7 +166,7 @@ def _serve(
     os._exit(0)  # whatever threads a library left
 
 
-def _answer(pipe: Connection, engine: Served) -> None:
+def _answer(pipe: Connection, engine: Served, recorder: Recorder) -> None:
     """Takes requests and steps the engine until the client says None or is gone."""
 
     talking = threading.Lock()
@@ -180,11 +189,22 @@ def _answer(pipe: Connection, engine: Served) -> None:
             return
         if word == "settle":
             is_asked_to_settle = True
-        elif isinstance(word, Prompt):
-            engine.stage(word)
-            say("staged", "", None)
         else:
-            engine.submit(word, say)
+            _obey(word, engine, recorder, say)
+
+
+def _obey(
+    word: Any, engine: Served, recorder: Recorder, say: Callable[[str, str, Any], None]
+) -> None:
+    if isinstance(word, Ask):
+        engine.submit(word, say)
+    elif isinstance(word, Prompt):
+        engine.stage(word)
+        say("staged", "", None)
+    elif word == "record":
+        recorder.begin()
+    else:
+        say("spans", "", recorder.take())
 
 
 def _next_word(pipe: Connection) -> Any:

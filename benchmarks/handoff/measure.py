@@ -10,10 +10,12 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.handoff.instance import Ask, Instance, Prompt, now
+from benchmarks.handoff.timeline import write_timeline
 
 NUM_DECODED = 8
 MODES = ("relayed", "concurrent", "settled", "computed")
@@ -34,7 +36,7 @@ class Sample:
     d_computed: int
     is_same: bool
     reason: str | None
-    marks: dict[str, float] = field(default_factory=dict)
+    marks: dict[str, float] = field(default_factory=dict)  # what the client saw, seconds of now()
 
 
 class Client:
@@ -75,10 +77,20 @@ class Client:
             is_same=True,
             reason=facts["reason"],
         )
+        marks = {"P asked": sent, "P answered": answered, "D asked": asked, "first token": first}
+        sample.marks = marks
         for each in (self._p, self._d):
             each.settle()
         sample.is_same = self._is_right(prompt, facts["ids"])
         return sample
+
+    def timeline(self, mode: str, num_tokens: int, path: Path) -> None:
+        """Hands one more prompt over, and writes what P and D did when."""
+        for each in (self._p, self._d):
+            each.record()
+        marks = self.hand_over(mode, num_tokens).marks
+        spans = {"P": self._p.recorded(), "D": self._d.recorded()}
+        write_timeline(path, marks, spans)
 
     def burst(self, num_tokens: int, at_once: int) -> tuple[list[float], list[float]]:
         """Seconds to the first token of prompts handed over at once; and by one instance alone."""

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.engines import Setup
@@ -42,6 +43,15 @@ class Run:
         for is_counted in self._rounds() if self.given.burst else ():
             found = [self._burst(client) for client in clients]
             self.bursts += found if is_counted else []
+
+    def write_timelines(self, directory: Path) -> None:
+        """Records one more hand-off of each store, mode and length."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for client in self._clients():
+            for mode in self.given.modes:
+                for tokens in self.given.tokens if mode != "computed" else ():
+                    name = f"{client.store}_{mode}_{tokens}.json"
+                    client.timeline(mode, tokens, directory / name)
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
