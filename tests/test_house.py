@@ -153,7 +153,7 @@ def docstrings_of(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             returns = getattr(node, "returns", None)
-            is_question = isinstance(returns, ast.Name) and returns.id == "bool"
+            is_question = returns is not None and ast.unparse(returns).startswith(("bool", "Type"))
             text = (ast.get_docstring(node) or "").partition("\n")[0]
             yield getattr(node, "name", "module"), text, is_question
 

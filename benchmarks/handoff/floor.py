@@ -1,4 +1,4 @@
-"""What the machine itself could do: the copies of one prompt's KV over the link, nothing else."""
+"""The machine's own limit: the copies of one prompt's KV over the link, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client waits for between P's answer and D's first token, in each way to hand over.
+"""Measures a client's wait between P's answer and D's first token, in each kind of hand-off.
 
     exposed = D's first token - P's answer - one decode step
 

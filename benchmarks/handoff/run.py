@@ -16,7 +16,7 @@ from benchmarks.handoff.measure import Client, Sample, prefill_alone
 
 @dataclass
 class Run:
-    """What a run asks for, and what it found.
+    """The plan of a run, and its results.
 
     prefills: seconds of a lone instance's prefill, by the prompt's tokens.
     bursts: seconds to the first token of prompts that come at once.

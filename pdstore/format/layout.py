@@ -1,4 +1,4 @@
-"""How an engine lays its KV out: layers, groups, shards, payload order, namespace."""
+"""Layout: layers, KV groups, shards and payload order of one model on one rank."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Layout:
         return self.range_of(self.groups[part.group][0])
 
     def num_whole_ranges(self, num_layers: int) -> int:
-        """How many ranges are complete when the first `num_layers` layers have been computed."""
+        """Returns how many layer ranges are complete once the first `num_layers` are computed."""
         if num_layers >= len(self.layers):
             return self.num_ranges
         return self.range_of(num_layers)
@@ -262,7 +262,7 @@ class Layout:
         )
 
     def cells_of(self, num_tokens: int) -> int:
-        """How many of the tokens that block copies see are in a block of `num_tokens` tokens."""
+        """Returns the number of tokens that block copies see in a block of `num_tokens` tokens."""
         return 1 if self.order == "page" else num_tokens
 
     @cached_property

@@ -76,7 +76,7 @@ class Store(ABC):
 
     @abstractmethod
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """How many of the first keys are stored. Those are leased, and count as used now."""
+        """Returns how many of the first keys are stored. Leases them and counts a use of each."""
 
     @abstractmethod
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
@@ -119,7 +119,7 @@ class Store(ABC):
 
 
 class Lifecycle:
-    """Whether a store may be used: until `end`, and never in the child of a fork."""
+    """The time in which a store may be used: until `end`, and never in the child of a fork."""
 
     def __init__(self, label: str) -> None:
         self._label = label

@@ -63,7 +63,7 @@ class Loan:
     places: Places
 
     def __len__(self) -> int:
-        """How many of the call's first keys were found."""
+        """Number of the call's first keys that were found."""
         return len(self.places)
 
 
@@ -141,7 +141,7 @@ class InPlace(Protocol):
         """
 
     def still_there(self, loan: Loan) -> int:
-        """How many of the loan's first values have lain where they are ever since the `borrow`.
+        """Returns how many of the loan's first values have lain in place ever since the `borrow`.
 
         What was copied from those, and verified before, is right. Call it when no copy from the
         memory is on its way any more.

@@ -53,7 +53,7 @@ class Job:
 
     @property
     def result(self) -> JobResult | None:
-        """How the job ended; None before."""
+        """The outcome; None before the job has ended."""
         return self._result if self.done else None
 
     def wait(self, timeout_s: float) -> JobResult:

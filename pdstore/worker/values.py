@@ -1,4 +1,4 @@
-"""What a job moves: values of a prompt's blocks, with key, header and place in the cache."""
+"""The values of a prompt's blocks that a job moves: key, header and place in the paged cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Chain(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What the values of one part, in blocks of one length, have in common."""
+    """The fields that all values of one part share, in blocks of one length."""
 
     part: Part
     table: Sequence[int]
@@ -162,7 +162,7 @@ class PromptBlocks:
 
 
 def whole_blocks(values: Sequence[Value], count: int) -> int:
-    """How many of the first `count` values belong to blocks whose values are all among them."""
+    """Returns how many of the first `count` values make up whole blocks."""
     while 0 < count < len(values) and not values[count].leads:
         count -= 1
     return count

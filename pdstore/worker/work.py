@@ -22,7 +22,7 @@ class Shortfall(NamedTuple):
 
 
 class Work:
-    """What one job does. `JobRun` asks for its shares, and calls `finish` once behind them.
+    """The work of one job. `JobRun` takes its shares, and calls `finish` once after the last.
 
     After a shortfall no further share is begun. This class has no shares: all is in `finish`.
     """

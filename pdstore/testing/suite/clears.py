@@ -1,4 +1,4 @@
-"""What a store does when a namespace is cleared: all of it goes, and nothing else."""
+"""Clearing a namespace: all of it goes, and nothing else."""
 
 from __future__ import annotations
 
@@ -208,5 +208,5 @@ def _put(store: Store, keys: list[BlockKey]) -> None:
 
 
 def _stored(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
-    """Those that are there, asked one by one: a gap hides what is behind it."""
+    """Returns the keys that are stored, asked one by one: a match stops at the first gap."""
     return [key for key in keys if store.match([key])]

@@ -1,4 +1,4 @@
-"""What a store does at its end: close, twice, under load, and in a forked child."""
+"""The end of a store: close, twice, under load, and in a forked child."""
 
 from __future__ import annotations
 

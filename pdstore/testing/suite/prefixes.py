@@ -1,4 +1,4 @@
-"""What a store does with batches: prefixes, windows, and arguments that it must refuse."""
+"""Batches: results are prefixes, large batches work, and bad arguments are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store does when it is full. It has room for 16 to 64 values of 64 KiB here."""
+"""A full store: eviction, leases and StoreFull, with room for 16 to 64 values of 64 KiB."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _fill(store: Store, count: int, until: float = math.inf) -> None:
 
 
 def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:
-    """How many were put, and whether the store said then that it is full."""
+    """Puts until the store is full; returns how many it took, and whether it raised StoreFull."""
     try:
         return put(store, keys, [content(key, SIZE) for key in keys]), False
     except StoreFull as error:

@@ -1,4 +1,4 @@
-"""What a store does when several threads call it at once."""
+"""Several threads that call a store at once."""
 
 from __future__ import annotations
 

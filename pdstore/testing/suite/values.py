@@ -1,4 +1,4 @@
-"""What a store does with values: whole, unchanged, the caller's memory left alone."""
+"""Values: stored whole and unchanged, with the caller's memory left alone."""
 
 from __future__ import annotations
 
