@@ -9,7 +9,7 @@ import pytest
 
 from pdstore.errors import ConfigError, MissingExtra
 from pdstore.settings import Settings
-from pdstore.store import StoreURL, open_store
+from pdstore.store import open_store
 
 
 @pytest.mark.parametrize(
@@ -53,56 +53,3 @@ def test_a_bug_in_a_store_is_no_missing_package(monkeypatch):
     with pytest.raises(ImportError) as caught:
         open_store("memory://", Settings())
     assert not isinstance(caught.value, MissingExtra)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://:hush@host",
-        "redis://user:hush@host:6379/0?timeout=1",
-        "redis://:hu/sh@host",
-        "redis://:hu?sh@host",
-        "redis://:hu#sh@host",
-        "redis://:hu@sh@host",
-        "redis://:hush@host:notaport",
-        "redis://:hush@host?timeout",
-        "redis://:hush@host/notadatabase",
-        "rediss://:hush@host?what=1",
-        "reddis://:hush@host",
-        "redis:/:hush@host",
-        ":hush@host",
-        "redis+unix://:hush@/x?db=a",
-    ],
-)
-def test_no_message_shows_a_password(url):
-    shown = []
-    try:
-        shown += [repr(StoreURL.of(url)), StoreURL.of(url).label]
-        with contextlib.closing(open_store(url, Settings())) as store:
-            shown += [repr(store), store.label]
-    except ConfigError as error:
-        shown += [str(error), repr(error.__context__), repr(error.__cause__)]
-    assert shown
-    assert not any("hu" in text.replace("what", "") or "sh@" in text for text in shown), shown
-
-
-def test_names_and_passwords_are_percent_decoded():
-    url = StoreURL.of("redis://us%3Aer:p%40ss%2F%23@host:1/2?timeout=3")
-    assert (url.username, url.password, url.host, url.port) == ("us:er", "p@ss/#", "host", 1)
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("memory://?budget=0", "budget must be positive"),
-        ("memory://?budget=many", r"budget='many' is no size; write one like 20GiB"),
-        ("memory://?lease=soon", r"lease='soon' is no number of seconds"),
-        ("memory://?lease=nan", r"lease must be a positive number of seconds"),
-        ("memory://?size=1", r"unknown option 'size'; known: budget, lease"),
-        ("memory://x#y", r"write # as %23"),
-        ("redis://host:99999", r"its port or its options cannot be read"),
-    ],
-)
-def test_a_bad_option_says_what_to_write(url, words):
-    with pytest.raises(ConfigError, match=words):
-        open_store(url, Settings())

@@ -1,0 +1,64 @@
+"""connect_store: the store of an engine, there or not; the pool's id, made once and healed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+
+from pdstore import Metrics, read_settings
+from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.store.base import Slots
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.connect import connect_store, read_pool_id
+from pdstore.store.memory import MemoryStore
+
+NOWHERE = "redis+unix:///nowhere/redis.sock"
+
+
+class Forgetful(MemoryStore):
+    """Takes every value and keeps none."""
+
+    def put(self, keys, slots):
+        return len(keys)
+
+
+def test_its_calls_are_counted_and_its_failures_open_a_breaker():
+    metrics = Metrics()
+    with contextlib.closing(connect_store(read_settings(store="memory://"), metrics)) as store:
+        assert isinstance(store, CircuitBreaker)
+        store.match([POOL_ID_KEY])
+    assert metrics.store_calls.labels("match", "ok").collect()[0].samples[0].value == 2
+
+
+def test_a_store_that_is_away_is_a_warning(caplog):
+    caplog.set_level(logging.WARNING)
+    settings = read_settings(store=NOWHERE)
+    with contextlib.closing(connect_store(settings, Metrics())):
+        assert "serving without the pool until it appears" in caplog.text
+
+
+def test_a_required_store_that_is_away_is_an_error():
+    with pytest.raises(StoreUnavailable):
+        connect_store(read_settings(store=NOWHERE, require_store=True), Metrics())
+
+
+def test_a_pools_id_is_made_once_and_every_door_reads_the_same():
+    store = MemoryStore()
+    first = read_pool_id(store)
+    assert len(first) == 16
+    assert read_pool_id(store) == first
+    assert read_pool_id(MemoryStore()) != first
+
+
+def test_a_damaged_id_is_replaced():
+    store = MemoryStore()
+    store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [64]))
+    assert read_pool_id(store) == read_pool_id(store)
+
+
+def test_a_store_that_keeps_nothing_has_no_id():
+    with pytest.raises(StoreError, match="does not keep the pool's id"):
+        read_pool_id(Forgetful())

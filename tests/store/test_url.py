@@ -1,0 +1,74 @@
+"""StoreURL: parts and options are read as meant, mistakes say what to write, no secret shows."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from pdstore.errors import ConfigError
+from pdstore.settings import Settings
+from pdstore.store import StoreURL, open_store
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hush@host",
+        "redis://user:hush@host:6379/0?timeout=1",
+        "redis://:hu/sh@host",
+        "redis://:hu?sh@host",
+        "redis://:hu#sh@host",
+        "redis://:hu@sh@host",
+        "redis://:hush@host:notaport",
+        "redis://:hush@host?timeout",
+        "redis://:hush@host/notadatabase",
+        "rediss://:hush@host?what=1",
+        "reddis://:hush@host",
+        "redis:/:hush@host",
+        ":hush@host",
+        "redis+unix://:hush@/x?db=a",
+    ],
+)
+def test_no_message_shows_a_password(url):
+    shown = []
+    try:
+        shown += [repr(StoreURL.of(url)), StoreURL.of(url).label]
+        with contextlib.closing(open_store(url, Settings())) as store:
+            shown += [repr(store), store.label]
+    except ConfigError as error:
+        shown += [str(error), repr(error.__context__), repr(error.__cause__)]
+    assert shown
+    assert not any("hu" in text.replace("what", "") or "sh@" in text for text in shown), shown
+
+
+def test_names_and_passwords_are_percent_decoded():
+    url = StoreURL.of("redis://us%3Aer:p%40ss%2F%23@host:1/2?timeout=3")
+    assert (url.username, url.password, url.host, url.port) == ("us:er", "p@ss/#", "host", 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("memory://?budget=0", "budget must be positive"),
+        ("memory://?budget=many", r"budget='many' is no size; write one like 20GiB"),
+        ("memory://?lease=soon", r"lease='soon' is no number of seconds"),
+        ("memory://?lease=nan", r"lease must be a positive number of seconds"),
+        ("memory://?size=1", r"unknown option 'size'; known: budget, lease"),
+        ("memory://x#y", r"write # as %23"),
+        ("redis://host:99999", r"its port or its options cannot be read"),
+    ],
+)
+def test_a_bad_option_says_what_to_write(url, words):
+    with pytest.raises(ConfigError, match=words):
+        open_store(url, Settings())
+
+
+def test_options_are_taken_with_their_defaults_and_what_is_left_is_refused():
+    url = StoreURL.of("file:///pool?budget=2MiB&lease=0.5&extra=1")
+    assert url.size("budget", 7) == 2 << 20
+    assert url.seconds("lease", 3.0) == 0.5
+    assert url.size("budget", 7) == 7
+    assert url.seconds("lease", 3.0) == 3.0
+    with pytest.raises(ConfigError, match=r"unknown option 'extra'; known: budget, lease"):
+        url.finish("budget, lease")
