@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
@@ -70,7 +70,8 @@ class _Lane:
 class Follow:
     """One load that follows a hand-off.
 
-    failed: the marker that says that P stores no more.
+    failed: the marker that says that P could not store all.
+    done: the markers, one a shard, that say that P stored all; then what is missing was lost.
     stall_s: the load ends when nothing more is stored for so long.
     wake: tells the queue that the load has more to do, or nothing more.
     """
@@ -83,11 +84,12 @@ class Follow:
         first_block: int,
         *,
         failed: BlockKey,
+        done: Sequence[BlockKey],
         stall_s: float,
         range_bytes: int,
         wake: Callable[[], None],
     ) -> None:
-        self.job, self.failed = job, failed
+        self.job, self._failed, self._done = job, failed, done
         self._work, self._wake = work, wake
         self._stall_s, self._range_bytes = stall_s, range_bytes
         self._lanes = [_Lane(prompt, first_block, n) for n in range(prompt.layout.num_ranges)]
@@ -102,17 +104,18 @@ class Follow:
     def wanted(self) -> list[BlockKey]:
         """The keys whose appearance says that there is something to do."""
         missing = [lane.missing for lane in self._lanes]
-        return [self.failed, *(key for key in missing if key is not None)]
+        return [self._failed, *self._done, *(key for key in missing if key is not None)]
 
     def look(self, store: Store, stored: set[BlockKey]) -> bool:
         """Releases what is stored; ends the load if nothing more will come. Whether it moved.
 
         stored: those of `wanted` that are in the store.
         """
-        has_failed, moved = self.failed in stored, False
+        has_failed, moved = self._failed in stored, False
+        has_ended = has_failed or stored.issuperset(self._done)
         for lane in self._lanes:
             # P stores a block's layer ranges in order: more of one may mean more of the next
-            if has_failed or moved or lane.missing in stored:
+            if has_ended or moved or lane.missing in stored:
                 moved |= lane.advance(store)
             lane.release(self._work, self._range_bytes)
         now = time.monotonic()
@@ -122,6 +125,8 @@ class Follow:
             self._work.close()
         elif has_failed:
             self._work.close(Reason.HANDOFF_FAILED)
+        elif has_ended:
+            self._work.close(Reason.ABSENT)
         elif now - self._moved_at > self._stall_s:
             self._work.close(Reason.HANDOFF_LATE)
         if moved or not self._work.is_open:

@@ -256,6 +256,7 @@ class KVPool:
             prompt,
             first_block,
             failed=handoff.failed(self.namespace),
+            done=[handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)],
             stall_s=self._settings.handoff_wait_s,
             range_bytes=self._range_bytes,
             wake=partial(self._queue.wake, run),

@@ -108,6 +108,14 @@ def test_what_was_stored_just_before_the_failure_is_loaded(p, d):
     assert_loaded(p, d, 128)
 
 
+def test_a_block_that_the_pool_lost_after_the_handoff_is_not_waited_for(p, d, store):
+    keys = p.cache.keys(range(200))
+    assert p.pool.save(keys, P_BLOCKS, handoff=ONE).wait(10).reason is None
+    store.remove([keys.store_keys([part])[2] for part in p.layout.parts])
+    assert follow(d, 200).wait(1) == JobResult(128, Reason.ABSENT)
+    assert_loaded(p, d, 128)
+
+
 def test_a_load_ends_when_nothing_more_is_stored(p, instance):
     d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, handoff_wait_s=0.3)
     job, keys, saved = follow(d, 200), p.cache.keys(range(200)), 0
@@ -181,7 +189,7 @@ def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
         d.pool.load(d.cache.keys([n] * 100), D_BLOCKS, follow=HandoffId(f"{n:032x}"))
         for n in range(20)
     ]
-    eventually(lambda: counting.most == 20 * 4)
+    eventually(lambda: counting.most == 20 * 5)
     assert counting.num_calls < 50
     for job in jobs:
         job.cancel()
