@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pdstore
+from examples.mini_engine.attention import Chunk
 from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
-from examples.mini_engine.request import Request
+from examples.mini_engine.request import Request, State
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class _Tracker:
     lookup: pdstore.Lookup
     handoff: pdstore.HandoffId | None = None  # set if this instance is P for the request
     load: pdstore.Job | None = None
+    is_started: bool = False  # a chunk of the prompt was begun
     saves: list[pdstore.Job] = field(default_factory=list)
     publish: pdstore.Job | None = None
     num_saved: int = 0  # leading tokens that are in the pool or on their way
@@ -66,11 +68,11 @@ class Adapter:
         pdstore.Handoff.of(request.kv_transfer_params)
 
     def look_up(self, request: Request) -> None:
-        """Starts to look up how much of the prompt the pool has. On D it includes the hand-off."""
+        """Starts to look up how much of the prompt the pool has, or which hand-off D may follow."""
         with self._degrading(request):
             is_prefill = self._is_prefill_of(request)
             keys = self.cache.keys(request.prompt)
-            lookup = self.cache.lookup(keys, None if is_prefill else request.kv_transfer_params)
+            lookup = self.cache.follow(keys, None if is_prefill else request.kv_transfer_params)
             tracker = self._trackers[request] = _Tracker(keys, lookup)
             if is_prefill:
                 tracker.handoff, request.answer_params = self.cache.announce(
@@ -82,7 +84,10 @@ class Adapter:
         return tracker is None or tracker.lookup.poll() is not None
 
     def load(self, request: Request) -> bool:
-        """Starts to load the hit into the request's blocks. Returns False if there is none."""
+        """Starts to load the hit into the request's blocks. Returns False if there is none.
+
+        The load of a hand-off takes each block as soon as P has stored it.
+        """
         with self._degrading(request):
             tracker = self._trackers.get(request)
             found = tracker.lookup.poll() if tracker else None
@@ -90,7 +95,7 @@ class Adapter:
                 return False
             request.miss_reason = found.reason and found.reason.value
             if min(found.num_tokens, len(request.prompt) - 1) > 0:
-                tracker.load = self.pool.load(found.keys, request.block_ids, first_token=0)
+                tracker.load = self.pool.load(found.keys, request.block_ids, follow=found.follow)
             return tracker.load is not None
         return False
 
@@ -113,26 +118,31 @@ class Adapter:
         request.num_computed = request.num_loaded
         return True
 
-    def save(self, request: Request) -> None:
-        """Saves the blocks of a computed chunk; with the last chunk, publishes the prompt."""
-        with self._degrading(request):
-            tracker = self._trackers.get(request)
-            if tracker is None or self._role == "decode":
-                return
-            keys = tracker.keys.prefix(request.num_computed)
-            is_end = request.num_computed == len(request.prompt)
-            if is_end and tracker.handoff is not None:
-                tracker.publish = self.pool.save(
-                    keys,
-                    request.block_ids,
-                    first_token=tracker.num_saved,
-                    handoff=tracker.handoff,
-                    after=tracker.saves,
-                )
-            elif keys.num_tokens > tracker.num_saved:
-                job = self.pool.save(keys, request.block_ids, first_token=tracker.num_saved)
-                tracker.saves.append(job)
-            tracker.num_saved = keys.num_tokens
+    @contextlib.contextmanager
+    def saving(self, chunks: Sequence[Chunk]) -> Iterator[Callable[[int], None]]:
+        """Saves what a step in here computes of prompts; a prompt's last chunk publishes it.
+
+        Yields the `layer_written` of `Step`: the blocks of a layer range are stored as soon as its
+        last layer is written, while the model computes the next ones. If the step fails, so do its
+        saves.
+        """
+        saves: dict[Request, pdstore.OpenSave] = {}
+        for chunk in chunks:
+            if chunk.request.state is State.PREFILL:
+                with self._degrading(chunk.request):
+                    save = self._begin_save(chunk)
+                    if save is not None:
+                        saves[chunk.request] = save
+
+        def layer_written(layer: int) -> None:
+            for request, save in saves.items():
+                with self._degrading(request), _cancelling(save.job):
+                    save.layers_done(layer + 1)
+
+        with contextlib.ExitStack() as failing:
+            for save in saves.values():
+                failing.enter_context(_cancelling(save.job))
+            yield layer_written
 
     def cancel(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that ended early, and its hand-off."""
@@ -161,6 +171,33 @@ class Adapter:
         self.pool.close()
         self.cache.close()
 
+    def _begin_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
+        """Starts to save the blocks that a chunk completes; None if there are none."""
+        request, tracker = chunk.request, self._trackers.get(chunk.request)
+        if tracker is None or self._role == "decode":
+            return None
+        if tracker.handoff is not None and not tracker.is_started:
+            tracker.is_started = True
+            if pdstore.Handoff.of(request.kv_transfer_params) is not None:
+                self.pool.start_handoff(tracker.handoff, len(request.prompt))
+        keys = tracker.keys.prefix(chunk.stop)
+        handoff = tracker.handoff if chunk.stop == len(request.prompt) else None
+        if handoff is None and keys.num_tokens <= tracker.num_saved:
+            return None
+        save = self.pool.begin_save(
+            keys,
+            request.block_ids,
+            first_token=tracker.num_saved,
+            handoff=handoff,
+            after=tracker.saves if handoff else (),
+        )
+        if handoff is not None:
+            tracker.publish = save.job
+        else:
+            tracker.saves.append(save.job)
+        tracker.num_saved = keys.num_tokens
+        return save
+
     def _is_prefill_of(self, request: Request) -> bool:
         """Returns whether this instance publishes the prompt for another one."""
         params = request.kv_transfer_params or {}
@@ -176,3 +213,13 @@ class Adapter:
             log.exception("pdstore failed for a request, which goes on without it")
             self._metrics.miss(pdstore.Reason.FAULT)
             request.miss_reason = pdstore.Reason.FAULT.value
+
+
+@contextlib.contextmanager
+def _cancelling(job: pdstore.Job) -> Iterator[None]:
+    """Cancels a job if the code in here fails."""
+    try:
+        yield
+    except BaseException:
+        job.cancel()
+        raise

@@ -142,7 +142,7 @@ class Engine:
 
     def _step(self, chunks: list[Chunk]) -> None:
         try:
-            logits = self.model.forward(chunks, self.cache)
+            logits = self._forward(chunks)
             tokens = iter(_choose(logits, [c.request for c in chunks if c.is_last]))
         except Exception as error:  # ends these requests, not the engine
             log.exception("a step failed")
@@ -153,10 +153,14 @@ class Engine:
             request = chunk.request
             request.num_computed = chunk.stop
             self.counters.computed.inc(chunk.num_tokens)
-            if self.adapter and request.state is State.PREFILL:
-                self.adapter.save(request)
             if chunk.is_last:
                 self._take_token(request, next(tokens))
+
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        if self.adapter is None:
+            return self.model.forward(chunks, self.cache)
+        with self.adapter.saving(chunks) as layer_written:
+            return self.model.forward(chunks, self.cache, layer_written)
 
     def _take_token(self, request: Request, token: Token) -> None:
         request.state = State.DECODE

@@ -123,10 +123,8 @@ class Follow:
             self._moved_at = now
         if all(lane.is_complete for lane in self._lanes):
             self._work.close()
-        elif has_failed:
-            self._work.close(Reason.HANDOFF_FAILED)
         elif has_ended:
-            self._work.close(Reason.ABSENT)
+            self._work.close(Reason.HANDOFF_FAILED if has_failed else Reason.ABSENT)
         elif now - self._moved_at > self._stall_s:
             self._work.close(Reason.HANDOFF_LATE)
         if moved or not self._work.is_open:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.mini_engine.request import Finish, Request, State
-from pdstore import HandoffId, Slots, open_store, read_settings
+from pdstore import HandoffId, Reason, Slots, open_store, read_settings
 from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
 from pdstore.worker.block_range import BlockRange
@@ -40,7 +40,7 @@ def url(request, tmp_path):
 def open_instance(open_engine, url):
     """Makes P and D engines on one pool."""
 
-    def open_one(role, shape="llama", *, wait_s=5.0, drain_s=5.0, **options):
+    def open_one(role, shape="llama", *, wait_s=5.0, drain_s=5.0, layer_ranges=1, **options):
         pd = {
             "pd_transfer_via_storage": True,
             "role": role,
@@ -48,6 +48,7 @@ def open_instance(open_engine, url):
             "staging": "8MiB",
             "handoff_wait_s": wait_s,
             "drain_s": drain_s,
+            "layer_ranges": layer_ranges,
         }
         return open_engine(shape, pd, **options)
 
@@ -81,6 +82,67 @@ def test_d_computes_one_token_and_answers_the_same(open_instance, checkpoints, s
         assert_same(asked, *expect(checkpoints[shape], prompt))
         assert (asked.request.num_loaded, asked.request.num_fed) == (num_tokens - 1, 1)
         assert asked.request.miss_reason is None
+
+
+def test_d_loads_what_p_has_saved_while_p_computes_the_rest(
+    open_instance, checkpoints, monkeypatch
+):
+    p, d = open_instance("prefill", max_num_batched_tokens=64), open_instance("decode")
+    prompt, params = prompt_of(150), {"pdstore": {"attempt": HandoffId.new().hex}}
+    gate = Gate(p, monkeypatch)
+    at_p = ask(p, prompt, max_tokens=1, kv_transfer_params={**PULL, **params})
+    at_d = ask(d, prompt, kv_transfer_params=params)
+    gate.wait_for_step()
+    gate.open(1)
+    gate.wait_for_step()
+    until(lambda: at_d.request.block_ids)
+    fourth = at_d.request.block_ids[3]
+    until(lambda: all(layer[fourth].any() for layer in d.cache.layers))
+    assert at_d.request.state is State.LOADING
+    gate.open()
+    assert at_p.wait().finish == Finish("length")
+    assert_same(at_d.wait(), *expect(checkpoints["llama"], prompt))
+    assert (at_d.request.num_loaded, at_d.request.num_fed) == (149, 1)
+
+
+def test_the_first_layers_are_stored_while_the_model_computes_the_next(
+    open_instance, url, monkeypatch
+):
+    p = open_instance("prefill", layer_ranges=2)
+    prompt, forward = prompt_of(64), p.model.forward
+    keys = [value.key for value in stored(p, prompt)]
+    store = open_store(url, read_settings(store=url))
+
+    def held(chunks, cache, layer_written):
+        def hold(layer):
+            layer_written(layer)
+            until(lambda: sum(store.match([key]) for key in keys) == layer + 1)
+
+        return forward(chunks, cache, hold)
+
+    monkeypatch.setattr(p.model, "forward", held)
+    assert ask(p, prompt, max_tokens=1).wait().finish == Finish("length")
+    assert len(keys) == 2
+    store.close()
+
+
+def test_a_step_that_fails_cancels_its_saves(open_instance, monkeypatch):
+    p = open_instance("prefill")
+    forward, begun = p.model.forward, []
+    begin_save = p.adapter.pool.begin_save
+
+    def begin(*arguments, **options):
+        begun.append(begin_save(*arguments, **options))
+        return begun[-1]
+
+    def fail(chunks, cache, layer_written):
+        forward(chunks, cache, lambda layer: layer_written(0))
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(p.adapter.pool, "begin_save", begin)
+    monkeypatch.setattr(p.model, "forward", fail)
+    assert ask(p, prompt_of(64), kv_transfer_params=PULL).wait().finish.reason == "error"
+    assert [save.job.wait(5).reason for save in begun] == [Reason.CANCELLED]
 
 
 @pytest.mark.cuda
