@@ -47,7 +47,7 @@ program() {
         fi
     done
     found=$(command -v "$1") || die "no $1 here: pip install 'pdstore[mooncake]', or without a" \
-        "GPU 'pdstore[mooncake-cpu]', and as root: apt-get install libibverbs1"
+        "GPU 'pdstore[mooncake-cpu]', and as root: apt-get install libibverbs1 libcurl4 libnuma1"
     printf '%s' "$found"
 }
 

@@ -36,7 +36,7 @@ set_missing_variables(
         "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     }
 )
-_INSTALL = "pip install 'pdstore[mooncake-cpu]'; as root: apt-get install libibverbs1"
+_INSTALL = "pip install 'pdstore[mooncake-cpu]'; as root: scripts/system_packages.sh mooncake"
 _libc = ctypes.CDLL(None)
 
 

@@ -30,6 +30,8 @@ VARIABLES = {
 None of them reaches its calls to the process that shares our memory: see `barrier`.
 """
 
+_SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")
+_INSTALL_SYSTEM = "apt-get install libibverbs1 libcurl4 libnuma1"
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 
 
@@ -101,9 +103,9 @@ def _load() -> ModuleType:
     except ModuleNotFoundError as error:
         raise MissingExtra(f"mooncake:// needs Mooncake's library: {_INSTALL}") from error
     except ImportError as error:  # a shared library that it needs
-        if "libibverbs" in str(error):
+        if any(name in str(error) for name in _SYSTEM_LIBRARIES):
             raise MissingExtra(
-                "Mooncake's library needs libibverbs.so.1; as root: apt-get install libibverbs1"
+                f"Mooncake's library cannot be loaded ({error}); as root: {_INSTALL_SYSTEM}"
             ) from error
         raise MissingExtra(
             f"Mooncake's library cannot be loaded ({error}); if this machine has no GPU, install"
