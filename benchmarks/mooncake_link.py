@@ -3,9 +3,9 @@
     python -m benchmarks.mooncake_link [--gbit 1 10] [--delay-ms 1] [--json FILE]      (as root)
 
 P's host has the master, the process that holds the memory, and P, whose puts cross no link. D's
-host has D, which gets what P put; a put from there is what a P without memory on its own host does.
-The link is a veth pair shaped by tc; nothing leaves the namespaces. In turn, on the same buffers:
-one plain TCP stream, the library's batch calls, and pdstore with its checksum.
+host has D, which gets what P put. D also puts, as a P does whose own host holds no memory. The link
+is a veth pair shaped by tc; nothing leaves the namespaces. Three ways take turns on the same
+buffers: one plain TCP stream, the library's batch calls, and pdstore with its checksum.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two namespaces with a veth pair between them."""
+    """Makes two namespaces with a veth pair between them, and removes them at the end."""
     hosts = tuple(f"pdstore-{secrets.token_hex(3)}" for _ in range(2))
     for host in hosts:
         sh("ip", "netns", "add", host)
@@ -95,7 +95,10 @@ def two_hosts() -> Iterator[tuple[str, str]]:
 
 
 def shape(hosts: tuple[str, str], gbit: float, delay_ms: float) -> str:
-    """Rate, and half of the round trip's delay, each way; what could be done, in words."""
+    """Sets the rate, and half of the round trip's delay, each way; returns what it set, in words.
+
+    Without the kernel's netem, sets the rate alone.
+    """
     netem = f"netem rate {gbit}gbit delay {delay_ms / 2}ms limit 100000"
     burst = max(256, int(gbit * 256))
     tbf = f"tbf rate {gbit}gbit burst {burst}kb latency 50ms"
@@ -109,7 +112,7 @@ def shape(hosts: tuple[str, str], gbit: float, delay_ms: float) -> str:
 
 @contextlib.contextmanager
 def mooncake(host: str) -> Iterator[None]:
-    """A master and a holder on P's host, and a server that takes and sends plain bytes."""
+    """Runs a master, a holder and a server of plain bytes on P's host."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         master = [f"--rpc_port={MASTER}", f"--rpc_address={P_HOST}", f"--metrics_port={METRICS}"]
         lender = [f"--host={P_HOST}", f"--port={HOLDER}", "--global_segment_size=3GB"]
@@ -163,7 +166,7 @@ with socket.create_server(("{P_HOST}", {STREAM})) as server:
 
 
 class Worker:
-    """P or D on its host: the same keys and values in both, from their sizes and rounds."""
+    """P or D on its host. Both derive the same keys from sizes and rounds."""
 
     def __init__(self) -> None:
         url = f"mooncake://{P_HOST}:{MASTER}?lease=10&discard=10"
@@ -184,7 +187,7 @@ class Worker:
         return self.rows
 
     def d(self) -> list[Row]:
-        """Gets what P put, and puts; beside the raw calls and a plain stream."""
+        """Gets what P put, and puts, in turn with the raw calls and a plain stream."""
         with socket.create_connection((P_HOST, STREAM)) as stream:
             for name, size in SIZES.items():
                 slots = self._slots(size)
@@ -234,7 +237,7 @@ class Worker:
         self.rows.append({"value": name, "way": way, "gb_s": rate, "seconds": seconds[1:]})
 
     def _add_latencies(self) -> None:
-        """A match of one key, of 1,024 keys, and the get of one block."""
+        """Measures a match of one key, a match of 1,024 keys, and the get of one block."""
         keys, size = fresh_keys(1024), SIZES["1 MiB"]
         self.store.put(keys, filled_slots([b"x"] * len(keys)))
         block_key, slots = named(size, "P1")[0][:1], self._slots(size).part(0, 1)
@@ -248,7 +251,7 @@ class Worker:
 
 
 def named(size: int, turn: str) -> tuple[list[BlockKey], list[block.Header]]:
-    """The keys and headers of one batch, the same in every process."""
+    """Returns the keys and headers of one batch, the same in every process."""
     hashes = [f"{size}{turn}.{i}".encode().ljust(16, b".") for i in range(COUNT)]
     keys = [BlockKey(f"pds1:link:{h.hex()}") for h in hashes]
     return keys, [block.Header(0, 0, 0, 1, 64, size - 64, b"b" * 16, h) for h in hashes]

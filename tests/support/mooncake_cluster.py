@@ -13,14 +13,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from pdstore.environment import set_missing_variables
 from pdstore.errors import StoreError
+from pdstore.format.keys import BlockKey
+from pdstore.native.library import address_of
 from pdstore.settings import Settings
 from pdstore.store import open_store
+from pdstore.store.base import Slots
+from pdstore.store.mooncake.client import Raw
+from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.library import Library
+from pdstore.store.mooncake.memory import SLAB_BYTES, addresses_of
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put
@@ -49,9 +57,11 @@ def need_mooncake() -> None:
 
 
 class Cluster:
-    """A master and, unless told otherwise, one process that holds memory for it.
+    """A master and one process that holds memory for it.
 
-    directory: for logs. flags: more of the master's.
+    directory: for logs.
+    segment: bytes that the process holds; 0: there is none.
+    flags: further flags of the master.
     """
 
     def __init__(
@@ -75,7 +85,7 @@ class Cluster:
         return f"{self.url}&topology=shared&client=127.0.0.1:{self.holder_port}"
 
     def start_master(self) -> subprocess.Popen[bytes]:
-        """Starts a master, an empty one if there was one before; at the same port."""
+        """Starts a master, always at the same port and always empty."""
         self.master = self._start(
             "mooncake_master",
             f"--rpc_port={self.port}",
@@ -136,7 +146,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The process hangs in here: SIGSTOP, then SIGCONT."""
+    """Stops the process with SIGSTOP, and lets it continue at the end."""
     process.send_signal(signal.SIGSTOP)
     eventually(lambda: _states_of(process.pid) == {"T"})
     try:
@@ -151,7 +161,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_until_it_serves(store: MooncakeStore, timeout_s: float = 15.0) -> None:
-    """Returns when a value can be put and read: after a start, or when a fault is over."""
+    """Returns when a value can be put and read, after a start or a fault."""
 
     def serves() -> bool:
         keys = fresh_keys(1)
@@ -165,9 +175,43 @@ def wait_until_it_serves(store: MooncakeStore, timeout_s: float = 15.0) -> None:
     eventually(serves, timeout_s)
 
 
+def master_of(store: MooncakeStore) -> AbstractContextManager[Raw]:
+    """The library's object that talks to the master, for one call without the store's rules."""
+    return store.connections[0].call()
+
+
+def mover_of(store: MooncakeStore) -> AbstractContextManager[Raw]:
+    """The library's object that moves values."""
+    return store.connections[1].call()
+
+
+def size_of(store: MooncakeStore, key: BlockKey) -> int:
+    """The size of a stored value, or the code that says why there is none."""
+    with master_of(store) as raw:
+        return raw.get_size(key)
+
+
+def put_bare(
+    store: MooncakeStore, keys: Sequence[BlockKey], slots: Slots, *, is_pinned: bool = False
+) -> None:
+    """Puts values without a look afterwards, so without a lease. For slots of any memory."""
+    own = Slots(
+        store.allocate(max(len(slots.view), SLAB_BYTES)),
+        slots.slot_bytes,
+        slots.numbers,
+        slots.sizes,
+    )
+    own.view[: len(slots.view)] = slots.view
+    addresses = addresses_of(own, address_of(own.view))
+    config = Library(MooncakeConfig(master="127.0.0.1:1")).put_config(is_pinned=is_pinned)
+    with mover_of(store) as raw:
+        codes = raw.batch_put_from(list(keys), addresses, list(slots.sizes), config)
+    assert codes == [0] * len(keys)
+
+
 def half_write(store: MooncakeStore, keys: Sequence[str], size: int) -> None:
-    """What a writer leaves that dies in the middle of a put."""
-    with store._data.call() as raw:
+    """Leaves keys as a writer does that dies in the middle of a put."""
+    with mover_of(store) as raw:
         assert raw.batch_put_session_start(list(keys), [size] * len(keys)) == [0] * len(keys)
 
 
@@ -191,6 +235,6 @@ def _accepts(port: int) -> bool:
 
 
 def _states_of(pid: int) -> set[str]:
-    """What the threads of a process do, as in ps(1)."""
+    """Returns the states of a process's threads, as in ps(1)."""
     stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
     return {stat.rpartition(") ")[2][0] for stat in stats}

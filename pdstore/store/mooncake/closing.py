@@ -18,7 +18,7 @@ from pdstore.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-_CLOSE_S = 5.0
+CLOSE_S = 5.0
 _DRAIN_AT_EXIT_S = 1.0
 
 
@@ -46,14 +46,14 @@ def set_aside(raw: Closable) -> None:
     _aside.append(raw)
 
 
-def close_in_time(raw: Closable, label: str) -> None:
-    """Closes an object, or sets it aside after 5 s."""
+def close_in_time(raw: Closable, label: str, timeout_s: float = CLOSE_S) -> None:
+    """Closes an object, or sets it aside after the time-out."""
     closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
     closer.launch(raw.close)
     try:
-        closer.sync(_CLOSE_S)
+        closer.sync(timeout_s)
     except TimeoutError:
-        log.warning("%s: close did not end within %s s; left alone", label, _CLOSE_S)
+        log.warning("%s: close did not end within %s s; left alone", label, timeout_s)
         set_aside(raw)
     closer.close(0.1)
 

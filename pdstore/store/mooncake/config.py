@@ -20,7 +20,7 @@ DEFAULT_LEASE_S = 5.0  # the smallest that any release of the master has without
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """How to reach a Mooncake pool.
+    """Settings of the connections to a Mooncake pool.
 
     topology: `holder`: other processes own the values' memory. `embedded`: this process lends
       `segment` bytes. `shared`: as `holder`, but the `mooncake_client` on this host (`client`)

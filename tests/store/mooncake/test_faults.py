@@ -1,5 +1,6 @@
-"""A real Mooncake that hangs, dies, fills up and forgets: every hand-over ends soon, with a right
-prefix and a reason, and the next ones work again.
+"""A real Mooncake that hangs, dies, fills up and forgets.
+
+Every hand-over ends soon, with a right prefix and a reason, and the next ones work again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.support.mooncake_cluster import (
     RPC_S,
     Cluster,
     kill,
+    size_of,
     stopped,
     wait_until_it_serves,
 )
@@ -289,7 +291,7 @@ def test_a_writer_killed_in_the_middle_of_a_put_blocks_its_keys_for_a_bounded_ti
             with stopped(cluster.holder):
                 writer.stdin.write(b"go\n")
                 writer.stdin.flush()
-                eventually(lambda: store._size_of(keys[1]) == -703)
+                eventually(lambda: size_of(store, keys[1]) == -703)
                 writer.kill()
         eventually(lambda: put(store, keys[:1], values[:1]) == 1)
         start = time.monotonic()
@@ -310,7 +312,7 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing.values import put
 store = open_store(sys.argv[1], Settings())
-with store._data.call():
+with mooncake_cluster.mover_of(store):
     print("connected", flush=True)
 sys.stdin.readline()
 put(store, [sys.argv[2]], [b"x" * int(sys.argv[3])])

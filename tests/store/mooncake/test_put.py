@@ -97,3 +97,16 @@ def test_a_value_that_is_evicted_before_it_is_leased_is_put_again(store, raw):
     raw.batch_is_exist = evict_once
     assert put(store, keys, [b"x"]) == 1
     assert raw.count("put") == 2
+
+
+def test_a_clear_forgets_that_keys_were_in_doubt(open_double, raw):
+    """Rule 12."""
+    store = open_double(discard_s=60.0)
+    keys = fresh_keys(1)
+    raw.script = [("put", [-901])]
+    with pytest.raises(StoreTimeout):
+        put(store, keys, [b"x"])
+    raw.values.clear()
+    assert put(store, keys, [b"x"]) == 0, "left alone"
+    store.clear(keys[0].split(":")[1])
+    assert put(store, keys, [b"x"]) == 1

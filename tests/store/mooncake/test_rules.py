@@ -22,6 +22,8 @@ from pdstore.store.base import Slots
 from pdstore.store.connect import read_pool_id
 from pdstore.store.find import find_optional
 from pdstore.store.mooncake.codes import ABSENT, HALF_WRITTEN
+from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.library import Library
 from pdstore.store.optional import FindsKeys
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.threads import run_together
@@ -32,6 +34,9 @@ from tests.support.mooncake_cluster import (
     LEASE_S,
     Cluster,
     half_write,
+    master_of,
+    put_bare,
+    size_of,
     stopped,
     wait_until_it_serves,
 )
@@ -68,7 +73,7 @@ def test_a_value_is_one_object_of_exactly_its_size(store):
     """Rule 1."""
     [key] = fresh_keys(1)
     put(store, [key], [content(key, 3 << 20)])
-    assert store._size_of(key) == 3 << 20
+    assert size_of(store, key) == 3 << 20
 
 
 def test_the_first_of_two_writers_wins_and_both_succeed(store, peer):
@@ -108,7 +113,7 @@ def test_a_writer_that_is_still_at_work_is_waited_for(cluster, store, peer):
         results = []
 
         def write_late():
-            eventually(lambda: store._size_of(key) != ABSENT)
+            eventually(lambda: size_of(store, key) != ABSENT)
             cluster.holder.send_signal(signal.SIGCONT)
             results.append(put(store, [key], [value]))
 
@@ -121,19 +126,18 @@ def test_what_was_put_is_leased(store):
     """Rule 4: else a long prompt evicts its own beginning."""
     keys = fresh_keys(1)
     put(store, keys, [b"x"])
-    with store._lookup.call() as raw:
+    with master_of(store) as raw:
         assert raw.batch_remove(keys, False) == [-706]
 
 
 def test_a_match_leases_what_it_found_and_one_window_behind_the_gap_at_most(store, peer):
     """Rule 6."""
     keys = fresh_keys(300)
-    with peer._data.call() as raw:  # not `put`, which leases
-        slots = Slots(peer.allocate(SIZE), SIZE, [0] * 300, [8] * 300)
-        assert peer._batches.put(keys, slots, peer._put_config) == [0] * 300
+    put_bare(peer, keys, Slots(memoryview(bytearray(SIZE)), SIZE, [0] * 300, [8] * 300))
+    with master_of(peer) as raw:
         assert raw.batch_remove(keys[20:21], True) == [0]
     assert store.match(keys) == 20
-    with store._lookup.call() as raw:
+    with master_of(store) as raw:
         codes = raw.batch_remove(keys, False)
     assert codes[:20] == [-706] * 20
     assert codes[32:] == [0] * (300 - 32), "never asked for, so not leased"
@@ -149,7 +153,7 @@ def test_matching_needs_no_connection_that_moves_values(cluster):
     """Rule 6: the scheduler's half only talks to the master."""
     with cluster.open() as store:
         assert store.match(fresh_keys(1)) == 0
-        assert not store._data.is_connected
+        assert not store.connections[1].is_connected
 
 
 def test_a_leased_and_damaged_value_can_be_removed_and_written_again(store, peer):
@@ -195,15 +199,17 @@ def test_reads_that_outlive_their_lease_never_give_wrong_bytes(tmp_path):
 
 def test_the_pools_id_is_the_same_for_all_and_cannot_be_evicted(store, peer):
     assert read_pool_id(store) == read_pool_id(peer)
-    with store._lookup.call() as raw:
+    with master_of(store) as raw:
         assert raw.batch_is_exist([POOL_ID_KEY]) == [1]
 
 
 def test_a_preferred_segment_is_what_puts_ask_for(cluster):
     """Rule 9."""
+    config = Library(MooncakeConfig(master="m:1", prefer="10.0.0.9:1234")).put_config(
+        is_pinned=False
+    )
+    assert (config.preferred_segment, config.replica_num) == ("10.0.0.9:1234", 1)
     with cluster.open(f"{cluster.url}&prefer=10.0.0.9:1234") as store:
-        assert store._put_config.preferred_segment == "10.0.0.9:1234"
-        assert store._put_config.replica_num == 1
         assert put(store, fresh_keys(1), [b"x"]) == 1, "and no error when it is not there"
 
 
@@ -268,7 +274,7 @@ def test_the_master_says_the_lease_that_the_url_promises(store):
     put(store, keys, [b"x"])
     store.match(keys)
     start = time.monotonic()
-    with store._lookup.call() as raw:
+    with master_of(store) as raw:
         eventually(lambda: raw.batch_remove(keys, False) == [0], LEASE_S + 5)
     assert time.monotonic() - start > LEASE_S - 0.5
     assert store.lease_s == LEASE_S
@@ -326,8 +332,7 @@ def test_a_clear_is_one_search_from_a_keys_start_by_force(store, peer):
     assert put(store, [half], [b"x" * SIZE]) == 0
     store.clear(namespace)
     assert [peer.match([k]) for k in (key, half, named)] == [0, 0, 1]
-    assert store._size_of(half) == HALF_WRITTEN
-    assert store._putter.doubts.among([half]) == set()
+    assert size_of(store, half) == HALF_WRITTEN
     assert put(store, [key, other], [b"y", b"y"]) == 2
     eventually(lambda: put(store, [half], [b"y" * SIZE]) == 1, DISCARD_S + 5)
 

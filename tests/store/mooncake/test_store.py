@@ -6,10 +6,17 @@ import contextlib
 
 import pytest
 
+from pdstore.errors import StoreClosed
 from pdstore.format.keys import BlockKey
 from pdstore.testing import StoreTests
 from pdstore.testing.values import filled_slots
-from tests.support.mooncake_cluster import SEGMENT, Cluster, wait_until_it_serves
+from tests.support.mooncake_cluster import (
+    SEGMENT,
+    Cluster,
+    master_of,
+    put_bare,
+    wait_until_it_serves,
+)
 
 pytestmark = pytest.mark.mooncake
 
@@ -49,11 +56,12 @@ def small_lonely_store(tmp_path_factory):
 def take_13_mib(store):
     wait_until_it_serves(store)
     slots = filled_slots([bytes(1 << 20)] * len(BALLAST))
-    assert store._putter.put(BALLAST, slots, store._pin_config, 0) == len(BALLAST)
+    put_bare(store, BALLAST, slots, is_pinned=True)
+    assert store.match(BALLAST) == len(BALLAST)
 
 
 def emptied(store):
-    with store._lookup.call() as raw:
+    with master_of(store) as raw:
         raw.remove_by_regex("^pds1", True)
     return store
 
@@ -64,6 +72,14 @@ def lonely_master(tmp_path_factory):
         yield cluster
 
 
+def is_closed(store) -> bool:
+    try:
+        store.match([])
+    except StoreClosed:
+        return True
+    return False
+
+
 class Stores:
     """Open stores by URL: a test gets one that the tests before it used, unless they closed it."""
 
@@ -72,7 +88,7 @@ class Stores:
 
     def get(self, cluster, url, name="store"):
         store = self._open.get((url, name))
-        if store is None or store._lifecycle.is_closed:
+        if store is None or is_closed(store):
             store = self._open[url, name] = cluster.connect(url)
         return store
 
@@ -91,8 +107,7 @@ class Topology(StoreTests):
     clears_under_readers = True  # rule 12
 
     def write_raw(self, store, key, data):
-        slots = filled_slots([data])
-        assert store._batches.put([key], slots, store._put_config) == [0]
+        put_bare(store, [key], filled_slots([data]))
 
     @pytest.mark.parametrize("length", [1, 4095, 4097])
     def test_a_planted_value_of_another_length_raises_wrong_length(self, store, length):
