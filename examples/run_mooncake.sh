@@ -6,7 +6,7 @@
 #
 #   --host          the address at which other hosts reach this one (127.0.0.1: this host only)
 #   --port          of the master (50051)
-#   --segment       memory to hold values in (4GB)
+#   --segment       memory to hold values in (4GB), all of it taken at the start
 #   --protocol      tcp (the default), or rdma with --devices
 #   --devices       NICs for rdma, comma-separated
 #   --client-port   of the holder (50052); for topology=shared on this host
