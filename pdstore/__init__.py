@@ -46,8 +46,14 @@ from pdstore.store.base import Slots, Store
 from pdstore.worker.job import Job
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
-from pdstore.worker.swap import open_swap
-from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
+from pdstore.worker.swap import (
+    BlockCopy,
+    BlockCopyPlan,
+    ReadyEvent,
+    Registrar,
+    Swap,
+    open_swap,
+)
 
 __version__ = "0.1.0"
 __all__ = [

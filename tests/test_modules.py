@@ -26,7 +26,10 @@ DOORS = {
     "threading.Thread": ["threads"],
     "concurrent": ["threads"],
     "multiprocessing": [],
-    "ctypes": ["native.library", "native.abi", "native.arena", "store.mooncake.memory"],
+    "ctypes": [
+        *(f"native.{name}" for name in ("library", "abi", "engine", "arena")),
+        "store.mooncake.memory",
+    ],
     "redis": ["store.redis.store", "store.redis.connection"],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],

@@ -1,1 +1,1 @@
-"""libpdstore from Python: its structs, its calls, its build."""
+"""libpdstore from Python: its interface, its build, its swap engine."""

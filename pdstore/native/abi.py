@@ -1,4 +1,4 @@
-"""libpdstore's C interface as ctypes sees it: structs, codes, signatures (csrc/pdstore.h)."""
+"""The C interface of libpdstore (csrc/pdstore.h) in ctypes: structs, codes, signatures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdstore.errors import DeviceError, LayoutError, SwapError
 ABI = 5
 CPU = -1
 OTHER_LENGTH = -1
-"""A file has not the length that was asked for; beside errno's numbers."""
+"""The file does not have the expected length; used next to errno's numbers."""
 RELAXED = 2
-"""The capture mode of threads that do not disturb other threads' graph captures."""
+"""The capture mode in which a thread's calls do not disturb graph captures of other threads."""
 
 
 class CopyPath(enum.IntEnum):
-    """The way that a payload's bytes take; AUTO lets the engine choose."""
+    """The way a payload's bytes move; AUTO lets the engine choose."""
 
     AUTO = 0
     BATCH = 1
@@ -44,7 +44,7 @@ class Code(enum.IntEnum):
 
 
 class CopyPlan(NamedTuple):
-    """The path of a payload, and why it is this one."""
+    """The path that a payload takes, and the reason."""
 
     path: str
     num_pieces: int  # contiguous pieces of an engine block
@@ -54,7 +54,7 @@ class CopyPlan(NamedTuple):
 
 
 class PumpStats(NamedTuple):
-    """The work of one direction's thread so far."""
+    """The work that one direction's thread has done so far."""
 
     num_bytes: int
     num_slices: int
@@ -65,7 +65,7 @@ _KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64}
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of pdstore.h from its fields as `name:type`; a number is the length of a text."""
+    """Makes a struct of pdstore.h from fields written `name:type`; a number is a text's length."""
     pairs = [word.split(":") for word in fields.split()]
     kinds = [(n, c_char * int(k) if k.isdigit() else _KINDS[k]) for n, k in pairs]
     return type(name, (ctypes.Structure,), {"_fields_": kinds})
@@ -136,7 +136,7 @@ SIGNATURES: dict[str, list[object]] = {
 
 
 def raise_error(error: ctypes.Structure) -> None:
-    """Raises the exception that an `Error` stands for; nothing for OK."""
+    """Raises the exception for an `Error`; returns if its code is OK."""
     code, message = Code(error.code), error.message.decode(errors="replace")
     if code is Code.OK:
         return

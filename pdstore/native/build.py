@@ -1,4 +1,4 @@
-"""Where libpdstore is: in the installed package, or built from `csrc` at first use, once."""
+"""Finds libpdstore in the installed package, or builds it from `csrc` at first use."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _SOURCES = _PACKAGE.parent / "csrc"
 def checkout_sources() -> Path:
     """The C++ sources of a checkout. Raises NativeError in an installed package."""
     if not (_SOURCES / "CMakeLists.txt").exists():
-        raise NativeError("this installation has no native library: it was made without a compiler")
+        raise NativeError(
+            "this installation was built without a compiler and has no native library"
+        )
     return _SOURCES
 
 
 def find_library(*, with_cuda: bool) -> Path:
-    """The library of the installed package; in a checkout the built one, built now if need be.
+    """The library's path: in the installed package, else built from the checkout's sources.
 
-    with_cuda: where it has to be built, for GPUs too if nvcc is there.
-    Raises NativeError when there is neither a library nor what it takes to build one.
+    with_cuda: builds it for GPUs too, if nvcc is installed.
+    Raises NativeError where there is no library and none can be built.
     """
     packaged = _PACKAGE / _FILE
     if packaged.exists():
@@ -46,11 +48,12 @@ def find_library(*, with_cuda: bool) -> Path:
 def build_library(
     sources: Path, options: Sequence[str] = (), directory: Path | None = None
 ) -> Path:
-    """Builds `sources` with CMake into a cache keyed by their content; quick when it is there.
+    """Builds `sources` with CMake, unless the cache has a build of the same content.
 
-    options: CMake's, for example `-DPDSTORE_TESTING=ON`; part of the key.
-    directory: the cache; None: this user's.
-    Processes that come at once wait for the first. Raises NativeError with the compiler's words.
+    options: options of CMake such as `-DPDSTORE_TESTING=ON`; part of the cache's key.
+    directory: the cache; None takes this user's.
+    Concurrent processes wait for the first one's build. Raises NativeError with the compiler's
+    output.
     """
     place = (directory or native_cache_directory()) / _digest(sources, options)
     built = place / _FILE
@@ -66,14 +69,14 @@ def build_library(
 def _build(sources: Path, options: Sequence[str], target: Path) -> None:
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     if cmake is None:
-        raise NativeError("the native library is not built and there is no cmake to build it with")
-    log.warning("building %s: a minute, once", target)
+        raise NativeError("the native library is not built, and cmake is not installed")
+    log.warning("building %s, once; this takes about a minute", target)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         _run([cmake, "-S", str(sources), "-B", scratch, *options])
         _run([cmake, "--build", scratch, "--parallel", str(min(4, os.cpu_count() or 1))])
         product = Path(scratch) / _FILE
         if not product.exists():
-            raise NativeError("the native library is not built: there is no C++ compiler")
+            raise NativeError("the native library cannot be built: no C++ compiler")
         os.replace(product, target)
 
 
@@ -89,7 +92,7 @@ def _run(command: list[str]) -> None:
 
 def _digest(sources: Path, options: Sequence[str]) -> str:
     digest = hashlib.sha256(repr(sorted(options)).encode())
-    digest.update(str(shutil.which("nvcc")).encode())  # with it the build is another one
+    digest.update(str(shutil.which("nvcc")).encode())  # a build with nvcc differs
     for path in sorted(sources.rglob("*")):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -98,7 +101,7 @@ def _digest(sources: Path, options: Sequence[str]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel frees when its process dies."""
+    """Holds a file lock, which the kernel releases if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,32 +1,20 @@
-"""libpdstore as Python sees it: the library, engines, tickets."""
+"""Library: a loaded libpdstore, and load_library, which finds or builds it."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
-import threading
-from collections.abc import Sequence
-from ctypes import byref, c_char, c_int32, c_int64, c_uint64, c_void_p
-from functools import cache
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_char, c_int32, c_int64, c_uint64
 from pathlib import Path
 
-from pdstore.errors import ConfigError, LayoutError, NativeError, SwapError
+from pdstore.errors import ConfigError, NativeError
 from pdstore.native.abi import (
     ABI,
     SIGNATURES,
-    Code,
-    CopyPath,
-    CopyPlan,
     Error,
     Info,
-    Item,
-    Options,
-    PartShape,
-    Plan,
-    PumpStats,
-    Region,
-    Stats,
     raise_error,
 )
 from pdstore.native.build import find_library
@@ -36,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Library:
-    """A loaded libpdstore. Raises NativeError for a file that is none, or of another ABI."""
+    """A loaded libpdstore. Raises NativeError for a file that is not one or has another ABI."""
 
     def __init__(self, path: Path) -> None:
         try:
             self.calls = ctypes.CDLL(str(path))
-            # Calls that are over at once keep Python's lock: a busy engine gives it back late.
+            # Short calls keep Python's lock: getting it back from a busy engine takes long.
             self.short_calls = ctypes.PyDLL(str(path))
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error
@@ -58,28 +46,30 @@ class Library:
         self.has_faults = bool(info.has_faults)
 
     def register(self, device: int, address: int, num_bytes: int) -> None:
-        """Pins host memory for a device, in one piece. Raises SwapError or DeviceError."""
+        """Pins a range of host memory for a device. Raises SwapError or DeviceError."""
         error = Error()
         self.calls.pds_register(device, address, num_bytes, byref(error))
         raise_error(error)
 
     def unregister(self, device: int, address: int) -> None:
-        """Undoes one `register`. Raises SwapError."""
+        """Unpins the range that was registered at this address. Raises SwapError."""
         error = Error()
         self.calls.pds_unregister(device, address, byref(error))
         raise_error(error)
 
     def populate(self, address: int, num_bytes: int) -> None:
-        """Makes the pages of a range present; several threads at once are faster."""
+        """Faults in the pages of a range; faster when several threads share the work."""
         self.calls.pds_populate(address, num_bytes)
 
     def read_files(
         self, paths: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[int], int]:
-        """Reads whole files in turn, each of at least 64 bytes, until one cannot be read.
+        """Reads whole files in order, each to its address, until one cannot be read.
 
-        Returns the `block.checksum` of each that was read, and why it stopped: 0, an errno, or
-        OTHER_LENGTH.
+        sizes: the expected lengths, each at least 64 bytes.
+        Returns the `block.checksum` of each file read, and the reason for stopping: 0 at the end,
+        an errno, or OTHER_LENGTH.
+        Raises ValueError for a smaller size or an address of 0.
         """
         count, done, why = len(paths), c_int64(), c_int32()
         to, wanted = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
@@ -122,131 +112,10 @@ class Library:
         return done.value, why.value
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """Sets the calling thread's capture mode (RELAXED or an earlier result); the one before."""
+        """Sets the calling thread's CUDA graph capture mode and returns the previous one."""
         before = c_int32(mode)
         self.calls.pds_exchange_capture_mode(byref(before))
         return before.value
-
-
-class Engine:
-    """One engine: block copies of one device and one layout. Any thread may call it.
-
-    options: of the struct's fields, those that are not 0.
-    Raises LayoutError, DeviceError or SwapError.
-    """
-
-    def __init__(
-        self,
-        library: Library,
-        options: dict[str, int],
-        parts: Sequence[ctypes.Structure],
-        regions: Sequence[ctypes.Structure],
-    ) -> None:
-        self._library, self._calls = library, library.calls
-        self._lock = threading.Lock()  # nobody may be in a call when the handle ends
-        self._pid = os.getpid()
-        self._handle = c_void_p()
-        counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
-        error = Error()
-        self._calls.pds_open(
-            byref(Options(**counts, **options)),
-            (PartShape * len(parts))(*parts),
-            (Region * len(regions))(*regions),
-            byref(self._handle),
-            byref(error),
-        )
-        raise_error(error)
-
-    def add_host(self, address: int, num_bytes: int) -> None:
-        """From now on payloads lie in one of the added ranges each."""
-        with self._lock:
-            self._calls.pds_add_host(self._open(), address, num_bytes)
-
-    def explain(self, part: int, num_tokens: int) -> CopyPlan:
-        """The path of payloads of a part with this many tokens."""
-        plan = Plan()
-        with self._lock:
-            code = self._calls.pds_explain(self._open(), part, num_tokens, byref(plan))
-        if code:
-            raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
-        path = CopyPath(plan.path).name
-        return CopyPlan(
-            path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
-        )
-
-    def stats(self, direction: int) -> PumpStats:
-        """What the thread of a direction (0: cache -> slots) has done."""
-        stats = Stats()
-        with self._lock:
-            self._calls.pds_get_stats(self._open(), direction, byref(stats))
-        return PumpStats(stats.bytes, stats.slices, stats.cpu_ns / 1e9)
-
-    def submit(
-        self,
-        direction: int,
-        items: bytes,
-        ids: bytes,
-        *,
-        stream: int = 0,
-        ready: int = 0,
-    ) -> Ticket:
-        """Starts a copy; `items` and `ids` are packed `Item` and int64."""
-        handle, error = c_void_p(), Error()
-        num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
-        out = byref(handle), byref(error)
-        with self._lock:
-            self._library.short_calls.pds_submit(
-                self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
-            )
-        raise_error(error)
-        return Ticket(self._library, handle)
-
-    def close(self) -> None:
-        """Ends what is queued, waits for the device, frees everything. Twice is fine.
-
-        In the child of a fork it does nothing: the parent may have been in a call.
-        """
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            handle, self._handle = self._handle, c_void_p()
-            if handle:
-                self._calls.pds_close(handle)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            self.close()
-
-    def _open(self) -> c_void_p:
-        if not self._handle:
-            raise SwapError("the swap engine is closed")
-        return self._handle
-
-
-class Ticket:
-    """A copy that was started. It goes on when this is dropped."""
-
-    def __init__(self, library: Library, handle: c_void_p) -> None:
-        self._calls, self._short_calls, self._handle = library.calls, library.short_calls, handle
-        self._pid = os.getpid()
-
-    def wait(self, timeout_s: float) -> bool:
-        """True when the copy is done, False after the time; raises SwapError when it failed."""
-        error = Error()
-        code = self._calls.pds_wait(self._handle, int(timeout_s * 1e6), byref(error))
-        if code == Code.PENDING:
-            return False
-        raise_error(error)
-        return True
-
-    @property
-    def done(self) -> bool:
-        """The copy is done; raises SwapError when it failed."""
-        return self.wait(0)
-
-    def __del__(self) -> None:
-        if os.getpid() == self._pid:
-            self._short_calls.pds_free_ticket(self._handle)
 
 
 def _joined(paths: Sequence[str]) -> bytes:
@@ -254,46 +123,59 @@ def _joined(paths: Sequence[str]) -> bytes:
 
 
 def address_of(view: memoryview) -> int:
-    """Where a writable buffer's first byte is."""
+    """The address of a writable buffer's first byte."""
     return _addressof(_first_byte(view))
 
 
 _addressof, _first_byte = ctypes.addressof, c_char.from_buffer
 
 
-def load_library(settings: Settings, *, for_gpu: bool) -> Library | None:
-    """The native library, as PDSTORE_NATIVE says; None: there is none, and a line says why.
+class LibraryLoader:
+    """Finds or builds the library, and loads each form of it once.
 
-    for_gpu: the copies are of a GPU's memory; else the CPU form, quicker to build, will do.
-
-    Raises ConfigError where it is required and missing.
+    find: as `find_library`.
     """
-    if settings.native == "off":
-        return None
-    try:
-        library = _load(for_gpu)
-        if for_gpu and not library.num_devices:
-            why = "sees no GPU (driver older than its CUDA?)" if library.has_cuda else "is for CPUs"
-            raise NativeError(f"{library.path} {why}")
+
+    def __init__(self, find: Callable[..., Path] = find_library) -> None:
+        self._find = find
+        self._loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
+        self._warned: set[str] = set()
+
+    def load(self, settings: Settings, *, for_gpu: bool) -> Library | None:
+        """The native library; None, after one warning with the reason, where there is none.
+
+        for_gpu: the copies are of a GPU's memory. The form for host memory is quicker to build.
+        Returns None for PDSTORE_NATIVE=off. Raises ConfigError for PDSTORE_NATIVE=require without a
+        library.
+        """
+        if settings.native == "off":
+            return None
+        try:
+            library = self._load(for_gpu)
+            if for_gpu and not library.num_devices:
+                raise NativeError(f"{library.path} {_why_no_gpu(library)}")
+            return library
+        except NativeError as error:
+            if settings.native == "require":
+                raise ConfigError(f"PDSTORE_NATIVE=require: {error}") from error
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
+                log.warning("block copies go through torch: %s", error)
+            return None
+
+    def _load(self, for_gpu: bool) -> Library:
+        """Loads a form once; where the one for GPUs is loaded, it serves host memory too."""
+        library = self._loaded.get(True) or self._loaded.get(for_gpu)
+        if library is None:
+            library = self._loaded[for_gpu] = Library(self._find(with_cuda=for_gpu))
         return library
-    except NativeError as error:
-        if settings.native == "require":
-            raise ConfigError(f"PDSTORE_NATIVE=require: {error}") from error
-        _say_once(str(error))
-        return None
 
 
-def _load(for_gpu: bool) -> Library:
-    """Loads a build once; where the one for GPUs is loaded, it serves host memory too."""
-    library = _loaded.get(True) or _loaded.get(for_gpu)
-    if library is None:
-        library = _loaded[for_gpu] = Library(find_library(with_cuda=for_gpu))
-    return library
+def _why_no_gpu(library: Library) -> str:
+    if library.has_cuda:
+        return "finds no GPU (is the driver older than its CUDA?)"
+    return "was built without CUDA"
 
 
-_loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
-
-
-@cache
-def _say_once(why: str) -> None:
-    log.warning("block copies go through torch: %s", why)
+load_library = LibraryLoader().load
+"""Loads the library that all of this process shares; see `LibraryLoader.load`."""

@@ -155,13 +155,13 @@ def test_other_packing_is_another_namespace(half):
     ]
 
 
-def test_pages_that_are_not_in_one_piece_are_refused(store):
+def test_pages_that_are_not_contiguous_are_refused(store):
     settings = settings_of()
     layout = Layout.of(
         settings, dtype="float32", layers=[FULL], engine_block_tokens=BLOCK, rope="", page="x"
     )
     namespace = layout.namespace(settings, weights="w")
-    with pytest.raises(LayoutError, match="one piece"):
+    with pytest.raises(LayoutError, match="contiguous"):
         KVPool(settings, layout, caches_of(layout), namespace, store=store)
 
 

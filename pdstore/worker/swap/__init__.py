@@ -1,30 +1,6 @@
-"""open_swap: the fastest block copies that this machine and these tensors allow."""
+"""Block copies between an engine's paged cache and host memory, with or without a pool."""
 
-from __future__ import annotations
+from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
+from pdstore.worker.swap.open import open_swap
 
-from collections.abc import Sequence
-
-from pdstore.format.layout import Layout
-from pdstore.native.library import load_library
-from pdstore.settings import Settings
-from pdstore.worker.swap.base import Swap
-from pdstore.worker.swap.caches import LayerCache, caches_as_bytes, pages_as_cells
-from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
-
-
-def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache]) -> Swap:
-    """The native engine where PDSTORE_NATIVE and the machine allow it, else torch.
-
-    Raises ConfigError where it is required and missing, LayoutError for tensors that do not fit
-    the layout, DeviceError or SwapError when the device does not give what the engine needs.
-    """
-    kv_caches, layout = pages_as_cells(layout, kv_caches), layout.cells
-    device = caches_as_bytes(layout, kv_caches)[0][0].device
-    library = None
-    if device.type in ("cpu", "cuda"):
-        library = load_library(settings, for_gpu=device.type == "cuda")
-    if library is None:
-        return TorchSwap(layout, kv_caches)
-    throughput = settings.native_mode == "throughput"
-    return NativeSwap(library, layout, kv_caches, throughput=throughput)
+__all__ = ["BlockCopy", "BlockCopyPlan", "ReadyEvent", "Registrar", "Swap", "open_swap"]

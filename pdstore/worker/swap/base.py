@@ -1,4 +1,4 @@
-"""Block copies between the paged cache and staging slots."""
+"""Swap: the contract of block copies between an engine's paged cache and host memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from pdstore.threads import DeviceApi
 
 
 class BlockCopy(NamedTuple):
-    """One value of one block: where it is in the paged cache, and its payload in a slot.
+    """One copy: a part of a pool block in the paged cache, and the same bytes in host memory.
 
+    part: the layers and heads that are copied; one of `Layout.owned_parts`.
     block_ids: the engine blocks that hold the pool block's tokens, in order.
-    num_tokens: tokens of the block; the payload has exactly these. A page counts as one.
-    first_token: of a scatter: tokens before it are not written; a multiple of the engine's block.
-    payload: the slot's bytes behind the header.
+    num_tokens: tokens of the pool block; a packed page counts as one.
+    first_token: scatter leaves the tokens before it alone; a multiple of the engine's block.
+    payload: `Layout.payload_bytes(part, num_tokens)` writable bytes of host memory. They may be any
+      unless `Swap.registrar` says otherwise.
     """
 
     part: Part
@@ -32,7 +34,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockCopyPlan(NamedTuple):
-    """The path of payloads of a part with this many tokens, and the reason for it."""
+    """The path that payloads of a part with this many tokens take, and the reason."""
 
     part: Part
     num_tokens: int
@@ -44,54 +46,60 @@ class Registrar(Protocol):
     """Pins host memory for a device's copies."""
 
     def populate(self, address: int, num_bytes: int) -> None:
-        """Makes the memory present, so that registering it is quick."""
+        """Faults in the pages of a range, so that registering it is quick."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pins a span of memory; a payload must lie within one. Raises SwapError."""
+        """Pins a range; a payload must lie within one registered range. Raises SwapError."""
 
     def unregister(self, address: int) -> None:
-        """Unpins the span that begins here. Raises SwapError."""
+        """Unpins the range that was registered at this address. Raises SwapError."""
 
 
 class ReadyEvent(Protocol):
-    """Says when the paged cache may be copied; a `torch.cuda.Event` fits."""
+    """Fires when the paged cache may be copied; a `torch.cuda.Event` is one."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Blocks until the event fires."""
 
 
 class Swap(ABC):
-    """Copies KV between an engine's paged cache and host slots; blocks until the bytes are there.
+    """Copies KV between an engine's paged cache and host memory. Any thread may call it.
 
-    What the model has still to write or read in these blocks is done before the call, or before the
-    event that the copy follows: one that `to_follow` returned.
-    `NativeSwap` is for speed; `TorchSwap` is the reference, and for machines without the library.
+    `gather` and `scatter` block until the bytes are there. The model must have finished with the
+    blocks before the call, or before the event `ready`, which the copy waits for.
+
+    `NativeSwap` is the fast implementation; `TorchSwap` is the reference, and the one for machines
+    without the native library. `open_swap` chooses.
     """
 
     device: torch.device
     num_blocks: int
     device_api: DeviceApi | None = None
-    """How threads that copy are put on the device; None: the usual way."""
+    """The calls that put a copying thread on the device; None takes `CudaApi`."""
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns `ready` if copies can wait on it; else blocks until it fires and returns None."""
+        """Returns `ready` if the device can wait on it; else blocks until it fires: None."""
         if ready is not None:
             ready.synchronize()
         return None
 
     @abstractmethod
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        """Paged cache -> slots."""
+        """Copies from the paged cache into the payloads. Raises LayoutError or SwapError."""
 
     @abstractmethod
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        """Slots -> paged cache; engine blocks that lie before `first_token` are not touched."""
+        """Copies from the payloads into the paged cache. Raises LayoutError or SwapError.
+
+        Engine blocks before `first_token` are not written.
+        """
 
     def start_scatter(
         self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
     ) -> Callable[[], None]:
         """Starts a scatter. The returned function waits for its end and raises its error.
 
-        It must be called once; until it returns, slots and paged cache must stay as they are.
+        It must be called once; until it returns, payloads and paged cache must stay as they are.
         """
         self.scatter(copies, ready)
         return _nothing
@@ -102,20 +110,20 @@ class Swap(ABC):
 
     @property
     def registrar(self) -> Registrar | None:
-        """Pins the memory that payloads lie in; None if payloads may lie in any memory."""
+        """Pins the memory that payloads must lie in; None if any memory will do."""
         return None
 
     @abstractmethod
     def plan(self) -> list[BlockCopyPlan]:
-        """Which path each part's blocks take, and why."""
+        """Returns the path that each part's blocks take."""
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """While it lasts, the calling thread disturbs no other thread's graph capture."""
+        """A context in which the calling thread disturbs no other thread's graph capture."""
         return contextlib.nullcontext()
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to free
-        """Frees what the copies need; nothing may be copied any more. Twice is fine."""
+    def close(self) -> None:  # noqa: B027 - TorchSwap has nothing to free
+        """Frees the engine; no copy may run or follow. Idempotent."""
 
 
 def _nothing() -> None:
-    """The wait for a copy that is over."""
+    """Waits for a copy that has ended."""

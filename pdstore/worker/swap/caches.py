@@ -1,4 +1,4 @@
-"""An engine's cache tensors, checked against the layout and seen as bytes."""
+"""Views of an engine's cache tensors as bytes, checked against the layout."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[LayerCache]:
-    """The caches as `layout.cells` describes them: a page of one head as one token.
+    """Views the caches as `layout.cells` describes them: one head's packed page as one token.
 
-    Raises LayoutError for a page that is not in one piece.
+    Returns `kv_caches` unchanged for a layout without packed pages.
+    Raises LayoutError for a page that is not contiguous.
     """
     if layout.order != "page":
         return list(kv_caches)
@@ -26,7 +27,7 @@ def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[Laye
 
 def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
     if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
-        raise LayoutError(f"layer {layer}: the pages of one head must be in one piece each")
+        raise LayoutError(f"layer {layer}: each page of a head must be contiguous")
     blocks, tokens, heads, channels = cache.shape
     strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
     return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
@@ -35,18 +36,18 @@ def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
 def caches_as_bytes(
     layout: Layout, kv_caches: Sequence[LayerCache]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Each layer's cache tensors as bytes. Raises LayoutError where they do not fit the layout."""
+    """Views each layer's cache tensors as bytes. Raises LayoutError if they do not fit."""
     if len(kv_caches) != len(layout.layers):
         raise LayoutError(f"{len(kv_caches)} cache tensors for {len(layout.layers)} layers")
     caches = [_as_bytes(layout, n, cache) for n, cache in enumerate(kv_caches)]
     one = caches[0][0]
     if any(t.shape[0] != one.shape[0] or t.device != one.device for c in caches for t in c):
-        raise LayoutError("all layers' caches must have as many blocks and be on one device")
+        raise LayoutError("all caches must have the same number of blocks and be on one device")
     return caches
 
 
 def _as_bytes(layout: Layout, layer: int, cache: LayerCache) -> tuple[torch.Tensor, ...]:
-    """A layer's cache tensors as bytes, after checking them against the layout."""
+    """Checks a layer's cache tensors against the layout and views them as bytes."""
     tensors = cache if isinstance(cache, tuple) else (cache,)
     dtype = getattr(torch, layout.dtype)
     expected = (layout.engine_block_tokens, layout.local_heads(layer))

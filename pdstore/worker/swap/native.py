@@ -1,4 +1,4 @@
-"""NativeSwap: block copies by libpdstore, beside the model and at the speed of the link."""
+"""NativeSwap: block copies by libpdstore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
 from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Region
-from pdstore.native.library import Engine, Library, Ticket, address_of
+from pdstore.native.engine import Engine, Ticket
+from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
 from pdstore.threads import CudaApi
 from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
@@ -32,14 +33,14 @@ DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
 
 
 class Packed(NamedTuple):
-    """Pieces in the engine's form; their payloads must stay."""
+    """Copies in the engine's form; their payloads must stay alive."""
 
     items: bytes
     ids: bytes
 
 
 class RelaxedCudaApi(CudaApi):
-    """Puts threads on a device so that they do not disturb other threads' graph captures."""
+    """Puts threads on a device in the mode that disturbs no other thread's graph capture."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -52,9 +53,10 @@ class RelaxedCudaApi(CudaApi):
 class NativeSwap(Swap):
     """Block copies by the native engine, on one GPU or in host memory. Any thread may call it.
 
-    kv_caches: as `TorchSwap` takes them; they are kept until `close`.
-    mode, path, sizes: the engine's options; the defaults are for serving.
-    On a GPU payloads must lie in memory that `register` pinned, or that `add_host` was told.
+    kv_caches: as `TorchSwap` takes them; kept until `close`.
+    throughput: copies as fast as the link allows; the default leaves the model undisturbed.
+    path, sizes: force a path and set fields of `abi.Options`, for tests and benchmarks.
+    On a GPU, payloads must lie in memory that `register` pinned or `add_host` added.
     Raises LayoutError, DeviceError or SwapError.
     """
 
@@ -92,7 +94,7 @@ class NativeSwap(Swap):
         self._engine = Engine(library, options, shapes, regions)
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """CUDA's events are followed on the device, any other is waited for."""
+        """Returns a CUDA event, which the device waits for; blocks for any other."""
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
         return ready if is_cuda else super().to_follow(ready)
 
@@ -115,23 +117,23 @@ class NativeSwap(Swap):
         stream: int = FOLLOW_NOTHING,
         ready: int = 0,
     ) -> Ticket:
-        """Starts a copy. The caches' blocks and the payloads must stay until it is done.
+        """Starts a copy; the cache's blocks and the payloads must stay as they are until its end.
 
-        stream: the copy follows what this CUDA stream (its handle) has queued; `FOLLOW_NOTHING`.
-        ready: a CUDA event's handle to follow; it must live on too.
-        Raises SwapError when the stream is being captured into a graph.
+        stream: handle of a CUDA stream; the copy begins after the work it has queued.
+        ready: handle of a CUDA event that the copy waits for; it must live until the end.
+        Raises SwapError if the stream is being captured into a graph.
         """
         return self.submit(direction, self.pack(direction, copies), stream=stream, ready=ready)
 
     def pack(self, direction: Direction, copies: Sequence[BlockCopy]) -> Packed:
-        """The copies as the engine takes them, to submit more than once."""
+        """Packs copies for `submit`, which may be called with them more than once."""
         ids: list[int] = []
         items = bytearray(_ITEM.size * len(copies))
         loads = direction is Direction.LOAD
         known = None
         number = tokens = need = at = 0
         for part, block_ids, num_tokens, first_token, payload in copies:
-            if part is not known or num_tokens != tokens:  # mostly those of the copy before
+            if part is not known or num_tokens != tokens:  # mostly as in the copy before
                 number, need = self._size_of(part, num_tokens)
                 known, tokens = part, num_tokens
             if len(payload) != need:
@@ -145,7 +147,7 @@ class NativeSwap(Swap):
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
     ) -> Ticket:
-        """`start` of packed copies."""
+        """Starts packed copies; see `start`."""
         way = int(direction is Direction.LOAD)
         return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
 
@@ -158,24 +160,24 @@ class NativeSwap(Swap):
         return None if self._ordinal == CPU else self
 
     def populate(self, address: int, num_bytes: int) -> None:
-        """Makes host memory present."""
+        """Faults in the pages of a range of host memory."""
         self._library.populate(address, num_bytes)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pins host memory; from now on payloads may lie in it. Raises SwapError."""
+        """Pins a range of host memory, in which payloads may lie then. Raises SwapError."""
         self._library.register(self._ordinal, address, num_bytes)
         self.add_host(address, num_bytes)
 
     def unregister(self, address: int) -> None:
-        """Unpins what was registered from this address on; no copy may use it any more."""
+        """Unpins the range that was registered at this address; no copy may use it any more."""
         self._library.unregister(self._ordinal, address)
 
     def add_host(self, address: int, num_bytes: int) -> None:
-        """From now on a payload must lie in one of the ranges that were added."""
+        """Adds a range; from then on every payload must lie within one range."""
         self._engine.add_host(address, num_bytes)
 
     def plan(self) -> list[BlockCopyPlan]:
-        """The path of a whole block, and of a tail of one token, for each part."""
+        """Returns the paths of a whole block and of a tail of one token, for each part."""
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
         return [
             BlockCopyPlan(
@@ -187,7 +189,7 @@ class NativeSwap(Swap):
         ]
 
     def stats(self, direction: Direction) -> PumpStats:
-        """Bytes, slices and CPU time of one direction's thread."""
+        """The bytes, slices and CPU time of one direction's thread."""
         return self._engine.stats(int(direction is Direction.LOAD))
 
     @contextlib.contextmanager
@@ -202,10 +204,10 @@ class NativeSwap(Swap):
         self._engine.close()
 
     def _size_of(self, part: Part, num_tokens: int) -> tuple[int, int]:
-        """A part's number, and the bytes of a payload of it."""
+        """The engine's number of a part, and the bytes of its payload."""
         number = self._parts.get(part)
         if number is None:
-            raise LayoutError(f"{part} is not one of this rank")
+            raise LayoutError(f"{part} is not owned by this rank")
         return number, self._layout.payload_bytes(part, num_tokens)
 
     def _copy(
@@ -221,9 +223,9 @@ class NativeSwap(Swap):
         return self.start(direction, copies, ready=handle)
 
     def _finish(self, ticket: Ticket) -> None:
-        """Waits for the end, whenever that is: until then the device may write to the payloads."""
+        """Waits without a bound: until the end the device may write to the payloads."""
         while not ticket.wait(_WAIT_S):
-            log.warning("a block copy still runs after %d s", _WAIT_S)
+            log.warning("a block copy is still running after %d s", _WAIT_S)
 
     def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
         layers = self._layout.groups[part.group]
@@ -233,7 +235,7 @@ class NativeSwap(Swap):
         )
 
     def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
-        """The part's cache tensors from its first head on, a tensor's K or V after the other."""
+        """The part's cache tensors, each from the part's first head on; K before V."""
         first_head = self._layout.heads_of(part).start
         regions = []
         for n, layer in enumerate(self._layout.groups[part.group]):

@@ -1,4 +1,4 @@
-"""TorchSwap: block copies by torch, the reference, on any device."""
+"""TorchSwap: block copies by torch, the reference implementation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 class TorchSwap(Swap):
     """Block copies by torch, on any device.
 
-    kv_caches: per layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels],
-      channels being K then V (for MLA the latent), or a pair (K, V) of such tensors. Any strides,
-      but the last must be 1.
-    Raises LayoutError where a tensor does not fit the layout.
+    kv_caches: for each layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels]
+      or a pair (K, V) of such tensors. The channels of one tensor are K then V; for MLA they are
+      the latent. The last stride must be 1; the others may be any.
+    Raises LayoutError for a tensor that does not fit the layout.
     """
 
     def __init__(self, layout: Layout, kv_caches: Sequence[LayerCache]) -> None:
@@ -66,7 +66,7 @@ class TorchSwap(Swap):
         return [BlockCopyPlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
 
     def _layers(self, copy: BlockCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each tensor of the part's layers: its cache, its payload as [token, head, bytes]."""
+        """Each cache tensor of the part's layers, with its payload as [token, head, bytes]."""
         layers = self._layout.groups[copy.part.group]
         heads = len(self._layout.heads_of(copy.part))
         width = sum(t.shape[3] for t in self._caches[layers[0]])

@@ -149,16 +149,3 @@ def test_an_option_that_is_none_fails_the_constructor(library, option):
     for value in (-1, 4):
         with pytest.raises(LayoutError, match="no such"):
             native_of(library, case, "cpu", sizes={option: value})
-
-
-def test_a_direction_that_is_none_is_an_error_and_not_the_other_one(library):
-    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
-    before = case.buffer.clone()
-    native = native_of(library, case, "cpu")
-    host = host_memory(case.host_bytes(1), "cpu")
-    items, ids = native.pack(Direction.SAVE, case.copies([[0, 1]], 32, view_of(host)))
-    for direction in (-1, 2, 7):
-        with pytest.raises(LayoutError):
-            native._engine.submit(direction, items, ids)
-    assert (host == POISON).all()
-    assert torch.equal(case.buffer, before)

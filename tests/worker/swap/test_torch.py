@@ -154,20 +154,3 @@ def test_a_scatter_that_begins_inside_an_engine_block_is_refused():
     swap = TorchSwap(layout, caches_of(layout, 10))
     with pytest.raises(LayoutError, match="first_token 2"):
         swap.scatter([copy_of(layout, Part(0, 0), [3, 4], 8, first_token=2)])
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda c: c[:1], "1 cache tensors for 2"),
-        (lambda c: [c[0].half(), c[1]], "layer 0"),
-        (lambda c: [c[0], c[1][:, :2]], "layer 1"),
-        (lambda c: [c[0], c[1][..., :5]], "channels"),
-        (lambda c: [c[0], c[1][..., ::2]], "contiguous"),
-        (lambda c: [c[0], c[1][:5]], "as many blocks"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(change, word):
-    layout = layout_of()
-    with pytest.raises(LayoutError, match=word):
-        TorchSwap(layout, change(caches_of(layout, 10)))

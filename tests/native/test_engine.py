@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from pdstore.errors import SwapError
+from pdstore.errors import DeviceError, LayoutError, SwapError
 from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
+from pdstore.native import abi
 from pdstore.native.abi import CopyPath
+from pdstore.native.engine import Engine
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
+from tests.support.kv import caches_of
 from tests.support.swap_case import (
     PLAIN,
     POISON,
@@ -148,3 +155,63 @@ def test_engines_of_two_layouts_share_nothing(library, device):
     assert torch.equal(host, want)
     swap.close()
     benches[1].swap.close()
+
+
+def test_a_forked_child_may_not_use_the_engine_of_its_parent():
+    native_kit.open_library()
+    program = """
+import os
+from tests.support import native_kit
+from tests.support.kv import caches_of
+from tests.worker.swap.test_torch import layout_of, copy_of
+from pdstore.format.namespace import Part
+from pdstore.worker.swap.native import NativeSwap
+layout = layout_of()
+swap = NativeSwap(native_kit.open_library(), layout, caches_of(layout, 10))
+pid = os.fork()
+if pid == 0:
+    try:
+        swap.gather([copy_of(layout, Part(0, 0), [1, 2], 8)])
+    except RuntimeError as error:
+        os._exit(0 if "parent process" in str(error) else 1)
+    os._exit(2)
+assert os.waitpid(pid, 0)[1] == 0
+swap.gather([copy_of(layout, Part(0, 0), [1, 2], 8)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("device", [-2, 99, 2**31 - 1])
+def test_a_missing_device_fails_the_constructor(device):
+    layout = Layout(
+        dtype="uint8",
+        rope="",
+        layers=(LayerSpec(1, 4),),
+        block_tokens=1,
+        engine_block_tokens=1,
+    )
+    with pytest.raises(DeviceError, match="no CUDA device"):
+        NativeSwap(
+            native_kit.open_library(),
+            layout,
+            caches_of(layout, 2, fill=0),
+            sizes={"device": device},
+        )
+
+
+@pytest.mark.parametrize("direction", [-1, 2, 7])
+def test_a_number_that_is_no_direction_is_an_error_and_copies_nothing(library, direction):
+    cache, payload = bytearray(b"c" * 64), bytearray(b"p" * 16)
+    base, to = address_of(memoryview(cache)), address_of(memoryview(payload))
+    region = abi.Region(base=base, block_stride=16, token_stride=8, head_stride=8, width=8)
+    options = {"device": abi.CPU, "num_blocks": 4, "block_tokens": 2, "max_tokens": 2}
+    engine = Engine(library, options, [abi.PartShape(1, 1, 8)], [region])
+    item, ids = abi.Item(payload=to, num_tokens=2, num_ids=1), bytes(8)
+    with pytest.raises(LayoutError):
+        engine.submit(direction, bytes(item), ids)
+    assert engine.submit(0, bytes(item), ids).wait(10)
+    engine.close()
+    assert (cache, payload) == (b"c" * 64, b"c" * 16)

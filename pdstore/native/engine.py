@@ -1,0 +1,155 @@
+"""Engine: the swap engine of one device and one layout, and Ticket: one of its copies."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from ctypes import byref, c_void_p
+
+from pdstore.errors import LayoutError, SwapError
+from pdstore.native.abi import (
+    ABI,
+    Code,
+    CopyPath,
+    CopyPlan,
+    Error,
+    Item,
+    Options,
+    PartShape,
+    Plan,
+    PumpStats,
+    Region,
+    Stats,
+    raise_error,
+)
+from pdstore.native.library import Library
+
+
+class Engine:
+    """The block copies of one device and one layout. Any thread may call it.
+
+    options: fields of `abi.Options` by name; those left out are 0.
+    parts, regions: `abi.PartShape` and `abi.Region`.
+    Raises LayoutError for options that do not fit, DeviceError or SwapError from the device.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        options: dict[str, int],
+        parts: Sequence[ctypes.Structure],
+        regions: Sequence[ctypes.Structure],
+    ) -> None:
+        self._library, self._calls = library, library.calls
+        self._lock = threading.Lock()  # no call may be running when the handle ends
+        self._pid = os.getpid()
+        self._handle = c_void_p()
+        counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
+        error = Error()
+        self._calls.pds_open(
+            byref(Options(**counts, **options)),
+            (PartShape * len(parts))(*parts),
+            (Region * len(regions))(*regions),
+            byref(self._handle),
+            byref(error),
+        )
+        raise_error(error)
+
+    def add_host(self, address: int, num_bytes: int) -> None:
+        """Adds a range of host memory; from then on every payload must lie within one range."""
+        with self._lock:
+            self._calls.pds_add_host(self._open(), address, num_bytes)
+
+    def explain(self, part: int, num_tokens: int) -> CopyPlan:
+        """The path that payloads of a part with this many tokens take. Raises LayoutError."""
+        plan = Plan()
+        with self._lock:
+            code = self._calls.pds_explain(self._open(), part, num_tokens, byref(plan))
+        if code:
+            raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
+        path = CopyPath(plan.path).name
+        return CopyPlan(
+            path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
+        )
+
+    def stats(self, direction: int) -> PumpStats:
+        """The work done so far in one direction: 0 from the cache to slots, 1 to the cache."""
+        stats = Stats()
+        with self._lock:
+            self._calls.pds_get_stats(self._open(), direction, byref(stats))
+        return PumpStats(stats.bytes, stats.slices, stats.cpu_ns / 1e9)
+
+    def submit(
+        self,
+        direction: int,
+        items: bytes,
+        ids: bytes,
+        *,
+        stream: int = 0,
+        ready: int = 0,
+    ) -> Ticket:
+        """Starts a copy; returns at once.
+
+        items, ids: packed `abi.Item` and int64; copied before the call returns.
+        stream: the copy begins after the work that this CUDA stream has queued; 0: at once.
+        ready: a CUDA event's handle that the copy waits for instead; it must live until the end.
+        Raises LayoutError for items that do not fit, SwapError.
+        """
+        handle, error = c_void_p(), Error()
+        num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
+        out = byref(handle), byref(error)
+        with self._lock:
+            self._library.short_calls.pds_submit(
+                self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
+            )
+        raise_error(error)
+        return Ticket(self._library, handle)
+
+    def close(self) -> None:
+        """Fails queued copies, waits for the device and frees everything. Idempotent.
+
+        Does nothing in a forked child: the parent may have been in a call.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            handle, self._handle = self._handle, c_void_p()
+            if handle:
+                self._calls.pds_close(handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()
+
+    def _open(self) -> c_void_p:
+        if not self._handle:
+            raise SwapError("the swap engine is closed")
+        return self._handle
+
+
+class Ticket:
+    """A started copy. Dropping the ticket does not stop the copy."""
+
+    def __init__(self, library: Library, handle: c_void_p) -> None:
+        self._calls, self._short_calls, self._handle = library.calls, library.short_calls, handle
+        self._pid = os.getpid()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the end; False after `timeout_s`. Raises SwapError if the copy failed."""
+        error = Error()
+        code = self._calls.pds_wait(self._handle, int(timeout_s * 1e6), byref(error))
+        if code == Code.PENDING:
+            return False
+        raise_error(error)
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy has ended. Raises SwapError if it failed."""
+        return self.wait(0)
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:
+            self._short_calls.pds_free_ticket(self._handle)

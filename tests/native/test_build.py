@@ -1,0 +1,54 @@
+"""build: CMake runs once for each content of the sources, and its errors are passed on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pdstore.errors import NativeError
+from pdstore.native.build import build_library
+
+
+def test_the_compilers_output_is_in_the_error(tmp_path):
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "CMakeLists.txt").write_text("message(FATAL_ERROR this is wrong)")
+    with pytest.raises(NativeError, match=r"this\s*is\s*wrong"):
+        build_library(sources, directory=tmp_path / "cache")
+
+
+def test_concurrent_callers_wait_for_one_build(tmp_path):
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    count = tmp_path / "count"
+    (sources / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.22)\nproject(x NONE)\n"
+        f'file(APPEND {count} "x")\n'
+        "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
+    )
+    built = []
+    threads = [
+        threading.Thread(target=lambda: built.append(build_library(sources, directory=tmp_path)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(set(built)) == 1
+    assert built[0].read_text() == "built"
+    assert count.read_text() == "x"
+
+
+def test_a_changed_source_is_another_build(tmp_path):
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    paths = []
+    for text in ("a", "b"):
+        (sources / "CMakeLists.txt").write_text(
+            f"cmake_minimum_required(VERSION 3.22)\nproject({text} NONE)\n"
+            "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
+        )
+        paths.append(build_library(sources, directory=tmp_path / "cache"))
+    assert paths[0] != paths[1]

@@ -1,0 +1,58 @@
+"""caches: tensors are checked against the layout and viewed as bytes, never copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.worker.swap.caches import caches_as_bytes, pages_as_cells
+from tests.support.kv import caches_of
+from tests.worker.swap.test_torch import layout_of
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda c: c[:1], "1 cache tensors for 2"),
+        (lambda c: [c[0].half(), c[1]], "layer 0"),
+        (lambda c: [c[0], c[1][:, :2]], "layer 1"),
+        (lambda c: [c[0], c[1][..., :5]], "channels"),
+        (lambda c: [c[0], c[1][..., ::2]], "contiguous"),
+        (lambda c: [c[0], c[1][:5]], "same number of blocks"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, word):
+    layout = layout_of()
+    with pytest.raises(LayoutError, match=word):
+        caches_as_bytes(layout, change(caches_of(layout, 10)))
+
+
+def test_the_bytes_are_those_of_the_tensors():
+    layout = layout_of()
+    caches = caches_of(layout, 4)
+    views = caches_as_bytes(layout, caches)
+    for cache, (view,) in zip(caches, views, strict=True):
+        assert view.dtype == torch.uint8
+        assert view.data_ptr() == cache.data_ptr()
+
+
+def test_a_page_of_one_head_is_one_cell():
+    layout = layout_of(order="page", page="packed", block_tokens=4)
+    heads_first = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in caches_of(layout, 4)]
+    for cache, cells in zip(heads_first, pages_as_cells(layout, heads_first), strict=True):
+        blocks, tokens, heads, channels = cache.shape
+        assert cells.shape == (blocks, 1, heads, tokens * channels)
+        assert cells.data_ptr() == cache.data_ptr()
+
+
+def test_a_page_that_is_not_contiguous_is_refused():
+    layout = layout_of(order="page", page="packed", block_tokens=4)
+    with pytest.raises(LayoutError, match="contiguous"):
+        pages_as_cells(layout, caches_of(layout, 4))
+
+
+def test_without_pages_the_caches_are_left_as_they_are():
+    layout = layout_of()
+    caches = caches_of(layout, 4)
+    assert pages_as_cells(layout, caches) == caches
