@@ -177,11 +177,16 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         """Does nothing: loads are asynchronous."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        """Does nothing: `wait_for_save` saves a step when all of it is queued."""
+        if self._step.saves:
+            self._save_layer(layer_name)
+
+    @degrades(lambda: None)
+    def _save_layer(self, layer_name: str) -> None:
+        self.worker.layer_done(self._step, layer_name)
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
-        self.worker.start_saves(self._step)
+        self.worker.finish_saves(self._step)
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

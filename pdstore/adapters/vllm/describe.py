@@ -127,6 +127,17 @@ def layout_of(
     )
 
 
+def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
+    """The layers that are complete as soon as the model has computed them; none if unsure.
+
+    With microbatches a layer is computed once for each of them, and a draft model's layers once for
+    each token that it drafts: such layers are complete only at the end of a step.
+    """
+    parallel = vllm_config.parallel_config
+    splits = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
+    return () if splits or layout.draft_layers else names
+
+
 def revision_of(settings: Settings, vllm_config: Any) -> str:
     """The revision of the model's weights. Raises ConfigError where the user must name it."""
     model = vllm_config.model_config

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pdstore.adapters.vllm.describe import layer_views, layout_of, revision_of
+from pdstore.adapters.vllm.describe import (
+    layer_views,
+    layers_by_step,
+    layout_of,
+    revision_of,
+)
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
@@ -17,6 +22,7 @@ from pdstore.adapters.vllm.messages import (
     SaveSpec,
     StepReport,
 )
+from pdstore.adapters.vllm.step_saves import StepSaves
 from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -43,6 +49,8 @@ class PDStoreConnectorWorker:
         self._pool: KVPool | None = None
         self._rows_per_block = 1
         self._rank_layout: RankLayout | None = None
+        self._step_saves = StepSaves(0)
+        self._opened: PDStoreConnectorMetadata | None = None  # whose saves are open
         self._loads: dict[str, tuple[LoadSpec, Job | None]] = {}
         self._saves: dict[int, tuple[SaveSpec, Job]] = {}
         self._saves_of: defaultdict[str, list[Job]] = defaultdict(list)  # by request
@@ -60,17 +68,19 @@ class PDStoreConnectorWorker:
         tensors = list(caches.values())
         pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
-        self.begin(pool, rows_per_block)
+        self.begin(pool, rows_per_block, layers_by_step(self._vllm_config, layout, list(caches)))
 
-    def begin(self, pool: KVPool, rows_per_block: int = 1) -> None:
+    def begin(self, pool: KVPool, rows_per_block: int = 1, layers: Sequence[str] = ()) -> None:
         """Begins to load and save with a pool, which `close` closes.
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables takes.
+        layers: names of the layers that `layer_done` may release; see `StepSaves`.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
+        self._step_saves = StepSaves(len(pool.layout.layers), layers)
 
     @property
     def pool(self) -> KVPool:
@@ -105,21 +115,18 @@ class PDStoreConnectorWorker:
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
 
-    def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the saves of a step, behind what the model has queued on the current stream."""
-        for spec in metadata.saves:  # released at once if they cannot be started
-            self._released[spec.number] = 1
-        for spec in metadata.saves:
-            job = self.pool.save(
-                spec.keys,
-                self._rows(spec.tables),
-                first_token=spec.first_token,
-                handoff=spec.handoff,
-                after=self._saves_of[spec.request_id],
-            )
-            del self._released[spec.number]
-            self._saves[spec.number] = (spec, job)
-            self._saves_of[spec.request_id].append(job)
+    def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
+        """Begins to save a layer of a step, behind what is queued on the current stream."""
+        self._open_saves(metadata)
+        self._step_saves.layer_done(name)
+
+    def finish_saves(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Saves what is left of a step, behind what is queued on the current stream."""
+        try:
+            self._open_saves(metadata)
+        finally:
+            self._opened = None
+            self._step_saves.finish()
 
     def take_loaded(self, finished: set[str]) -> set[str]:
         """Returns the requests whose load has ended since the last call, well or not.
@@ -172,6 +179,26 @@ class PDStoreConnectorWorker:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+
+    def _open_saves(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Starts the saves of a step at the first call for it."""
+        if metadata is self._opened:
+            return
+        self._opened = metadata
+        for spec in metadata.saves:  # released at once if they cannot be started
+            self._released[spec.number] = 1
+        for spec in metadata.saves:
+            save = self.pool.begin_save(
+                spec.keys,
+                self._rows(spec.tables),
+                first_token=spec.first_token,
+                handoff=spec.handoff,
+                after=self._saves_of[spec.request_id],
+            )
+            del self._released[spec.number]
+            self._step_saves.add(save)
+            self._saves[spec.number] = (spec, save.job)
+            self._saves_of[spec.request_id].append(save.job)
 
     def _note_failure(self, spec: LoadSpec, job: Job | None) -> None:
         result = job.result if job is not None else None

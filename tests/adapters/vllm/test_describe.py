@@ -10,7 +10,12 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec, SparseCacheRole
 
-from pdstore.adapters.vllm.describe import check_spec, refuse_unsupported, settings_of
+from pdstore.adapters.vllm.describe import (
+    check_spec,
+    layers_by_step,
+    refuse_unsupported,
+    settings_of,
+)
 from pdstore.errors import ConfigError, LayoutError
 
 
@@ -84,6 +89,25 @@ def test_a_plain_configuration_is_accepted():
 def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
     with pytest.raises(ConfigError, match=reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
+
+
+NAMES = ["layer.0", "layer.1"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "draft_layers", "expected"),
+    [
+        ({}, 0, NAMES),
+        ({"use_ubatching": True}, 0, []),
+        ({"enable_dbo": True}, 0, []),
+        ({}, 1, []),
+    ],
+)
+def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
+    parallel, draft_layers, expected
+):
+    layout = SimpleNamespace(draft_layers=draft_layers)
+    assert list(layers_by_step(vllm_config(**parallel), layout, NAMES)) == expected
 
 
 def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypatch):

@@ -39,7 +39,7 @@ def worker(instance):
 
 def test_a_save_is_released_once_and_then_forgotten(worker, instance):
     keys = instance.cache.keys(range(200))
-    worker.start_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)]))
+    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)]))
     released = 0
 
     def is_forgotten():
@@ -86,3 +86,39 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     load(worker, LoadSpec("request", None, [IDS[:10]], 64, 160))
     assert worker.failed == {"request"}
     assert not worker.take_bad_blocks(), "vLLM would go on behind blocks that it has given back"
+
+
+@pytest.fixture
+def ranged(store):
+    """A worker whose blocks are stored in two layer ranges: a and b, and c."""
+    instance = Instance(store, layer_ranges=2)
+    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
+    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
+    worker.begin(instance.pool, layers=["a", "b", "c"])
+    yield worker, instance
+    instance.close()
+
+
+def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store):
+    worker, instance = ranged
+    keys = instance.cache.keys(range(128))
+    first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
+    whole = keys.store_keys(instance.namespace.parts)
+    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)])
+    worker.layer_done(step, "a")
+    worker.layer_done(step, "b")
+    eventually(lambda: store.match(first) == len(first))
+    assert store.match(whole) < len(whole), "layer c is not computed yet"
+    assert worker.take_report() is None, "the blocks are still needed"
+    worker.layer_done(step, "c")
+    worker.finish_saves(step)
+    eventually(lambda: store.match(whole) == len(whole))
+
+
+def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
+    worker, instance = ranged
+    keys = instance.cache.keys(range(128))
+    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)])
+    worker.finish_saves(step)
+    whole = keys.store_keys(instance.namespace.parts)
+    eventually(lambda: store.match(whole) == len(whole))
