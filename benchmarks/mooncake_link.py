@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, cast
@@ -29,7 +30,7 @@ from benchmarks.raw import RawMooncake
 from pdstore.cli.report import seconds_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
-from pdstore.settings import Settings
+from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.store import MooncakeStore
@@ -88,7 +89,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             sh(*f"ip -n {host} addr add {address}/24 dev v".split())
             for device in ("lo", "v"):
                 sh(*f"ip -n {host} link set {device} up".split())
-        yield hosts
+        yield hosts[0], hosts[1]
     finally:
         for host in hosts:
             sh("ip", "netns", "del", host)
@@ -170,7 +171,7 @@ class Worker:
 
     def __init__(self) -> None:
         url = f"mooncake://{P_HOST}:{MASTER}?lease=10&discard=10"
-        self.store = cast(MooncakeStore, open_store(url, Settings()))
+        self.store = cast(MooncakeStore, open_store(url, read_settings(store=url)))
         self.raw = RawMooncake(url, self.store)
         self.rows: list[Row] = []
 
@@ -182,7 +183,7 @@ class Worker:
             for turn in range(ROUNDS + 1):
                 keys, headers = named(size, f"P{turn}")
                 self.raw.put(keys, slots)
-                seconds.append(seconds_of(lambda k=keys, h=headers, s=slots: self._put(k, h, s)))
+                seconds.append(seconds_of(partial(self._put, keys, headers, slots)))
             self._add(name, "P put, no link", size, seconds)
         return self.rows
 

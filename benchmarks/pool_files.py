@@ -102,7 +102,7 @@ class Cache:
             torch.cuda.synchronize()
 
 
-def measure(cache: Cache, given: argparse.Namespace, window: int, workers: int) -> list[object]:
+def measure(cache: Cache, given: argparse.Namespace, window: int, workers: int) -> list[float]:
     """One row: a save of another prompt, then loads of it."""
     num_bytes = given.tokens * given.layers * 8 * 256 * 2
     prompt = [random.randrange(1 << 30) for _ in range(given.tokens)]

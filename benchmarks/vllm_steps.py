@@ -34,7 +34,7 @@ def main() -> None:
         max_num_seqs=_REQUESTS,
         num_gpu_blocks_override=256,
     )
-    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     seconds: list[float] = []
     for name in ("schedule", "update_from_output"):
         setattr(scheduler, name, _timed(getattr(scheduler, name), seconds))
