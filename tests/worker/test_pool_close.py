@@ -113,10 +113,19 @@ def alarm():
     before = signal.getsignal(signal.SIGALRM)
 
     def alarm(handler, every_s):
-        signal.signal(signal.SIGALRM, lambda *_: handler())
-        signal.setitimer(signal.ITIMER_REAL, every_s, every_s)
+        def handle(*_):
+            handler()
+            # Set again only now: on a busy machine handlers would interrupt each other without end.
+            if not stopped:
+                signal.setitimer(signal.ITIMER_REAL, every_s)
+
+        stopped: list[bool] = []
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, every_s)
+        return lambda: stopped.append(True)
 
     yield alarm
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
@@ -133,14 +142,14 @@ def test_a_signal_handler_may_save_load_and_cancel(instance, alarm):
             job.cancel()
         jobs.append(p.pool.load(keys, D_BLOCKS))
 
-    alarm(handler, 0.0005)
+    stop = alarm(handler, 0.0005)
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         jobs.append(p.pool.load(keys, D_BLOCKS))
         p.pool.save(keys, P_BLOCKS).cancel()
         if len(jobs) % 50 == 0:
             jobs[-1].wait(10)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    stop()
     assert len(num_handled) > 10
     for job in jobs:
         assert job.wait(10).reason in (None, Reason.CANCELLED, Reason.QUEUE_FULL)
@@ -157,11 +166,11 @@ def test_a_signal_handler_may_close_the_pool(instance, alarm, delay_s):
             closed.append(1)
             p.pool.close()
 
-    alarm(handler, delay_s)
+    stop = alarm(handler, delay_s)
     while not closed:
         jobs += [p.pool.save(keys, P_BLOCKS), p.pool.load(keys, D_BLOCKS)]
         jobs[-1].cancel()
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    stop()
     for job in jobs:
         job.wait(5)
     assert p.pool.num_jobs == 0
