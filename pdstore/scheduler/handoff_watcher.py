@@ -97,7 +97,7 @@ class HandoffWatcher:
         teller = find_optional(store, TellsChanges)
         if teller is not None:
             self._listener = ChangeListener(teller, lambda: self._thread.wake())
-            self._looks_per_failed, self._pace = 1, Pace(last_s=0.1, calls_per_s=None)
+            self._looks_per_failed, self._pace = 1, Pace(calls_per_s=None)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
     def add(self, lookup: Lookup) -> None:

@@ -20,6 +20,7 @@ from pdstore.format.namespace import prefix_of
 from pdstore.native.library import Library, load_library
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.file.bell import Bell
 from pdstore.store.file.checksums import ChecksumFiles, check_sizes
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import error_of, named_error
@@ -65,11 +66,14 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._checksums = ChecksumFiles(library)
+        self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, handoff_ttl_s, clock)
-        self._writer = Writer(self.label, self._lifecycle, self._directory, self._evictor)
+        self._writer = Writer(
+            self.label, self._lifecycle, self._directory, self._evictor, self._bell
+        )
         log.info(
             "pool in %s, budget %s: P and D must use the same directory",
             root,
@@ -111,6 +115,17 @@ class FileStore(Store):
                 except FileNotFoundError:
                     return n
         return len(keys)
+
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._lifecycle.check()
+        check_call(keys)
+        return [os.access(self._directory.path(key), os.F_OK) for key in keys]
+
+    def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
+        """Waits for puts of this host's processes; those of other hosts are not heard."""
+        self._lifecycle.check()
+        with named_error(self.label, "cannot hear of changes"):
+            return self._bell.wait(seen, timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -155,6 +170,7 @@ class FileStore(Store):
 
     def close(self) -> None:
         if self._lifecycle.end():
+            self._bell.close()
             self._directory.close()
 
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:

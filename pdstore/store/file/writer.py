@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pdstore.errors import StoreFull
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import Lifecycle, Slots
+from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import FULL, named_error
 from pdstore.store.file.eviction import Evictor
@@ -22,10 +23,15 @@ class Writer:
     """Asks the evictor for room, writes, and tries again what a mend may have made possible."""
 
     def __init__(
-        self, label: str, lifecycle: Lifecycle, directory: PoolDirectory, evictor: Evictor
+        self,
+        label: str,
+        lifecycle: Lifecycle,
+        directory: PoolDirectory,
+        evictor: Evictor,
+        bell: Bell,
     ) -> None:
         self._label, self._lifecycle = label, lifecycle
-        self._directory, self._evictor = directory, evictor
+        self._directory, self._evictor, self._bell = directory, evictor, bell
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, write: WriteValues) -> int:
         """Stores the slots under their keys by `write`. Raises StoreError as `Store.put` does."""
@@ -37,6 +43,7 @@ class Writer:
                 self._write(keys, paths, slots, range(n, stop), write)
             finally:
                 self._evictor.settle(slots.sizes[n:stop])
+                self._bell.ring()
             n = stop
         return n
 

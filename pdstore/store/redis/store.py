@@ -82,6 +82,20 @@ class RedisStore(Store):
             self._lease_s = self._ask_lease_s()
         return n
 
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Asks for all keys by one command, and again for each only if some are stored."""
+        self._lifecycle.check()
+        check_call(keys)
+        if not keys:
+            return []
+        pipe = self._client.pipeline(transaction=False)
+        pipe.exists(*keys)
+        if self._run(pipe, keys, [0]) == [0]:
+            return [False] * len(keys)
+        for key in keys:
+            pipe.exists(key)
+        return [reply == 1 for reply in self._run(pipe, keys, range(len(keys)))]
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
         check_call(keys, slots)

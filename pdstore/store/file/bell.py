@@ -1,0 +1,125 @@
+"""Bell: tells the processes of this host that something was put into a pool's directory.
+
+<root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
+
+Who puts writes a byte into every pipe; who listens polls its own. So nobody polls the directory,
+nothing has to run, and a process that was killed leaves a pipe without a reader, which the next
+ring removes. Pipes reach the processes of one kernel only: of other hosts' puts nothing is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import select
+import stat
+import threading
+from pathlib import Path
+
+from pdstore.threads import Deadline
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OPEN = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_BYTES = 64 << 10
+
+
+class Bell:
+    """One process's end. Any thread may ring and wait. `close` ends no wait before its time."""
+
+    def __init__(self, root: Path) -> None:
+        self._folder = root / "bells"
+        self._boot = _boot_id()
+        self._number = 0  # of the times that it was heard
+        self._pipe: int | None = None
+        self._path: Path | None = None
+        self._polling = threading.Lock()
+
+    def ring(self) -> None:
+        """Wakes all who listen. A directory that is gone or cannot be read has nobody listening."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                self._ring(name)
+
+    def wait(self, seen: int | None, timeout_s: float) -> int:
+        """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
+        if seen is None:
+            self._listen()
+            return self._number
+        limit = Deadline(timeout_s)
+        while self._number == seen and not limit.is_over():
+            if self._polling.acquire(timeout=limit.remaining_s()):
+                try:
+                    if self._number == seen:
+                        self._poll(limit.remaining_s())
+                finally:
+                    self._polling.release()
+        return self._number
+
+    def close(self) -> None:
+        """Listens no more."""
+        path, self._path = self._path, None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        with self._polling:
+            if self._pipe is not None:
+                os.close(self._pipe)
+                self._pipe = None
+
+    def _listen(self) -> None:
+        """Makes this process's pipe, if it is not there (any more)."""
+        with self._polling:
+            if self._path is not None and self._path.exists():
+                return
+            if self._pipe is not None:
+                os.close(self._pipe)
+                self._pipe = None
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            path = self._folder / f"{self._boot}-{os.getpid()}-{secrets.token_hex(4)}"
+            unseen = path.with_name(f".{path.name}")
+            os.mkfifo(unseen, 0o600)
+            try:
+                # also for writing, so that the last writer's end is no end of file
+                self._pipe = os.open(unseen, os.O_RDWR | _OPEN)
+                unseen.rename(path)  # now that it has a reader
+            except OSError:
+                unseen.unlink()
+                raise
+            self._path = path
+
+    def _poll(self, timeout_s: float) -> None:
+        if self._pipe is None:
+            return
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        if poll.poll(timeout_s * 1e3):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._pipe, _READ_BYTES)
+            self._number += 1
+
+    def _ring(self, name: str) -> None:
+        if name.startswith("."):
+            return
+        path = self._folder / name
+        try:
+            pipe = os.open(path, os.O_WRONLY | _OPEN)
+        except OSError as error:
+            if error.errno == errno.ENXIO and name.startswith(f"{self._boot}-"):
+                path.unlink()  # its process has ended
+            return
+        try:
+            if stat.S_ISFIFO(os.fstat(pipe).st_mode):
+                with contextlib.suppress(BlockingIOError):  # full: it will be heard anyway
+                    os.write(pipe, b"!")
+        finally:
+            os.close(pipe)
+
+
+def _boot_id() -> str:
+    """Returns this kernel's id since its start; other hosts and later boots have another one."""
+    try:
+        return _BOOT_ID.read_text().strip().replace("-", "")
+    except OSError:
+        return "unknown"

@@ -1,0 +1,111 @@
+"""Optional protocols: every store that offers one keeps its promises."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pdstore.errors import StoreClosed
+from pdstore.format.keys import BlockKey
+from pdstore.metrics import Metrics
+from pdstore.settings import read_settings
+from pdstore.store import Slots, open_store
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.find import find_optional
+from pdstore.store.instrumented import Instrumented
+from pdstore.store.optional import FindsKeys, TellsChanges
+
+SETTINGS = read_settings()
+KEYS = [BlockKey(f"pds1:{'0' * 32}:handoff:{i:032x}:0:done") for i in range(40)]
+
+
+@pytest.fixture(params=["memory", "file", "redis"])
+def url(request, tmp_path):
+    if request.param == "redis":
+        return request.getfixturevalue("redis_url")
+    return "memory://optional" if request.param == "memory" else f"file://{tmp_path}/pool"
+
+
+@pytest.fixture
+def store(url):
+    store = open_store(url, SETTINGS)
+    store.remove(KEYS)
+    yield store
+    store.close()
+
+
+def put(store, keys):
+    slots = Slots(memoryview(bytearray(64)), 64, [0] * len(keys), [64] * len(keys))
+    assert store.put(keys, slots) == len(keys)
+
+
+def test_stored_keys_are_found_among_others_in_any_order(store):
+    finder = find_optional(store, FindsKeys)
+    assert finder.which_stored(KEYS) == [False] * 40
+    put(store, KEYS[3::7])
+    assert finder.which_stored(KEYS) == [i % 7 == 3 for i in range(40)]
+    assert finder.which_stored([]) == []
+
+
+def test_a_search_takes_only_keys_of_the_contract(store):
+    with pytest.raises(ValueError, match="distinct"):
+        find_optional(store, FindsKeys).which_stored([KEYS[0], KEYS[0]])
+
+
+def test_a_closed_store_finds_nothing(store):
+    store.close()
+    with pytest.raises(StoreClosed):
+        find_optional(store, FindsKeys).which_stored(KEYS)
+
+
+def test_the_wrappers_of_an_engine_let_a_search_through(store):
+    wrapped = CircuitBreaker(Instrumented(store, Metrics()))
+    put(store, KEYS[:1])
+    assert find_optional(wrapped, FindsKeys).which_stored(KEYS[:2]) == [True, False]
+
+
+@pytest.fixture
+def files(tmp_path):
+    stores = [open_store(f"file://{tmp_path}/pool", SETTINGS) for _ in range(2)]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def test_files_tell_of_each_put_before_it_is_asked_for(files):
+    writer, listener = files
+    seen = find_optional(listener, TellsChanges).wait_for_change(None, 0.0)
+    for key in KEYS:
+        put(writer, [key])
+        now = listener.wait_for_change(seen, 10.0)
+        assert now != seen
+        assert listener.which_stored([key]) == [True]
+        seen = now
+    assert listener.wait_for_change(seen, 0.01) == seen
+
+
+def test_files_wake_who_waits_within_milliseconds(files):
+    writer, listener = files
+    delays = []
+    for key in KEYS:
+        seen, woken = listener.wait_for_change(None, 0.0), []
+        thread = threading.Thread(
+            target=lambda seen=seen, woken=woken: (
+                listener.wait_for_change(seen, 10.0),
+                woken.append(time.monotonic()),
+            )
+        )
+        thread.start()
+        put(writer, [key])
+        stored = time.monotonic()
+        thread.join(20)
+        delays.append(woken[0] - stored)
+    assert sorted(delays)[len(delays) // 2] < 0.010
+
+
+def test_a_closed_store_tells_nothing(files):
+    files[0].close()
+    with pytest.raises(StoreClosed):
+        files[0].wait_for_change(None, 0.0)
