@@ -48,10 +48,12 @@ class Wait:
         started = [self.started] if self.lookup.follows else []
         return self._wanted + started + ([self.failed] if with_failed else [])
 
-    def note(self, stored: set[BlockKey]) -> None:
-        """Takes off the list what is stored."""
-        if self._wanted[0] in stored:
+    def note(self, stored: set[BlockKey]) -> bool:
+        """Takes off the list what is stored. Returns whether that is anything."""
+        is_news = self._wanted[0] in stored
+        if is_news:
             self._done = self._wanted = [key for key in self._done if key not in stored]
+        return is_news
 
     @property
     def is_done(self) -> bool:
@@ -61,7 +63,8 @@ class Wait:
 class HandoffWatcher:
     """Ends each lookup when P's markers for all shards are there, when P failed, or at its time.
 
-    One that follows ends when P has started, with a match that names the hand-off.
+    One that follows ends when P has started or answered, with a match that names the hand-off; but
+    where all is stored by then, with an ordinary one.
 
     All waits are one call of the store each time where it can look for many keys (`FindsKeys`).
     Where the store tells of changes (`TellsChanges`), it is asked then; else it is polled.
@@ -90,6 +93,7 @@ class HandoffWatcher:
         self._keys: dict[bool, list[BlockKey]] = {}  # of all waits: without and with `failed`
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
         self._num_looks = 0
+        self._has_arrivals = False  # since the last look
         self._sweep_deadline = Deadline(0.0)
         self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._listener: ChangeListener | None = None
@@ -150,6 +154,7 @@ class HandoffWatcher:
             if is_same:
                 self._waits.append(Wait(lookup, handoff, self._namespace))
                 self._keys.clear()
+                self._has_arrivals = True
                 self._pace.hurry()
             else:
                 self._on_other_pool(handoff)
@@ -177,8 +182,9 @@ class HandoffWatcher:
         found = call_or(partial(self._search_for, keys), None)
         if found is None:
             self._look_at_each()
-        elif found:
+        elif found or self._has_arrivals:
             self._note(found)
+        self._has_arrivals = False
         took_s = time.monotonic() - started_at
         return self._pace.after(self._search.num_calls(len(keys)), took_s)
 
@@ -211,20 +217,21 @@ class HandoffWatcher:
 
     def _note(self, found: set[BlockKey]) -> None:
         """Takes note of markers and ends the waits that they end."""
-        self._pace.hurry()
+        if found:
+            self._pace.hurry()
         over = {wait for wait in self._waits if self._is_ended(wait, found)}
         self._keep(lambda wait: wait not in over)
 
     def _is_ended(self, wait: Wait, found: set[BlockKey]) -> bool:
         """Whether these markers end the wait; if so, its lookup is answered or will be matched."""
-        wait.note(found)
-        lookup = wait.lookup
+        is_news, lookup = wait.note(found), wait.lookup
+        has_begun = wait.started in found or (wait.handoff.num_tokens is not None and not is_news)
         if wait.is_done:
             self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
             self._answers.append((lookup, None))
         elif wait.failed in found:
             self._answers.append((lookup, Reason.HANDOFF_FAILED))
-        elif lookup.follows and wait.started in found:
+        elif lookup.follows and has_begun:
             lookup.finish(Match.following(lookup.keys, wait.handoff))
         else:
             return False

@@ -108,8 +108,8 @@ class PrefixCacheManager:
         """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
 
         The match names the hand-off as its `follow`, unless all is stored by now: give it to
-        `KVPool.load(..., follow=)`. It is there at once for the params of P's answer, and as soon
-        as P has started for a request that P and D got at once.
+        `KVPool.load(..., follow=)`. It is there after one call of the store for the params of P's
+        answer, and as soon as P has started for a request that P and D got at once.
         """
         return self._start(keys, Handoff.of(params), follows=True)
 
@@ -183,8 +183,6 @@ class PrefixCacheManager:
             refusal = Reason.NAMESPACE
         if refusal is not None:
             lookup.finish(Match.miss(keys, refusal))
-        elif handoff is not None and follows and self._is_saved_now(handoff):
-            lookup.finish(Match.following(keys, handoff))
         elif handoff is not None:
             self._watcher.add(lookup)
         else:
@@ -197,10 +195,6 @@ class PrefixCacheManager:
             return Reason.CLOSED
         is_stuck = self._queue.is_stuck or self._watcher.is_stuck
         return Reason.STORE_SLOW if is_stuck else None
-
-    def _is_saved_now(self, handoff: Handoff) -> bool:
-        """Whether P has answered, so that all of the hand-off is on its way to this pool."""
-        return handoff.num_tokens is not None and self._identity.may_be(handoff.pool_id)
 
     def _count(self, found: Match) -> None:
         if os.getpid() == self._pid:

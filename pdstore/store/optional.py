@@ -69,7 +69,10 @@ class FindsKeys(Protocol):
 
 @runtime_checkable
 class TellsChanges(Protocol):
-    """A store that can say when somebody, in any process, has stored something."""
+    """A store that can say when somebody has stored something, in any process of this host.
+
+    It may not hear of other hosts' puts: who waits for those has to look from time to time.
+    """
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Blocks until something may have been stored since `seen`, at most for `timeout_s`.
@@ -77,6 +80,7 @@ class TellsChanges(Protocol):
         seen: the number that an earlier call returned; None asks for the present number and
           returns at once.
         Returns the present number: equal to `seen` if the time was up, another one if not. It may
-        change without need, but never stays the same across a completed put: whoever takes the
-        number first and then looks for a key misses no put. From any thread. Raises StoreError.
+        change without need, but never stays the same across a completed put of this host: whoever
+        takes the number first and then looks for a key misses none. From any thread. Raises
+        StoreError.
         """

@@ -24,7 +24,7 @@ _WINDOW = 128
 """Keys that one call matches; each is leased, so it is no more than will be loaded soon."""
 _FIRST_PAUSE_S = 0.002
 _LAST_PAUSE_S = 0.02
-_TOLD_PAUSE_S = 0.1  # where the store tells of changes
+_TOLD_PAUSE_S = 0.02  # where the store tells of changes: it may not hear of other hosts'
 
 
 class _Lane:

@@ -138,11 +138,11 @@ def test_a_handoff_id_of_the_router_is_taken_over(instance):
     assert eventually(lookup.poll).num_tokens == 100
 
 
-def test_who_follows_is_answered_at_once_for_the_params_of_ps_answer(instance):
+def test_who_follows_does_not_wait_for_the_end_of_what_p_has_answered(instance):
     p, d = instance(), instance()
     eventually(lambda: p.cache.pool_id and d.cache.pool_id)
     handoff, params = p.cache.announce(p.cache.keys(range(100)))
-    found = d.cache.follow(d.cache.keys(range(100)), params).poll()
+    found = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
     assert (found.num_tokens, found.reason, found.follow) == (100, None, handoff)
 
 
@@ -154,7 +154,7 @@ def test_who_follows_a_prompt_of_another_length_follows_the_whole_blocks_of_both
 ):
     p, d = instance(), instance()
     _, params = p.cache.announce(p.cache.keys(range(theirs)))
-    found = d.cache.follow(d.cache.keys(range(ours)), params).poll()
+    found = d.cache.follow(d.cache.keys(range(ours)), params).wait(10)
     assert (found.num_tokens, found.keys.num_tokens) == (shared, shared)
 
 
@@ -175,6 +175,14 @@ def test_who_follows_a_request_that_a_router_sent_to_both_waits_for_p_to_start(i
     slots = Slots(memoryview(bytearray(64)), 64, [0], [64])
     store.put([handoff.started(d.namespace)], slots)
     assert lookup.wait(10).follow == handoff
+
+
+def test_who_follows_what_is_stored_already_gets_an_ordinary_match(instance):
+    p, d = instance(kv_shards=2), instance(kv_shards=2)
+    job, params = publish(p, range(100))
+    job.wait(10)
+    found = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
+    assert (found.num_tokens, found.reason, found.follow) == (100, None, None)
 
 
 def test_who_follows_nothing_gets_the_pool_as_it_is(instance):
