@@ -30,7 +30,7 @@ from pdstore.threads import Deadline, Ticker, call_or
 
 _MOST_ANSWERS = 8  # matches between two looks for markers
 _SWEEP_S = 0.05  # how late the end of a lookup, or of its time, may be noticed
-_LOOKS_PER_FAILED = 3  # where it is polled: `failed` is rare
+_LOOKS_PER_FAILED = 3  # it is rare
 
 
 class Wait:
@@ -97,11 +97,11 @@ class HandoffWatcher:
         self._sweep_deadline = Deadline(0.0)
         self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._listener: ChangeListener | None = None
-        self._looks_per_failed, self._pace = _LOOKS_PER_FAILED, Pace()
+        self._pace = Pace()
         teller = find_optional(store, TellsChanges)
         if teller is not None:
             self._listener = ChangeListener(teller, lambda: self._thread.wake())
-            self._looks_per_failed, self._pace = 1, Pace(calls_per_s=None)
+            self._pace = Pace(calls_per_s=None)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
     def add(self, lookup: Lookup) -> None:
@@ -177,7 +177,7 @@ class HandoffWatcher:
         if blocked_s > 0:
             return blocked_s
         self._num_looks += 1
-        keys = self._wanted(with_failed=self._num_looks % self._looks_per_failed == 0)
+        keys = self._wanted(with_failed=self._num_looks % _LOOKS_PER_FAILED == 0)
         started_at = time.monotonic()
         found = call_or(partial(self._search_for, keys), None)
         if found is None:
