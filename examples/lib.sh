@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the example scripts share. Each sources it, so it sets nothing but functions and defaults.
+# Functions and defaults of the example scripts, which source it; it does nothing else.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PREFILL_PORT=${PREFILL_PORT:-8100}
@@ -13,19 +13,19 @@ die() {
     exit 2
 }
 
-# The comment at the top of the script, without its first line (#!).
+# usage: prints the comment at the top of the script, without its first line (#!).
 usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
 }
 
-# The value of an option: value_of "$@", with $1 the option.
+# value_of "$@": prints the value of the option $1.
 value_of() {
     [[ $# -ge 2 && -n $2 ]] || die "$1 needs a value (--help shows how)"
     printf '%s' "$2"
 }
 
-# find_python [ENGINE]: the python that has what the examples need: $PYTHON, an active environment,
-# or the one of `make setup` (`make setup-vllm` for vllm).
+# find_python [ENGINE]: prints the first python that has the examples' packages: $PYTHON, the active
+# environment's, or that of `make setup` (`make setup-vllm` for vllm).
 find_python() {
     local python engine=${1:-mini} setup=setup venv=.venv modules=(torch transformers uvicorn httpx)
     local check='import importlib.util as u, sys
@@ -42,7 +42,7 @@ sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))'
     die "no Python environment with the examples' packages; run once: make -C $ROOT $setup"
 }
 
-# The module that is an instance of an engine: module_of ENGINE.
+# module_of ENGINE: prints the module that runs an instance of an engine.
 module_of() {
     case $1 in
         mini) printf 'examples.mini_engine' ;;
@@ -59,7 +59,7 @@ need_free_port() {
     fi
 }
 
-# The checkpoint's directory: the one given, or a tiny one that is trained once, in a minute.
+# find_model PYTHON: prints the checkpoint's directory: $MODEL, or a tiny one that is trained once.
 find_model() {
     local python=$1
     if [[ -z $MODEL ]]; then
@@ -71,7 +71,7 @@ find_model() {
     (cd "$MODEL" && pwd)
 }
 
-# serve ROLE PORT OPTIONS...: becomes one engine instance that hands over through the pool.
+# serve ROLE PORT OPTIONS...: replaces the script by one engine instance that uses the pool.
 serve() {
     local role=$1 port=$2 engine=mini python module model options=()
     shift 2
@@ -89,7 +89,7 @@ serve() {
     module=$(module_of "$engine")
     need_free_port "$port"
     python=$(find_python "$engine")
-    [[ $engine != vllm || -n $MODEL ]] || options=(--tiny) # what suits no other checkpoint
+    [[ $engine != vllm || -n $MODEL ]] || options=(--tiny) # for the tiny checkpoint only
     model=$(find_model "$python")
     export PD_TRANSFER_VIA_STORAGE=1
     [[ -z ${PDSTORE_STORE:-} ]] || export PDSTORE_STORE

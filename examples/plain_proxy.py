@@ -1,9 +1,9 @@
-"""The plainest PD proxy, of the kind that comes with vLLM's connectors: asks P, then D, no more.
+"""A minimal PD proxy, of the kind that comes with vLLM's connectors: asks P, then D.
 
     python -m examples.plain_proxy --port N --prefill URL --decode URL
 
-It knows nothing of pdstore. The demo sends every prompt through it too: whatever proxy relays P's
-`kv_transfer_params` to D will do. For anything else take `examples/router`.
+It knows nothing of pdstore. The demo sends every prompt through it too, to show that any proxy will
+do that relays P's `kv_transfer_params` to D. For more than that, take `examples/router`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ASK_P = {
 
 
 def make_app(prefill: str, decode: str) -> Starlette:
-    """The proxy in front of one P and one D, as an ASGI application."""
+    """Returns the proxy in front of one P and one D, as an ASGI application."""
     limits = httpx.Limits(keepalive_expiry=2.0)  # instances drop idle connections after 5 s
     client = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
 

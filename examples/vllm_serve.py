@@ -1,4 +1,4 @@
-"""`vllm serve` with what an instance of a small P/D pair needs: `python -m examples.vllm_serve`.
+"""Runs `vllm serve` with the settings of a small P/D pair: `python -m examples.vllm_serve`.
 
     python -m examples.vllm_serve --model DIR [--role ROLE] [--port N] [--tiny] [VLLM OPTIONS]
 
@@ -42,7 +42,7 @@ TINY = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Becomes `vllm serve`."""
+    """Replaces this process by `vllm serve`."""
     given, others = _parser().parse_known_args(arguments)
     try:
         is_cpu = version("vllm").endswith("+cpu")

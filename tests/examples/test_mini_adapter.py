@@ -56,7 +56,7 @@ def open_instance(open_engine, url):
 
 
 def hand_over(p, prompt):
-    """Lets P prefill a prompt; what its answer says to D."""
+    """Lets P prefill a prompt. Returns the kv_transfer_params of its answer."""
     asked = ask(p, prompt, max_tokens=1, kv_transfer_params=PULL).wait()
     assert asked.finish == Finish("length")
     return asked.request.answer_params
@@ -67,7 +67,7 @@ def decode(d, prompt, params):
 
 
 def stored(engine, prompt):
-    """The pool's values of a prompt: where a test can reach in."""
+    """Returns the values of a prompt that the pool may hold."""
     keys = engine.adapter.cache.keys(prompt)
     prompt = PromptBlocks(engine.adapter.pool.layout, keys, [range(64)])
     return prompt.values(BlockRange(0, len(keys)))
