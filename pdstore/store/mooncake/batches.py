@@ -100,13 +100,17 @@ class Batches:
     def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
         """Tries a refused batch once more, through a new bounce.
 
-        If the process that shares our memory was replaced within a second, the library has not
-        noticed, and the new one refuses memory that it does not know. New memory it will know.
+        The process that shares our memory refuses memory that it does not know: another process
+        after a restart within a second, or the same one after it was stopped for longer than it
+        keeps silent clients. The library notices neither. New memory it will know.
         """
         self._memory.drop_bounce()
         again = through_bounce().codes
         if again.count(INVALID) < codes.count(INVALID):
-            log.warning("mooncake: values are copied from now on: the other process was replaced")
+            log.warning(
+                "mooncake: values are copied from now on: the process that shares our memory was"
+                " stopped or replaced, and does not know it any more"
+            )
             self._memory.forget_slabs()
         return again
 
