@@ -12,10 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 ALLOWED = {
-    "attempt": {
-        "csrc/arena": "one try of several to read what others write",
-        "examples/mini_engine": "being renamed",
-    },
+    "attempt": {"csrc/arena": "one try of several to read what others write"},
     "backend": {"pdstore/adapters/vllm/describe.py": "vLLM's attention backends"},
     "bounce": {"pdstore/store/mooncake": "memory inside the store, which staging never is"},
     "connector": {
