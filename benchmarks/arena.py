@@ -1,4 +1,4 @@
-"""What an arena costs on this machine: bytes copied, calls without bytes, and how soon D wakes.
+"""Measures an arena: bytes copied, calls that move none, and how soon a marker wakes D.
 
     python -m benchmarks.arena --json benchmarks/results/arena.json
 

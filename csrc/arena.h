@@ -7,6 +7,7 @@
 #include <memory>
 #include <shared_mutex>
 
+#include "arena_file.h"
 #include "arena_index.h"
 #include "pdstore.h"
 
@@ -27,8 +28,6 @@ struct Places {
 
 class Arena {
  public:
-  // Makes an empty file an arena.
-  static int32_t format(int file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
   // The descriptor stays the caller's.
   static int32_t open(int file, const pds_arena_options &options, std::unique_ptr<Arena> *made);
   ~Arena();

@@ -109,7 +109,7 @@ int32_t get_batch(Arena &arena, const char *memory, const Keys &keys, const uint
 
 extern "C" int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t slab_bytes,
                                     uint64_t seed) {
-  return Arena::format(file, data_bytes, slab_bytes, seed);
+  return pds::arena::format(file, data_bytes, slab_bytes, seed);
 }
 
 extern "C" int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,

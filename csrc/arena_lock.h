@@ -38,4 +38,13 @@ enum class Locked { kNo, kYes, kAfterDeath };  // the last one held it when it d
 Locked lock(Header &header, const Owner &owner, int64_t deadline_ns);
 void unlock(Header &header);
 
+class Unlock {
+ public:
+  explicit Unlock(Header &header) : header_(header) {}
+  ~Unlock() { unlock(header_); }
+
+ private:
+  Header &header_;
+};
+
 }  // namespace pds::arena
