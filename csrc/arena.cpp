@@ -195,10 +195,10 @@ int32_t Arena::back(const int64_t *sizes, Places places, std::vector<int64_t> un
     const int64_t end = *covered;
     *covered = i;
     return with_lock(-1, [&](int64_t now) {
-      index_.deny(now);
+      const int64_t until = index_.deny(now);
       for (int64_t j = i; j < end; ++j) {
         if (places.slots[j] < 0) continue;
-        index_.set_aside_if_reserved(places.slots[j], places.generations[j], now);
+        index_.set_aside_if_reserved(places.slots[j], places.generations[j], until);
         places.slots[j] = -1;
       }
     });

@@ -88,7 +88,10 @@ int32_t put_batch(Arena &arena, char *memory, const Keys &keys, const uint8_t *k
     copy(memory + batch.offsets[i], reinterpret_cast<const void *>(addresses[i]), sizes[i]);
   }
   const int32_t failed = arena.publish(batch.places(), covered, done, -1);
-  if (failed != PDS_OK) return failed;
+  if (failed != PDS_OK) {
+    arena.abandon(batch.places(), covered, -1);
+    return failed;
+  }
   return *done < static_cast<int64_t>(keys.size()) ? PDS_ERR_FULL : PDS_OK;
 }
 

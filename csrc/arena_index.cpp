@@ -207,8 +207,8 @@ void Index::free_if_reserved(int64_t id, uint64_t generation) {
   if (is_reserved(id, generation)) free(static_cast<uint32_t>(id));
 }
 
-void Index::set_aside_if_reserved(int64_t id, uint64_t generation, int64_t now) {
-  if (is_reserved(id, generation)) set_aside(static_cast<uint32_t>(id), now + times_.fresh);
+void Index::set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until) {
+  if (is_reserved(id, generation)) set_aside(static_cast<uint32_t>(id), until);
 }
 
 }  // namespace pds::arena

@@ -59,12 +59,12 @@ class Index {
   // These are for what a caller remembers: nothing happens to a slot that is not its own any more.
   bool is_reserved(int64_t id, uint64_t generation);
   void free_if_reserved(int64_t id, uint64_t generation);
-  void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t now);
+  void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until);
   // Whether a slot has room for so many bytes.
   bool holds(uint32_t id, int64_t bytes) { return bytes <= slabs_[slab_of(id)].units * kUnit; }
   void count(pds_arena_counts *counts);
-  // No slab is taken for a while: the file system has no memory.
-  void deny(int64_t now);
+  // Takes no slab for a while, because the file system has no memory; returns until when.
+  int64_t deny(int64_t now);
   // Calls body(id) for every stored slot.
   template <typename Body>
   void for_each_stored(Body body) {

@@ -162,7 +162,7 @@ void Index::rest(Whose whose, int64_t now) {
   }
 }
 
-void Index::deny(int64_t now) { header_->denied_until = now + kDeniedFor; }
+int64_t Index::deny(int64_t now) { return header_->denied_until = now + kDeniedFor; }
 
 void Index::count(pds_arena_counts *counts) {
   *counts = {};

@@ -59,7 +59,8 @@ class ArenaStore(Store):
     move; a process killed at any point leaves misses, and a stopped one that holds the lock makes
     the others' calls raise StoreTimeout.
 
-    directory: a memory-backed file system; huge pages are used where it offers them.
+    directory: in a memory-backed file system; one that is mounted with `huge=always` gives huge
+      pages, which are quicker to register with a GPU.
     size: bytes for values; None: those of the arena that is there, else 20 GiB or half of what is
       free.
     slab_bytes: no value can be larger. None: 64 MiB, less in arenas below 1 GiB.

@@ -1,0 +1,61 @@
+"""An arena whose file system is filled by somebody else says that it is full, and lives on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+
+import pytest
+
+from pdstore.errors import ConfigError, StoreFull
+from pdstore.native.library import address_of
+from pdstore.store.arena.store import ArenaStore
+from pdstore.testing import content, fresh_keys
+from pdstore.testing.values import get, put
+
+MIB = 1 << 20
+SIZE = 100_000
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 12 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m,mode=700", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(directory, leave: int) -> None:
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    (directory / "other").write_bytes(bytes(free - leave))
+
+
+def test_values_are_evicted_where_the_disk_gives_no_more_memory(library, small_disk):
+    options = {"directory": small_disk, "size": 8 * MIB, "slab_bytes": MIB}
+    with contextlib.closing(ArenaStore(library, fresh_s=0, lease_s=1e-9, **options)) as store:
+        fill(small_disk, 3 * MIB)
+        keys, stored = fresh_keys(100), []
+        for key in keys:
+            with contextlib.suppress(StoreFull):
+                put(store, [key], [content(key, SIZE)])
+                stored.append(key)
+        assert len(stored) > 50, "old values make room for new ones"
+        assert 20 < sum(store.which_stored(keys)) < 32, "of 3 MiB"
+        for key in stored[-10:]:
+            assert get(store, [key], [SIZE]) == [content(key, SIZE)]
+
+
+def test_memory_that_the_disk_does_not_give_is_no_crash(library, small_disk):
+    with contextlib.closing(ArenaStore(library, directory=small_disk, size=8 * MIB)) as store:
+        fill(small_disk, 3 * MIB)
+        library.populate(address_of(store.memory()), 8 * MIB)
+        assert store.match(fresh_keys(1)) == 0
+
+
+def test_an_arena_that_does_not_fit_is_refused(library, small_disk):
+    with pytest.raises(ConfigError, match="free"):
+        ArenaStore(library, directory=small_disk, size=13 * MIB)
