@@ -75,7 +75,8 @@ class Setup:
             "dtype": self._dtype,
             "chunk": given.chunk,
             "num_tokens": max(given.tokens),
-            "max_seqs": max(2, given.burst * given.burst_tokens // max(given.tokens) + 1),
+            "kv_tokens": max(max(given.tokens), given.burst * given.burst_tokens) + 4096,
+            "max_seqs": max(2, given.burst),
         }
         log = self._scratch / "logs" / f"{name}.log"
         instance = Instance(name, MiniInstance, arguments, dict(os.environ), log)

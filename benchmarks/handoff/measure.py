@@ -93,7 +93,10 @@ class Client:
         write_timeline(path, marks, spans)
 
     def burst(self, num_tokens: int, at_once: int) -> tuple[list[float], list[float]]:
-        """Seconds to the first token of prompts handed over at once; and by one instance alone."""
+        """Seconds to the first token of prompts handed over at once; and by one instance alone.
+
+        By the instances' clocks: the client reads one of them at a time.
+        """
         prompts = [Prompt(num_tokens, secrets.randbits(48)) for _ in range(at_once)]
         names = [f"burst-{self._num_asked}-{i}" for i in range(at_once)]
         self._num_asked += 1
@@ -106,7 +109,7 @@ class Client:
         for name, prompt in zip(names, prompts, strict=True):  # P answers in order
             _, facts = self._p.wait("done", name)
             self._d.ask(Ask(name, prompt, NUM_DECODED, facts["handoff"]))
-        handed = [self._d.wait("first", name)[0] - began for name in names]
+        handed = [self._d.wait("first", name)[1] - began for name in names]
         for name in names:
             self._d.wait("done", name)
         for each in (self._p, self._d):
@@ -119,7 +122,7 @@ class Client:
         began = now()
         for name, prompt in zip(names, prompts, strict=True):
             self._alone.ask(Ask(name, prompt, NUM_DECODED))
-        firsts = [self._alone.wait("first", name)[0] - began for name in names]
+        firsts = [self._alone.wait("first", name)[1] - began for name in names]
         for name in names:
             self._alone.wait("done", name)
         self._alone.settle()

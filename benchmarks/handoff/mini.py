@@ -27,18 +27,18 @@ class MiniInstance:
         dtype: str,
         chunk: int,
         num_tokens: int,
+        kv_tokens: int,
         max_seqs: int,
     ) -> None:
         from examples.mini_engine.config import Config
         from examples.mini_engine.engine import Engine
         from pdstore.settings import read_settings
 
-        blocks = -(-(num_tokens + 64) // 16) * max_seqs
         self._engine = Engine(
             Config(
                 model=Path(model),
                 settings=read_settings(pd_transfer_via_storage="store" in settings, **settings),
-                num_blocks=blocks,
+                num_blocks=kv_tokens // 16,
                 block_size=16,
                 max_num_seqs=max_seqs,
                 max_num_batched_tokens=chunk,
