@@ -33,7 +33,7 @@ class _Shelf:
         self._used_bytes = 0
 
     def add(self, key: BlockKey, data: bytes) -> bool:
-        """Adds a value unless its key is there; False if there is no room for it."""
+        """Adds a value unless its key is there. Returns False if there is no room for it."""
         with self.lock:
             if key in self.values:
                 return True
@@ -44,7 +44,7 @@ class _Shelf:
             return True
 
     def lease(self, key: BlockKey, now: float) -> bool:
-        """Leases a value and counts it as used now; False if it is not there."""
+        """Leases a value and counts it as used now. Returns False if it is not there."""
         with self.lock:
             value = self.values.pop(key, None)
             if value is None:
@@ -57,7 +57,7 @@ class _Shelf:
             self._drop(key)
 
     def drop_all(self, prefix: str) -> None:
-        """Drops every value whose key begins so."""
+        """Drops every value whose key begins with `prefix`."""
         with self.lock:
             for key in [key for key in self.values if key.startswith(prefix)]:
                 self._drop(key)
@@ -177,7 +177,7 @@ class MemoryStore(Store):
 
 
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:
-    """The shelf of a name. Raises ConfigError if it was opened with another budget or lease."""
+    """Returns the shelf of a name. Raises ConfigError if its budget or lease is another one."""
     with _shelves_lock:
         shelf = _shelves.get(name)
         if shelf is None:

@@ -42,6 +42,8 @@ _OWN = {
     "mooncake": _Own("pdstore.store.mooncake.store", "MooncakeStore", "mooncake"),
     "shm": _Own("pdstore.store.arena.store", "ArenaStore", None),
 }
+_AROUND_OTHERS = {"faulty+": _Own("pdstore.testing.faulty", "Faulty", "test")}
+"""Of stores around the store of the rest of the URL, by how their scheme begins."""
 
 
 def open_store(url: str, settings: Settings) -> Store:
@@ -51,7 +53,7 @@ def open_store(url: str, settings: Settings) -> Store:
     MissingExtra, with the command, where a package is missing.
     """
     scheme, separator, _ = url.partition("://")
-    own = _OWN.get(scheme)
+    own = _OWN.get(scheme) or _AROUND_OTHERS.get(scheme.partition("+")[0] + "+")
     foreign = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
     if not separator or (own is None and not foreign):
         shown = without_secret(url)

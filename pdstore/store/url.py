@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -96,6 +96,11 @@ class StoreURL:
             raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
         return value
 
+    def inner(self, prefix: str) -> str:
+        """Returns the URL without a prefix of its scheme and without the options taken so far."""
+        base, _, _ = self.text.removeprefix(prefix).partition("?")
+        return f"{base}?{urlencode(self.options)}" if self.options else base
+
     def finish(self, known: str) -> None:
         """Raises ConfigError, with the options that are `known`, if one is left."""
         if self.options:
@@ -110,6 +115,8 @@ def without_secret(text: str) -> str:
     Everything between `://` and the last `@` may hold a password, except in schemes without one.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
-    user, at, host = ("", "", rest) if scheme in _WITHOUT_PASSWORD else rest.rpartition("@")
+    user, at, host = (
+        ("", "", rest) if scheme.rpartition("+")[2] in _WITHOUT_PASSWORD else rest.rpartition("@")
+    )
     host, _, _ = host.partition("?")
     return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Sequence
 
-from pdstore.errors import StoreUnavailable
+from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
+from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
+from pdstore.store.registry import open_store
+from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
+
+log = logging.getLogger(__name__)
 
 
 class Faulty(WrapperStore):
-    """Fails on purpose, for tests: by a seeded chance, or when told to.
+    """Fails by a seeded chance, or when told to.
 
+    `faulty+redis://host?seed=7&error_rate=0.01` rehearses what an engine does then: it wraps the
+    store of the rest of the URL, whatever that is. There, a rate that is not given is 0.02.
+
+    seed: of the random choices; threads take theirs in the order in which they come.
     error_rate, miss_rate: chance of a StoreUnavailable, and of a shorter prefix.
-    hold: while set, calls wait for `release` (a store that hangs).
-    corrupt_rate: chance that one byte of a value that was read is flipped.
+    corrupt_rate: chance that one bit of a value that was read is flipped.
     """
 
     def __init__(
@@ -37,12 +46,22 @@ class Faulty(WrapperStore):
         self._open.set()
         self.num_held = 0
 
+    @classmethod
+    def open(cls, url: StoreURL, settings: Settings) -> Faulty:
+        """Opens the store of the URL without `faulty+`. Raises ConfigError."""
+        seed = _seed(url)
+        rates = {name: _rate(url, name) for name in ("error_rate", "miss_rate", "corrupt_rate")}
+        store = cls(open_store(url.inner("faulty+"), settings), seed=seed, **rates)
+        store.label = url.label
+        log.warning("%s fails on purpose: seed %d, %s", url.label, seed, rates)
+        return store
+
     def hold(self) -> None:
-        """From now on calls hang."""
+        """Lets calls hang from now on."""
         self._open.clear()
 
     def release(self) -> None:
-        """Lets the calls that hang go on."""
+        """Lets calls that hang go on."""
         self._open.set()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
@@ -88,3 +107,21 @@ class Faulty(WrapperStore):
     def _below(self, n: int) -> int:
         with self._random_lock:
             return self._random.randrange(n)
+
+
+def _seed(url: StoreURL) -> int:
+    text = url.options.pop("seed", "0")
+    if not text.isdecimal():
+        raise ConfigError(f"{url.label}: seed={text!r} is no whole number")
+    return int(text)
+
+
+def _rate(url: StoreURL, name: str) -> float:
+    text = url.options.pop(name, "0.02")
+    try:
+        rate = float(text)
+    except ValueError as error:
+        raise ConfigError(f"{url.label}: {name}={text!r} is no number") from error
+    if not 0 <= rate <= 1:
+        raise ConfigError(f"{url.label}: {name} must be from 0 to 1")
+    return rate

@@ -20,6 +20,7 @@ from pdstore.store.file import eviction as file_eviction
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
+from tests.support.file_pool import root_of
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 64 << 10
@@ -119,7 +120,7 @@ def test_processes_that_evict_keep_the_budget_and_the_leases(tmp_path, in_three_
         assert store.match(leased) == 5
         results = in_three_processes(put_under_pressure, *[(root, budget, i) for i in range(3)])
         assert all(stored >= 150 and found >= 50 for stored, found in results)
-        assert sum(file.size for file in store._directory.files()) <= 1.1 * budget
+        assert sum(path.stat().st_size for path in root_of(store).glob("??/*")) <= 1.1 * budget
         assert get(store, leased, [SIZE] * 5) == values
 
 
@@ -182,20 +183,20 @@ def test_a_writer_killed_in_the_middle_of_a_put_leaves_no_half_value(url):
             assert (store.match([key]), get(store, [key], [size])) == (0, [])
             if url.startswith("file"):
                 assert sizes_of_unfinished(store) == [size // 2]
-                FileStore(store._directory.root).close()
+                FileStore(root_of(store)).close()
                 assert sizes_of_unfinished(store) == [size // 2], "its writer lives"
             writer.kill()
             writer.wait(DEADLINE_S)
             assert (store.match([key]), get(store, [key], [size])) == (0, [])
         if url.startswith("file"):
-            FileStore(store._directory.root).close()
+            FileStore(root_of(store)).close()
             assert sizes_of_unfinished(store) == [], "the next one cleans up"
         assert put(store, [key], [content(key, size)]) == 1
         assert get(store, [key], [size]) == [content(key, size)]
 
 
 def sizes_of_unfinished(store) -> list[int]:
-    files = (store._directory.root / "tmp").glob("*/*")
+    files = (root_of(store) / "tmp").glob("*/*")
     return [path.stat().st_size for path in files if path.name != "lock"]
 
 

@@ -19,6 +19,20 @@ class MatchesPastAGap(WrongStore):
         return sum(self._shelf.lease(key, time.monotonic()) for key in keys)
 
 
+class SaysMinusOneForAMiss(WrongStore):
+    caught_by = ("test_get_stops_at_the_first_gap",)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return super().get(keys, slots) or -1
+
+
+class SaysOneTooMany(WrongStore):
+    caught_by = ("test_put_then_get_returns_the_same_bytes",)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return super().put(keys, slots) + 1
+
+
 class GetsPastAGap(WrongStore):
     caught_by = ("test_get_stops_at_the_first_gap",)
 

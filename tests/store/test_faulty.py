@@ -1,0 +1,90 @@
+"""Faulty by its URL: it wraps any store, fails by its rates, and repeats itself by its seed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+
+from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
+from pdstore.settings import Settings
+from pdstore.store import open_store
+from pdstore.testing import content, fresh_keys
+from pdstore.testing.values import get, put
+
+QUIET = "error_rate=0&miss_rate=0&corrupt_rate=0"
+
+
+def opened(url: str) -> contextlib.closing:
+    return contextlib.closing(open_store(url, Settings()))
+
+
+def test_a_url_wraps_the_store_of_its_rest(tmp_path):
+    keys = fresh_keys(3)
+    values = [content(key, 100) for key in keys]
+    with opened(f"faulty+file://{tmp_path}/pool?{QUIET}&budget=1MiB") as store:
+        assert store.label == f"faulty+file://{tmp_path}/pool"
+        assert put(store, keys, values) == 3
+    with opened(f"file://{tmp_path}/pool") as plain:
+        assert get(plain, keys, [100] * 3) == values
+
+
+def outcomes_of(seed: int) -> list[object]:
+    keys = fresh_keys(1)
+    found: list[object] = []
+    url = f"faulty+memory://?seed={seed}&error_rate=0.3&miss_rate=0&corrupt_rate=0.3"
+    with opened(url) as store:
+        for _ in range(60):
+            found.append("error")
+            with contextlib.suppress(StoreUnavailable):
+                put(store, keys, [b"x" * 64])
+                found[-1] = get(store, keys, [64]) == [b"x" * 64]
+    return found
+
+
+def test_a_seed_repeats_its_faults():
+    first = outcomes_of(7)
+    assert {"error", True, False} <= set(first)
+    assert first == outcomes_of(7)
+    assert first != outcomes_of(8)
+
+
+def test_it_fails_now_and_then_without_being_told_how_often():
+    failed = 0
+    with opened("faulty+memory://") as store:
+        for _ in range(2000):
+            failed += 1
+            with contextlib.suppress(StoreUnavailable):
+                store.match(fresh_keys(1))
+                failed -= 1
+    assert 10 < failed < 100
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("faulty+memory://?seed=x", "seed='x' is no whole number"),
+        ("faulty+memory://?error_rate=often", "error_rate='often' is no number"),
+        ("faulty+memory://?miss_rate=1.5", "miss_rate must be from 0 to 1"),
+        ("faulty+memory://?rate=1", r"memory://: unknown option 'rate'"),
+        ("faulty+nothing://", r"bad store URL 'nothing://': it must start with one of memory://"),
+    ],
+)
+def test_a_bad_url_says_what_is_wrong(url, words):
+    with pytest.raises(ConfigError, match=words):
+        open_store(url, Settings())
+
+
+def test_no_message_shows_a_password():
+    with pytest.raises(ConfigError) as caught:
+        open_store("faulty+redis://user:hush@host?what=1", Settings())
+    assert "hush" not in str(caught.value)
+
+
+def test_without_pytest_it_names_the_install_command(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("pdstore.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[test\]'"):
+        open_store("faulty+memory://", Settings())
