@@ -47,7 +47,10 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
 
 
 def read_pool_id(store: Store) -> bytes:
-    """The random value that names this pool; a pool without one gets it. Raises StoreError."""
+    """Returns the random value that names this pool, a new one if it has none.
+
+    Raises StoreError, also if the pool does not keep it.
+    """
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
     value = slots.value(0)
     for _ in range(3):  # a value that does not verify is removed and written again

@@ -72,3 +72,13 @@ def test_options_are_taken_with_their_defaults_and_what_is_left_is_refused():
     assert url.seconds("lease", 3.0) == 3.0
     with pytest.raises(ConfigError, match=r"unknown option 'extra'; known: budget, lease"):
         url.finish("budget, lease")
+
+
+def test_the_inner_url_has_the_options_that_are_left():
+    url = StoreURL.of("faulty+redis://us%3Aer:p%40ss@host:1/2?seed=3&ca=%2Fa%20b&timeout=1")
+    url.options.pop("seed")
+    inner = StoreURL.of(url.inner("faulty+"))
+    assert inner.text == "redis://us%3Aer:p%40ss@host:1/2?ca=%2Fa+b&timeout=1"
+    assert inner.options == {"ca": "/a b", "timeout": "1"}
+    url.options.clear()
+    assert url.inner("faulty+") == "redis://us%3Aer:p%40ss@host:1/2"

@@ -90,6 +90,15 @@ class TestFileStoreThatSums(TestFileStore):
         super().write_raw(store.wrapped, key, data)
 
 
+def test_which_stored_answers_for_each_key_and_leases_none(store):
+    keys = fill(store, 3, age_s=50.0)
+    before = [path_of(store, key).stat().st_mtime_ns for key in keys]
+    asked = [keys[2], *fresh_keys(2), keys[0]]
+    assert store.which_stored(asked) == [True, False, False, True]
+    assert store.which_stored([]) == []
+    assert [path_of(store, key).stat().st_mtime_ns for key in keys] == before
+
+
 def test_random_calls_agree_with_a_dict(tmp_path):
     play_random_calls(lambda: FileStore(tmp_path / "pool"))
 

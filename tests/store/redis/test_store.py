@@ -62,6 +62,17 @@ class TestRedisStoreThatEvicts(StoreTests):
         self.raw.set(key, data)
 
 
+def test_which_stored_answers_for_each_key_and_renews_none(redis_server):
+    server, keys = redis_server(), fresh_keys(1200)
+    with opened(server.url) as store, server.client() as raw:
+        stored = keys[1::3]
+        put(store, stored, [b"x"] * len(stored))
+        raw.expire(stored[0], 100)
+        assert store.which_stored(keys) == [i % 3 == 1 for i in range(1200)]
+        assert store.which_stored([]) == []
+        assert raw.ttl(stored[0]) <= 100
+
+
 def test_random_calls_agree_with_a_dict(redis_url):
     play_random_calls(lambda: open_store(redis_url, Settings()))
 
