@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 
 from pdstore.errors import (
     JobDeadline,
@@ -33,14 +32,13 @@ from pdstore.threads import Deadline, DevicePin, Latch, Ticker, Worker
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.job import Job
 from pdstore.worker.job_run import JobRun, Urgency
+from pdstore.worker.ready_jobs import ReadyJobs
 
 log = logging.getLogger(__name__)
 
 MAX_HUNG_CALLS = 2
 _JOIN_S = 1.0
 _LOOK_S = 0.05
-_MOST_COMPARED = 64
-"""Of many waiting jobs the oldest so many are compared, so that a choice stays cheap."""
 
 
 class JobQueue:
@@ -62,9 +60,7 @@ class JobQueue:
         self._settings = settings
         self._metrics = metrics
         self._changed = threading.Condition()
-        self._ready: dict[tuple[Direction, Urgency], dict[JobRun, None]] = {
-            (d, u): {} for d in Direction for u in Urgency
-        }
+        self._ready = ReadyJobs()
         self._waiting: dict[Direction, dict[JobRun, int]] = {d: {} for d in Direction}
         self._alive: dict[JobRun, None] = {}
         self._num_busy = dict.fromkeys(Direction, 0)
@@ -116,7 +112,7 @@ class JobQueue:
             if run in self._deadlines:  # it waits for no other job
                 run.start_clock()
                 self._deadlines[run] = run.deadline.at
-                self._ready[run.direction, run.urgency][run] = None
+                self._ready.add(run)
                 self._changed.notify_all()
 
     @property
@@ -208,7 +204,7 @@ class JobQueue:
         with self._changed:
             if run not in self._alive:
                 return
-            self._ready[run.direction, run.urgency][run] = None
+            self._ready.add(run)
             self._deadlines[run] = run.deadline.at
             is_next = run.deadline.at < self._next_deadline
             self._changed.notify_all()
@@ -229,42 +225,23 @@ class JobQueue:
                 self._changed.wait()
 
     def _next_child(self, worker: int) -> ChildJob | None:
-        while (run := self._choose(worker)) is not None:
+        while (run := self._ready.choose(worker, self._num_busy)) is not None:
             child = run.take(partial(self._goes_on, worker))
             if not run.has_more:
-                self._ready[run.direction, run.urgency].pop(run, None)
+                self._ready.discard(run)
             if child is not None:
                 self._waiting[run.direction].pop(run, None)
                 return child
         return None
 
-    def _choose(self, worker: int) -> JobRun | None:
-        """Returns the job whose turn it is on a worker."""
-        for urgency in Urgency:
-            for direction in self._directions_of(worker):
-                runs = self._ready[direction, urgency]
-                if runs:
-                    takes_oldest = worker % 2 == 0 or len(runs) == 1
-                    first = islice(runs, 1 if takes_oldest else _MOST_COMPARED)
-                    return min(first, key=lambda run: run.num_left)
-        return None
-
-    def _directions_of(self, worker: int) -> tuple[Direction, ...]:
-        """Worker 0 is kept for loads and worker 1 for saves; the others help the fewer."""
-        if worker < 2:
-            return (Direction.LOAD,) if worker == 0 else (Direction.SAVE,)
-        if self._num_busy[Direction.LOAD] > self._num_busy[Direction.SAVE]:
-            return (Direction.SAVE, Direction.LOAD)
-        return (Direction.LOAD, Direction.SAVE)
-
     def _goes_on(self, worker: int, run: JobRun) -> bool:
         """Whether it is still this job's turn on the worker that has just carried a share of it."""
         with self._changed:
             self._num_busy[run.direction] -= 1
-            chosen = self._choose(worker)
+            chosen = self._ready.choose(worker, self._num_busy)
             self._num_busy[run.direction] += 1
             if not run.has_more:
-                self._ready[run.direction, run.urgency].pop(run, None)
+                self._ready.discard(run)
         return chosen is run
 
     def _turn_ended(self, child: ChildJob) -> None:
@@ -278,7 +255,7 @@ class JobQueue:
         with self._changed:
             self._alive.pop(run, None)
             self._waiting[run.direction].pop(run, None)
-            self._ready[run.direction, run.urgency].pop(run, None)
+            self._ready.discard(run)
             self._deadlines.pop(run, None)
             self._changed.notify_all()
         self._ends.append(run)

@@ -68,7 +68,7 @@ class KVPool:
         self.metrics = metrics or Metrics()
         self._settings, self._range_bytes = settings, range_bytes
         with contextlib.ExitStack() as undo:
-            self._swap = swap = open_swap(settings, layout, kv_caches)
+            self.swap = swap = open_swap(settings, layout, kv_caches)
             undo.callback(swap.close)
             self._num_blocks = swap.num_blocks
             if store is None:
@@ -269,10 +269,10 @@ class KVPool:
 
     def _order(self) -> ReadyEvent | None:
         """An event behind what the caller's stream has queued; None where there are no streams."""
-        device = self._swap.device
+        device = self.swap.device
         if device.type != "cuda":
             return None
-        with self._swap.relaxed(), torch.cuda.device(device):
+        with self.swap.relaxed(), torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 raise SwapError("KVPool cannot be called while its stream is being captured")
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -46,7 +46,7 @@ def tell(swap, monkeypatch) -> list:
 @pytest.mark.parametrize("publishes", [False, True])
 def test_a_save_hands_its_event_to_every_copy(monkeypatch, publishes):
     p = Instance(MemoryStore(), range_bytes=2 * BLOCK_BYTES)
-    told, event = tell(p.pool._swap, monkeypatch), DeviceEvent()
+    told, event = tell(p.pool.swap, monkeypatch), DeviceEvent()
     keys = p.cache.keys(list(range(600)))
     handoff = p.cache.announce(keys, None)[0] if publishes else None
     job = p.pool.save(keys, list(range(38)), ready=event, handoff=handoff)
@@ -60,7 +60,7 @@ def test_a_load_hands_its_event_to_every_copy(monkeypatch):
     p = Instance(MemoryStore(), range_bytes=2 * BLOCK_BYTES)
     keys = p.cache.keys(list(range(600)))
     assert p.pool.save(keys, list(range(38))).wait(20).num_tokens == 600
-    told, event = tell(p.pool._swap, monkeypatch), DeviceEvent()
+    told, event = tell(p.pool.swap, monkeypatch), DeviceEvent()
     monkeypatch.setattr(p.pool, "_order", lambda: event)
     assert p.pool.load(keys, list(range(38))).wait(20).num_tokens == 600
     assert len(told) >= 4
