@@ -62,10 +62,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
-            if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
+            fails = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
+            if fails:
                 log.warning("kv_load_failure_policy is fail: a lost block fails its request")
             num_ranks = vllm_config.parallel_config.world_size
-            self._scheduler = PDStoreConnectorScheduler(settings, num_ranks, self.metrics)
+            self._scheduler = PDStoreConnectorScheduler(
+                settings, num_ranks, self.metrics, may_follow=not fails
+            )
         else:
             self._worker = PDStoreConnectorWorker(
                 settings, vllm_config, kv_cache_config, self.metrics

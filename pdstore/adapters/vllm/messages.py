@@ -26,6 +26,7 @@ class LoadSpec:
 
     num_tokens: leading tokens that vLLM counts on; a load that brings fewer has failed.
     keys: None for a load that can only be reported as failed.
+    follow: the hand-off that P is still saving; the load follows it.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class LoadSpec:
     tables: BlockTables
     first_token: int
     num_tokens: int
+    follow: HandoffId | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,15 @@ class SaveSpec:
 
 @dataclass
 class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The work of one step, from the scheduler side to every worker."""
+    """The work of one step, from the scheduler side to every worker.
+
+    started_handoffs: hand-offs that D may follow from now on, with the tokens of the prompt.
+    aborted_handoffs: hand-offs that will not come.
+    """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
+    started_handoffs: list[tuple[HandoffId, int]] = field(default_factory=list)
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
 
 

@@ -22,7 +22,7 @@ from pdstore.adapters.vllm.messages import (
 from pdstore.adapters.vllm.request import RequestTracker, is_keyed, is_prefill_of, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
 from pdstore.errors import ConfigError
-from pdstore.format.handoff import HandoffId
+from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Match
@@ -39,10 +39,16 @@ class PDStoreConnectorScheduler:
 
     Inactive until `begin` gets the workers' layout: until then every lookup misses and nothing is
     saved.
+
+    may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
+      engines in which a load that brings too little fails its request.
     """
 
-    def __init__(self, settings: Settings, num_ranks: int, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, num_ranks: int, metrics: Metrics, *, may_follow: bool = True
+    ) -> None:
         self._settings = settings
+        self._may_follow = may_follow
         self._num_ranks = num_ranks
         self._metrics = metrics
         self._cache: PrefixCacheManager | None = None
@@ -95,8 +101,10 @@ class PDStoreConnectorScheduler:
         is_prefill = is_prefill_of(request, self._settings)
         if is_prefill:
             tracker.handoff, tracker.answer = self._cache.announce(keys, params)
+            tracker.is_concurrent = Handoff.of(params) is not None
         if not getattr(request, "skip_reading_prefix_cache", False):
-            tracker.lookup = self._cache.lookup(keys, None if is_prefill else params)
+            find = self._cache.follow if self._may_follow else self._cache.lookup
+            tracker.lookup = find(keys, None if is_prefill else params)
         return tracker
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -123,7 +131,7 @@ class PDStoreConnectorScheduler:
             keys = keys.prefix(end)
         tables = pool_tables(block_ids, self._blocks_of(keys.num_tokens))
         tracker.num_loading = keys.num_tokens
-        self._loads.append(LoadSpec(request.request_id, keys, tables, first, end))
+        self._loads.append(LoadSpec(request.request_id, keys, tables, first, end, found.follow))
 
     def give_up(self, request_id: str) -> None:
         """Loads nothing for this request any more, because something failed for it."""
@@ -143,7 +151,7 @@ class PDStoreConnectorScheduler:
 
     def take_metadata(self) -> PDStoreConnectorMetadata:
         """Takes the queued loads and aborts; `add_saves` adds the saves."""
-        metadata = PDStoreConnectorMetadata(self._loads, [], self._aborted_handoffs)
+        metadata = PDStoreConnectorMetadata(self._loads, aborted_handoffs=self._aborted_handoffs)
         self._loads, self._aborted_handoffs = [], []
         return metadata
 
@@ -155,9 +163,8 @@ class PDStoreConnectorScheduler:
             self._saves.step(output)
             for request_id, num_scheduled in output.num_scheduled_tokens.items():
                 tracker = self._requests.get(request_id)
-                save = self._saves.plan(tracker, num_scheduled) if tracker else None
-                if save is not None:
-                    metadata.saves.append(save)
+                if tracker is not None:
+                    self._add_save(metadata, tracker, num_scheduled)
         elif self._refs or any(each.is_waiting for each in self._requests.values()):
             time.sleep(_IDLE_S)
 
@@ -204,6 +211,17 @@ class PDStoreConnectorScheduler:
     def close(self) -> None:
         if self._cache is not None:
             self._cache.close()
+
+    def _add_save(
+        self, metadata: PDStoreConnectorMetadata, tracker: RequestTracker, num_scheduled: int
+    ) -> None:
+        assert self._saves is not None
+        save = self._saves.plan(tracker, num_scheduled)
+        if save is None:
+            return
+        metadata.saves.append(save)
+        if save.handoff is not None and tracker.is_concurrent:
+            metadata.started_handoffs.append((save.handoff, save.keys.num_tokens))
 
     def _plan_saves(self) -> None:
         """Makes the planner once both the layout and vLLM's pool are known."""

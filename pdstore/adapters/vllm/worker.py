@@ -103,15 +103,17 @@ class PDStoreConnectorWorker:
         return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the loads of a step and aborts hand-offs. vLLM calls it in every step."""
+        """Starts the loads of a step; marks started and aborted hand-offs. Called in every step."""
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
             self._loads[spec.request_id] = (spec, None)
         for spec in metadata.loads:
             if spec.keys is None:
                 continue
             rows = self._rows(spec.tables)
-            job = self.pool.load(spec.keys, rows, first_token=spec.first_token)
+            job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
             self._loads[spec.request_id] = (spec, job)
+        for handoff, num_tokens in metadata.started_handoffs:
+            self.pool.start_handoff(handoff, num_tokens)
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
 

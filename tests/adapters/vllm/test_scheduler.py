@@ -1,0 +1,204 @@
+"""PDStoreConnectorScheduler on a real pool, with requests and blocks as vLLM hands them over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from pdstore import Layout, open_store
+from pdstore.adapters.vllm.messages import RankLayout, StepReport
+from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
+from pdstore.adapters.vllm.stats import StepMetrics
+from pdstore.errors import ConfigError
+from pdstore.format.handoff import Handoff, HandoffId
+from tests.support.kv import LAYERS, Instance, eventually, settings_of
+
+BLOCK, PROMPT = 64, list(range(1, 301))
+TABLE = [10, 11, 12, 13, 14]
+
+
+class Pool:
+    """Stands for vLLM's BlockPool."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(64))
+
+    def touch(self, blocks) -> None: ...
+    def free_blocks(self, blocks) -> None: ...
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/pool"
+
+
+def namespace_of(settings, weights="w"):
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=BLOCK, rope="")
+    return layout.namespace(settings, weights=weights)
+
+
+@pytest.fixture
+def scheduler_of(url):
+    """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
+    made = []
+
+    def make(*, may_follow=True, **changes):
+        settings = settings_of(store=url, **changes)
+        scheduler = PDStoreConnectorScheduler(settings, 1, StepMetrics(), may_follow=may_follow)
+        scheduler.bind(Pool())
+        scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
+        made.append(scheduler)
+        return scheduler
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
+@pytest.fixture
+def saved(url):
+    """The prompt, saved in the pool."""
+    store = open_store(url, settings_of(store=url))
+    instance = Instance(store, engine_block_tokens=BLOCK, weights="w")
+    keys = instance.cache.keys(PROMPT)
+    assert instance.pool.save(keys, TABLE).wait(20).num_tokens == len(PROMPT)
+    instance.close()
+    store.close()
+
+
+def request(params=None, request_id="r"):
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=PROMPT,
+        prompt_embeds=None,
+        pooling_params=None,
+        lora_request=None,
+        cache_salt=None,
+        kv_transfer_params=params,
+        num_tokens=len(PROMPT),
+        num_computed_tokens=0,
+        all_token_ids=PROMPT,
+    )
+
+
+def step(scheduler, asked, num_tokens):
+    """The metadata of a step that computes tokens of a request."""
+    metadata = scheduler.take_metadata()
+    output = SimpleNamespace(
+        num_scheduled_tokens={asked.request_id: num_tokens},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
+    )
+    scheduler.add_saves(metadata, output)
+    asked.num_computed_tokens += num_tokens
+    return metadata
+
+
+def found(scheduler, asked, num_computed=0):
+    """The answer to a lookup, once there is one."""
+
+    def answer():
+        num_tokens = scheduler.num_found(asked, num_computed)
+        return None if num_tokens is None else [num_tokens]
+
+    return eventually(answer)[0]
+
+
+def test_before_the_layout_is_known_nothing_is_found_or_saved():
+    scheduler = PDStoreConnectorScheduler(settings_of(), 1, StepMetrics())
+    scheduler.bind(Pool())
+    assert scheduler.num_found(request(), 0) == 0
+    assert step(scheduler, request(), 300).saves == []
+
+
+def test_without_any_layout_it_does_not_begin():
+    with pytest.raises(ConfigError, match="MultiConnector"):
+        PDStoreConnectorScheduler(settings_of(), 1, StepMetrics()).begin([])
+
+
+def test_ranks_of_different_layouts_are_refused():
+    settings = settings_of()
+    ranks = [RankLayout(namespace_of(settings, weights), BLOCK) for weights in "ab"]
+    with pytest.raises(ConfigError, match="differ in weights"):
+        PDStoreConnectorScheduler(settings, 2, StepMetrics()).begin(ranks)
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
+    scheduler, asked = scheduler_of(), request()
+    assert found(scheduler, asked) == len(PROMPT)
+    assert found(scheduler, asked, num_computed=2 * BLOCK) == len(PROMPT) - 2 * BLOCK
+    scheduler.load(asked, [TABLE], len(PROMPT) - 2 * BLOCK)
+    [spec] = scheduler.take_metadata().loads
+    assert (spec.first_token, spec.num_tokens, spec.follow) == (2 * BLOCK, len(PROMPT), None)
+    assert list(spec.tables[0]) == TABLE
+    assert scheduler.take_metadata().loads == []
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_request_whose_load_failed_is_not_loaded_again(scheduler_of):
+    scheduler, asked = scheduler_of(), request()
+    found(scheduler, asked)
+    scheduler.load(asked, [TABLE], len(PROMPT))
+    scheduler.report(StepReport(failed={"r"}), ["r"])
+    assert scheduler.num_found(asked, 0) == 0
+
+
+@pytest.mark.usefixtures("saved")
+def test_what_was_loaded_is_not_saved_again(scheduler_of):
+    scheduler, asked = scheduler_of(), request()
+    found(scheduler, asked)
+    scheduler.load(asked, [TABLE], len(PROMPT))
+    scheduler.report(None, ["r"])
+    asked.num_computed_tokens = len(PROMPT) - 1
+    assert step(scheduler, asked, 1).saves == []
+
+
+def test_ps_answer_names_the_hand_off_that_its_last_chunk_publishes(scheduler_of):
+    p, asked = scheduler_of(role="prefill"), request()
+    p.add(asked)
+    assert [save.handoff for save in step(p, asked, 256).saves] == [None]
+    metadata = step(p, asked, 44)
+    said = Handoff.of(p.finish(asked))
+    assert [save.handoff for save in metadata.saves] == [said.id]
+    assert said.num_tokens == len(PROMPT)
+    assert metadata.started_handoffs == [], "nobody waits for the start of a relayed hand-off"
+
+
+def test_a_hand_off_that_ends_before_it_is_published_is_aborted(scheduler_of):
+    p, asked = scheduler_of(role="prefill"), request()
+    tracker = p.add(asked)
+    step(p, asked, 256)
+    assert p.finish(asked) is None
+    assert p.is_at_work
+    assert p.take_metadata().aborted_handoffs == [tracker.handoff]
+
+
+def test_d_follows_a_hand_off_from_ps_answer_on(scheduler_of):
+    p, d, asked = scheduler_of(role="prefill"), scheduler_of(role="decode"), request()
+    p.add(asked)
+    step(p, asked, 300)
+    params = p.finish(asked)
+    theirs = request(params)
+    assert found(d, theirs) == len(PROMPT)
+    d.load(theirs, [TABLE], len(PROMPT))
+    [spec] = d.take_metadata().loads
+    assert spec.follow == Handoff.of(params).id
+
+
+def test_where_a_short_load_would_fail_the_request_d_waits_until_p_is_done(scheduler_of):
+    p, asked = scheduler_of(role="prefill"), request()
+    p.add(asked)
+    step(p, asked, 300)
+    d = scheduler_of(role="decode", may_follow=False, handoff_wait_s=0.5)
+    theirs = request(p.finish(asked))
+    assert d.num_found(theirs, 0) is None
+    assert found(d, theirs) == 0, "nothing was stored in time"
+
+
+def test_p_lets_d_follow_a_concurrent_hand_off_with_the_prompts_last_chunk(scheduler_of):
+    handoff = HandoffId.new()
+    p, asked = scheduler_of(role="prefill"), request(Handoff(handoff).params())
+    p.add(asked)
+    assert step(p, asked, 256).started_handoffs == []
+    assert step(p, asked, 44).started_handoffs == [(handoff, len(PROMPT))]
