@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,8 @@ import torch
 
 from pdstore.errors import LayoutError
 from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace, Part
+from pdstore.format.namespace import Namespace, Part
+from pdstore.format.namespace_fields import namespace_fields
 from pdstore.settings import Settings
 
 NO_BLOCK = -1
@@ -80,7 +80,7 @@ class Layout:
         tp_size: int = 1,
         draft_layers: int = 0,
     ) -> Layout:
-        """The layout with block size, order and shards from the settings.
+        """Returns the layout with block size, order, shards and layer ranges from the settings.
 
         With `page` given the order is that of pages. Then, and for an engine that `gives_back`
         blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
@@ -166,11 +166,11 @@ class Layout:
         return tuple(tuple(numbers) for numbers in groups.values())
 
     def range_of(self, layer: int) -> int:
-        """The layer range that a layer belongs to, counted from 0."""
+        """Returns the layer range that a layer belongs to, counted from 0."""
         return layer * self.num_ranges // len(self.layers)
 
     def range_of_part(self, part: Part) -> int:
-        """The layer range that a part's layers belong to."""
+        """Returns the layer range that a part's layers belong to."""
         return self.range_of(self.groups[part.group][0])
 
     def num_whole_ranges(self, num_layers: int) -> int:
@@ -194,7 +194,7 @@ class Layout:
         return any(spec.table == table and spec.window for spec in self.layers)
 
     def table_of(self, part: Part) -> int:
-        """Which block table names a part's blocks."""
+        """Returns the number of the block table that names a part's blocks."""
         return self._spec(part.group).table
 
     @cached_property
@@ -225,18 +225,18 @@ class Layout:
         return 1 if self._spec(group).kind == "mla" else self.num_shards
 
     def local_heads(self, layer: int) -> int:
-        """KV heads of a layer in this rank's cache."""
+        """Returns the number of KV heads of a layer in this rank's cache."""
         spec = self.layers[layer]
         return spec.num_kv_heads if spec.kind == "mla" else spec.num_kv_heads // self.tp_size
 
     def heads_of(self, part: Part) -> range:
-        """Which of this rank's heads are in a part that it owns."""
+        """Returns which of this rank's heads are in a part that it owns."""
         count = self._spec(part.group).num_kv_heads // self.shards_of(part.group)
         first = part.shard * count % self.local_heads(self.groups[part.group][0])
         return range(first, first + count)
 
     def payload_bytes(self, part: Part, num_tokens: int) -> int:
-        """Bytes of one part of a block of `num_tokens` tokens."""
+        """Returns the bytes of one part of a block of `num_tokens` tokens."""
         spec = self._spec(part.group)
         if self.order == "page":
             num_tokens = -(-num_tokens // self.block_tokens) * self.block_tokens
@@ -270,29 +270,11 @@ class Layout:
         return max(self.payload_bytes(part, self.block_tokens) for part in self.owned_parts)
 
     def namespace(self, settings: Settings, *, weights: str) -> Namespace:
-        """The namespace of an instance with this layout.
+        """Returns the namespace of an instance with this layout.
 
         weights: the weights' revision (`pdstore.weights_revision`).
         """
-        salt = settings.salt.get_secret_value() if settings.salt else None
-        fields: dict[str, Json] = {
-            "format": FORMAT_VERSION,
-            "weights": weights,
-            "dtype": self.dtype,
-            "quantization": self.quantization,
-            "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in self.layers],
-            "windows": [spec.window for spec in self.layers],
-            "rope": self.rope,
-            "block_tokens": self.block_tokens,
-            "order": self.order,
-            "page": self.page,
-            "tables": [spec.table for spec in self.layers],
-            "shards": self.grid_shards,
-            "draft_layers": self.draft_layers,
-            "layer_ranges": self.num_ranges,
-            "hash": settings.hash,
-            "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
-        }
+        fields = namespace_fields(self, settings, weights)
         windows = {
             group: window
             for group in range(len(self.groups))
