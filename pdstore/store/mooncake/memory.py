@@ -2,6 +2,11 @@
 
 RDMA moves only registered memory, and shared memory must come from the library's own allocator.
 Values in other buffers are then copied through a slab of ours, the bounce.
+
+The library keeps one list of all shared memory of the process. Its ping threads walk that list
+without its lock when they connect again after a fault, for as long as the other process takes to
+answer; memory that is taken or given back meanwhile crashes the process. So ours is taken and given
+back only while every connection is healthy; until then dropped slabs stay allocated.
 """
 
 from __future__ import annotations
@@ -9,13 +14,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pdstore.errors import StoreError
+from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import Raw
@@ -26,6 +33,8 @@ log = logging.getLogger(__name__)
 SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 MOST_ABANDONED = 4
+_REST_S = 1.0  # how long an allocation waits for the library's reconnection
+_PAUSE_S = 0.02
 
 
 class Allocator(Protocol):
@@ -47,10 +56,11 @@ class Memory:
     """The slabs of one client.
 
     allocator: the library's, if only its memory can be moved; None if any mapping will do.
+    rest_s: how long an allocation waits for the end of a reconnection.
     """
 
-    def __init__(self, allocator: Allocator | None) -> None:
-        self._allocator = allocator
+    def __init__(self, allocator: Allocator | None, *, rest_s: float = _REST_S) -> None:
+        self._allocator, self._rest_s = allocator, rest_s
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         self._registered: set[_Slab] = set()
@@ -59,9 +69,25 @@ class Memory:
         self.bounce_lock = threading.Lock()
         self._bounce: memoryview | None = None
         self._abandoned: list[memoryview] = []
+        if allocator is not None:
+            _sharing.add(self)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the connection is not being made again, as far as the library knows."""
+        if not self._lock.acquire(timeout=_PAUSE_S):  # a registration waits for an answer
+            return False
+        try:
+            return self._raw is None or self._raw.health_check() == 0
+        finally:
+            self._lock.release()
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns a slab, registered now or when the client connects; its last view frees it."""
+        """Returns a slab, registered now or when the client connects; its last view frees it.
+
+        Raises StoreUnavailable when shared memory cannot be taken now, and StoreError when there
+        is too little of it.
+        """
         self._free_dropped()
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if num_bytes < SLAB_BYTES:
@@ -152,6 +178,11 @@ class Memory:
         return slab not in self._registered
 
     def _take_from_library(self, allocator: Allocator, num_bytes: int) -> tuple[memoryview, _Slab]:
+        deadline = time.monotonic() + self._rest_s
+        while not _is_library_at_rest():
+            if time.monotonic() > deadline:
+                raise StoreUnavailable("mooncake: no shared memory until the library reconnects")
+            time.sleep(_PAUSE_S)
         address = allocator.alloc(num_bytes)
         if not address:
             raise StoreError(f"mooncake: no {num_bytes} bytes of shared memory")
@@ -169,7 +200,18 @@ class Memory:
                     continue
                 self._slabs = [each for each in self._slabs if each != slab]
             if self._allocator is not None:
-                self._allocator.free(slab.address)
+                if _is_library_at_rest():
+                    self._allocator.free(slab.address)
+                else:
+                    self._dropped.append(slab)
+
+
+_sharing: weakref.WeakSet[Memory] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_sharing.clear)  # no child may call its parent's connections
+
+
+def _is_library_at_rest() -> bool:
+    return all(memory.is_at_rest for memory in list(_sharing))
 
 
 def addresses_of(slots: Slots, base: int) -> list[int]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 
+import pytest
+
+from pdstore.errors import StoreUnavailable
 from pdstore.native.library import address_of
 from pdstore.store.mooncake.memory import MOST_ABANDONED, Memory
 from pdstore.testing import fresh_keys
@@ -44,6 +47,23 @@ def test_a_slab_that_the_other_side_never_knew_is_detached(raw):
     raw.unregister_codes = [-600]
     assert memory.detach(raw)
     assert len(view) == 1 << 20
+
+
+def test_memory_is_neither_taken_nor_freed_while_any_connection_is_made_again(raw):
+    """The library walks its list of memory meanwhile, without a lock: the process would crash."""
+    allocator, reconnecting = CountingAllocator(), RawDouble()
+    memory, other = Memory(allocator, rest_s=0.0), Memory(allocator)
+    memory.connect(raw)
+    other.connect(reconnecting)
+    view = memory.allocate(1 << 20)
+    del view
+    reconnecting.health = 2
+    with pytest.raises(StoreUnavailable):
+        memory.allocate(1 << 20)
+    assert allocator.freed == []
+    reconnecting.health = 0
+    memory.allocate(4096)
+    assert len(allocator.freed) == 1
 
 
 def test_a_slab_is_not_freed_before_the_other_side_forgets_it(raw):
