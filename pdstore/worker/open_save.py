@@ -10,13 +10,19 @@ from pdstore.worker.save_work import SaveWork
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import PromptBlocks, bytes_of
 
+EARLY_SHARES = 4
+"""Layer ranges are saved during the forward as soon as they hold so many shares of a worker. The
+work for smaller ones would take Python's lock from the thread that launches the forward, and
+costs more than it saves: all of them together are stored in some milliseconds behind it."""
+
 
 class OpenSave:
     """A save whose layers become readable in order. Made by `KVPool.begin_save`.
 
-    One thread at a time calls `layers_done`. A layer range is saved as soon as its last layer is
-    said to be done; ranges that come at once are saved block by block.
+    One thread at a time calls `layers_done`. Layer ranges are saved when the last layer of one is
+    said to be done and they hold enough together, else with the ranges behind them.
 
+    range_bytes: about how much a worker takes at a time.
     order: records an event behind what the calling thread's stream has queued.
     wake: tells the queue that there is more to do.
     """
@@ -44,7 +50,7 @@ class OpenSave:
         """
         layout = self._prompt.layout
         num_whole = layout.num_whole_ranges(num_layers)
-        if num_whole <= self._num_released:
+        if num_whole <= self._num_released or self._waits_for_more(num_whole):
             return
         ready = ready or self._order()
         if num_whole - self._num_released == layout.num_ranges:
@@ -54,6 +60,16 @@ class OpenSave:
                 self._release(number, ready, is_last=number == layout.num_ranges - 1)
         self._num_released = num_whole
         self._wake()
+
+    def _waits_for_more(self, num_whole: int) -> bool:
+        """Whether the ranges that are whole but not released are too small to be saved alone."""
+        layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
+        if num_whole == layout.num_ranges:
+            return False
+        num_bytes = sum(
+            bytes_of(layout, keys, first, number) for number in range(self._num_released, num_whole)
+        )
+        return num_bytes < EARLY_SHARES * self._range_bytes
 
     def _release(self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool) -> None:
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block

@@ -28,7 +28,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def p(instance):
-    return instance(layers=LAYERS, layer_ranges=3)
+    return instance(layers=LAYERS, layer_ranges=3, range_bytes=1)
 
 
 @pytest.fixture

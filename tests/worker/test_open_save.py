@@ -17,7 +17,7 @@ LAYERS = (LayerSpec(2, 8),) * 6
 
 @pytest.fixture
 def p(instance):
-    return instance(layers=LAYERS, layer_ranges=3, workers=4)
+    return instance(layers=LAYERS, layer_ranges=3, workers=4, range_bytes=1)
 
 
 @pytest.fixture
@@ -58,6 +58,19 @@ def test_nothing_is_read_before_the_last_layer_of_a_range_is_done(p, store):
     assert not save.job.captured
     save.layers_done(6)
     assert save.job.wait(10).reason is None
+
+
+def test_small_ranges_wait_for_those_behind_them(instance, store):
+    keys_bytes = 4 * 3 * 2 * 64 * 2 * 16 * 4  # blocks, ranges, layers, tokens, heads, channels
+    p = instance(layers=LAYERS, layer_ranges=3, range_bytes=keys_bytes)
+    keys = p.cache.keys(range(200))
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    save.layers_done(4)
+    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
+    assert other.wait(10).reason is None
+    assert num_stored(p, store, keys, 0) == 0
+    save.layers_done(6)
+    assert save.job.wait(10).num_tokens == 200
 
 
 def test_a_range_waits_for_its_own_event(p, d):
@@ -128,7 +141,7 @@ def test_chunks_may_follow_each_other_layer_by_layer(p, d):
 
 
 def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
-    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.1)
+    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.1, range_bytes=1)
     save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
     save.layers_done(2)
     assert save.job.wait(10).reason is Reason.DEADLINE
@@ -141,7 +154,7 @@ def test_the_deadline_counts_from_the_last_layers(instance):
         def synchronize(self):
             pass
 
-    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.4)
+    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.4, range_bytes=1)
     save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
     for n in range(3):
         with pytest.raises(TimeoutError):
