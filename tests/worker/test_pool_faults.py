@@ -54,7 +54,7 @@ def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):
 
     p = instance()
     save(p, range(64 * 5))
-    d = instance(fill=POISON, over=Breaks(store), range_bytes=2 * BLOCK_BYTES, workers=2)
+    d = instance(fill=POISON, over=Breaks(store), range_bytes=16 * BLOCK_BYTES, workers=2)
     result = load(d, range(64 * 5))
     assert (result.num_tokens, result.reason) == (128, Reason.STORE_DOWN)
     assert_loaded(p, d, 128)
