@@ -61,13 +61,13 @@ def main() -> None:
         if not given.cpu:
             found["floor"] = measure_floor()
         run.measure()
+        found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills}
+        found |= {"bursts": run.bursts, "samples": [asdict(sample) for sample in run.samples]}
+        print(table(found))
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
         if given.timelines:
             run.write_timelines(given.timelines)
-    found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills, "bursts": run.bursts}
-    print(table(found))
-    if given.json:
-        found["samples"] = [asdict(sample) for sample in run.samples]
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -30,7 +30,7 @@ WATCHED = {
     "pdstore.worker.swap.native:NativeSwap.gather": "gather",
     "pdstore.worker.swap.native:NativeSwap.start": "start copy",
     "pdstore.worker.swap.native:NativeSwap.checksums": "sum",
-    "pdstore.native.library:Ticket.wait": "wait for copy",
+    "pdstore.native.engine:Ticket.wait": "wait for copy",
     "pdstore.worker.job:Job.settle": "job ends",
     "examples.mini_engine.model:Model.forward": "forward",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "step",
