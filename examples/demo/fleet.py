@@ -29,7 +29,7 @@ class Fleet:
 
     def __init__(self, processes: Processes, engine: Engine, model: Path, pool: str) -> None:
         self._processes, self._engine, self._model, self._pool = processes, engine, model, pool
-        self._salt = secrets.token_hex(16)  # what earlier runs left in the pool is not found
+        self._weights = f"demo-{secrets.token_hex(8)}"  # what earlier runs left is not found
         names = ("alone", "prefill", "decode", "router", "proxy")
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
 
@@ -85,7 +85,7 @@ class Fleet:
     def _start(self, name: str, *, is_on: bool) -> Process:
         """Starts an engine; only its environment decides whether it uses the pool."""
         role = "both" if name == "alone" else name
-        defaults = {"PDSTORE_STAGING": _STAGING, "PDSTORE_SALT": self._salt}
+        defaults = {"PDSTORE_STAGING": _STAGING, "PDSTORE_WEIGHTS": self._weights}
         env = {**defaults, **os.environ, "PDSTORE_STORE": self._pool}
         env.pop("PDSTORE_ROLE", None)
         env.pop(SWITCH, None)

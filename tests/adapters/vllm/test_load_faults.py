@@ -24,6 +24,13 @@ def corrupt(redis, key):
     redis.setrange(key, 1000, b"\0not KV\0")
 
 
+def stored(p, prompt):
+    """What P's answer has for D, when P has stored the prompt: so D's load asks for all of it."""
+    params = prefill(p, prompt)
+    assert_idle(p)
+    return params
+
+
 def spoil(pair, bad_block, harm, request):
     """The answer to a request whose load meets a block that went bad after it was matched."""
     pair.d_gate.hold(LOAD)
@@ -40,7 +47,7 @@ def spoil(pair, bad_block, harm, request):
 @pytest.mark.parametrize("bad_block", BAD.values(), ids=BAD)
 def test_what_was_not_loaded_is_computed_and_not_asked_for_again(pair, bad_block, harm):
     prompt = new_prompt(LONG)
-    params = prefill(pair.p, prompt)
+    params = stored(pair.p, prompt)
     since = Since(pair.d)
     answer = spoil(pair, bad_block, harm, lambda: ask(pair.d, prompt, kv_transfer_params=params))
     reason = "lost" if harm is delete else "corrupt"
@@ -69,7 +76,7 @@ def strict_d(started_pair, launcher, checkpoints):
 @pytest.mark.parametrize("bad_block", BAD.values(), ids=BAD)
 def test_with_policy_fail_the_request_is_an_error_and_the_engine_goes_on(pair, strict_d, bad_block):
     prompt = new_prompt(LONG)
-    params = prefill(pair.p, prompt)
+    params = stored(pair.p, prompt)
     response = spoil(
         pair, bad_block, delete, lambda: post(strict_d, prompt, kv_transfer_params=params)
     )
@@ -77,6 +84,6 @@ def test_with_policy_fail_the_request_is_an_error_and_the_engine_goes_on(pair, s
     assert_idle(strict_d)
     other = new_prompt(LONG)
     since = Since(strict_d)
-    answer = ask(strict_d, other, kv_transfer_params=prefill(pair.p, other))
+    answer = ask(strict_d, other, kv_transfer_params=stored(pair.p, other))
     assert since.loaded == LONG
     answer.assert_same(alone(strict_d, other))
