@@ -112,7 +112,7 @@ def open_stores(given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, 
             elif name == "file":
                 urls[name] = f"file://{scratch}/files?budget={given.pool_size}"
             elif name == "shm":
-                urls[name] = f"shm://bench-{scratch.name}?size={given.pool_size}"
+                urls[name] = f"shm://bench?size={given.pool_size}&dir={scratch}"
             else:
                 urls[name] = stack.enter_context(open_pool(name, processes))
         yield urls
