@@ -190,7 +190,9 @@ def test_a_server_that_dies_in_a_call_leaves_the_number_of_keys_served(redis_ser
 
 
 def test_a_node_of_a_cluster_is_named_as_such(redis_server):
-    server = redis_server("--cluster-enabled", "yes")
+    # of its own: by default it is 10,000 above the port, which may be too high
+    bus = ("--cluster-port", str(free_port()))
+    server = redis_server("--cluster-enabled", "yes", *bus)
     [key] = fresh_keys(1)
     with opened(server.url) as store:
         with pytest.raises(StoreError, match="is a node of a Redis Cluster, and only single"):
