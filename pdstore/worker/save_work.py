@@ -127,11 +127,6 @@ class SaveWork(Work):
                 shortfall = None if reason is None else Shortfall(reason)
         return shortfall or Shortfall(Reason.LOST)
 
-    def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
-        prompt = self._mover.checked(self._prompt)
-        values = prompt.values(BlockRange(first_block, len(prompt.keys)))
-        return self._mover.save(child, values, self._mover.to_follow(self._ready), _nothing)
-
     def _first_missing(
         self, child: ChildJob, first_block: int, shortfall: Shortfall | None
     ) -> int | None:
