@@ -6,109 +6,31 @@
 `open_swap` gives the block copies between a paged cache and host memory alone, without a pool.
 """
 
-from pdstore.async_runner import AsyncRunner
-from pdstore.errors import (
-    ConfigError,
-    DeviceError,
-    JobCancelled,
-    JobDeadline,
-    JobError,
-    LayoutError,
-    MissingExtra,
-    NativeError,
-    PDStoreError,
-    PoolClosed,
-    QueueFull,
-    ReadOnly,
-    StoreClosed,
-    StoreDenied,
-    StoreError,
-    StoreFull,
-    StoreTimeout,
-    StoreUnavailable,
-    SwapError,
-    WrongLength,
-)
-from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
-from pdstore.format.multimodal import MultimodalItem
-from pdstore.format.namespace import Namespace, Part
-from pdstore.format.weights import weights_revision
-from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.scheduler.lookup import Lookup, Match
-from pdstore.scheduler.prefix_cache import PrefixCacheManager
-from pdstore.settings import Settings, read_settings
-from pdstore.store import open_store
-from pdstore.store.base import Slots, Store
-from pdstore.worker.job import Job
-from pdstore.worker.open_save import OpenSave
-from pdstore.worker.pool import KVPool
-from pdstore.worker.swap import (
-    BlockCopy,
-    BlockCopyPlan,
-    ReadyEvent,
-    Registrar,
-    Swap,
-    open_swap,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdstore.public import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = [
-    "NO_BLOCK",
-    "AsyncRunner",
-    "BlockCopy",
-    "BlockCopyPlan",
-    "BlockKey",
-    "BlockTables",
-    "ConfigError",
-    "DeviceError",
-    "Direction",
-    "Handoff",
-    "HandoffId",
-    "Job",
-    "JobCancelled",
-    "JobDeadline",
-    "JobError",
-    "JobResult",
-    "KVPool",
-    "LayerSpec",
-    "Layout",
-    "LayoutError",
-    "Lookup",
-    "Match",
-    "Metrics",
-    "MissingExtra",
-    "MultimodalItem",
-    "Namespace",
-    "NativeError",
-    "OpenSave",
-    "PDStoreError",
-    "Part",
-    "PoolClosed",
-    "PrefixCacheManager",
-    "PromptKeys",
-    "QueueFull",
-    "ReadOnly",
-    "ReadyEvent",
-    "Reason",
-    "Registrar",
-    "Settings",
-    "Slots",
-    "Store",
-    "StoreClosed",
-    "StoreDenied",
-    "StoreError",
-    "StoreFull",
-    "StoreTimeout",
-    "StoreUnavailable",
-    "Swap",
-    "SwapError",
-    "WrongLength",
-    "open_store",
-    "open_swap",
-    "read_settings",
-    "weights_revision",
-]
+
+
+def __getattr__(name: str) -> object:
+    """Loads all public names at the first use of one, so that a command line starts without torch.
+
+    Raises AttributeError.
+    """
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = vars(importlib.import_module("pdstore.public"))
+    names: list[str] = public["__all__"]
+    globals().update({each: public[each] for each in (*names, "__all__")})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("pdstore.public").__all__})

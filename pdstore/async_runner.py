@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pdstore.threads import CPU, DeviceApi, DevicePin, Task, Worker
+from pdstore.device_pin import CPU, DeviceApi, DevicePin
+from pdstore.threads import Task, Worker
 
 T = TypeVar("T")
 

@@ -11,64 +11,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-import torch
-
 from pdstore.errors import DeviceError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-CPU = torch.device("cpu")
-
-
-class DeviceApi(Protocol):
-    """The calls of a device runtime that pinning needs. Tests give their own."""
-
-    def set_device(self, index: int) -> None: ...
-    def current_device(self) -> int: ...
-    def reset_stream(self, index: int) -> None: ...
-
-
-class CudaApi:
-    """The CUDA runtime, through torch."""
-
-    def set_device(self, index: int) -> None:
-        torch.cuda.set_device(index)
-
-    def current_device(self) -> int:
-        return int(torch.cuda.current_device())
-
-    def reset_stream(self, index: int) -> None:
-        torch.cuda.set_stream(torch.cuda.default_stream(index))
-
-
-class DevicePin:
-    """Keeps a thread on one device. On the CPU it does nothing.
-
-    Each thread has a current device, at first 0, and any library may change it: so it is set again
-    before every job, and the thread's current stream is set back to the default one.
-
-    Raises DeviceError for a device without an index.
-    """
-
-    def __init__(self, device: torch.device, api: DeviceApi | None = None) -> None:
-        if device.type != "cpu" and device.index is None:
-            raise DeviceError(f"{device} has no index: name the device, for example cuda:0")
-        self.device = device
-        self._api = api or CudaApi()
-
-    def hold(self) -> None:
-        """Puts the calling thread on the device. Raises DeviceError: then nothing may run there."""
-        if self.device.type == "cpu":
-            return
-        index = self.device.index
-        try:
-            if self._api.current_device() != index:
-                self._api.set_device(index)
-            if self._api.current_device() != index:
-                raise DeviceError(f"the thread stays on another device than {self.device}")
-            self._api.reset_stream(index)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise DeviceError(f"cannot use {self.device}: {error}") from error
 
 
 def call_each(functions: Iterable[Callable[[], None]]) -> None:
@@ -117,6 +63,13 @@ class Latch:
             self._closed.release()
 
 
+class Pin(Protocol):
+    """Keeps a thread where it belongs, as `DevicePin` does."""
+
+    def hold(self) -> None:
+        """Puts the calling thread there. Raises DeviceError: then nothing may run."""
+
+
 class Task(Protocol):
     """Work for a Worker: it calls `run`, and `fail` with what that raises."""
 
@@ -133,11 +86,9 @@ class Worker:
     the device cannot be used.
     """
 
-    def __init__(
-        self, name: str, take: Callable[[], Task | None], pin: DevicePin | None = None
-    ) -> None:
+    def __init__(self, name: str, take: Callable[[], Task | None], pin: Pin | None = None) -> None:
         self._take = take
-        self._pin = pin or DevicePin(CPU)
+        self._hold = pin.hold if pin else lambda: None
         self._started = threading.Event()
         self._start_error: DeviceError | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -153,7 +104,7 @@ class Worker:
 
     def _loop(self) -> None:
         try:
-            self._pin.hold()
+            self._hold()
         except DeviceError as error:
             self._start_error = error
             return
@@ -161,7 +112,7 @@ class Worker:
             self._started.set()
         while (task := self._take()) is not None:
             try:
-                self._pin.hold()
+                self._hold()
                 task.run()
             except BaseException as error:
                 log.debug("%s: task failed", self._thread.name, exc_info=True)

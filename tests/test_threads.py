@@ -10,8 +10,9 @@ from collections import deque
 import pytest
 import torch
 
+from pdstore.device_pin import DevicePin
 from pdstore.errors import DeviceError
-from pdstore.threads import DevicePin, Latch, Ticker, Worker, call_each
+from pdstore.threads import Latch, Ticker, Worker, call_each
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
 from tests.support.interrupt import ends_though_interrupted
@@ -63,45 +64,6 @@ def tasks():
     tasks = Tasks()
     yield tasks
     tasks.stop()
-
-
-def test_the_cpu_is_a_device_with_nothing_to_do():
-    api = FakeApi()
-    DevicePin(torch.device("cpu"), api).hold()
-    assert api.calls == []
-
-
-def test_a_device_without_an_index_is_refused():
-    with pytest.raises(DeviceError, match="no index"):
-        DevicePin(torch.device("cuda"), FakeApi())
-
-
-def test_pinning_sets_the_device_once_and_resets_the_stream_each_time():
-    api = FakeApi()
-    pin = DevicePin(GPU1, api)
-    pin.hold()
-    pin.hold()
-    assert api.calls == ["set 1", "stream 1", "stream 1"]
-
-
-def test_a_foreign_change_of_device_is_repaired():
-    api = FakeApi()
-    pin = DevicePin(GPU1, api)
-    pin.hold()
-    api.set_device(0)
-    pin.hold()
-    assert api.current_device() == 1
-
-
-def test_a_failure_is_not_remembered_as_success():
-    api = FakeApi()
-    pin = DevicePin(GPU1, api)
-    for kind in ("set", "stream"):
-        api.failures.append(kind)
-        with pytest.raises(DeviceError, match="cuda:1"):
-            pin.hold()
-    pin.hold()
-    assert api.current_device() == 1
 
 
 def test_an_invalid_device_fails_the_constructor(tasks):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from pdstore.device_pin import DevicePin
 from pdstore.errors import (
     JobDeadline,
     JobError,
@@ -28,7 +29,7 @@ from pdstore.errors import (
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
-from pdstore.threads import Deadline, DevicePin, Latch, Ticker, Worker
+from pdstore.threads import Deadline, Latch, Ticker, Worker
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.job import Job
 from pdstore.worker.job_run import JobRun, Urgency

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from pdstore.device_pin import DevicePin
 from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
@@ -19,7 +20,6 @@ from pdstore.outcome import Direction
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
-from pdstore.threads import DevicePin
 from pdstore.worker.block_range import RANGE_BYTES, ranges_of
 from pdstore.worker.block_tables import check_windows, tables_of
 from pdstore.worker.follower import Follow, Follower

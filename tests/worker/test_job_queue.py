@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
+from pdstore.device_pin import CPU, DevicePin
 from pdstore.errors import DeviceError, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.threads import CPU, DevicePin
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from pdstore.worker.job_run import Urgency
 from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, run_of

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pdstore.device_pin import DeviceApi
 from pdstore.format.block import checksum
 from pdstore.format.namespace import Part
-from pdstore.threads import DeviceApi
 
 
 class BlockCopy(NamedTuple):

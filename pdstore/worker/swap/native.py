@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from pdstore.device_pin import CudaApi
 from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
@@ -19,7 +20,6 @@ from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Reg
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
-from pdstore.threads import CudaApi
 from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
 from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 

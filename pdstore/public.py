@@ -1,0 +1,107 @@
+"""Every name that `import pdstore` offers."""
+
+from pdstore.async_runner import AsyncRunner
+from pdstore.errors import (
+    ConfigError,
+    DeviceError,
+    JobCancelled,
+    JobDeadline,
+    JobError,
+    LayoutError,
+    MissingExtra,
+    NativeError,
+    PDStoreError,
+    PoolClosed,
+    QueueFull,
+    ReadOnly,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    SwapError,
+    WrongLength,
+)
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
+from pdstore.format.multimodal import MultimodalItem
+from pdstore.format.namespace import Namespace, Part
+from pdstore.format.weights import weights_revision
+from pdstore.metrics import Metrics
+from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.prefix_cache import PrefixCacheManager
+from pdstore.settings import Settings, read_settings
+from pdstore.store import open_store
+from pdstore.store.base import Slots, Store
+from pdstore.worker.job import Job
+from pdstore.worker.open_save import OpenSave
+from pdstore.worker.pool import KVPool
+from pdstore.worker.swap import (
+    BlockCopy,
+    BlockCopyPlan,
+    ReadyEvent,
+    Registrar,
+    Swap,
+    open_swap,
+)
+
+__all__ = [
+    "NO_BLOCK",
+    "AsyncRunner",
+    "BlockCopy",
+    "BlockCopyPlan",
+    "BlockKey",
+    "BlockTables",
+    "ConfigError",
+    "DeviceError",
+    "Direction",
+    "Handoff",
+    "HandoffId",
+    "Job",
+    "JobCancelled",
+    "JobDeadline",
+    "JobError",
+    "JobResult",
+    "KVPool",
+    "LayerSpec",
+    "Layout",
+    "LayoutError",
+    "Lookup",
+    "Match",
+    "Metrics",
+    "MissingExtra",
+    "MultimodalItem",
+    "Namespace",
+    "NativeError",
+    "OpenSave",
+    "PDStoreError",
+    "Part",
+    "PoolClosed",
+    "PrefixCacheManager",
+    "PromptKeys",
+    "QueueFull",
+    "ReadOnly",
+    "ReadyEvent",
+    "Reason",
+    "Registrar",
+    "Settings",
+    "Slots",
+    "Store",
+    "StoreClosed",
+    "StoreDenied",
+    "StoreError",
+    "StoreFull",
+    "StoreTimeout",
+    "StoreUnavailable",
+    "Swap",
+    "SwapError",
+    "WrongLength",
+    "open_store",
+    "open_swap",
+    "read_settings",
+    "weights_revision",
+]
