@@ -31,6 +31,7 @@ from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
 from pdstore.threads import Deadline, Latch, Ticker, Worker
 from pdstore.worker.child_job import ChildJob
+from pdstore.worker.idle_workers import IdleWorkers
 from pdstore.worker.job import Job
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.ready_jobs import ReadyJobs
@@ -60,7 +61,9 @@ class JobQueue:
     def __init__(self, settings: Settings, pin: DevicePin, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._idle = IdleWorkers(lock)
         self._ready = ReadyJobs()
         self._waiting: dict[Direction, dict[JobRun, int]] = {d: {} for d in Direction}
         self._alive: dict[JobRun, None] = {}
@@ -113,8 +116,7 @@ class JobQueue:
             if run in self._deadlines:  # it waits for no other job
                 run.start_clock()
                 self._deadlines[run] = run.deadline.at
-                self._ready.add(run)
-                self._changed.notify_all()
+                self._make_ready(run)
 
     @property
     def num_alive(self) -> int:
@@ -158,7 +160,7 @@ class JobQueue:
         self._wait_until_idle(_JOIN_S)  # markers that say so
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
+            self._idle.wake_all()
         for run in list(self._alive):
             run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
         limit = Deadline(_JOIN_S)
@@ -205,12 +207,16 @@ class JobQueue:
         with self._changed:
             if run not in self._alive:
                 return
-            self._ready.add(run)
             self._deadlines[run] = run.deadline.at
             is_next = run.deadline.at < self._next_deadline
-            self._changed.notify_all()
+            self._make_ready(run)
         if is_next:
             self._clock.wake()
+
+    def _make_ready(self, run: JobRun) -> None:
+        """Shows a job to the workers, and wakes one for each of its shares or for its end."""
+        self._ready.add(run)
+        self._idle.wake(run.direction, max(1, run.num_left))
 
     def _take(self, worker: int) -> _Turn | None:
         """Returns the next work of a worker; None at the end."""
@@ -223,7 +229,7 @@ class JobQueue:
                     return _Turn(child, self._turn_ended)
                 if self._is_closed:
                     return None
-                self._changed.wait()
+                self._idle.wait(worker)
 
     def _next_child(self, worker: int) -> ChildJob | None:
         while (run := self._ready.choose(worker, self._num_busy)) is not None:
@@ -249,7 +255,6 @@ class JobQueue:
         with self._changed:
             self._num_busy[child.direction] -= 1
             self._children.discard(child)
-            self._changed.notify_all()
 
     def _forget(self, run: JobRun) -> None:
         """Follows the end of a job, whoever ended it."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from pdstore.outcome import Direction
+from pdstore.worker.idle_workers import LOADS_ONLY, SAVES_ONLY
 from pdstore.worker.job_run import JobRun, Urgency
 
 _MOST_COMPARED = 64
@@ -45,8 +46,8 @@ class ReadyJobs:
 
 def _directions_of(worker: int, num_busy: Mapping[Direction, int]) -> tuple[Direction, ...]:
     """Worker 0 is kept for loads and worker 1 for saves; the others help the fewer."""
-    if worker < 2:
-        return (Direction.LOAD,) if worker == 0 else (Direction.SAVE,)
+    if worker in (LOADS_ONLY, SAVES_ONLY):
+        return (Direction.LOAD,) if worker == LOADS_ONLY else (Direction.SAVE,)
     if num_busy[Direction.LOAD] > num_busy[Direction.SAVE]:
         return (Direction.SAVE, Direction.LOAD)
     return (Direction.LOAD, Direction.SAVE)
