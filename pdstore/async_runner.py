@@ -18,16 +18,18 @@ class AsyncRunner(Generic[T]):
     """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
 
     `launch` starts a function, `sync` returns its result. On a GPU the function's work follows what
-    the caller's stream had queued at `launch`. Its exception is raised once, by the next `sync` or
-    `launch`. Until then the caller must not change what the function uses: hand over copies.
+    the caller's stream had queued at `launch`; "the caller's stream" is the current one of the
+    runner's device, whichever device is current. The function runs in the caller's inference and
+    gradient mode. Its exception is raised once, by the next `sync` or `launch`, and the caller's
+    stream then follows what the function had queued before it failed: its memory may be reused.
+    Until then the caller must not change what the function uses: hand over copies.
     For one calling thread. Raises DeviceError from the constructor when the device cannot be used.
     """
 
     def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
         self._condition = threading.Condition()
-        self._task: Callable[[], T] | None = None
+        self._task: _RunnerTask[T] | None = None
         self._device = device
-        self._asked: torch.cuda.Event | None = None  # what the caller's stream had queued
         self._busy = False
         self._closed = False
         self._result: T | None = None
@@ -50,23 +52,24 @@ class AsyncRunner(Generic[T]):
             self._raise_kept()
             if self._closed:
                 raise RuntimeError("the runner is closed")
+            asked = None
             if self._stream is not None:
-                self._asked = torch.cuda.current_stream(self._device).record_event()
-            self._task, self._busy, self._result = function, True, None
+                asked = torch.cuda.current_stream(self._device).record_event()
+            self._task = _RunnerTask(function, self._stream, asked, self._finish)
+            self._busy, self._result, self._ready = True, None, None
             self._condition.notify_all()
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
         """Waits for the function and returns its result; None when none was launched.
 
-        On a GPU the caller's current stream then waits for the work that the function queued.
+        On a GPU the caller's stream then waits for the work that the function queued.
         Raises the function's exception, and TimeoutError if it still runs after the time.
         """
         with self._condition:
             self._wait_idle(timeout_s)
             self._raise_kept()
+            self._follow()
             result, self._result = self._result, None
-            if self._ready is not None:
-                torch.cuda.current_stream().wait_event(self._ready)
             return result
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -83,17 +86,20 @@ class AsyncRunner(Generic[T]):
     def _raise_kept(self) -> None:
         error, self._error = self._error, None
         if error is not None:
+            self._follow()
             raise error
+
+    def _follow(self) -> None:
+        """Makes the caller's stream wait for what the last function queued."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(ready)
 
     def _next(self) -> Task | None:
         with self._condition:
             self._condition.wait_for(lambda: self._busy or self._closed)
-            if not self._busy:
-                return None
-            function, self._task = self._task, None
-            asked, self._asked = self._asked, None
-        assert function is not None
-        return _RunnerTask(function, self._stream, asked, self._finish)
+            task, self._task = self._task, None
+            return task
 
     def _finish(
         self, result: T | None, error: Exception | None, ready: torch.cuda.Event | None
@@ -105,7 +111,10 @@ class AsyncRunner(Generic[T]):
 
 
 class _RunnerTask(Generic[T]):
-    """A launched function, released before anybody hears that it has ended."""
+    """A launched function, released before anybody hears that it has ended.
+
+    asked: follows what the caller's stream had queued; None on the CPU.
+    """
 
     def __init__(
         self,
@@ -116,22 +125,29 @@ class _RunnerTask(Generic[T]):
     ) -> None:
         self._function: Callable[[], T] | None = function
         self._stream, self._asked, self._finish = stream, asked, finish
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._has_grad = torch.is_grad_enabled()
+        self._ready: torch.cuda.Event | None = None  # follows what the function queued
 
     def run(self) -> None:
         function, self._function = self._function, None
         assert function is not None
-        event = None
-        if self._stream is None:
-            result = function()
-        else:
-            with torch.cuda.stream(self._stream):
-                if self._asked is not None:
-                    self._stream.wait_event(self._asked)
-                result = function()
-                event = self._stream.record_event()
+        with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad):
+            result = self._call(function)
         del function
-        self._finish(result, None, event)
+        self._finish(result, None, self._ready)
 
     def fail(self, error: Exception) -> None:
         self._function = None
-        self._finish(None, error.with_traceback(None), None)
+        self._finish(None, error.with_traceback(None), self._ready)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        if self._stream is None:
+            return function()
+        with torch.cuda.stream(self._stream):
+            if self._asked is not None:
+                self._stream.wait_event(self._asked)
+            try:
+                return function()
+            finally:  # also what a failed function queued still runs
+                self._ready = self._stream.record_event()
