@@ -116,6 +116,10 @@ class JobCancelled(JobError):
     """The owner cancelled the job."""
 
 
+class SaveFailed(JobError):
+    """A save stored less than all of its blocks; its cause is the exception behind it, if any."""
+
+
 class QueueFull(JobError):
     """The queue is at its bound of jobs or bytes, so the job was not taken."""
 

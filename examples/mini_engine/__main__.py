@@ -26,7 +26,10 @@ def serve(config: Config) -> None:
     from examples.mini_engine.engine import Engine
     from examples.mini_engine.server import HttpServer
 
-    HttpServer(Engine(config)).run()
+    engine = Engine(config)
+    server = HttpServer(engine)
+    engine.ready()
+    server.run()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -36,7 +36,7 @@ class _Tracker:
 
 
 class Adapter:
-    """One engine's access to the pool. Any thread may call `check`, the engine's thread the rest.
+    """One engine's access to the pool. Any thread may call `ready` and `check`.
 
     An exception in pdstore costs a request its hits or its hand-off, and nothing else.
 
@@ -62,6 +62,10 @@ class Adapter:
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self._trackers: dict[Request, _Tracker] = {}
+
+    def ready(self) -> None:
+        """Waits until host memory is pinned, beside which the rest of the engine starts."""
+        self.pool.ready()
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a malformed hand-off: `kv_transfer_params` come from a client."""

@@ -63,6 +63,11 @@ class Engine:
         """Whether the engine's thread is alive."""
         return self._thread.is_alive()
 
+    def ready(self) -> None:
+        """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""
+        if self.adapter:
+            self.adapter.ready()
+
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that could never be answered."""
         num_tokens = len(request.prompt) + request.max_tokens

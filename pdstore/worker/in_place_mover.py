@@ -16,9 +16,12 @@ from pdstore.store.checked import count_of
 from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.child_job import ChildJob
+from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Loaded, Mover, Verified
 from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.values import Value, whole_blocks
+
+_LOOK_S = 0.05
 
 
 class InPlaceMover(Mover):
@@ -27,7 +30,8 @@ class InPlaceMover(Mover):
     A value may be evicted while it is copied from. So it is verified where it lies, and after the
     copy the store is asked which values have stayed: only those count.
 
-    in_place: the same store; its memory is registered with the device.
+    in_place: the same store.
+    memory: its memory, which is being registered with the device; jobs wait for that.
     window_bytes: values that are reserved or borrowed together are about this large.
     """
 
@@ -38,10 +42,11 @@ class InPlaceMover(Mover):
         store: Store,
         metrics: Metrics,
         in_place: InPlace,
+        memory: MappedMemory,
         window_bytes: int = RANGE_BYTES,
     ) -> None:
-        super().__init__(layout, swap, store, metrics)
-        self._in_place = in_place
+        super().__init__(layout, swap, store, metrics, memory)
+        self._in_place, self._mapped = in_place, memory
         largest = block.HEADER_BYTES + layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-window_bytes // largest))
 
@@ -111,6 +116,7 @@ class InPlaceMover(Mover):
     @contextlib.contextmanager
     def _reserve(self, child: ChildJob, window: Sequence[Value]) -> Iterator[Reservation]:
         """Reserves places for what is not stored; gives back what was not published."""
+        self._wait_for_memory(child)
         keys, sizes = [value.key for value in window], [value.size for value in window]
         with contextlib.ExitStack() as undo:
             with child.in_store_call():
@@ -118,6 +124,11 @@ class InPlaceMover(Mover):
                 undo.callback(self._abandon, reservation)
             count_of(reservation.num_keys, keys, self._store)
             yield reservation
+
+    def _wait_for_memory(self, child: ChildJob) -> None:
+        """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""
+        while not self._mapped.is_ready(_LOOK_S):
+            child.check()
 
     def _abandon(self, reservation: Reservation) -> None:
         with contextlib.suppress(StoreError):  # a store that is closed takes its places back itself
@@ -150,6 +161,7 @@ class InPlaceMover(Mover):
         self, child: ChildJob, held: contextlib.ExitStack, window: Sequence[Value]
     ) -> tuple[Loan, Verified]:
         """Borrows the values that are stored; `held` releases them."""
+        self._wait_for_memory(child)
         keys, sizes = [value.key for value in window], [value.size for value in window]
         read: Verified | None = None
         with child.in_store_call():

@@ -29,6 +29,10 @@ class MappedMemory:
         if self._pinned is not None:
             self._pinned.ready(timeout_s)
 
+    def is_ready(self, wait_s: float) -> bool:
+        """Whether the memory is registered, within this time at most. Raises why it cannot be."""
+        return self._pinned is None or self._pinned.is_ready(wait_s)
+
     def close(self) -> None:
         """Unregisters the memory; no copy may be on its way. Twice is fine."""
         if self._pinned is not None:

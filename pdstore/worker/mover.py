@@ -6,7 +6,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pdstore.errors import StoreError, WrongLength
 from pdstore.format import block
@@ -23,6 +23,9 @@ from pdstore.worker.values import PromptBlocks, Value, whole_blocks
 
 log = logging.getLogger(__name__)
 
+_REGISTER_S = 30.0
+_REGISTER_BYTES_PER_S = 1e9
+
 Loaded = Callable[[Sequence[Value], bool], None]
 """Told after a copy: the values of whole blocks that are in place, and whether those are all."""
 
@@ -35,6 +38,14 @@ class Verified(NamedTuple):
     error: StoreError | None = None
 
 
+class HostMemory(Protocol):
+    """Memory that copies use, while and after it is registered with the device."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def ready(self, timeout_s: float) -> None: ...
+
+
 class Mover(ABC):
     """Moves the values of a child job, on its worker's thread.
 
@@ -42,10 +53,13 @@ class Mover(ABC):
     paged cache.
     """
 
-    def __init__(self, layout: Layout, swap: Swap, store: Store, metrics: Metrics) -> None:
+    def __init__(
+        self, layout: Layout, swap: Swap, store: Store, metrics: Metrics, memory: HostMemory
+    ) -> None:
         self._num_parts = len(layout.owned_parts)
         self._block_tokens = layout.block_tokens
         self._swap, self._store, self._metrics = swap, store, metrics
+        self._memory = memory
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if copies can wait on it; else blocks until it fires, returns None."""
@@ -65,6 +79,16 @@ class Mover(ABC):
         """Returns how many of the first keys are in the store; renews their leases."""
         with child.in_store_call():
             return count_of(self._store.match(keys), keys, self._store)
+
+    def ready(self, timeout_s: float | None) -> None:
+        """Waits until the memory of copies is registered; jobs wait too, until their deadline.
+
+        timeout_s: None: 30 s and one more for each GB.
+        Raises why it cannot be registered, or TimeoutError.
+        """
+        if timeout_s is None:
+            timeout_s = _REGISTER_S + self._memory.num_bytes / _REGISTER_BYTES_PER_S
+        self._memory.ready(timeout_s)
 
     @abstractmethod
     def save(

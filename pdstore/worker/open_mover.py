@@ -21,9 +21,6 @@ from pdstore.worker.swap.base import Swap
 
 log = logging.getLogger(__name__)
 
-_PIN_S = 30.0
-_PIN_BYTES_PER_S = 1e9
-
 
 def open_mover(
     settings: Settings,
@@ -34,11 +31,10 @@ def open_mover(
     range_bytes: int,
     undo: contextlib.ExitStack,
 ) -> Mover:
-    """Opens the mover that suits a store; returns when its memory is registered with the device.
+    """Opens the mover that suits a store; `Mover.ready` waits until its memory is registered.
 
     undo: gets what closes that memory again.
-    Raises ConfigError or LayoutError for staging that does not fit, SwapError when memory cannot be
-    registered, TimeoutError when that takes too long.
+    Raises ConfigError or LayoutError for staging that does not fit.
     """
     mover = _in_place(layout, swap, store, metrics, range_bytes, undo)
     if mover is not None:
@@ -49,9 +45,7 @@ def open_mover(
     undo.callback(staging.close)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    mover = StagedMover(layout, swap, store, metrics, staging, range_bytes)
-    staging.ready(_PIN_S + int(settings.staging) / _PIN_BYTES_PER_S)
-    return mover
+    return StagedMover(layout, swap, store, metrics, staging, range_bytes)
 
 
 def _in_place(
@@ -71,6 +65,5 @@ def _in_place(
         log.warning("its memory is not there now, so values go through staging: %s", error)
         return None
     undo.callback(memory.close)
-    memory.ready(_PIN_S + memory.num_bytes / _PIN_BYTES_PER_S)
     log.info("%s: values are copied in its own memory, without staging", store.label)
-    return InPlaceMover(layout, swap, store, metrics, in_place, range_bytes)
+    return InPlaceMover(layout, swap, store, metrics, in_place, memory, range_bytes)

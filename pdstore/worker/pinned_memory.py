@@ -75,12 +75,18 @@ class PinnedMemory:
         Raises what a piece failed with, or TimeoutError.
         """
         limit = Deadline(timeout_s)
-        while not self._ended.wait(min(_REPORT_S, limit.remaining_s())):
+        while not self.is_ready(min(_REPORT_S, limit.remaining_s())):
             if limit.is_over():
                 raise TimeoutError(f"staging is {self._state()} after {timeout_s:.0f} s")
             log.info("staging is %s", self._state())
+
+    def is_ready(self, wait_s: float = 0.0) -> bool:
+        """Whether all of it is pinned, within this time. Raises what a piece failed with."""
+        if not self._ended.wait(wait_s):
+            return False
         if self._error is not None:
             raise self._error
+        return True
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Unregisters everything, the last piece first; before the memory goes. Twice is fine."""

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from pdstore.device_pin import DevicePin
-from pdstore.errors import LayoutError, ReadOnly, SwapError
+from pdstore.errors import LayoutError, ReadOnly
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import BlockTables, Layout
@@ -22,6 +20,7 @@ from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.worker.block_range import RANGE_BYTES, ranges_of
 from pdstore.worker.block_tables import check_windows, tables_of
+from pdstore.worker.caller_stream import behind_caller
 from pdstore.worker.follower import Follow, Follower
 from pdstore.worker.job import Job
 from pdstore.worker.job_queue import JobQueue
@@ -30,6 +29,7 @@ from pdstore.worker.load_work import LoadWork
 from pdstore.worker.mark_work import MarkWork
 from pdstore.worker.open_mover import open_mover
 from pdstore.worker.open_save import OpenSave
+from pdstore.worker.save_ledger import SaveLedger
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent
@@ -44,8 +44,8 @@ _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
 class KVPool:
     """Saves prompts' KV blocks to the pool and loads them from it. Any thread may call it.
 
-    layout, kv_caches: as `TorchSwap` takes them. The constructor returns when staging is pinned:
-      graphs may be captured from then on, also while saves and loads run.
+    layout, kv_caches: as `TorchSwap` takes them. Host memory is pinned beside the rest of the
+      engine's start: `ready` waits for the end of it, before graphs are captured.
     namespace: `layout.namespace(...)`; keys of another one are refused.
     store: the caller's, who closes it; None opens PDSTORE_STORE.
     range_bytes: about how much a worker moves before it looks whose turn it is.
@@ -67,6 +67,7 @@ class KVPool:
         self.layout, self.namespace = layout, namespace
         self.metrics = metrics or Metrics()
         self._settings, self._range_bytes = settings, range_bytes
+        self._saves = SaveLedger()
         with contextlib.ExitStack() as undo:
             self.swap = swap = open_swap(settings, layout, kv_caches)
             undo.callback(swap.close)
@@ -84,6 +85,21 @@ class KVPool:
             self._follower = Follower(store)
             undo.callback(self._follower.close)
             self._resources = undo.pop_all()
+
+    def ready(self, timeout_s: float | None = None) -> None:
+        """Waits until host memory is pinned: graphs may be captured then. Earlier jobs wait, too.
+
+        timeout_s: None: 30 s and one more for each GB. Raises SwapError and TimeoutError.
+        """
+        self._mover.ready(timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until all saves so far are durable, but for those that their owner cancelled.
+
+        Raises SaveFailed once all have ended, for the first that failed since the last flush;
+        TimeoutError if one still runs after the time.
+        """
+        self._saves.flush(timeout_s)
 
     def save(
         self,
@@ -142,14 +158,15 @@ class KVPool:
             seconds=self._settings.save_deadline_s + most_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
         )
+        self._saves.add(run.job)
         if not self._settings.publish:
             self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
         else:
             job = self._queue.submit(run, after)
             if handoff is not None:
                 job.on_end(partial(self._abort_if_failed, handoff))
-        wake = partial(self._queue.wake, run)
-        return OpenSave(run.job, work, prompt, self._range_bytes, self._order, wake)
+        order, wake = partial(behind_caller, self.swap), partial(self._queue.wake, run)
+        return OpenSave(run.job, work, prompt, self._range_bytes, order, wake)
 
     def load(
         self,
@@ -182,7 +199,7 @@ class KVPool:
         check_windows(self.layout, tables)
         num_bytes = bytes_of(self.layout, keys, first_block)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
-        work = LoadWork(self._mover, prompt, first_token, self._order())
+        work = LoadWork(self._mover, prompt, first_token, behind_caller(self.swap))
         wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
         run = JobRun(
             Direction.LOAD,
@@ -266,18 +283,6 @@ class KVPool:
     def _abort_if_failed(self, handoff: HandoffId, job: Job) -> None:
         if not job.durable:
             self.abort_handoff(handoff)
-
-    def _order(self) -> ReadyEvent | None:
-        """An event behind what the caller's stream has queued; None where there are no streams."""
-        device = self.swap.device
-        if device.type != "cuda":
-            return None
-        with self.swap.relaxed(), torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
-                raise SwapError("KVPool cannot be called while its stream is being captured")
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream())
-            return event
 
     def _check(
         self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int

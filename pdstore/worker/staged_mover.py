@@ -45,7 +45,7 @@ class StagedMover(Mover):
         staging: Staging,
         window_bytes: int = RANGE_BYTES,
     ) -> None:
-        super().__init__(layout, swap, store, metrics)
+        super().__init__(layout, swap, store, metrics, staging)
         self._staging = staging
         self._reader = find_optional(store, ChecksumReader)
         self._writer = find_optional(store, ChecksumWriter)

@@ -28,7 +28,7 @@ class Staging:
 
     allocate: where the memory comes from (`Store.allocate`).
     num_bytes: what the user allows; as many whole slots as fit are made.
-    registrar: who pins the memory, from now on; None: it stays as it is.
+    registrar: pins the memory, from now on; no slot is lent before. None: it stays as it is.
     Raises ConfigError, with the size needed, when fewer than 16 fit.
     """
 
@@ -64,6 +64,10 @@ class Staging:
             self._pinned.ready(timeout_s)
 
     @property
+    def num_bytes(self) -> int:
+        return len(self.view)
+
+    @property
     def progress(self) -> float:
         """Which part of the memory is ready for copies, 0 to 1."""
         return 1.0 if self._pinned is None else self._pinned.progress
@@ -95,7 +99,8 @@ class Staging:
         """`least` to `most` slots for the time of a `with`; waits until `least` are free.
 
         An empty list when the deadline passed or `is_over()` said that the job has ended. Nobody
-        may wait here who holds slots: so no two jobs wait for each other.
+        may wait here who holds slots: so no two jobs wait for each other. Raises why the memory
+        cannot be pinned.
         """
         numbers = self._take(direction, most, least, deadline, is_over)
         try:
@@ -127,7 +132,9 @@ class Staging:
             self._changed.notify_all()
 
     def _available(self, direction: Direction) -> int:
-        """Free slots less those that are kept for the other direction."""
+        """Free slots less those that are kept for the other direction; 0 before they are pinned."""
+        if self._pinned is not None and not self._pinned.is_ready():
+            return 0
         other = Direction.SAVE if direction is Direction.LOAD else Direction.LOAD
         kept = max(0, self._reserved - self._lent[other])
         return len(self._free) - kept

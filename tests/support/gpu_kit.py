@@ -29,9 +29,11 @@ def gpu_instance(store, device="cuda:0", **changes) -> kv.Instance:
 
     make, kv.caches_of = kv.caches_of, on_gpu
     try:
-        return kv.Instance(store, native="require", staging="64MiB", **changes)
+        instance = kv.Instance(store, native="require", staging="64MiB", **changes)
     finally:
         kv.caches_of = make
+    instance.pool.ready()
+    return instance
 
 
 def spin(milliseconds: float) -> None:

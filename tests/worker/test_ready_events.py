@@ -11,6 +11,7 @@ from pdstore.errors import SwapError
 from pdstore.native.abi import CopyPath
 from pdstore.outcome import Direction
 from pdstore.store.memory import MemoryStore
+from pdstore.worker import pool
 from pdstore.worker.swap.native import DEFAULT_STREAM
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
@@ -61,7 +62,7 @@ def test_a_load_hands_its_event_to_every_copy(monkeypatch):
     keys = p.cache.keys(list(range(600)))
     assert p.pool.save(keys, list(range(38))).wait(20).num_tokens == 600
     told, event = tell(p.pool.swap, monkeypatch), DeviceEvent()
-    monkeypatch.setattr(p.pool, "_order", lambda: event)
+    monkeypatch.setattr(pool, "behind_caller", lambda swap: event)
     assert p.pool.load(keys, list(range(38))).wait(20).num_tokens == 600
     assert len(told) >= 4
     assert all(ready is event for ready in told)

@@ -170,6 +170,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> RankLayout | None:
+        self.worker.ready()  # vLLM asks when its start is through
         return self.worker.rank_layout
 
     @degrades(lambda: None)

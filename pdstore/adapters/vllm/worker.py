@@ -60,7 +60,11 @@ class PDStoreConnectorWorker:
         self._bad_blocks: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Opens the pool on vLLM's allocated KV cache. Raises PDStoreError if it does not fit."""
+        """Opens the pool on vLLM's allocated KV cache; its memory is pinned by the end of `ready`.
+
+        vLLM captures graphs right after this hook: then the end of pinning is waited for here.
+        Raises PDStoreError if the cache does not fit.
+        """
         caches = layer_views(self._kv_cache_config, kv_caches)
         layout = layout_of(self._settings, self._vllm_config, self._kv_cache_config, caches)
         weights = revision_of(self._settings, self._vllm_config)
@@ -69,6 +73,8 @@ class PDStoreConnectorWorker:
         pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
         self.begin(pool, rows_per_block, layers_by_step(self._vllm_config, layout, list(caches)))
+        if not self._vllm_config.model_config.enforce_eager:
+            pool.ready()
 
     def begin(self, pool: KVPool, rows_per_block: int = 1, layers: Sequence[str] = ()) -> None:
         """Begins to load and save with a pool, which `close` closes.
@@ -81,6 +87,11 @@ class PDStoreConnectorWorker:
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
         self._step_saves = StepSaves(len(pool.layout.layers), layers)
+
+    def ready(self) -> None:
+        """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""
+        if self._pool is not None:
+            self._pool.ready()
 
     @property
     def pool(self) -> KVPool:
