@@ -1,6 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer: they set everything up, with
 # what the system lacks by apt-get where they may (scripts/system_packages.sh).
 # Without a GPU elsewhere: PIP_ARGS names an index of CPU builds of torch, or pip takes gigabytes.
+# ARGS go to pytest: make test ARGS='tests/format -x'.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,6 +9,7 @@ VLLM_VENV ?= .venv-vllm
 STORE ?=
 ENGINE ?= mini
 PIP_ARGS ?=
+ARGS ?=
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 BIN := $(abspath $(VENV))/bin
 VLLM_BIN := $(abspath $(VLLM_VENV))/bin
@@ -41,13 +43,13 @@ demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vl
 	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)
 
 test: setup ## The test suite
-	@$(BIN)/python -m pytest -m 'not vllm and not nightly'
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(ARGS)
 
 test-vllm: setup-vllm ## The tests with vLLM
-	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly'
+	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(ARGS)
 
 nightly: setup-vllm ## The tests that take minutes
-	@$(VLLM_BIN)/python -m pytest -m nightly
+	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)
 
 check: setup ## Lint, format, spelling and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/typos

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def names_in_cpp(path: Path) -> Iterator[str]:
     yield from re.findall(r"[A-Za-z_]\w*", code)
 
 
+@cache
 def words_of(name: str) -> str:
     """The words of a name in lower case with an underscore on both sides of each."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
@@ -65,6 +67,17 @@ def sources() -> list[Path]:
     return sorted(python + [p for p in native if "third_party" not in p.parts])
 
 
+@cache
+def names() -> dict[str, set[str]]:
+    """The names of each source file."""
+    return {
+        path.relative_to(ROOT).as_posix(): set(
+            (names_in_python if path.suffix == ".py" else names_in_cpp)(path)
+        )
+        for path in sources()
+    }
+
+
 def is_allowed(word: str, where: str) -> bool:
     return any(where.startswith(place) for place in ALLOWED.get(word, ()))
 
@@ -73,9 +86,9 @@ def is_allowed(word: str, where: str) -> bool:
 def test_no_name_contains_a_word_that_is_not_used(word):
     found = [
         f"{where}: {name}"
-        for path in sources()
-        if not is_allowed(word, where := path.relative_to(ROOT).as_posix())
-        for name in (names_in_python if path.suffix == ".py" else names_in_cpp)(path)
+        for where, defined in names().items()
+        if not is_allowed(word, where)
+        for name in defined
         if re.search(f"_{word}s?_", words_of(name))
     ]
     assert not found

@@ -176,6 +176,7 @@ def test_an_instance_that_starts_without_a_master_joins_when_it_appears(cluster)
         pair.assert_heals()
 
 
+@pytest.mark.nightly
 def test_a_master_that_comes_and_goes_during_the_traffic_costs_misses_only(cluster, pair):
     outcomes, is_over = [], threading.Event()
 

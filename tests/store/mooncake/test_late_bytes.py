@@ -86,6 +86,7 @@ def stop_in_the_middle_of(get, cluster) -> None:
     cluster.holder.send_signal(signal.SIGSTOP)
 
 
+@pytest.mark.nightly  # a constant of the library: 30 s
 def test_calls_that_the_library_gave_up_end_with_their_transfers(cluster):
     """Before, they ended after 30 s, and their transfers went on in slots of other blocks."""
     calls = [Interrupted(cluster, verb) for verb in ("get", "get", "put", "get")]
