@@ -292,4 +292,12 @@ int32_t Arena::count(pds_arena_counts *counts) {
   return guarded([&] { return with_lock(-1, [&](int64_t) { index_.count(counts); }); });
 }
 
+int32_t Arena::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count) {
+  return guarded([&] {
+    const int64_t first = *next;  // the body may run twice
+    return with_lock(
+        -1, [&](int64_t now) { *next = first, *count = index_.list(next, values, room, now); });
+  });
+}
+
 }  // namespace pds::arena

@@ -55,6 +55,7 @@ class Arena {
   int64_t still_there(Places places, int64_t count);
   int32_t wait(uint32_t seen, int64_t timeout_us, uint32_t *changes);
   int32_t count(pds_arena_counts *counts);
+  int32_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count);
 
  private:
   Arena(int file, char *base, const Geometry &geometry, const pds_arena_options &options);

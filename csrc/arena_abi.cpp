@@ -179,6 +179,12 @@ extern "C" int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts) {
   return arena->arena->count(counts);
 }
 
+extern "C" int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values,
+                                  int64_t room, int64_t *count) {
+  if (!arena || !next || *next < 0 || !values || room < 1 || !count) return PDS_ERR_ARGUMENT;
+  return arena->arena->list(next, values, room, count);
+}
+
 extern "C" int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const uint8_t *kinds,
                                      const int64_t *sizes, int64_t num_keys, int64_t *slots,
                                      uint64_t *generations, int64_t *offsets, int64_t *covered) {

@@ -63,6 +63,8 @@ class Index {
   // Whether a slot has room for so many bytes.
   bool holds(uint32_t id, int64_t bytes) { return bytes <= slabs_[slab_of(id)].units * kUnit; }
   void count(pds_arena_counts *counts);
+  // Copies out what is stored from slot *next on, up to `room` values; returns how many.
+  int64_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t now);
   // Takes no slab for a while, because the file system has no memory; returns until when.
   int64_t deny(int64_t now);
   // Calls body(id) for every stored slot.

@@ -177,6 +177,28 @@ void Index::count(pds_arena_counts *counts) {
   }
 }
 
+int64_t Index::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t now) {
+  int64_t count = 0, slab = *next / geometry_.slots_per_slab, i = *next % geometry_.slots_per_slab;
+  for (; slab < geometry_.num_slabs; ++slab, i = 0) {
+    for (const int64_t end = slots_of(slab); i < end; ++i) {
+      const Slot &slot = slots_[id_of(slab, i)];
+      const int64_t age = since(slot.used_at, now);
+      const bool is_over = slot.kind == kShortLived && age >= times_.short_lived;
+      if (slot.state != State::kStored || is_over) continue;
+      if (count == room) {
+        *next = id_of(slab, i);
+        return count;
+      }
+      pds_arena_value &value = values[count++];
+      value = {slot.bytes, age == std::numeric_limits<int64_t>::max() ? -1 : age, {}};
+      const std::string_view key = key_of(slot);
+      std::copy(key.begin(), key.end(), value.key);
+    }
+  }
+  *next = -1;
+  return count;
+}
+
 void Index::rebuild() {
   const int64_t now = now_ns();
   for (Class &sized : header_->classes) sized = {};

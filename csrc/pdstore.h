@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 5 };
+enum { PDS_ABI = 6 };
 
 enum {
   PDS_OK = 0,
@@ -180,6 +180,11 @@ typedef struct {
   int64_t stored, reserved, resting, free;  // slots
   int64_t slabs;                            // in use
 } pds_arena_counts;
+typedef struct {
+  int64_t bytes;
+  int64_t age_ns;  // since its last use; negative: unknown
+  char key[208];   // a zero after it
+} pds_arena_value;
 enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of values
 
 // Makes an empty file an arena; nobody else may have it open. data_bytes is a multiple of
@@ -204,6 +209,10 @@ int32_t pds_arena_which(pds_arena *arena, int64_t lock_ns, const char *keys, int
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
+// Up to `room` of the values, in no order, and how many. `next`: 0 at first; set to what the next
+// call takes, -1 after the last. A value that is stored or removed between calls may be missing.
+int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values, int64_t room,
+                       int64_t *count);
 
 // Slots, generations and offsets (in the values' memory) of values; a slot of -1 is none.
 // Reserve: of the first `covered` keys; none where the key is stored. PDS_ERR_FULL: of no key.

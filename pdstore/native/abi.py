@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 5
+ABI = 6
 CPU = -1
 OTHER_LENGTH = -1
 """The file does not have the expected length; used next to errno's numbers."""
@@ -94,6 +94,7 @@ ArenaOptions = _struct(
     "ArenaOptions", "lease_ns:i64 fresh_ns:i64 short_lived_ns:i64 rest_ns:i64 lock_timeout_ns:i64"
 )
 ArenaInfo = _struct("ArenaInfo", "data_at:i64 data_bytes:i64 slab_bytes:i64")
+ArenaValue = _struct("ArenaValue", "bytes:i64 age_ns:i64 key:208")
 SlotCounts = _struct("SlotCounts", "stored:i64 reserved:i64 resting:i64 free:i64 slabs:i64")
 
 _P = c_void_p
@@ -124,6 +125,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_remove": [_P, c_char_p, c_int64],
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],
+    "pds_arena_list": [_P, _P, _P, c_int64, _P],
     "pds_arena_reserve": [_P, c_char_p, c_char_p, _P, c_int64, _P, _P, _P, _P],
     "pds_arena_publish": [_P, c_int64, _P, _P, c_int64, _P],
     "pds_arena_abandon": [_P, c_int64, _P, _P, c_int64],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import NamedTuple
@@ -17,11 +17,13 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.native.abi import ArenaInfo, ArenaOptions, Code, SlotCounts
+from pdstore.native.abi import ArenaInfo, ArenaOptions, ArenaValue, Code, SlotCounts
+from pdstore.native.arena_times import ArenaTimes
 from pdstore.native.library import Library
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
+_PAGE_VALUES = 512
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
     Code.TIMEOUT: (StoreTimeout, "is locked: a process that has it open does not go on"),
@@ -34,23 +36,6 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     Code.MEMORY: (StoreUnavailable, "finds no memory in this process"),
     Code.LENGTH: (WrongLength, "has a value of another length"),
 }
-
-
-class ArenaTimes(NamedTuple):
-    """Times of an open arena, in seconds.
-
-    lease_s: of a lease that a match or a borrow gives.
-    fresh_s: after its publication a value is not evicted for so long.
-    short_lived_s: life of tails and markers after their last use.
-    rest_s: for so long nobody gets what a dead process had reserved.
-    lock_timeout_s: a call that does not get the lock in this time raises StoreTimeout.
-    """
-
-    lease_s: float
-    fresh_s: float
-    short_lived_s: float
-    rest_s: float
-    lock_timeout_s: float
 
 
 class ArenaCounts(NamedTuple):
@@ -153,6 +138,22 @@ class NativeArena:
         counts = SlotCounts()
         self._check(self._calls.pds_arena_count(self._handle, byref(counts)))
         return ArenaCounts(*(getattr(counts, name) for name in ArenaCounts._fields))
+
+    def values(self) -> Iterator[tuple[str, int, float | None]]:
+        """Yields key, bytes and seconds since the last use of each value, in no order.
+
+        The age is None for a time that cannot be. The lock is held for one page at a time.
+        """
+        page, following, count = (ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
+        while following.value >= 0:
+            self._check(
+                self._calls.pds_arena_list(
+                    self._handle, byref(following), page, _PAGE_VALUES, byref(count)
+                )
+            )
+            for value in page[: count.value]:
+                age_s = value.age_ns / 1e9 if value.age_ns >= 0 else None
+                yield value.key.decode("ascii", "replace"), value.bytes, age_s
 
     def reserve(
         self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]

@@ -7,7 +7,11 @@ from pdstore.store.optional import (
     ChecksumWriter,
     ErrorCodes,
     FindsKeys,
+    ListsValues,
+    Room,
+    StoredValue,
     TellsChanges,
+    TellsRoom,
 )
 from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
@@ -19,13 +23,17 @@ __all__ = [
     "FindsKeys",
     "InPlace",
     "Lifecycle",
+    "ListsValues",
     "Loan",
     "Places",
     "Reservation",
+    "Room",
     "Slots",
     "Store",
     "StoreURL",
+    "StoredValue",
     "TellsChanges",
+    "TellsRoom",
     "check_call",
     "open_store",
 ]

@@ -13,7 +13,9 @@ from pdstore.store.optional import (
     ChecksumWriter,
     ErrorCodes,
     FindsKeys,
+    ListsValues,
     TellsChanges,
+    TellsRoom,
 )
 from pdstore.store.wrappers import CallWrapper
 
@@ -92,5 +94,7 @@ _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     ErrorCodes: _unwrapped,
     FindsKeys: _KeysThrough,
     InPlace: _InPlaceThrough,
+    ListsValues: _unwrapped,
     TellsChanges: _unwrapped,
+    TellsRoom: _unwrapped,
 }

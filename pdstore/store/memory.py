@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
@@ -13,6 +13,7 @@ from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
+from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
 DEFAULT_LEASE_S = 10.0
@@ -21,6 +22,7 @@ DEFAULT_LEASE_S = 10.0
 class _Value(NamedTuple):
     data: bytes
     kept_until: float
+    used_at: float
 
 
 class _Shelf:
@@ -30,7 +32,8 @@ class _Shelf:
         self.budget, self.lease_s = budget, lease_s
         self.lock = threading.Lock()
         self.values: dict[BlockKey, _Value] = {}
-        self._used_bytes = 0
+        self.used_bytes = 0
+        self.num_evicted = 0
 
     def add(self, key: BlockKey, data: bytes) -> bool:
         """Adds a value unless its key is there. Returns False if there is no room for it."""
@@ -39,8 +42,9 @@ class _Shelf:
                 return True
             if not self._make_room(len(data)):
                 return False
-            self.values[key] = _Value(data, time.monotonic() + FRESH_S)
-            self._used_bytes += len(data)
+            now = time.monotonic()
+            self.values[key] = _Value(data, now + FRESH_S, now)
+            self.used_bytes += len(data)
             return True
 
     def lease(self, key: BlockKey, now: float) -> bool:
@@ -49,8 +53,17 @@ class _Shelf:
             value = self.values.pop(key, None)
             if value is None:
                 return False
-            self.values[key] = value._replace(kept_until=now + self.lease_s)
+            self.values[key] = _Value(value.data, now + self.lease_s, now)
             return True
+
+    def listed(self, prefix: str) -> list[StoredValue]:
+        with self.lock:
+            now = time.monotonic()
+            return [
+                StoredValue(key, len(value.data), now - value.used_at)
+                for key, value in self.values.items()
+                if key.startswith(prefix)
+            ]
 
     def drop(self, key: BlockKey) -> None:
         with self.lock:
@@ -63,10 +76,10 @@ class _Shelf:
                 self._drop(key)
 
     def _make_room(self, num_bytes: int) -> bool:
-        if self.budget is None or self._used_bytes + num_bytes <= self.budget:
+        if self.budget is None or self.used_bytes + num_bytes <= self.budget:
             return True
         now = time.monotonic()
-        goal, victims = self._used_bytes + num_bytes - self.budget, []
+        goal, victims = self.used_bytes + num_bytes - self.budget, []
         for key, value in self.values.items():
             if goal <= 0:
                 break
@@ -77,12 +90,13 @@ class _Shelf:
             return False
         for key in victims:
             self._drop(key)
+        self.num_evicted += len(victims)
         return True
 
     def _drop(self, key: BlockKey) -> None:
         value = self.values.pop(key, None)
         if value is not None:
-            self._used_bytes -= len(value.data)
+            self.used_bytes -= len(value.data)
 
 
 _shelves: weakref.WeakValueDictionary[str, _Shelf] = weakref.WeakValueDictionary()
@@ -164,6 +178,16 @@ class MemoryStore(Store):
 
     def clear(self, namespace: str) -> None:
         self._enter([]).drop_all(prefix_of(namespace))
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        return iter(self._enter([]).listed(prefix))
+
+    def room(self) -> Room:
+        shelf = self._enter([])
+        policy = "the least recently used goes first" if shelf.budget else "nothing goes"
+        return Room(
+            "this process's memory", shelf.used_bytes, shelf.budget, shelf.num_evicted, policy
+        )
 
     def close(self) -> None:
         self._lifecycle.end()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots
@@ -84,3 +84,56 @@ class TellsChanges(Protocol):
         takes the number first and then looks for a key misses none. From any thread. Raises
         StoreError.
         """
+
+
+ALL_KEYS = "pds1:"
+"""The beginning of every key of pdstore, in a store that keeps other things too."""
+
+
+class StoredValue(NamedTuple):
+    """A value as a listing shows it.
+
+    num_bytes: memory or disk space that it takes; at least its length.
+    age_s: seconds since it was put or matched last; None where the store does not tell.
+    """
+
+    key: BlockKey
+    num_bytes: int
+    age_s: float | None
+
+
+@runtime_checkable
+class ListsValues(Protocol):
+    """A store that can list what it keeps, for people and their tools."""
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        """Yields each value whose key begins with `prefix`, once, in no order.
+
+        Leases nothing and counts as no use. A value that is put or removed meanwhile may be
+        missing. Looks at every key of the pool, so it is for no request's path. Raises StoreError,
+        also in the middle.
+        """
+
+
+class Room(NamedTuple):
+    """The fill of a store.
+
+    keeper: what keeps the values, for people: `redis 7.0.15`.
+    capacity_bytes: None where nothing limits it, or nobody tells.
+    num_evicted: values that went for want of room since the keeper's start; None if not counted.
+    policy: what goes when it is full, in the keeper's words.
+    """
+
+    keeper: str
+    used_bytes: int | None
+    capacity_bytes: int | None
+    num_evicted: int | None
+    policy: str
+
+
+@runtime_checkable
+class TellsRoom(Protocol):
+    """A store that knows how full it is."""
+
+    def room(self) -> Room:
+        """Returns how full it is now. May look at every value. Raises StoreError."""

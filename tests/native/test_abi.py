@@ -24,6 +24,7 @@ HEADER = native_kit.SOURCES / "pdstore.h"
         ("pds_error", abi.Error),
         ("pds_plan", abi.Plan),
         ("pds_stats", abi.Stats),
+        ("pds_arena_value", abi.ArenaValue),
         ("pds_live", native_kit.Live),
         ("pds_info_t", abi.Info),
     ],

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from pdstore.errors import StoreClosed, StoreUnavailable
-from pdstore.native.arena import ArenaTimes, NativeArena, format_arena
+from pdstore.native.arena import NativeArena, format_arena
+from pdstore.native.arena_times import ArenaTimes
 from pdstore.native.library import load_library
 from tests.support.kv import settings_of
 

@@ -78,7 +78,8 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"mooncake://127.0.0.1:{self.port}?lease={LEASE_S}&discard={DISCARD_S}"
+        http = f"metrics_port={self.metrics_port}"
+        return f"mooncake://127.0.0.1:{self.port}?lease={LEASE_S}&discard={DISCARD_S}&{http}"
 
     @property
     def shared_url(self) -> str:

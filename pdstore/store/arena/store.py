@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,14 @@ from pydantic import ByteSize
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
-from pdstore.native.arena import ArenaCounts, ArenaTimes, NativeArena, SlotArrays
+from pdstore.native.arena import ArenaCounts, NativeArena, SlotArrays
+from pdstore.native.arena_times import ArenaTimes
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
 from pdstore.store.in_place import Loan, Places, Reservation
+from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
@@ -217,6 +219,18 @@ class ArenaStore(Store):
         """Counts the slots; it looks at all of them."""
         self._enter()
         return self._arena.counts()
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        self._enter()
+        for key, num_bytes, age_s in self._arena.values():
+            if key.startswith(prefix):
+                yield StoredValue(BlockKey(key), num_bytes, age_s)
+
+    def room(self) -> Room:
+        """Counts as used the slabs that are cut into slots."""
+        used_bytes = self.counts().slabs * self._arena.slab_bytes
+        policy = "the least recently used of its size goes first"
+        return Room("shared memory", used_bytes, self._arena.data_bytes, None, policy)
 
     def close(self) -> None:
         if self._lifecycle.end():

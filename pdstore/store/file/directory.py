@@ -26,12 +26,16 @@ _NOT_OURS = frozenset({"lost+found"})  # an empty file system has it
 
 
 class StoredFile(NamedTuple):
-    """A value on disk, as it was when somebody looked."""
+    """A value on disk, as it was when somebody looked.
+
+    mtime_ns: its lease's end. atime_ns: its last use.
+    """
 
     place: str
     name: str
     mtime_ns: int
     size: int
+    atime_ns: int
 
 
 class PoolDirectory:
@@ -167,4 +171,6 @@ def _files_in(folder: int, place: str) -> Iterator[StoredFile]:
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if not stat.S_ISDIR(status.st_mode):
-                    yield StoredFile(place, entry.name, status.st_mtime_ns, status.st_size)
+                    yield StoredFile(
+                        place, entry.name, status.st_mtime_ns, status.st_size, status.st_atime_ns
+                    )

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from pdstore.store.file.errors import error_of, named_error
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.plain import Ended, read_values, write_values
 from pdstore.store.file.writer import Writer
+from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
@@ -167,6 +168,20 @@ class FileStore(Store):
         with named_error(self.label, f"clear of {prefix}"):
             self._directory.delete_all(prefix)
         self._evictor.look_again()
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        self._lifecycle.check()
+        now = time.time_ns()
+        with named_error(self.label, "cannot be listed"):
+            for file in self._directory.files():
+                if file.name.startswith(prefix):
+                    age_s = max(0, now - file.atime_ns) / 1e9
+                    yield StoredValue(BlockKey(file.name), file.size, age_s)
+
+    def room(self) -> Room:
+        used_bytes = sum(value.num_bytes for value in self.stored_values())
+        budget = self._evictor.budget
+        return Room("a directory", used_bytes, budget, None, "the least recently used goes first")
 
     def close(self) -> None:
         if self._lifecycle.end():

@@ -22,6 +22,7 @@ DEFAULT_LEASE_S = 5.0  # the smallest that any release of the master has without
 class MooncakeConfig:
     """Settings of the connections to a Mooncake pool.
 
+    metrics_port: of the master's HTTP server, for listings.
     topology: `holder`: other processes own the values' memory. `embedded`: this process lends
       `segment` bytes. `shared`: as `holder`, but the `mooncake_client` on this host (`client`)
       makes the copies, over shared memory.
@@ -34,6 +35,7 @@ class MooncakeConfig:
     """
 
     master: str = ""
+    metrics_port: int = 9003
     topology: str = "holder"
     client: str = "127.0.0.1:50052"
     metadata: str = "P2PHANDSHAKE"
@@ -73,6 +75,11 @@ class MooncakeConfig:
         config = cls(**parsed, origins=origins)  # type: ignore[arg-type]
         config._check(url)
         return config
+
+    @property
+    def master_http(self) -> str:
+        """The address of the master's HTTP server; no address if there are several masters."""
+        return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
 
     def describe(self) -> str:
         """Returns every value with its origin, on one line."""

@@ -96,6 +96,9 @@ NAMES: dict[str, Names] = {
         ("MOONCAKE_MASTER", "MOONCAKE_MASTER_SERVER_ADDR"),
         _text,
     ),
+    "metrics_port": Names(
+        ("metrics_port",), ("master_metrics_port",), ("MOONCAKE_MASTER_METRICS_PORT",), _port
+    ),
     "topology": Names(("topology",), (), (), _topology),
     "mode": Names((), ("mode",), (), _mode),
     "standalone": Names((), ("standalone_storage",), ("MOONCAKE_STANDALONE_STORAGE",), _flag),
@@ -149,10 +152,10 @@ NAMES: dict[str, Names] = {
     "discard_s": Names(("discard",), (), (), _seconds),
 }
 UNUSED_KEYS = (
-    *("check_server", "master_metrics_port", "transfer_timeout", "storage_root_dir"),
+    *("check_server", "transfer_timeout", "storage_root_dir"),
     *("prefer_local_alloc", "prefer_alloc_in_same_node"),
 )
 UNUSED_VARIABLES = (
-    *("MOONCAKE_CONFIG_PATH", "MOONCAKE_CHECK_SERVER", "MOONCAKE_MASTER_METRICS_PORT"),
+    *("MOONCAKE_CONFIG_PATH", "MOONCAKE_CHECK_SERVER"),
     "MOONCAKE_STORE_CHECKSUM",
 )

@@ -19,9 +19,11 @@ from pdstore.store.mooncake.closing import close_on_sigterm
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import Library
+from pdstore.store.mooncake.master_http import MasterHttp
 from pdstore.store.mooncake.memory import Memory
 from pdstore.store.mooncake.put import Putter
 from pdstore.store.mooncake.server import Server
+from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class MooncakeStore(Store):
         self._lifecycle = Lifecycle(label)
         self._library = library = library or Library(config)
         self._memory = Memory(library.allocator())
+        self._http = MasterHttp(label, config.master_http)
         master = server(label, config.master)
         sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
@@ -154,6 +157,24 @@ class MooncakeStore(Store):
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
         self._putter.doubts.forget_all(prefix)
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        """Asks the master's HTTP server, for the default tenant; nobody knows a value's age."""
+        self._lifecycle.check()
+        keys = [key for key in self._http.all_keys() if key.startswith(prefix)]
+        for key, num_bytes in self._http.sizes(keys):
+            yield StoredValue(BlockKey(key), num_bytes, None)
+
+    def room(self) -> Room:
+        self._lifecycle.check()
+        gauges = self._http.gauges()
+        return Room(
+            "Mooncake",
+            int(gauges.get("master_allocated_bytes", 0)),
+            int(gauges.get("master_total_capacity_bytes", 0)),
+            int(gauges.get("master_evicted_key_count", 0)),
+            "the least recently leased goes first",
+        )
 
     def allocate(self, num_bytes: int) -> memoryview:
         return self._memory.allocate(num_bytes)

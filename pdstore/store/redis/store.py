@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import redis
@@ -13,6 +14,7 @@ from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.redis.connection import CHUNK, connection_pool, error_of
 from pdstore.store.url import StoreURL
 
@@ -20,6 +22,7 @@ _READ_BATCH = 2 << 20  # what is read is copied while the processor still has it
 _WRITE_BATCH = 8 << 20
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
+_GLOB = re.compile(r"[][*?\\]")
 _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 
 
@@ -31,8 +34,8 @@ class RedisStore(Store):
     evict (`maxmemory-policy noeviction`), which is asked at the first match. Elsewhere use a
     `volatile-` policy, so that the pool's id stays.
 
-    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, SCAN for `clear`, and
-    CONFIG GET for leases.
+    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, SCAN for `clear`, CONFIG GET
+    for leases, and to look around MEMORY USAGE, OBJECT IDLETIME and INFO.
     """
 
     def __init__(self, label: str, pool: redis.ConnectionPool, settings: Settings) -> None:
@@ -127,14 +130,46 @@ class RedisStore(Store):
         """Forgets a namespace, and of what is stored meanwhile that which its scan still meets."""
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        cursor, is_first = 0, True
-        while cursor or is_first:
-            cursor, found = self._scan(cursor, prefix)
-            is_first = False
-            if found:
-                pipe = self._client.pipeline(transaction=False)
-                pipe.unlink(*found)
-                self._run(pipe, [BlockKey(prefix)], [0])
+        for found in self._pages(prefix):
+            pipe = self._client.pipeline(transaction=False)
+            pipe.unlink(*found)
+            self._run(pipe, [BlockKey(prefix)], [0])
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        """Lists values with the memory they take: asking for their length would count as a use."""
+        self._lifecycle.check()
+        seen: set[bytes] = set()
+        for page in self._pages(prefix):
+            new = [name for name in dict.fromkeys(page) if name not in seen]
+            seen.update(new)
+            pipe = self._client.pipeline(transaction=False)
+            for name in new:
+                pipe.memory_usage(name, samples=0)
+                pipe.object("idletime", name)
+            replies = iter(self._execute(pipe, BlockKey(prefix)))
+            for name, size, idle_s in zip(new, replies, replies, strict=True):
+                key = BlockKey(name.decode("ascii", "replace"))
+                if isinstance(size, RedisError):
+                    raise error_of(self.label, size, key, 0) from size
+                if isinstance(size, int):  # else it is gone
+                    # under an LFU policy there is no idle time, but an error
+                    yield StoredValue(key, size, float(idle_s) if isinstance(idle_s, int) else None)
+
+    def room(self) -> Room:
+        pipe = self._client.pipeline(transaction=False)
+        for section in ("server", "memory", "stats"):
+            pipe.info(section)
+        server, memory, stats = self._run(pipe, [BlockKey("INFO")], [0] * 3)
+        assert isinstance(server, dict)
+        assert isinstance(memory, dict)
+        assert isinstance(stats, dict)
+        return Room(
+            f"redis {server.get('redis_version', '?')}",
+            memory.get("used_memory"),
+            memory.get("maxmemory") or None,
+            stats.get("evicted_keys"),
+            memory.get("maxmemory_policy", ""),
+        )
 
     def close(self) -> None:
         """Closes idle connections; calls that are under way close theirs when they end."""
@@ -162,10 +197,19 @@ class RedisStore(Store):
                 return i
         return part.stop
 
+    def _pages(self, prefix: str) -> Iterator[list[bytes]]:
+        """Yields the keys that begin with a prefix, some at a time, one perhaps twice."""
+        cursor, is_first = 0, True
+        while cursor or is_first:
+            cursor, found = self._scan(cursor, prefix)
+            is_first = False
+            if found:
+                yield found
+
     def _scan(self, cursor: int, prefix: str) -> tuple[int, list[bytes]]:
         """Looks at some keys. Returns the next cursor, 0 at the end, and the keys that fit."""
         pipe = self._client.pipeline(transaction=False)
-        pipe.scan(cursor, match=f"{prefix}*", count=_SCAN_KEYS)
+        pipe.scan(cursor, match=_GLOB.sub(r"\\\g<0>", prefix) + "*", count=_SCAN_KEYS)
         [page] = self._run(pipe, [BlockKey(prefix)], [0])
         assert isinstance(page, tuple)
         return page
@@ -194,17 +238,22 @@ class RedisStore(Store):
 
     def _run(self, pipe: Pipeline, keys: Sequence[BlockKey], part: Sequence[int]) -> list[object]:
         """Returns the replies to commands; the i-th is about `keys[part[i]]`. Raises StoreError."""
-        self._lifecycle.check(part[0])
-        try:
-            replies: list[object] = pipe.execute(raise_on_error=False)
-        except RedisError as error:
-            raise error_of(self.label, error, keys[part[0]], part[0]) from error
-        finally:
-            if self._lifecycle.is_closed:
-                self._pool.disconnect(inuse_connections=False)
+        replies = self._execute(pipe, keys[part[0]], part[0])
         for i, reply in zip(part, replies, strict=True):
             if isinstance(reply, RedisError):
                 raise error_of(self.label, reply, keys[i], i) from reply
+        return replies
+
+    def _execute(self, pipe: Pipeline, key: BlockKey, num_done: int = 0) -> list[object]:
+        """Returns the replies to commands, errors among them. Raises StoreError for no replies."""
+        self._lifecycle.check(num_done)
+        try:
+            replies: list[object] = pipe.execute(raise_on_error=False)
+        except RedisError as error:
+            raise error_of(self.label, error, key, num_done) from error
+        finally:
+            if self._lifecycle.is_closed:
+                self._pool.disconnect(inuse_connections=False)
         return replies
 
     def _ask_lease_s(self) -> float | None:

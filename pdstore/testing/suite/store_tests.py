@@ -7,13 +7,16 @@ import pytest
 from pdstore.store.base import Store
 from pdstore.testing.suite.clears import ClearTests
 from pdstore.testing.suite.lifecycle import LifeTests
+from pdstore.testing.suite.listings import ListTests
 from pdstore.testing.suite.prefixes import PrefixTests
 from pdstore.testing.suite.pressure import PressureTests
 from pdstore.testing.suite.threads import ThreadTests
 from pdstore.testing.suite.values import ValueTests
 
 
-class StoreTests(ValueTests, PrefixTests, ClearTests, ThreadTests, LifeTests, PressureTests):
+class StoreTests(
+    ValueTests, PrefixTests, ClearTests, ThreadTests, LifeTests, PressureTests, ListTests
+):
     """Subclass it in a test file and say how a store is opened:
 
         class TestMyStore(StoreTests):

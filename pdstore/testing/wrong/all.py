@@ -5,12 +5,12 @@ A suite that lets one of these pass is not finished.
 
 from __future__ import annotations
 
-from pdstore.testing.wrong import batches, clears, ends, values
+from pdstore.testing.wrong import batches, clears, ends, listings, values
 from pdstore.testing.wrong.base import WrongStore
 
 ALL: tuple[type[WrongStore], ...] = tuple(
     thing
-    for module in (values, batches, clears, ends)
+    for module in (values, batches, clears, ends, listings)
     for thing in vars(module).values()
     if isinstance(thing, type) and issubclass(thing, WrongStore) and thing.caught_by
 )
