@@ -13,7 +13,10 @@
     + StoreFull
     + StoreDenied (PermissionError)
     + StoreClosed
-    + WrongLength                     a stored value is not as long as its key says
+    + BadValue                        a stored value must not be used, and is to be removed
+      - WrongLength                   not as long as its key says
+      - OtherSeal                     encrypted with a key that this instance lacks, or not at all
+      - Forged                        what its seal key does not confirm: damaged, moved or made up
   x JobError                          why a save or a load ended early
     + JobDeadline (TimeoutError)
     + JobCancelled
@@ -100,8 +103,20 @@ class StoreClosed(StoreError):
     """The store was closed, or belongs to the parent of a forked process."""
 
 
-class WrongLength(StoreError):
-    """The value after the first `num_done` is not as long as its key says: it is corrupt."""
+class BadValue(StoreError):
+    """The value after the first `num_done` must not be used; once removed, it heals."""
+
+
+class WrongLength(BadValue):
+    """The value is not as long as its key says: it is corrupt."""
+
+
+class OtherSeal(BadValue):
+    """The value is encrypted with a key that this instance lacks, or it is not encrypted."""
+
+
+class Forged(BadValue):
+    """The value is not what an instance with its seal key stored under its key."""
 
 
 class JobError(PDStoreError):

@@ -6,8 +6,11 @@ import enum
 from dataclasses import dataclass
 
 from pdstore.errors import (
+    BadValue,
+    Forged,
     JobCancelled,
     JobDeadline,
+    OtherSeal,
     PoolClosed,
     QueueFull,
     ReadOnly,
@@ -27,6 +30,8 @@ class Reason(str, enum.Enum):
     LOST = "lost"  # matched, but gone when it was read
     CORRUPT = "corrupt"  # checksum, header or length is wrong: removed
     FOREIGN = "foreign"  # an intact value that belongs to another key: removed
+    OTHER_SEAL = "other_seal"  # encrypted with a key that is not this instance's, or not: removed
+    FORGED = "forged"  # not what a holder of its seal key stored under this key: removed
     NAMESPACE = "namespace"  # the other instance's weights, layout or format differ
     OTHER_POOL = "other_pool"  # the other instance writes to another store
     HANDOFF_FAILED = "handoff_failed"  # P said that it could not publish everything
@@ -73,6 +78,9 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
     (StoreFull, Reason.STORE_FULL),
     (StoreDenied, Reason.STORE_DENIED),
     (StoreClosed, Reason.CLOSED),
+    (OtherSeal, Reason.OTHER_SEAL),
+    (Forged, Reason.FORGED),
+    (BadValue, Reason.CORRUPT),
     (StoreError, Reason.STORE_ERROR),
     (JobDeadline, Reason.DEADLINE),
     (JobCancelled, Reason.CANCELLED),

@@ -2,14 +2,17 @@
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import (
+    BadValue,
     ConfigError,
     DeviceError,
+    Forged,
     JobCancelled,
     JobDeadline,
     JobError,
     LayoutError,
     MissingExtra,
     NativeError,
+    OtherSeal,
     PDStoreError,
     PoolClosed,
     QueueFull,
@@ -53,6 +56,7 @@ from pdstore.worker.swap import (
 __all__ = [
     "NO_BLOCK",
     "AsyncRunner",
+    "BadValue",
     "BlockCopy",
     "BlockCopyPlan",
     "BlockKey",
@@ -60,6 +64,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "Direction",
+    "Forged",
     "Handoff",
     "HandoffId",
     "Job",
@@ -79,6 +84,7 @@ __all__ = [
     "Namespace",
     "NativeError",
     "OpenSave",
+    "OtherSeal",
     "PDStoreError",
     "Part",
     "PoolClosed",

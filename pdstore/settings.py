@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError
@@ -58,6 +59,10 @@ class Settings(BaseSettings):
     )
     salt: SecretStr | None = Field(
         None, description="A secret that keeps tenants apart: another salt, another namespace."
+    )
+    seal_key_file: Path | None = Field(
+        None,
+        description="File of the key that encrypts values in the pool (extra `seal`). Unset: none.",
     )
     hash: Literal["sha256", "xxh3_128"] = Field(
         "sha256",

@@ -19,6 +19,7 @@ from pdstore.store.connect import read_pool_id
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace
 from pdstore.store.optional import ErrorCodes
+from pdstore.store.seal import seal_store
 
 _SIZE = 4096
 _ARENA = (
@@ -35,10 +36,11 @@ def doctor(url: str | None, count_gpus: Callable[[], int] = torch.cuda.device_co
     Raises ConfigError for a bad URL, StoreError at the first step that fails or answers wrongly.
     """
     settings = read_settings(**({"store": url} if url else {}))
-    store = open_store(settings.store, settings)
+    store = seal_store(open_store(settings.store, settings), settings)
     try:
         report = _try(store)
-        if count_gpus() and find_optional(store, InPlace) is None:
+        is_sealed = settings.seal_key_file is not None  # then an arena would not be in place
+        if count_gpus() and not is_sealed and find_optional(store, InPlace) is None:
             report.notes.append(_ARENA)
         return report
     finally:

@@ -78,9 +78,9 @@ class Namespace:
         """Returns a line for each field that differs from another instance's `describe()`."""
         ours = self.describe()
         return [
-            f"{name}: {described.get(name, 'missing')} there, {ours[name]} here"
-            for name in sorted(ours)
-            if ours[name] != described.get(name)
+            f"{name}: {described.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
+            for name in sorted({*ours, *described})
+            if ours.get(name) != described.get(name)
         ]
 
 

@@ -18,7 +18,7 @@ def namespace_fields(layout: Layout, settings: Settings, weights: str) -> dict[s
     weights: the weights' revision (`pdstore.weights_revision`).
     """
     salt = settings.salt.get_secret_value() if settings.salt else None
-    return {
+    fields: dict[str, Json] = {
         "format": FORMAT_VERSION,
         "weights": weights,
         "dtype": layout.dtype,
@@ -36,3 +36,6 @@ def namespace_fields(layout: Layout, settings: Settings, weights: str) -> dict[s
         "hash": settings.hash,
         "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
     }
+    if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid
+        fields["seal"] = "aes-256-gcm"
+    return fields

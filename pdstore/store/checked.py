@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from pdstore.errors import StoreError, WrongLength
+from pdstore.errors import BadValue, StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 
@@ -28,9 +28,9 @@ def count_of(answer: object, keys: Sequence[BlockKey], store: Store) -> int:
 def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
     """Returns how many of the first `keys` were served before `error`; 0 if it claims too many.
 
-    At least one key is left behind a WrongLength: the one that it is about.
+    At least one key is left behind a BadValue: the one that it is about.
     """
-    most = len(keys) - isinstance(error, WrongLength)
+    most = len(keys) - isinstance(error, BadValue)
     return error.num_done if is_count(error.num_done, most) else 0
 
 

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable, WrongLength
+from pdstore.errors import BadValue, StoreClosed, StoreError, StoreFull, StoreUnavailable
 from pdstore.store.base import Store
 from pdstore.store.wrappers import A, CallWrapper, R
 
 # These are about one block, one budget or one closed object: the store itself is well.
-_HEALTHY = (WrongLength, StoreFull, StoreClosed)
+_HEALTHY = (BadValue, StoreFull, StoreClosed)
 
 
 class CircuitBreaker(CallWrapper):

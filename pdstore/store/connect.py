@@ -1,4 +1,4 @@
-"""The store that an engine uses: the one at PDSTORE_STORE, guarded and metered."""
+"""The store that an engine uses: the one at PDSTORE_STORE, sealed, guarded and metered."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.find import find_optional
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.optional import ErrorCodes
+from pdstore.store.seal import seal_store
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +25,11 @@ log = logging.getLogger(__name__)
 def connect_store(settings: Settings, metrics: Metrics) -> Store:
     """Opens PDSTORE_STORE; one that does not answer is a warning unless it is required.
 
-    Raises ConfigError for a bad URL or a missing package; StoreError when the store is required and
-    away.
+    Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError when the
+    store is required and away.
     """
     store = CircuitBreaker(
-        Instrumented(open_store(settings.store, settings), metrics),
+        Instrumented(seal_store(open_store(settings.store, settings), settings), metrics),
         failures=settings.breaker_failures,
         open_s=settings.breaker_open_s,
         max_s=settings.breaker_max_s,

@@ -17,7 +17,7 @@ from pdstore.store.optional import (
     TellsChanges,
     TellsRoom,
 )
-from pdstore.store.wrappers import CallWrapper
+from pdstore.store.wrappers import CallWrapper, WrapperStore
 
 P = TypeVar("P")
 
@@ -26,8 +26,10 @@ def find_optional(store: Store, protocol: type[P]) -> P | None:
     """Returns an object with the protocol's calls on this store; None if the store has none.
 
     For a plain store it is the store itself. For a `CallWrapper` its calls go through the wrapper.
-    Other wrappers offer nothing.
+    Other wrappers offer what they let through (`WrapperStore.passes`).
     """
+    if isinstance(store, WrapperStore) and protocol in store.passes:
+        return find_optional(store.wrapped, protocol)
     if not isinstance(store, CallWrapper):
         return store if isinstance(store, protocol) else None
     inner = find_optional(store.wrapped, protocol)

@@ -15,9 +15,13 @@ R = TypeVar("R")
 class WrapperStore(Store):
     """Passes every call of the contract to another store.
 
-    It offers none of the other store's optional protocols: a subclass that changes `get` would
-    give the checksums of other bytes. `CallWrapper` is the base for those that change no answer.
+    It offers none of the other store's optional protocols but those that a subclass lets through:
+    one that changes `get` would give the checksums of other bytes. `CallWrapper` is the base for
+    those that change no answer.
     """
+
+    passes: tuple[type, ...] = ()
+    """Optional protocols that a subclass lets through unchanged: those whose calls see no value."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

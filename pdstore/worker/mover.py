@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from pdstore.errors import StoreError, WrongLength
+from pdstore.errors import BadValue, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
+from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Store
 from pdstore.store.checked import count_of, num_done_of
 from pdstore.worker.block_tables import tables_of
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _REGISTER_S = 30.0
 _REGISTER_BYTES_PER_S = 1e9
+_BAD = (Reason.CORRUPT, Reason.FOREIGN, Reason.OTHER_SEAL, Reason.FORGED)
 
 Loaded = Callable[[Sequence[Value], bool], None]
 """Told after a copy: the values of whole blocks that are in place, and whether those are all."""
@@ -142,7 +143,7 @@ class Mover(ABC):
                 wrong = block.verify(view(i), value.header, sums[i]) or Reason.CORRUPT
                 read = Verified(i, wrong)
                 break
-        if read.reason in (Reason.CORRUPT, Reason.FOREIGN) and read.num_right < len(values):
+        if read.reason in _BAD and read.num_right < len(values):
             self._remove(child, values[read.num_right].key, read.reason)
         return read
 
@@ -156,8 +157,8 @@ class Mover(ABC):
     def _failed_read(self, error: StoreError, keys: Sequence[BlockKey]) -> Verified:
         """Returns what an error of the store leaves: the values that came before it are good."""
         num_done = num_done_of(error, keys)
-        if isinstance(error, WrongLength):
-            return Verified(num_done, Reason.CORRUPT)
+        if isinstance(error, BadValue):
+            return Verified(num_done, reason_of(error))
         return Verified(num_done, error=error)
 
     def _remove(self, child: ChildJob, key: BlockKey, reason: Reason) -> None:

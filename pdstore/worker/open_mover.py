@@ -12,6 +12,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace
+from pdstore.store.seal import seal_store
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Mover
@@ -33,9 +34,11 @@ def open_mover(
 ) -> Mover:
     """Opens the mover that suits a store; `Mover.ready` waits until its memory is registered.
 
+    store: the values that are moved to it are encrypted where PDSTORE_SEAL_KEY_FILE says so.
     undo: gets what closes that memory again.
-    Raises ConfigError or LayoutError for staging that does not fit.
+    Raises ConfigError for a bad seal key file; it or LayoutError for staging that does not fit.
     """
+    store = seal_store(store, settings)
     mover = _in_place(layout, swap, store, metrics, range_bytes, undo)
     if mover is not None:
         return mover

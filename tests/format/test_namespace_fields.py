@@ -31,3 +31,10 @@ def test_the_salt_is_there_as_a_digest_only():
 def test_what_the_user_sets_is_in_it():
     assert fields_of(hash="xxh3_128")["hash"] == "xxh3_128"
     assert fields_of()["weights"] == "weights@1"
+
+
+def test_a_seal_is_in_it_but_not_its_key(tmp_path):
+    """The key changes in a rotation; without a seal the document is as it always was."""
+    sealed = fields_of(seal_key_file=tmp_path / "a")
+    assert sealed == fields_of(seal_key_file=tmp_path / "b")
+    assert sealed == {**fields_of(), "seal": "aes-256-gcm"}

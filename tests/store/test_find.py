@@ -94,6 +94,16 @@ def test_a_wrapper_that_may_change_answers_offers_nothing(store, protocol):
     assert find_optional(wrapped(WrapperStore(store)), protocol) is None
 
 
+def test_a_wrapper_lets_through_what_it_says(store):
+    class Passing(WrapperStore):
+        passes = (FindsKeys,)
+
+    assert find_optional(Passing(store), FindsKeys) is store
+    assert find_optional(Passing(store), ErrorCodes) is None
+    finder = find_optional(wrapped(Passing(store)), FindsKeys)
+    assert finder.which_stored(fresh_keys(2)) == [True, True]
+
+
 def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
     metrics = Metrics()
     keys, slots = fresh_keys(2), empty_slots([64, 64])

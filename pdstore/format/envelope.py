@@ -1,0 +1,103 @@
+"""Envelopes: stored values encrypted and authenticated by a seal key, with AES-256-GCM.
+
+    envelope  head | ciphertext, as long as the value | tag, 16
+    head      "PDSE" | version, 1 | zeros, 3 | key id, 8 | run, 16 | number, u64 little-endian
+
+    key id    the first 8 bytes of sha256("pdstore seal key id" | seal key)
+    run key   HKDF-SHA256(seal key, no salt, "pdstore run key" | run), 32 bytes
+    nonce     zeros, 4 | number
+    bound in  head | the text of the value's key (associated data)
+
+A run is one writer's random name, and it numbers its values: so no run key meets a nonce twice,
+however many writers share a seal key. `tests/format/test_envelope.py` fixes the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from pdstore.outcome import Reason
+
+if TYPE_CHECKING:
+    from pdstore.format.keys import BlockKey
+
+SEAL_KEY_BYTES = 32
+_RUN_BYTES = 16
+_TAG_BYTES = 16
+_MAGIC = b"PDSE"
+_VERSION = 1
+# magic, version, key id, run, number
+_HEAD = struct.Struct("<4sB3x8s16sQ")
+ENVELOPE_BYTES = _HEAD.size + _TAG_BYTES
+"""How much longer an envelope is than its value."""
+_MOST_RUNS = 1024  # run keys that are remembered: a pool has few writers
+
+
+class Envelopes:
+    """Encrypts values, and decrypts what a holder of the same seal keys has encrypted.
+
+    Any thread may call it.
+
+    keys: seal keys of SEAL_KEY_BYTES; the first encrypts, each of them decrypts.
+    run: of this writer; it must be new. None: a random one.
+    """
+
+    def __init__(self, keys: Sequence[bytes], run: bytes | None = None) -> None:
+        self._keys = {seal_key_id(key): key for key in keys}
+        self.key_id = seal_key_id(keys[0])
+        self._run = secrets.token_bytes(_RUN_BYTES) if run is None else run
+        self._numbers = itertools.count()
+        self._run_key = lru_cache(_MOST_RUNS)(self._derive)
+
+    def encrypt(self, key: BlockKey, value: memoryview, envelope: memoryview) -> None:
+        """Writes the envelope of a value; it is ENVELOPE_BYTES longer than the value."""
+        number = next(self._numbers)
+        head = _HEAD.pack(_MAGIC, _VERSION, self.key_id, self._run, number)
+        envelope[: _HEAD.size] = head
+        cipher = self._run_key(self.key_id, self._run)
+        cipher.encrypt_into(_nonce(number), value, _bound(head, key), envelope[_HEAD.size :])
+
+    def decrypt(self, key: BlockKey, envelope: memoryview, value: memoryview) -> Reason | None:
+        """Writes the value of an envelope. Returns why it must not be used, or None if it may be.
+
+        OTHER_SEAL is no envelope, or one of another seal key; FORGED is not what was encrypted
+        under this key. Then `value` may hold anything.
+        """
+        head = bytes(envelope[: _HEAD.size])
+        magic, version, key_id, run, number = _HEAD.unpack(head)
+        if magic != _MAGIC or version != _VERSION or key_id not in self._keys:
+            return Reason.OTHER_SEAL
+        cipher, text = self._run_key(key_id, run), envelope[_HEAD.size :]
+        try:
+            cipher.decrypt_into(_nonce(number), text, _bound(head, key), value)
+        except InvalidTag:
+            return Reason.FORGED
+        return None
+
+    def _derive(self, key_id: bytes, run: bytes) -> AESGCM:
+        kdf = HKDF(SHA256(), SEAL_KEY_BYTES, salt=None, info=b"pdstore run key" + run)
+        return AESGCM(kdf.derive(self._keys[key_id]))
+
+
+def seal_key_id(key: bytes) -> bytes:
+    """Returns the name of a seal key in envelopes; it tells nothing about the key."""
+    return hashlib.sha256(b"pdstore seal key id" + key).digest()[:8]
+
+
+def _nonce(number: int) -> bytes:
+    return bytes(4) + number.to_bytes(8, "little")
+
+
+def _bound(head: bytes, key: BlockKey) -> bytes:
+    return head + key.encode()

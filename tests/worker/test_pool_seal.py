@@ -1,0 +1,101 @@
+"""The pool with a seal: D loads with P's key; with another key it computes, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.errors import LayoutError
+from pdstore.format import block
+from pdstore.format.envelope import ENVELOPE_BYTES
+from pdstore.outcome import Reason
+from pdstore.store import open_store
+from pdstore.testing.values import empty_slots
+from tests.support.kv import BLOCK_BYTES, POISON, settings_of
+from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
+from tests.support.seal_key import write_seal_key
+
+A, B = "ab" * 32, "0c" * 32
+NUM_TOKENS = 200
+TOKENS = list(range(NUM_TOKENS))
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    return lambda *keys: write_seal_key(tmp_path / "-".join(k[:2] for k in keys), *keys)
+
+
+@pytest.fixture(params=["memory", "shm"])
+def store(request, tmp_path):
+    """The arena's values are copied in place, but not when they are encrypted."""
+    if request.param == "shm":
+        request.getfixturevalue("library")
+    url = {"memory": "memory://", "shm": f"shm://test?size=32MiB&dir={tmp_path}"}[request.param]
+    store = open_store(url, settings_of())
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def p(instance, key_file):
+    return instance(seal_key_file=key_file(A))
+
+
+def test_d_with_ps_key_loads_what_p_saved(p, instance, key_file):
+    assert save(p, TOKENS).num_tokens == NUM_TOKENS
+    d = instance(POISON, seal_key_file=key_file(A))
+    assert load(d, TOKENS).num_tokens == NUM_TOKENS
+    assert_loaded(p, d, NUM_TOKENS)
+
+
+def test_a_hand_off_in_layer_ranges_is_loaded(instance, key_file):
+    shape = {"seal_key_file": key_file(A), "layer_ranges": 3}
+    p, d = instance(**shape), instance(POISON, **shape)
+    keys = p.cache.keys(TOKENS)
+    handoff, params = p.cache.announce(keys)
+    saved = p.pool.save(keys, D_BLOCKS, handoff=handoff)
+    found = d.cache.follow(d.cache.keys(TOKENS), params).wait(10)
+    loaded = d.pool.load(found.keys, D_BLOCKS, follow=found.follow)
+    assert (saved.wait(10).reason, loaded.wait(10).reason) == (None, None)
+    for mine, theirs in zip(d.caches, p.caches, strict=True):
+        assert (mine[D_BLOCKS[:12]] == theirs[D_BLOCKS[:12]]).all()
+
+
+def test_d_with_another_key_computes_and_says_why(p, instance, key_file, caplog):
+    save(p, TOKENS)
+    d = instance(POISON, seal_key_file=key_file(B))
+    result = load(d, TOKENS)
+    assert (result.num_tokens, result.reason) == (0, Reason.OTHER_SEAL)
+    assert_loaded(p, d, 0)
+    assert "is other_seal and is removed" in caplog.text
+    assert d.cache.match(d.cache.keys(TOKENS)).num_tokens == 0, "the next save can heal it"
+
+
+def test_during_a_rotation_old_values_are_loaded(p, instance, key_file):
+    save(p, TOKENS)
+    d = instance(POISON, seal_key_file=key_file(B, A))
+    assert load(d, TOKENS).num_tokens == NUM_TOKENS
+
+
+def test_an_instance_without_a_seal_is_told_that_p_has_one(p, instance, caplog):
+    d = instance(POISON)
+    keys = p.cache.keys(TOKENS)
+    _, params = p.cache.announce(keys)
+    found = d.cache.lookup(d.cache.keys(TOKENS), params).wait(10)
+    assert found.reason is Reason.NAMESPACE
+    assert 'seal: "aes-256-gcm" there, missing here' in caplog.text
+    with pytest.raises(LayoutError):
+        d.pool.load(keys, D_BLOCKS)
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_a_value_that_the_pool_moved_is_forged(p, instance, key_file, store):
+    """Two blocks have changed places."""
+    save(p, TOKENS)
+    d = instance(POISON, seal_key_file=key_file(A))
+    names = d.cache.keys(TOKENS).store_keys(d.layout.parts)[:2]
+    slots = empty_slots([block.HEADER_BYTES + BLOCK_BYTES + ENVELOPE_BYTES] * 2)
+    assert store.get(names, slots) == 2
+    store.remove(names)
+    assert store.put(names[::-1], slots) == 2
+    result = load(d, TOKENS)
+    assert (result.num_tokens, result.reason) == (0, Reason.FORGED)
