@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,7 +21,6 @@ from pdstore.errors import (
     JobDeadline,
     JobError,
     PoolClosed,
-    QueueFull,
     StoreError,
     StoreTimeout,
 )
@@ -31,10 +29,12 @@ from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
 from pdstore.threads import Deadline, Latch, Ticker, Worker
 from pdstore.worker.child_job import ChildJob
+from pdstore.worker.ended_jobs import EndedJobs
 from pdstore.worker.idle_workers import IdleWorkers
 from pdstore.worker.job import Job
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.ready_jobs import ReadyJobs
+from pdstore.worker.waiting_jobs import WaitingJobs
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +59,15 @@ class JobQueue:
     """
 
     def __init__(self, settings: Settings, pin: DevicePin, metrics: Metrics) -> None:
-        self._settings = settings
         self._metrics = metrics
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._idle = IdleWorkers(lock)
         self._ready = ReadyJobs()
-        self._waiting: dict[Direction, dict[JobRun, int]] = {d: {} for d in Direction}
+        self._waiting = WaitingJobs(settings)
         self._alive: dict[JobRun, None] = {}
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()
-        self._ends: deque[JobRun] = deque()
         self._deadlines: dict[JobRun, float] = {}
         self._next_deadline = float("inf")
         self._is_closing = self._is_closed = False
@@ -79,6 +77,7 @@ class JobQueue:
         metrics.hung_calls.set_function(lambda: self.num_hung)
         metrics.jobs_alive.set_function(lambda: self.num_alive)
         self._workers: list[Worker] = []
+        self._ended = EndedJobs(metrics, lambda: self._clock.wake())
         self._clock = Ticker("pdstore-deadlines", self._end_late_jobs)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, 0.0)
@@ -109,7 +108,7 @@ class JobQueue:
         return run.job
 
     def wake(self, run: JobRun) -> None:
-        """A job has more shares ready, or no more will come; its time limit starts again."""
+        """Wakes a worker for new shares of a job, or for its end; restarts its time limit."""
         if self._is_in_child:
             return
         with self._changed:
@@ -166,7 +165,7 @@ class JobQueue:
         limit = Deadline(_JOIN_S)
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(_JOIN_S)
-        self._count_ends()
+        self._ended.count()
         for gauge in (self._metrics.hung_calls, self._metrics.jobs_alive):
             gauge.set_function(lambda: 0)  # the metrics live longer than the pool
         if stuck:
@@ -181,7 +180,7 @@ class JobQueue:
 
     @property
     def _is_in_child(self) -> bool:
-        """Whether this process is a fork's child: any lock here may be held for ever."""
+        """True in the child of a fork, where any lock here may be held for ever."""
         return os.getpid() != self._pid
 
     def _admit(self, run: JobRun) -> JobError | StoreError | None:
@@ -191,16 +190,11 @@ class JobQueue:
             return StoreTimeout(f"{num_hung} store calls hang; waiting for one to return")
         is_marker = run.urgency is Urgency.MARKER
         with self._changed:
-            others = list(self._waiting[run.direction].values())
             self._alive[run] = None
-            self._waiting[run.direction][run] = run.num_bytes
+            full = self._waiting.add(run)
             if self._is_closed or (self._is_closing and not is_marker):
                 return PoolClosed("the pool was closed")
-            too_many = len(others) >= self._settings.queue_jobs
-            too_big = others and sum(others) + run.num_bytes > self._settings.queue_bytes
-            if not is_marker and (too_many or too_big):
-                return QueueFull(f"{len(others)} {run.direction.value} jobs wait already")
-        return None
+        return full
 
     def _enqueue(self, run: JobRun) -> None:
         run.start_clock()
@@ -237,12 +231,12 @@ class JobQueue:
             if not run.has_more:
                 self._ready.discard(run)
             if child is not None:
-                self._waiting[run.direction].pop(run, None)
+                self._waiting.discard(run)
                 return child
         return None
 
     def _goes_on(self, worker: int, run: JobRun) -> bool:
-        """Whether it is still this job's turn on the worker that has just carried a share of it."""
+        """True if it is still this job's turn on the worker that has just carried a share of it."""
         with self._changed:
             self._num_busy[run.direction] -= 1
             chosen = self._ready.choose(worker, self._num_busy)
@@ -260,30 +254,14 @@ class JobQueue:
         """Follows the end of a job, whoever ended it."""
         with self._changed:
             self._alive.pop(run, None)
-            self._waiting[run.direction].pop(run, None)
+            self._waiting.discard(run)
             self._ready.discard(run)
             self._deadlines.pop(run, None)
             self._changed.notify_all()
-        self._ends.append(run)
-        if threading.current_thread() is threading.main_thread():
-            self._clock.wake()  # counters have locks that a signal handler must not wait for
-        else:
-            self._count_ends()
-
-    def _count_ends(self) -> None:
-        """Counts the jobs that have ended."""
-        while self._ends:
-            try:
-                run = self._ends.popleft()
-            except IndexError:  # another thread was faster
-                return
-            result = run.job.result
-            assert result is not None
-            seconds = time.monotonic() - run.submitted_at
-            self._metrics.job_ended(run.direction, result.reason, seconds)
+        self._ended.add(run)
 
     def _end_late_jobs(self) -> float | None:
-        self._count_ends()
+        self._ended.count()
         now = time.monotonic()
         with self._changed:
             late = [run for run, at in self._deadlines.items() if at <= now]

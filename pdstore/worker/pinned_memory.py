@@ -1,4 +1,4 @@
-"""Pins the ring's memory, a piece of whole slots at a time, while the process does other things."""
+"""Pins host memory, a piece of whole slots at a time, while the process does other things."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ SPAN_BYTES = 16 << 20
 _BACKGROUND_BYTES = 4 << 30
 _PAUSE_S = 0.002  # between pieces in the background, so that others can launch
 _POPULATORS = 4
-_REPORT_S = 1.0
 _PAGE = 4096
 
 
@@ -46,9 +45,14 @@ class PinnedMemory:
     """Memory that is being pinned: made present by four threads, registered by one.
 
     Starts at once. When a piece fails, the registered ones are undone, and `ready` raises.
+
+    report_s: `ready` logs how far it is as often.
     """
 
-    def __init__(self, registrar: Registrar, spans: Sequence[Span]) -> None:
+    def __init__(
+        self, registrar: Registrar, spans: Sequence[Span], *, report_s: float = 1.0
+    ) -> None:
+        self._report_s = report_s
         self._registrar = registrar
         self._total = sum(span.num_bytes for span in spans)
         self._num_spans = len(spans)
@@ -66,16 +70,16 @@ class PinnedMemory:
 
     @property
     def progress(self) -> float:
-        """Which part of the memory is pinned, 0 to 1."""
+        """The part of the memory that is pinned, 0 to 1."""
         return sum(span.num_bytes for span in self._pinned) / max(1, self._total)
 
     def ready(self, timeout_s: float) -> None:
-        """Waits until all of it is pinned; logs each second how far it is.
+        """Waits until all of it is pinned; logs meanwhile how far it is.
 
         Raises what a piece failed with, or TimeoutError.
         """
         limit = Deadline(timeout_s)
-        while not self.is_ready(min(_REPORT_S, limit.remaining_s())):
+        while not self.is_ready(min(self._report_s, limit.remaining_s())):
             if limit.is_over():
                 raise TimeoutError(f"staging is {self._state()} after {timeout_s:.0f} s")
             log.info("staging is %s", self._state())

@@ -67,10 +67,13 @@ class Gate:
     def open(self) -> None:
         self._opened.set()
 
+    def wait(self) -> None:
+        self._opened.wait(30)
+
     def pass_through(self, child: ChildJob) -> None:
         with child.in_store_call():
             self._inside.append(None)
-            self._opened.wait(30)
+            self.wait()
 
 
 def held(

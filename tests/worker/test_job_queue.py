@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -10,11 +9,12 @@ import pytest
 import torch
 
 from pdstore.device_pin import CPU, DevicePin
-from pdstore.errors import DeviceError, StoreUnavailable
+from pdstore.errors import DeviceError, QueueFull, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from pdstore.worker.job_run import Urgency
+from tests.support.forked import exit_code_of
 from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, run_of
 from tests.support.kv import eventually, settings_of
 
@@ -219,10 +219,6 @@ def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make):
         gate.open()
 
 
-def test_a_job_larger_than_the_bound_runs_when_it_is_alone(make):
-    assert make(queue_bytes=10).submit(run_of(num_bytes=1000)).wait(5).reason is None
-
-
 def test_too_many_hung_calls_refuse_new_jobs_until_one_returns(make):
     gates = [Gate() for _ in range(MAX_HUNG_CALLS + 1)]
     queue = make(workers=6)
@@ -346,16 +342,38 @@ def test_a_pin_that_fails_leaves_no_thread(make):
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_forked_child_is_refused(make):
-    queue = make()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        result = queue.submit(run_of()).result
-        os.write(write, result.reason.value.encode() if result else b"none")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(read, 100) == b"closed"
+class HeldWhileCounted(Shares):
+    """Work whose shares are counted only when the gate opens: until then a worker holds a lock."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(lambda child: None)
+        self.gate, self.is_held = gate, False
+
+    @property
+    def num_ready(self) -> int:
+        self.is_held = True
+        self.gate.wait()
+        return super().num_ready
+
+
+def test_a_child_forked_while_a_worker_holds_the_locks_is_refused_at_once(make, gate):
+    queue, work = make(workers=2), HeldWhileCounted(gate)
+    run = run_of(work)
+    job = queue.submit(run)
+    eventually(lambda: work.is_held)
+
+    def calls_everything() -> bool:
+        job.cancel()
+        queue.wake(run)
+        refused = queue.submit(run_of()), queue.reject(run_of(), QueueFull("full"))
+        assert queue.num_hung == 0
+        assert not queue.close(1.0)
+        return [each.result.reason for each in refused] == [Reason.CLOSED, Reason.QUEUE_FULL]
+
+    assert exit_code_of(calls_everything) == 0
+    assert not job.done
+    gate.open()
+    assert job.wait(10).reason is None
 
 
 def test_many_submitters_and_cancellers_end_every_job_once(make):

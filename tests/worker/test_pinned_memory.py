@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdstore.errors import ConfigError, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.native.library import address_of
-from pdstore.worker import pinned_memory as staging_pin
+from pdstore.worker import pinned_memory
 from pdstore.worker.pinned_memory import PinnedMemory, spans_of
 from pdstore.worker.staging import Staging
 
@@ -103,7 +103,6 @@ def test_ready_has_a_deadline_and_says_how_far_it_is():
 
 
 def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
-    monkeypatch.setattr(staging_pin, "_REPORT_S", 0.001)
     gate, lines = threading.Event(), []
 
     class OpenGate(logging.Handler):
@@ -112,12 +111,12 @@ def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
             gate.set()
 
     handler = OpenGate()
-    staging_pin.log.addHandler(handler)
-    monkeypatch.setattr(staging_pin.log, "level", logging.INFO)
-    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    monkeypatch.setattr(pinned_memory.log, "handlers", [handler])
+    monkeypatch.setattr(pinned_memory.log, "level", logging.INFO)
+    spans = spans_of(1 << 20, 8 * PAGE, PAGE, PAGE)
+    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans, report_s=0.001)
     pinned.ready(30)
     pinned.close()
-    staging_pin.log.removeHandler(handler)
     assert lines[0] == "staging is pinned to 0 % of 0.0 GiB"
 
 

@@ -1,0 +1,33 @@
+"""WaitingJobs: the jobs that no worker has begun, and how many of them a pool may have."""
+
+from __future__ import annotations
+
+from pdstore.errors import QueueFull
+from pdstore.outcome import Direction
+from pdstore.settings import Settings
+from pdstore.worker.job_run import JobRun, Urgency
+
+
+class WaitingJobs:
+    """Jobs and their bytes, by direction. The queue's lock guards it.
+
+    Markers count, but are never too many: another instance waits for them, and they are small.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._max_jobs, self._max_bytes = settings.queue_jobs, int(settings.queue_bytes)
+        self._bytes: dict[Direction, dict[JobRun, int]] = {d: {} for d in Direction}
+
+    def add(self, run: JobRun) -> QueueFull | None:
+        """Adds a job. Returns the error to end it with if the others leave it no room."""
+        others = list(self._bytes[run.direction].values())
+        self._bytes[run.direction][run] = run.num_bytes
+        if run.urgency is Urgency.MARKER:
+            return None
+        too_big = others and sum(others) + run.num_bytes > self._max_bytes
+        if len(others) >= self._max_jobs or too_big:
+            return QueueFull(f"{len(others)} {run.direction.value} jobs wait already")
+        return None
+
+    def discard(self, run: JobRun) -> None:
+        self._bytes[run.direction].pop(run, None)
