@@ -32,7 +32,7 @@ from pdstore.worker.open_save import OpenSave
 from pdstore.worker.save_ledger import SaveLedger
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.swap import open_swap
-from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.swap.caches import LayerCache
 from pdstore.worker.values import PromptBlocks, bytes_of
 
@@ -48,6 +48,7 @@ class KVPool:
       engine's start: `ready` waits for the end of it, before graphs are captured.
     namespace: `layout.namespace(...)`; keys of another one are refused.
     store: the caller's, who closes it; None opens PDSTORE_STORE.
+    swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
     range_bytes: about how much a worker moves before it looks whose turn it is.
     Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
     DeviceError, and StoreError when the store is required and does not answer.
@@ -62,6 +63,7 @@ class KVPool:
         *,
         metrics: Metrics | None = None,
         store: Store | None = None,
+        swap: Swap | None = None,
         range_bytes: int = RANGE_BYTES,
     ) -> None:
         self.layout, self.namespace = layout, namespace
@@ -69,9 +71,8 @@ class KVPool:
         self._settings, self._range_bytes = settings, range_bytes
         self._saves = SaveLedger()
         with contextlib.ExitStack() as undo:
-            self.swap = swap = open_swap(settings, layout, kv_caches)
+            self._swap = swap = swap or open_swap(settings, layout, kv_caches)
             undo.callback(swap.close)
-            self._num_blocks = swap.num_blocks
             if store is None:
                 store = connect_store(settings, self.metrics)
                 undo.callback(store.close)
@@ -118,7 +119,7 @@ class KVPool:
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
-            `values.NO_BLOCK` where a window has moved on; a list for each block table if the
+            `NO_BLOCK` where a window has moved on; a list for each block table if the
             layout has several.
           first_token: tokens before it are stored or on their way already.
           ready: an event after which the paged cache holds these tokens; None: after what the
@@ -146,8 +147,7 @@ class KVPool:
         The arguments are those of `save`. The caller says with `layers_done` what may be read; the
         job's deadline counts from the last such call. An engine that gives up cancels the job.
         """
-        tables, first_block = self._check(keys, block_ids, first_token)
-        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
+        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
@@ -165,7 +165,7 @@ class KVPool:
             job = self._queue.submit(run, after)
             if handoff is not None:
                 job.on_end(partial(self._abort_if_failed, handoff))
-        order, wake = partial(behind_caller, self.swap), partial(self._queue.wake, run)
+        order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
         return OpenSave(run.job, work, prompt, self._range_bytes, order, wake)
 
     def load(
@@ -174,59 +174,44 @@ class KVPool:
         block_ids: Sequence[int] | BlockTables,
         *,
         first_token: int = 0,
+        ready: ReadyEvent | None = None,
         follow: HandoffId | None = None,
     ) -> Job:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
-        They are written after what the calling thread's current stream has queued.
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
-        first `job.result.num_tokens` tokens are there; what is missing was not stored any more, or
-        did not verify.
+        first `job.result.num_tokens` tokens are there; the others were not stored any more, or did
+        not verify.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
           first_token: tokens before it are there already, and their engine blocks are not written
             (they may be shared): a multiple of the engine's block.
+          ready: an event after which the blocks may be written; None: after what the calling
+            thread's current stream has queued.
           follow: a hand-off that P is still saving (`Match.follow`). Each block is loaded as soon
             as it is stored. The load ends when all are loaded, when P has failed, or when nothing
             was stored for PDSTORE_HANDOFF_WAIT_S.
         """
-        tables, first_block = self._check(keys, block_ids, first_token)
-        if first_token % self.layout.engine_block_tokens:
-            raise LayoutError(
-                f"first_token {first_token} must be a multiple of {self.layout.engine_block_tokens}"
-            )
-        check_windows(self.layout, tables)
-        num_bytes = bytes_of(self.layout, keys, first_block)
-        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
-        work = LoadWork(self._mover, prompt, first_token, behind_caller(self.swap))
-        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
-        run = JobRun(
-            Direction.LOAD,
-            work,
-            num_bytes=num_bytes,
-            seconds=wait_s + self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
-            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
-        )
-        if follow is None:
-            work.release(ranges_of(first_block, len(keys), num_bytes, self._range_bytes))
-            work.close()
-            return self._queue.submit(run)
-        self._queue.submit(run)
-        self._follow(run, work, prompt, first_block, follow)
-        return run.job
+        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
+        check_windows(self.layout, prompt.tables)
+        engine_block = self.layout.engine_block_tokens
+        if first_token % engine_block:
+            raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
+        work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
+        return self._start_load(work, prompt, first_block, follow)
 
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
-        """P: the first blocks of this hand-off are on their way, so that D may follow it.
+        """Tells D that the first blocks of this hand-off are on their way, so that D may follow it.
 
-        num_tokens: of the whole prompt. It serves a D that got its request together with P.
+        P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
         return self._mark(handoff.started(self.namespace), handoff, num_tokens)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
-        """P: this hand-off will not come (its request was aborted): D need not wait for it.
+        """Tells D not to wait for this hand-off, because P's request was aborted.
 
-        A save with a hand-off that fails is aborted by itself.
+        `save` does this itself for a hand-off that it cannot complete.
         """
         return self._mark(handoff.failed(self.namespace), handoff, 0)
 
@@ -257,37 +242,50 @@ class KVPool:
             return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
         return self._queue.submit(run)
 
-    def _follow(
-        self,
-        run: JobRun,
-        work: LoadWork,
-        prompt: PromptBlocks,
-        first_block: int,
-        handoff: HandoffId,
-    ) -> None:
-        if run.job.done:  # refused
-            return
-        follow = Follow(
+    def _start_load(
+        self, work: LoadWork, prompt: PromptBlocks, first_block: int, follow: HandoffId | None
+    ) -> Job:
+        num_bytes = bytes_of(self.layout, prompt.keys, first_block)
+        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
+        run = JobRun(
+            Direction.LOAD,
+            work,
+            num_bytes=num_bytes,
+            seconds=wait_s + self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
+            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
+        )
+        if follow is None:
+            work.release(ranges_of(first_block, len(prompt.keys), num_bytes, self._range_bytes))
+            work.close()
+            return self._queue.submit(run)
+        job = self._queue.submit(run)
+        if not job.done:  # else it was refused
+            self._follower.add(self._follow_of(run, work, prompt, first_block, follow))
+        return job
+
+    def _follow_of(
+        self, run: JobRun, work: LoadWork, prompt: PromptBlocks, first: int, handoff: HandoffId
+    ) -> Follow:
+        return Follow(
             run.job,
             work,
             prompt,
-            first_block,
+            first,
             failed=handoff.failed(self.namespace),
             done=[handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)],
             stall_s=self._settings.handoff_wait_s,
             range_bytes=self._range_bytes,
             wake=partial(self._queue.wake, run),
         )
-        self._follower.add(follow)
 
     def _abort_if_failed(self, handoff: HandoffId, job: Job) -> None:
         if not job.durable:
             self.abort_handoff(handoff)
 
-    def _check(
+    def _prompt_of(
         self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int
-    ) -> tuple[BlockTables, int]:
-        """The block tables, and the block that `first_token` is in.
+    ) -> tuple[PromptBlocks, int]:
+        """Returns the prompt with its block tables, and the block that `first_token` is in.
 
         Raises LayoutError for arguments that do not fit.
         """
@@ -296,5 +294,6 @@ class KVPool:
         if not 0 <= first_token <= keys.num_tokens:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
         first_block = first_token // self.layout.block_tokens
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._num_blocks, first_block)
-        return tables, first_block
+        num_blocks = self._swap.num_blocks
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        return PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables), first_block

@@ -15,6 +15,7 @@ from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.store.memory import MemoryStore
 from pdstore.worker.staging import Staging
+from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.native import DEFAULT_STREAM, NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
@@ -105,7 +106,9 @@ def test_the_pool_saves_and_loads_gpu_tensors(library, engine_block_tokens):
     store = MemoryStore()
     p = gpu_instance(store, engine_block_tokens=engine_block_tokens)
     d = gpu_instance(store, engine_block_tokens=engine_block_tokens)
-    assert type(p.pool._swap).__name__ == "NativeSwap"
+    swap = open_swap(p.settings, p.layout, p.caches)
+    assert isinstance(swap, NativeSwap)
+    swap.close()
     keys = p.cache.keys(list(range(333)))
     count = -(-333 // engine_block_tokens)
     for cache in d.caches:

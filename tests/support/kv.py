@@ -10,6 +10,7 @@ import torch
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
 from pdstore.settings import read_settings
 from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.swap.base import Swap
 
 LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(2, 8))
 BLOCK_BYTES = 64 * 3 * 2 * 16 * 4
@@ -35,7 +36,10 @@ def caches_of(layout: Layout, num_blocks: int = 64, fill: float | None = None) -
 
 
 class Instance:
-    """Both halves over one store, with a paged cache of its own."""
+    """Both halves over one store, with a paged cache of its own.
+
+    swap: makes the pool's block copies from the layout and the caches; None: the pool's choice.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Instance:
         weights: str = "w",
         range_bytes: int = RANGE_BYTES,
         num_blocks: int = 64,
+        swap: Callable[[Layout, list], Swap] | None = None,
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -67,6 +72,7 @@ class Instance:
             self.namespace,
             store=store,
             range_bytes=range_bytes,
+            swap=None if swap is None else swap(self.layout, self.caches),
         )
 
     def tokens(self, block_ids: Sequence[int], layer: int = 0) -> torch.Tensor:

@@ -11,7 +11,6 @@ from pdstore.errors import SwapError
 from pdstore.native.abi import CopyPath
 from pdstore.outcome import Direction
 from pdstore.store.memory import MemoryStore
-from pdstore.worker import pool
 from pdstore.worker.swap.native import DEFAULT_STREAM
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
@@ -29,44 +28,60 @@ class DeviceEvent:
         raise AssertionError("waited for on the host")
 
 
-def tell(swap, monkeypatch) -> list:
-    """Lets a swap follow `DeviceEvent` events; what its copies are told."""
-    told = []
-    for verb in ("gather", "start_scatter"):
-        copy = getattr(swap, verb)
+class FollowingSwap(TorchSwap):
+    """Says that its copies wait for `DeviceEvent` events, and keeps what they were told."""
 
-        def following(copies, ready=None, copy=copy):
-            told.append(ready)
-            return copy(copies)
+    def __init__(self, layout, caches):
+        super().__init__(layout, caches)
+        self.told = []
 
-        monkeypatch.setattr(swap, verb, following)
-    monkeypatch.setattr(swap, "to_follow", lambda ready: ready)
-    return told
+    def to_follow(self, ready):
+        return ready
+
+    def gather(self, copies, ready=None):
+        self.told.append(ready)
+        super().gather(copies)
+
+    def scatter(self, copies, ready=None):
+        self.told.append(ready)
+        super().scatter(copies)
+
+
+@pytest.fixture
+def followed():
+    """An instance whose block copies follow `DeviceEvent` events, and its swap."""
+    swaps: list[FollowingSwap] = []
+
+    def open_following(layout, caches) -> FollowingSwap:
+        swaps.append(FollowingSwap(layout, caches))
+        return swaps[0]
+
+    p = Instance(MemoryStore(), range_bytes=2 * BLOCK_BYTES, swap=open_following)
+    yield p, swaps[0]
+    p.close()
 
 
 @pytest.mark.parametrize("publishes", [False, True])
-def test_a_save_hands_its_event_to_every_copy(monkeypatch, publishes):
-    p = Instance(MemoryStore(), range_bytes=2 * BLOCK_BYTES)
-    told, event = tell(p.pool.swap, monkeypatch), DeviceEvent()
+def test_a_save_hands_its_event_to_every_copy(followed, publishes):
+    p, swap = followed
+    event = DeviceEvent()
     keys = p.cache.keys(list(range(600)))
     handoff = p.cache.announce(keys, None)[0] if publishes else None
     job = p.pool.save(keys, list(range(38)), ready=event, handoff=handoff)
     assert job.wait(20).num_tokens == 600
-    assert len(told) >= 4
-    assert all(ready is event for ready in told)
-    p.close()
+    assert len(swap.told) >= 4
+    assert all(ready is event for ready in swap.told)
 
 
-def test_a_load_hands_its_event_to_every_copy(monkeypatch):
-    p = Instance(MemoryStore(), range_bytes=2 * BLOCK_BYTES)
+def test_a_load_hands_its_event_to_every_copy(followed):
+    p, swap = followed
+    event = DeviceEvent()
     keys = p.cache.keys(list(range(600)))
     assert p.pool.save(keys, list(range(38))).wait(20).num_tokens == 600
-    told, event = tell(p.pool.swap, monkeypatch), DeviceEvent()
-    monkeypatch.setattr(pool, "behind_caller", lambda swap: event)
-    assert p.pool.load(keys, list(range(38))).wait(20).num_tokens == 600
-    assert len(told) >= 4
-    assert all(ready is event for ready in told)
-    p.close()
+    swap.told.clear()
+    assert p.pool.load(keys, list(range(38)), ready=event).wait(20).num_tokens == 600
+    assert len(swap.told) >= 4
+    assert all(ready is event for ready in swap.told)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -8,6 +8,7 @@ import pytest
 
 from pdstore.format import block
 from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.swap.torch import TorchSwap
 from tests.support.kv import BLOCK_BYTES, POISON
 from tests.support.pool_kit import P_BLOCKS, assert_loaded, load, save
 
@@ -111,19 +112,18 @@ def test_the_next_window_is_read_while_the_last_one_copies(instance, store, num_
 
     p = instance()
     save(p, range(256))
-    d = instance(fill=POISON, over=Gets(store), workers=num_workers, range_bytes=BLOCK_BYTES)
-    swap = d.pool.swap
-    scatter = swap.start_scatter
 
-    def slow(copies, ready=None):
-        wait = scatter(copies, ready)
+    class SlowSwap(TorchSwap):
+        def start_scatter(self, copies, ready=None):
+            wait = super().start_scatter(copies, ready)
 
-        def finish():
-            assert second.wait(10)
-            wait()
+            def finish():
+                assert second.wait(10)
+                wait()
 
-        return finish
+            return finish
 
-    swap.start_scatter = slow
+    changes = {"workers": num_workers, "range_bytes": BLOCK_BYTES, "swap": SlowSwap}
+    d = instance(fill=POISON, over=Gets(store), **changes)
     assert load(d, range(256)).num_tokens == 256
     assert_loaded(p, d, 256)
