@@ -12,6 +12,7 @@ from pdstore.device_pin import CPU, DevicePin
 from pdstore.errors import DeviceError, QueueFull, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.testing.threads import start_background
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from pdstore.worker.job_run import Urgency
 from tests.support.forked import exit_code_of
@@ -343,7 +344,7 @@ def test_a_pin_that_fails_leaves_no_thread(make):
 
 
 class HeldWhileCounted(Shares):
-    """Work whose shares are counted only when the gate opens: until then a worker holds a lock."""
+    """Work that is counted, under the queue's lock, only when the gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(lambda child: None)
@@ -356,14 +357,14 @@ class HeldWhileCounted(Shares):
         return super().num_ready
 
 
-def test_a_child_forked_while_a_worker_holds_the_locks_is_refused_at_once(make, gate):
+def test_a_child_forked_while_a_thread_holds_the_locks_is_refused_at_once(make, gate):
     queue, work = make(workers=2), HeldWhileCounted(gate)
     run = run_of(work)
-    job = queue.submit(run)
+    join = start_background(lambda: queue.submit(run))
     eventually(lambda: work.is_held)
 
     def calls_everything() -> bool:
-        job.cancel()
+        run.job.cancel()
         queue.wake(run)
         refused = queue.submit(run_of()), queue.reject(run_of(), QueueFull("full"))
         assert queue.num_hung == 0
@@ -371,9 +372,10 @@ def test_a_child_forked_while_a_worker_holds_the_locks_is_refused_at_once(make, 
         return [each.result.reason for each in refused] == [Reason.CLOSED, Reason.QUEUE_FULL]
 
     assert exit_code_of(calls_everything) == 0
-    assert not job.done
+    assert not run.job.done
     gate.open()
-    assert job.wait(10).reason is None
+    join(10)
+    assert run.job.wait(10).reason is None
 
 
 def test_many_submitters_and_cancellers_end_every_job_once(make):
