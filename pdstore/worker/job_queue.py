@@ -29,6 +29,7 @@ from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
 from pdstore.threads import Deadline, Latch, Ticker, Worker
 from pdstore.worker.child_job import ChildJob
+from pdstore.worker.countdown import Countdown
 from pdstore.worker.ended_jobs import EndedJobs
 from pdstore.worker.idle_workers import IdleWorkers
 from pdstore.worker.job import Job
@@ -95,7 +96,7 @@ class JobQueue:
         if refusal is not None:
             run.fail(refusal)
             return run.job
-        waiting = _Countdown(len(after), partial(self._enqueue, run))
+        waiting = Countdown(len(after), partial(self._enqueue, run))
         for earlier in after:
             earlier.on_end(waiting.count)
         return run.job
@@ -287,17 +288,3 @@ class _Turn:
     def fail(self, error: BaseException) -> None:
         self._ended(self._child)
         self._child.fail(error)
-
-
-class _Countdown:
-    """Calls a function once `count` has been called n times; at once for n = 0."""
-
-    def __init__(self, n: int, function: Callable[[], None]) -> None:
-        self._left = list(range(n))
-        self._function = function
-        if n == 0:
-            function()
-
-    def count(self, job: Job) -> None:
-        if self._left.pop() == 0:  # one call, from any thread or signal handler, gets the 0
-            self._function()
