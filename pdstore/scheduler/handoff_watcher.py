@@ -20,6 +20,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_search import MarkerSearch
+from pdstore.scheduler.marker_wait import MarkerWait, Verdict
 from pdstore.scheduler.pace import Pace
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.store.base import Store
@@ -31,33 +32,6 @@ from pdstore.threads import Deadline, Ticker, call_or
 _MOST_ANSWERS = 8  # matches between two looks for markers
 _SWEEP_S = 0.05  # how late the end of a lookup, or of its time, may be noticed
 _LOOKS_PER_FAILED = 3  # it is rare
-
-
-class Wait:
-    """The markers that one lookup still waits for."""
-
-    def __init__(self, lookup: Lookup, handoff: Handoff, namespace: Namespace) -> None:
-        self.lookup, self.handoff = lookup, handoff
-        self.failed = handoff.id.failed(namespace)
-        self.started = handoff.id.started(namespace)
-        self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
-        self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
-
-    def wanted(self, *, with_failed: bool) -> list[BlockKey]:
-        """Returns the keys to look for next."""
-        started = [self.started] if self.lookup.follows else []
-        return self._wanted + started + ([self.failed] if with_failed else [])
-
-    def note(self, stored: set[BlockKey]) -> bool:
-        """Takes off the list what is stored. Returns whether that is anything."""
-        is_news = self._wanted[0] in stored
-        if is_news:
-            self._done = self._wanted = [key for key in self._done if key not in stored]
-        return is_news
-
-    @property
-    def is_done(self) -> bool:
-        return not self._done
 
 
 class HandoffWatcher:
@@ -89,7 +63,7 @@ class HandoffWatcher:
         self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
         self._search = MarkerSearch(store)
         self._arrivals: deque[Lookup] = deque()
-        self._waits: list[Wait] = []
+        self._waits: list[MarkerWait] = []
         self._keys: dict[bool, list[BlockKey]] = {}  # of all waits: without and with `failed`
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
         self._num_looks = 0
@@ -152,7 +126,7 @@ class HandoffWatcher:
             with self._asking():
                 is_same = self._identity.is_same(handoff.pool_id)
             if is_same:
-                self._waits.append(Wait(lookup, handoff, self._namespace))
+                self._waits.append(MarkerWait(lookup, handoff, self._namespace))
                 self._keys.clear()
                 self._has_arrivals = True
                 self._pace.hurry()
@@ -222,20 +196,17 @@ class HandoffWatcher:
         over = {wait for wait in self._waits if self._is_ended(wait, found)}
         self._keep(lambda wait: wait not in over)
 
-    def _is_ended(self, wait: Wait, found: set[BlockKey]) -> bool:
+    def _is_ended(self, wait: MarkerWait, found: set[BlockKey]) -> bool:
         """Whether these markers end the wait; if so, its lookup is answered or will be matched."""
-        is_news, lookup = wait.note(found), wait.lookup
-        has_begun = wait.started in found or (wait.handoff.num_tokens is not None and not is_news)
-        if wait.is_done:
+        verdict, lookup = wait.take(found), wait.lookup
+        if verdict is Verdict.DONE:
             self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
             self._answers.append((lookup, None))
-        elif wait.failed in found:
+        elif verdict is Verdict.FAILED:
             self._answers.append((lookup, Reason.HANDOFF_FAILED))
-        elif lookup.follows and has_begun:
+        elif verdict is Verdict.BEGUN:
             lookup.finish(Match.following(lookup.keys, wait.handoff))
-        else:
-            return False
-        return True
+        return verdict is not None
 
     def _answer(self) -> None:
         """Matches some of the lookups that need not wait any more."""
@@ -246,7 +217,7 @@ class HandoffWatcher:
                     fault = Match.miss(lookup.keys, Reason.FAULT)
                     lookup.finish(call_or(partial(self._find, lookup.keys, because), fault))
 
-    def _keep(self, condition: Callable[[Wait], bool]) -> None:
+    def _keep(self, condition: Callable[[MarkerWait], bool]) -> None:
         self._waits = [wait for wait in self._waits if condition(wait)]
         self._keys.clear()
 

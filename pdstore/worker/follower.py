@@ -74,6 +74,7 @@ class Follow:
     done: the markers, one a shard, that say that P stored all; then what is missing was lost.
     stall_s: the load ends when nothing more is stored for so long.
     wake: tells the queue that the load has more to do, or nothing more.
+    clock: says when nothing was stored for too long.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Follow:
         stall_s: float,
         range_bytes: int,
         wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job, self._failed, self._done = job, failed, done
         self._work, self._wake = work, wake
@@ -95,7 +97,8 @@ class Follow:
         self._lanes = [_Lane(prompt, first_block, n) for n in range(prompt.layout.num_ranges)]
         for n in range(len(self._lanes)):
             work.release([], n)  # no token counts before all of its layer ranges are loaded
-        self._moved_at = time.monotonic()
+        self._clock = clock
+        self._moved_at = clock()
 
     @property
     def is_over(self) -> bool:
@@ -118,7 +121,7 @@ class Follow:
             if has_ended or moved or lane.missing in stored:
                 moved |= lane.advance(store)
             lane.release(self._work, self._range_bytes)
-        now = time.monotonic()
+        now = self._clock()
         if moved:
             self._moved_at = now
         if all(lane.is_complete for lane in self._lanes):

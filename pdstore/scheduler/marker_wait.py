@@ -1,0 +1,51 @@
+"""MarkerWait: the markers that one lookup waits for, and what they say once they are there."""
+
+from __future__ import annotations
+
+import enum
+
+from pdstore.format.handoff import Handoff
+from pdstore.format.keys import BlockKey
+from pdstore.format.namespace import Namespace
+from pdstore.scheduler.lookup import Lookup
+
+
+class Verdict(enum.Enum):
+    """Why a wait for markers is over."""
+
+    DONE = "P has stored the whole prompt"
+    FAILED = "some of it will not come"
+    BEGUN = "P stores it now, which is enough for a lookup that follows"
+
+
+class MarkerWait:
+    """The markers that one lookup still waits for. It asks no store: `take` is told what is there.
+
+    lookup, handoff: the hand-off is the lookup's.
+    """
+
+    def __init__(self, lookup: Lookup, handoff: Handoff, namespace: Namespace) -> None:
+        self.lookup, self.handoff = lookup, handoff
+        self._failed = handoff.id.failed(namespace)
+        self._started = handoff.id.started(namespace)
+        self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
+        self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
+
+    def wanted(self, *, with_failed: bool) -> list[BlockKey]:
+        """Returns the keys to look for next."""
+        started = [self._started] if self.lookup.follows else []
+        return self._wanted + started + ([self._failed] if with_failed else [])
+
+    def take(self, stored: set[BlockKey]) -> Verdict | None:
+        """Takes note of markers that are stored. Returns why the wait is over, or None."""
+        is_news = self._wanted[0] in stored
+        if is_news:
+            self._done = self._wanted = [key for key in self._done if key not in stored]
+        if not self._done:
+            return Verdict.DONE
+        if self._failed in stored:
+            return Verdict.FAILED
+        # P's answer says that it has begun; with its first `done` the others may be there already
+        has_answered = self.handoff.num_tokens is not None and not is_news
+        has_begun = self._started in stored or has_answered
+        return Verdict.BEGUN if self.lookup.follows and has_begun else None
