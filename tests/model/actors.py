@@ -1,0 +1,256 @@
+"""P and D of the model: pdstore's own jobs, movers, waits and followers, without their threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from pdstore.errors import StoreError
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
+from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.outcome import Direction, JobResult, Reason, reason_of
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.marker_wait import MarkerWait, Verdict
+from pdstore.scheduler.matching import find
+from pdstore.store.base import Store
+from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.block_range import ranges_of
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.follower import Follow
+from pdstore.worker.job_run import JobRun
+from pdstore.worker.load_work import LoadWork
+from pdstore.worker.mark_work import MarkWork
+from pdstore.worker.mover import Verified
+from pdstore.worker.save_work import SaveWork
+from pdstore.worker.staged_mover import StagedMover
+from pdstore.worker.staging import Staging
+from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.values import PromptBlocks
+from tests.model.replay import Body, ReplayStore
+from tests.support.clock import Clock
+from tests.support.kv import POISON, settings_of
+
+HANDOFF = HandoffId("1" * 32)
+STALL_S = 10.0
+BLOCK_IDS = [2, 0, 1]
+
+
+class Taken(NamedTuple):
+    """How D's load ended, and whether the tokens that it counts are P's, byte for byte."""
+
+    result: JobResult
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of the hand-off; a test takes one away.
+
+    sees: what D makes of the markers that are there.
+    """
+
+    checks_chain: bool = True
+    verifies: bool = True
+    tells_failure: bool = True
+    minds_time: bool = True
+    sees: Callable[[set[BlockKey]], set[BlockKey]] = lambda found: found
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a model.
+
+    num_tokens: of the prompt; a block has two.
+    follows: D loads while P saves.
+    relayed: D has P's answer; else it waits for the marker that P has started.
+    """
+
+    num_tokens: int = 2
+    num_ranks: int = 1
+    num_ranges: int = 1
+    follows: bool = False
+    relayed: bool = True
+
+
+class Rank:
+    """One worker with its paged cache."""
+
+    def __init__(self, layout: Layout, caches: Sequence[torch.Tensor]) -> None:
+        self.layout, self.caches = layout, list(caches)
+        self.swap = TorchSwap(layout, self.caches)
+        self.staging = Staging(
+            lambda size: memoryview(bytearray(size)), layout.largest_payload_bytes, 1 << 16
+        )
+
+
+class BlindStore(WrapperStore):
+    """Says of all blocks that they are stored, so that a chain check finds what it hopes for."""
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        is_marker = any(kind_of(key) is Kind.HANDOFF for key in keys)
+        return super().match(keys) if is_marker else len(keys)
+
+
+class TrustingMover(StagedMover):
+    """Takes what it read for right."""
+
+    def _verify(self, child, values, view, read, sums=None) -> Verified:
+        return read
+
+
+class Actors:
+    """The bodies of P's ranks and of D."""
+
+    def __init__(self, shape: Shape, rules: Rules) -> None:
+        self.shape, self.rules = shape, rules
+        self._metrics = Metrics()
+        settings = settings_of(
+            block_tokens=2, kv_shards=shape.num_ranks, layer_ranges=shape.num_ranges
+        )
+        one = Layout.of(
+            settings,
+            dtype="float32",
+            layers=[LayerSpec(2, 1)] * 2,
+            engine_block_tokens=1,
+            rope="",
+        )
+        self.namespace = one.namespace(settings, weights="w")
+        self.keys = PromptKeys(self.namespace).extend(range(shape.num_tokens))
+        self._right = torch.arange(2.0 * 3 * 2 * 2).view(2, 3, 1, 2, 2)
+        self._prefills = [self._rank_of(one, n) for n in range(shape.num_ranks)]
+        self._decode_rank = Rank(one, torch.full_like(self._right, POISON))
+        self.done = [HANDOFF.done(self.namespace, n) for n in range(self.namespace.num_shards)]
+        self.failed = HANDOFF.failed(self.namespace)
+        self._started = HANDOFF.started(self.namespace)
+
+    def bodies(self) -> dict[str, Body]:
+        """Returns the actors by name: P0, P1, D."""
+        ranks = {f"P{n}": partial(self._prefill, n) for n in range(self.shape.num_ranks)}
+        return {**ranks, "D": self._decode}
+
+    def blocks_of(self, rank: int) -> set[BlockKey]:
+        """Returns the keys of the blocks that a rank of P has to store."""
+        return set(self.keys.store_keys(self._prefills[rank].layout.owned_parts))
+
+    def _rank_of(self, layout: Layout, number: int) -> Rank:
+        size = self.shape.num_ranks
+        heads = 2 // size
+        mine = self._right[:, :, :, number * heads : (number + 1) * heads].clone()
+        return Rank(replace(layout, tp_rank=number, tp_size=size), mine)
+
+    def _prefill(self, number: int, store: Store) -> Reason | None:
+        """Saves a prompt as one rank of P does. Returns why D will not get it, or None."""
+        rank = self._prefills[number]
+        mover = self._mover(rank, store if self.rules.checks_chain else BlindStore(store))
+        if number == 0 and not self.shape.relayed:
+            self._mark(mover, self._started)
+        work = SaveWork(mover, self._prompt(rank), 0, HANDOFF)
+        run = JobRun(Direction.SAVE, work, num_bytes=1, seconds=60)
+        last = self.shape.num_ranges - 1
+        for n in range(last + 1):
+            pieces = ranges_of(0, len(self.keys), 2, 1)
+            work.release(pieces, None, layer_range=n if last else None, is_last=n == last)
+        result = carry(run)
+        assert result is not None
+        if result.reason is not None and self.rules.tells_failure:
+            self._mark(mover, self.failed)
+        return result.reason
+
+    def _decode(self, store: ReplayStore) -> Taken:
+        """Looks a hand-off up and loads it as D does."""
+        for cache in self._decode_rank.caches:
+            cache.fill_(POISON)
+        handoff = Handoff(HANDOFF, num_tokens=self.shape.num_tokens if self.shape.relayed else None)
+        found = self._look_up(store, handoff)
+        result = self._load(store, found) if found.num_tokens else JobResult(0, found.reason)
+        counted = slice(0, result.num_tokens)
+        places = BLOCK_IDS[counted]
+        caches = zip(self._decode_rank.caches, self._right, strict=True)
+        return Taken(result, all(torch.equal(got[places], right[places]) for got, right in caches))
+
+    def _look_up(self, store: ReplayStore, handoff: Handoff) -> Match:
+        lookup = Lookup(self.keys, handoff, 60.0, lambda _: None, follows=self.shape.follows)
+        wait, verdict, is_late = MarkerWait(lookup, handoff, self.namespace), None, False
+        try:
+            while verdict is None and not is_late:
+                stored, is_late = self._look(store, wait.wanted(with_failed=True))
+                verdict = wait.take(stored)
+        except StoreError as error:
+            return Match.miss(self.keys, reason_of(error))
+        if verdict is Verdict.BEGUN:
+            return Match.following(self.keys, handoff)
+        because = {Verdict.DONE: None, Verdict.FAILED: Reason.HANDOFF_FAILED}
+        return find(store, self.keys, because.get(verdict, Reason.HANDOFF_LATE))
+
+    def _load(self, store: ReplayStore, found: Match) -> JobResult:
+        prompt = self._prompt(self._decode_rank, found.keys)
+        work = LoadWork(self._mover(self._decode_rank, store), prompt, 0, None)
+        run = JobRun(Direction.LOAD, work, num_bytes=1, seconds=60)
+        if found.follow is None:
+            work.release(ranges_of(0, len(found.keys), 2, 1))
+            work.close()
+        else:
+            self._follow(store, run, work, prompt)
+        result = carry(run)
+        assert result is not None
+        return result
+
+    def _follow(
+        self, store: ReplayStore, run: JobRun, work: LoadWork, prompt: PromptBlocks
+    ) -> None:
+        clock = Clock()
+        follow = Follow(
+            run.job,
+            work,
+            prompt,
+            0,
+            failed=self.failed,
+            done=self.done,
+            stall_s=STALL_S,
+            range_bytes=1,
+            wake=lambda: None,
+            clock=clock,
+        )
+        while not follow.is_over:
+            with contextlib.suppress(StoreError):
+                stored, is_late = self._look(store, follow.wanted())
+                clock.now += 2 * STALL_S * is_late
+                follow.look(store, stored)
+            carry(run)
+
+    def _look(self, store: ReplayStore, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], bool]:
+        stored, is_late = store.look(keys)
+        return self.rules.sees(stored), is_late and self.rules.minds_time
+
+    def _prompt(self, rank: Rank, keys: PromptKeys | None = None) -> PromptBlocks:
+        return PromptBlocks(rank.layout, keys or self.keys, [BLOCK_IDS])
+
+    def _mover(self, rank: Rank, store: Store) -> StagedMover:
+        kind = StagedMover if self.rules.verifies else TrustingMover
+        return kind(rank.layout, rank.swap, store, self._metrics, rank.staging, window_bytes=1)
+
+    def _mark(self, mover: StagedMover, key: BlockKey) -> None:
+        marker = HANDOFF.marker(self.namespace, 0, self.namespace.num_shards, 0)
+        carry(JobRun(Direction.SAVE, MarkWork(mover, {key: marker}), num_bytes=0, seconds=60))
+
+
+def carry(run: JobRun) -> JobResult | None:
+    """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
+    while (child := run.take(lambda _: True)) is not None:
+        call_child(child)
+    return run.job.result
+
+
+def call_child(child: ChildJob) -> None:
+    try:
+        child.run()
+    except Exception as error:  # noqa: BLE001 - as the worker threads do
+        child.fail(error)

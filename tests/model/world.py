@@ -1,0 +1,193 @@
+"""World: everything that can happen to one hand-off, step by step, and what must never be so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from tests.model.actors import Actors, Rules, Shape, Taken
+from tests.model.replay import ERROR, TORN, WHOLE, Call, Ended, Replays
+
+
+class State(NamedTuple):
+    """A moment.
+
+    actors: their states, as `Replays` numbers them: what each was answered, its only input.
+    stored: the values that others can see, and whether they are whole.
+    in_flight: what a put has taken and nobody sees yet; it becomes visible in any order, or when
+      its writer is dead.
+    leased: keys that the store has promised to keep.
+    faults: those that may still happen.
+    is_harmed: some fault happened, so that D may get less than all.
+    """
+
+    actors: tuple[int, ...]
+    stored: frozenset[tuple[BlockKey, str]]
+    in_flight: frozenset[BlockKey]
+    leased: frozenset[BlockKey]
+    faults: int
+    is_harmed: bool
+    is_crashed: bool
+
+
+class WrongState(AssertionError):
+    """Raised for a state that must not be."""
+
+
+class World:
+    """One hand-off of a shape, under the rules, with at most so many faults.
+
+    A put is visible late and in any order (delay, reorder); the other events are faults: P crashes,
+    a call fails, a value is evicted or torn, leases run out, the store comes back empty. D's time
+    may be up at any look. Equal states are explored once.
+    """
+
+    def __init__(self, shape: Shape, rules: Rules, num_faults: int) -> None:
+        self._actors = Actors(shape, rules)
+        self._replays = Replays(self._actors.bodies())
+        self._names = list(self._actors.bodies())
+        self._shape, self._num_faults = shape, num_faults
+        self.endings: Counter[str] = Counter()
+
+    def explore(self) -> int:
+        """Visits every state that can be reached. Returns how many; raises WrongState."""
+        nothing: frozenset[Any] = frozenset()
+        first = State(
+            self._replays.first, nothing, nothing, nothing, self._num_faults, False, False
+        )
+        seen, rest = {first}, [first]
+        while rest:
+            state = rest.pop()
+            if self._is_over(state):
+                continue
+            for following in self._steps(state):
+                if not following.faults:
+                    following = following._replace(leased=frozenset())  # nothing tries them
+                if following not in seen:
+                    seen.add(following)
+                    rest.append(following)
+        return len(seen)
+
+    def _next(self, state: State, number: int) -> Call | Ended:
+        return self._replays.next_of(state.actors[number])
+
+    def _steps(self, state: State) -> Iterator[State]:
+        for number, name in enumerate(self._names):
+            call = self._next(state, number)
+            if isinstance(call, Call) and (name == "D" or not state.is_crashed):
+                yield from self._answers(state, number, call)
+        for key in state.in_flight:
+            stored = state.stored | {(key, WHOLE)}
+            yield state._replace(stored=stored, in_flight=state.in_flight - {key})
+        if state.faults:
+            harmed = state._replace(faults=state.faults - 1, is_harmed=True)
+            yield from self._faults(harmed)
+
+    def _faults(self, state: State) -> Iterator[State]:
+        """The events that are nobody's call; `state` has paid for one."""
+        for value in state.stored:
+            key, condition = value
+            if key not in state.leased:
+                yield state._replace(stored=state.stored - {value})
+            if condition == WHOLE:
+                yield state._replace(stored=state.stored - {value} | {(key, TORN)})
+        if state.leased:
+            yield state._replace(leased=frozenset())
+        if state.stored:
+            yield state._replace(stored=frozenset(), leased=frozenset())
+        if not state.is_crashed:
+            yield state._replace(is_crashed=True)
+
+    def _answers(self, state: State, number: int, call: Call) -> Iterator[State]:
+        """Everything that the store may answer to an actor's call."""
+        conditions = dict(state.stored)
+        leading = [conditions[key] for key in _leading(call.keys, conditions)]
+        if call.is_look:
+            found = tuple(key for key in call.keys if key in conditions)
+            for is_late in (False, True):
+                yield self._answered(state, number, (found, is_late))
+        elif call.verb == "match":
+            leased = state.leased | set(call.keys[: len(leading)])
+            yield self._answered(state._replace(leased=leased), number, len(leading))
+        elif call.verb == "get":
+            yield self._answered(state, number, tuple(leading))
+        elif call.verb == "remove":
+            stored = frozenset(v for v in state.stored if v[0] not in call.keys)
+            yield self._answered(state._replace(stored=stored), number, None)
+        else:
+            self._check_marker(state, number, call)
+            new = frozenset(key for key in call.keys if key not in conditions)
+            sent = state._replace(in_flight=state.in_flight | new)
+            yield self._answered(sent, number, len(call.keys))
+        if state.faults:
+            yield self._failed(state, number, call)
+
+    def _failed(self, state: State, number: int, call: Call) -> State:
+        """A call that raises. P that cannot store a block has to say so, if a marker can be put."""
+        is_harm = number == len(self._names) - 1 or _has_markers(call.keys)
+        harmed = state._replace(faults=state.faults - 1, is_harmed=state.is_harmed or is_harm)
+        return self._answered(harmed, number, ERROR)
+
+    def _answered(self, state: State, number: int, answer: Any) -> State:
+        actors = list(state.actors)
+        actors[number] = self._replays.after(actors[number], answer)
+        return state._replace(actors=tuple(actors))
+
+    def _is_over(self, state: State) -> bool:
+        """Whether D has ended; P does nothing then that it does not do while D waits."""
+        decode = len(self._names) - 1
+        call = self._next(state, decode)
+        if isinstance(call, Ended):
+            self._check_end(state, call.result)
+            return True
+        if call.is_look:
+            self._check_wait(state, decode, call)
+        return False
+
+    def _check_end(self, state: State, taken: Taken) -> None:
+        result = taken.result
+        self.endings["whole" if result.reason is None else result.reason.value] += 1
+        if not taken.is_right:
+            raise WrongState(f"D counts {result.num_tokens} tokens that are not P's: {state}")
+        answers = self._replays.answers_of(state.actors[-1])
+        was_late = any(isinstance(answer, tuple) and answer[-1:] == (True,) for answer in answers)
+        has_failed = self._is_known(state, self._actors.failed)
+        if not (
+            state.is_harmed or was_late or has_failed or result.num_tokens == self._shape.num_tokens
+        ):
+            raise WrongState(f"D took {result} of a hand-off that is whole: {state}")
+
+    def _check_wait(self, state: State, decode: int, call: Call) -> None:
+        found = tuple(key for key in call.keys if key in dict(state.stored))
+        stays = {
+            is_late: self._answered(state, decode, (found, is_late)) == state
+            for is_late in (False, True)
+        }
+        if all(stays.values()):
+            raise WrongState(f"D waits for ever: {state}")
+        ranks = range(decode)
+        is_over = all(isinstance(self._next(state, n), Ended) for n in ranks)
+        if is_over and not state.in_flight and not state.is_harmed and stays[False]:
+            raise WrongState(f"D waits although P has ended: {state}")
+
+    def _check_marker(self, state: State, number: int, call: Call) -> None:
+        """A rank says `done` only while all of its blocks can be seen, and whole."""
+        if state.is_harmed or not set(call.keys) & set(self._actors.done):
+            return
+        missing = self._actors.blocks_of(number) - dict(state.stored).keys()
+        if missing:
+            raise WrongState(f"P says done and {missing} cannot be seen: {state}")
+
+    def _is_known(self, state: State, key: BlockKey) -> bool:
+        return key in state.in_flight or key in dict(state.stored)
+
+
+def _leading(keys: tuple[BlockKey, ...], stored: dict[BlockKey, str]) -> list[BlockKey]:
+    count = next((i for i, key in enumerate(keys) if key not in stored), len(keys))
+    return list(keys[:count])
+
+
+def _has_markers(keys: tuple[BlockKey, ...]) -> bool:
+    return any(kind_of(key) is Kind.HANDOFF for key in keys)
