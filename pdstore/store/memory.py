@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
@@ -28,8 +28,10 @@ class _Value(NamedTuple):
 class _Shelf:
     """The values of all stores of one name, least recently matched first."""
 
-    def __init__(self, budget: int | None, lease_s: float) -> None:
-        self.budget, self.lease_s = budget, lease_s
+    def __init__(
+        self, budget: int | None, lease_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.budget, self.lease_s, self.clock = budget, lease_s, clock
         self.lock = threading.Lock()
         self.values: dict[BlockKey, _Value] = {}
         self.used_bytes = 0
@@ -42,7 +44,7 @@ class _Shelf:
                 return True
             if not self._make_room(len(data)):
                 return False
-            now = time.monotonic()
+            now = self.clock()
             self.values[key] = _Value(data, now + FRESH_S, now)
             self.used_bytes += len(data)
             return True
@@ -58,7 +60,7 @@ class _Shelf:
 
     def listed(self, prefix: str) -> list[StoredValue]:
         with self.lock:
-            now = time.monotonic()
+            now = self.clock()
             return [
                 StoredValue(key, len(value.data), now - value.used_at)
                 for key, value in self.values.items()
@@ -78,7 +80,7 @@ class _Shelf:
     def _make_room(self, num_bytes: int) -> bool:
         if self.budget is None or self.used_bytes + num_bytes <= self.budget:
             return True
-        now = time.monotonic()
+        now = self.clock()
         goal, victims = self.used_bytes + num_bytes - self.budget, []
         for key, value in self.values.items():
             if goal <= 0:
@@ -109,6 +111,8 @@ class MemoryStore(Store):
     A name's values live until its last store is closed. Without a budget nothing is evicted; with
     one, the values that nobody matched for longest go first, leased ones never. It keeps no clock:
     tails and markers are evicted like blocks.
+
+    clock: seconds by which a store of its own counts leases; a simulation gives its own.
     """
 
     def __init__(
@@ -117,11 +121,12 @@ class MemoryStore(Store):
         *,
         budget: int | None = None,
         lease_s: float = DEFAULT_LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.label = label
         self._lifecycle = Lifecycle(label)
         if label == "memory://":
-            self._shelf = _Shelf(budget, lease_s)
+            self._shelf = _Shelf(budget, lease_s, clock)
         else:
             self._shelf = _named(label, budget, lease_s)
 
@@ -138,7 +143,7 @@ class MemoryStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         shelf = self._enter(keys)
-        now = time.monotonic()
+        now = shelf.clock()
         for i, key in enumerate(keys):
             if not shelf.lease(key, now):
                 return i

@@ -9,13 +9,13 @@ import hypothesis
 import pytest
 
 from pdstore.errors import ConfigError, StoreError, StoreFull
-from pdstore.store import memory
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.values import put
 from pdstore.testing.wrong.batches import GetsPastAGap
 from pdstore.testing.wrong.values import ForgetsToForget, Overwrites, ServesShortValues
+from tests.support.clock import Clock
 
 [KEY] = fresh_keys(1)
 
@@ -77,43 +77,40 @@ def test_a_name_has_one_budget_and_one_lease():
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Time that passes when told to."""
-    now = [1000.0]
-    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
-    return now
+def clock():
+    return Clock()
 
 
 def test_the_values_that_nobody_matched_for_longest_go_first(clock):
-    store, keys = MemoryStore(budget=40, lease_s=5.0), fresh_keys(6)
+    store, keys = MemoryStore(budget=40, lease_s=5.0, clock=clock), fresh_keys(6)
     put(store, keys[:4], [b"x" * 10] * 4)
-    clock[0] += 10
+    clock.now += 10
     store.match(keys[:1])
-    clock[0] += 10
+    clock.now += 10
     put(store, keys[4:], [b"x" * 10] * 2)
     assert [store.match([key]) for key in keys] == [1, 0, 0, 1, 1, 1]
 
 
 def test_leased_and_fresh_values_stay_and_the_rest_goes(clock):
-    store, keys = MemoryStore(budget=40, lease_s=5.0), fresh_keys(9)
+    store, keys = MemoryStore(budget=40, lease_s=5.0, clock=clock), fresh_keys(9)
     put(store, keys[:4], [b"x" * 10] * 4)
     with pytest.raises(StoreFull):
         put(store, keys[4:5], [b"x" * 10])
-    clock[0] += 2.0
+    clock.now += 2.0
     store.match(keys[:3])
-    clock[0] += 4.9
+    clock.now += 4.9
     with pytest.raises(StoreFull) as caught:
         put(store, keys[4:6], [b"x" * 10] * 2)
     assert caught.value.num_done == 1
-    clock[0] += 0.2
+    clock.now += 0.2
     put(store, keys[5:8], [b"x" * 10] * 3)
     assert store.match(keys[4:8]) == 4
 
 
 def test_no_room_for_a_value_evicts_nothing_for_it(clock):
-    store, keys = MemoryStore(budget=40), fresh_keys(3)
+    store, keys = MemoryStore(budget=40, clock=clock), fresh_keys(3)
     put(store, keys[:2], [b"x" * 10] * 2)
-    clock[0] += 10
+    clock.now += 10
     with pytest.raises(StoreFull):
         put(store, keys[2:], [b"x" * 41])
     assert store.match(keys[:2]) == 2

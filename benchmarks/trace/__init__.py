@@ -1,0 +1,1 @@
+"""Replays public request traces through PrefixCacheManager and a store."""

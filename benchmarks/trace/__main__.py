@@ -1,0 +1,61 @@
+"""Replays a request trace through PrefixCacheManager and a store: private caches against one pool.
+
+    python -m benchmarks.trace FILE [--json benchmarks/results/trace_NAME.json]
+
+FILE is a trace of the Mooncake release: JSON lines with `timestamp`, `input_length`,
+`output_length` and `hash_ids` (512 tokens each). Time is the trace's own, by a clock that jumps
+from request to request; leases, eviction and matches are those of the product.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.command import run
+from benchmarks.trace.replay import Clock, Fleet, replay
+from benchmarks.trace.requests import read_trace
+from pdstore.cli.report import Report
+
+COLUMNS = [
+    *("instances", "caches", "tokens of room each", "publish lag, s"),
+    *("tokens found, %", "saves refused"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--instances", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="room of each instance")
+    parser.add_argument("--lags", type=float, nargs="*", default=[10.0, 60.0], metavar="S")
+    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    run(lambda: measure(given), given.json)
+
+
+def measure(given: argparse.Namespace) -> Report:
+    clock, n, room = Clock(), given.instances, given.tokens
+    rows: dict[tuple[int, str, int | str, float], Fleet] = {
+        (n, "private", room, 0.0): Fleet(clock, n, room, is_shared=False, lag_s=0),
+        (n, "one pool", room, 0.0): Fleet(clock, n, room, is_shared=True, lag_s=0),
+        (n, "one pool", "no bound", 0.0): Fleet(clock, n, None, is_shared=True, lag_s=0),
+    }
+    for lag_s in given.lags:
+        row = (n, "one pool", "no bound", lag_s)
+        rows[row] = Fleet(clock, n, None, is_shared=True, lag_s=lag_s)
+    requests = read_trace(given.file, given.requests)
+    count = replay(requests, list(rows.values()), clock)
+    report = Report(
+        f"{given.file.name}: {count} requests in {clock.now_s / 60:.0f} minutes", COLUMNS
+    )
+    for row, fleet in rows.items():
+        report.add(*row, fleet.hits.percent, fleet.num_refused)
+        fleet.close()
+    return report
+
+
+if __name__ == "__main__":
+    main()
