@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import Metric as Family
 
 from pdstore.outcome import Direction, Reason
+from pdstore.telemetry.metric_table import METRICS, SECONDS, Metric
+from pdstore.telemetry.reason_log import ReasonLog
 
-_SECONDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+class Counting(Protocol):
+    """A counter, or one of its label values."""
+
+    def labels(self, *values: str) -> Counting: ...
+    def inc(self, amount: float = 1) -> None: ...
+
+
+class Timing(Protocol):
+    """A histogram, or one of its label values."""
+
+    def labels(self, *values: str) -> Timing: ...
+    def observe(self, amount: float) -> None: ...
 
 
 class Metrics:
-    """The counters, gauges and histograms of pdstore, in `registry` or in a new one.
+    """The metrics of `METRICS`, in `registry` or in a new one; a miss or a drop is a warning too.
 
     A signal handler may call the methods that count: the client library's locks are not reentrant,
     so a count that finds another under way is left for that one to do.
@@ -23,66 +39,103 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._codes: list[Callable[[], Mapping[str, int]]] = []
+        self._reasons = ReasonLog()
         self._pending: collections.deque[Callable[[], None]] = collections.deque()
         self._counting = threading.Lock()  # never waited for
-        self.tokens = self._counter("tokens", "Tokens matched in the pool, loaded, saved", "verb")
-        self.bytes = self._counter("bytes", "Bytes to and from the store", "direction")
-        self.jobs = self._counter("jobs", "Jobs ended, by outcome", "direction", "outcome")
-        self.misses = self._counter("misses", "Lookups and loads cut short, by reason", "reason")
-        self.drops = self._counter("drops", "Saves not made or not finished, by reason", "reason")
-        self.store_calls = self._counter("store_calls", "Calls of the store", "verb", "outcome")
-        self.store_seconds = self._seconds("store_seconds", "Time of a store call", "verb")
-        self.job_seconds = self._seconds("job_seconds", "Time of a job", "direction")
-        self.handoff_wait_seconds = self._seconds(
-            "handoff_wait_seconds", "From D's lookup to P's marker"
-        )
-        self.exposed_seconds = self._seconds(
-            "exposed_seconds", "From a request's arrival to its loaded KV being in place"
-        )
-        self.jobs_alive = self._gauge("jobs_alive", "Jobs that wait or run")
-        self.hung_calls = self._gauge("hung_store_calls", "Store calls that outlived their job")
-        self.slots_lent = self._gauge("slots_lent", "Staging slots in use")
+        self._sources: list[Callable[[], None]] = []
+        self._breakers: list[Callable[[], bool]] = []
+        self.registry.register(_Refresher(self.refresh))  # before all that it refreshes
+        self.info = self._gauge("info")
+        self.tokens = self._counter("tokens")
+        self.bytes = self._counter("bytes")
+        self.jobs = self._counter("jobs")
+        self.misses = self._counter("misses")
+        self.drops = self._counter("drops")
+        self.store_calls = self._counter("store_calls")
+        self.store_codes = self._counter("store_codes")
+        self.store_evictions = self._counter("store_evictions")
+        self.store_seconds = self._seconds("store_seconds")
+        self.job_seconds = self._seconds("job_seconds")
+        self.handoff_wait_seconds = self._seconds("handoff_wait_seconds")
+        self.exposed_seconds = self._seconds("exposed_seconds")
+        self.jobs_alive = self._gauge("jobs_alive")
+        self.queue_jobs = self._gauge("queue_jobs")
+        self.queue_bytes = self._gauge("queue_bytes")
+        self.hung_store_calls = self._gauge("hung_store_calls")
+        self.slots = self._gauge("slots")
+        self.slots_lent = self._gauge("slots_lent")
+        self.breaker_open = self._gauge("breaker_open")
+        self.store_capacity_bytes = self._gauge("store_capacity_bytes")
+        self.store_used_bytes = self._gauge("store_used_bytes")
+        self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
         """Shows a store's error codes too; those of several stores are added up."""
-        if not self._codes:
-            self.registry.register(self)
-        self._codes.append(codes)
+        seen: collections.Counter[str] = collections.Counter()
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields the stores' error codes as they are now; the registry calls it."""
-        family = CounterMetricFamily(
-            "pdstore_store_codes", "Error codes of the store's library", labels=["code"]
-        )
-        total: collections.Counter[str] = collections.Counter()
-        for codes in self._codes:
-            total.update(codes())
-        for code, count in sorted(total.items()):
-            family.add_metric([code], count)
-        yield family
+        def read() -> None:
+            for code, count in codes().items():
+                self.store_codes.labels(code).inc(max(0, count - seen[code]))
+                seen[code] = max(count, seen[code])
 
-    def miss(self, reason: Reason) -> None:
-        """Counts a lookup or a load that was cut short."""
+        self.add_source(read)
+
+    def add_source(self, read: Callable[[], None]) -> None:
+        """Calls `read` before the metrics are shown; it sets those that something else knows.
+
+        It must answer at once and not raise.
+        """
+        self._sources.append(read)
+
+    def add_breaker(self, is_open: Callable[[], bool]) -> None:
+        """Shows whether a breaker is open; of several, whether any is."""
+        self._breakers.append(is_open)
+
+    def refresh(self) -> None:
+        """Reads what the sources know now; the registry calls it before it shows anything."""
+        for read in self._sources:
+            read()
+
+    def miss(self, reason: Reason, error: Exception | None = None, what: str = "a load") -> None:
+        """Counts a lookup or a load that was cut short, and warns of it.
+
+        what: "a lookup" or "a load", for the warning.
+        """
         self._count(lambda: self.misses.labels(reason.value).inc())
+        self._count(lambda: self._reasons.warn(what, reason, error))
 
-    def drop(self, reason: Reason) -> None:
-        """Counts a save that was not made or not finished."""
+    def drop(self, reason: Reason, error: Exception | None = None) -> None:
+        """Counts a save that was not made or not finished, and warns of it."""
         self._count(lambda: self.drops.labels(reason.value).inc())
+        self._count(lambda: self._reasons.warn("a save", reason, error))
 
-    def lookup_ended(self, num_tokens: int, reason: Reason | None) -> None:
-        """Counts a lookup's matched tokens, and why they are not the whole prompt."""
-        self._count(lambda: self.tokens.labels("matched").inc(num_tokens))
+    def lookup_ended(
+        self,
+        num_requested: int,
+        num_matched: int,
+        reason: Reason | None,
+        error: Exception | None = None,
+    ) -> None:
+        """Counts a lookup's tokens, asked for and found, and why these are not the whole prompt."""
+        if reason not in (Reason.CANCELLED, Reason.CLOSED):
+            self._count(lambda: self.tokens.labels("requested").inc(num_requested))
+        self._count(lambda: self.tokens.labels("matched").inc(num_matched))
         if reason is not None:
-            self.miss(reason)
+            self.miss(reason, error, "a lookup")
 
-    def job_ended(self, direction: Direction, reason: Reason | None, seconds: float) -> None:
+    def job_ended(
+        self,
+        direction: Direction,
+        reason: Reason | None,
+        seconds: float,
+        error: Exception | None = None,
+    ) -> None:
         """Counts a job with its time, and why it did less than all."""
         outcome = reason.value if reason else "ok"
         self._count(lambda: self.jobs.labels(direction.value, outcome).inc())
         self._count(lambda: self.job_seconds.labels(direction.value).observe(seconds))
         if reason is not None:
-            (self.miss if direction is Direction.LOAD else self.drop)(reason)
+            (self.miss if direction is Direction.LOAD else self.drop)(reason, error)
 
     def total(self) -> float:
         """The sum of all counters: 0 as long as pdstore did nothing."""
@@ -104,11 +157,44 @@ class Metrics:
             finally:
                 self._counting.release()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pdstore_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str) -> Counting:
+        metric = METRICS[name]
+        counter = Counter(
+            f"pdstore_{name}", metric.text, list(metric.labels), registry=self.registry
+        )
+        for values in known_labels(metric):
+            counter.labels(*values)
+        return counter
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"pdstore_{name}", text, registry=self.registry)
+    def _seconds(self, name: str) -> Timing:
+        metric = METRICS[name]
+        names = list(metric.labels)
+        histogram = Histogram(
+            f"pdstore_{name}", metric.text, names, buckets=SECONDS, registry=self.registry
+        )
+        for values in known_labels(metric):
+            histogram.labels(*values)
+        return histogram
 
-    def _seconds(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(f"pdstore_{name}", text, labels, buckets=_SECONDS, registry=self.registry)
+    def _gauge(self, name: str) -> Gauge:
+        metric = METRICS[name]
+        gauge = Gauge(f"pdstore_{name}", metric.text, list(metric.labels), registry=self.registry)
+        for values in known_labels(metric):
+            gauge.labels(*values)
+        return gauge
+
+
+def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:
+    """Returns the label values that a metric shows from the start; nothing for one without."""
+    return itertools.product(*metric.labels.values()) if metric.labels else ()
+
+
+class _Refresher:
+    """Shows nothing itself: the registry asks it first."""
+
+    def __init__(self, refresh: Callable[[], None]) -> None:
+        self._refresh = refresh
+
+    def collect(self) -> Iterable[Family]:
+        self._refresh()
+        return ()

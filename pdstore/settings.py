@@ -14,6 +14,7 @@ from pdstore.errors import ConfigError
 
 _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
+_NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other projects
 _DAY_S = 86_400.0
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
@@ -164,19 +165,32 @@ def read_settings(**overrides: object) -> Settings:
     """Returns the settings in the environment; `overrides` win (for command lines and tests).
 
     Raises ConfigError with the variable's name: for an unknown PDSTORE_* one, with the nearest
-    right name, and for a value that does not fit.
+    right name; for any other PD* name that is nearly one of them; and for a value that does not
+    fit.
     """
-    known = {variable_of(field): field for field in Settings.model_fields}
-    for name in os.environ:
-        if name.upper().startswith(_PREFIX) and name not in known:
-            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
-            raise ConfigError(f"unknown setting {name}: {hint}")
+    _refuse_slips()
     try:
         return Settings(**overrides)  # type: ignore[arg-type]
     except ValidationError as error:
         problems = "; ".join(f"{_place(e['loc'])}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
+
+
+def _refuse_slips() -> None:
+    """Raises ConfigError for a variable that can only be a misspelt one of these settings.
+
+    A misspelt switch would be a pool that nobody uses, without a word.
+    """
+    known = {variable_of(field): field for field in Settings.model_fields}
+    for name in os.environ:
+        upper = name.upper()
+        if name in known or not upper.startswith("PD"):
+            continue
+        is_ours = upper.startswith(_PREFIX)
+        near = difflib.get_close_matches(upper, known, n=1, cutoff=0.6 if is_ours else _NEAR)
+        if is_ours or near:
+            hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
+            raise ConfigError(f"unknown setting {name}: {hint}")
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -7,8 +7,10 @@ import threading
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdstore.metrics import Metrics
+from pdstore.errors import StoreFull, StoreUnavailable
+from pdstore.metrics import Metrics, known_labels
 from pdstore.outcome import Direction, Reason
+from pdstore.telemetry.metric_table import METRICS
 from tests.support.interrupt import ends_though_interrupted
 
 
@@ -30,12 +32,14 @@ def test_a_job_counts_its_outcome_its_time_and_its_miss_or_drop(metrics):
     assert value(metrics, "pdstore_job_seconds_sum", direction="save") == pytest.approx(0.6)
     assert value(metrics, "pdstore_misses_total", reason="lost") == 1
     assert value(metrics, "pdstore_drops_total", reason="store_full") == 1
-    assert value(metrics, "pdstore_misses_total", reason="store_full") is None
+    assert value(metrics, "pdstore_misses_total", reason="store_full") == 0
 
 
 def test_a_lookup_counts_its_tokens_and_its_miss(metrics):
-    metrics.lookup_ended(64, Reason.ABSENT)
-    metrics.lookup_ended(100, None)
+    metrics.lookup_ended(90, 64, Reason.ABSENT)
+    metrics.lookup_ended(100, 100, None)
+    metrics.lookup_ended(500, 0, Reason.CANCELLED)  # it got no answer
+    assert value(metrics, "pdstore_tokens_total", verb="requested") == 190
     assert value(metrics, "pdstore_tokens_total", verb="matched") == 164
     assert value(metrics, "pdstore_misses_total", reason="absent") == 1
 
@@ -45,6 +49,43 @@ def test_the_codes_of_several_stores_are_added_up(metrics):
     metrics.add_codes(lambda: {"-800": 1, "-1": 5})
     assert value(metrics, "pdstore_store_codes_total", code="-800") == 3
     assert value(metrics, "pdstore_store_codes_total", code="-1") == 5
+
+
+def test_what_a_source_knows_is_read_when_the_metrics_are_shown(metrics):
+    metrics.add_source(lambda: metrics.store_used_bytes.set(5))
+    assert value(metrics, "pdstore_store_used_bytes") == 5
+
+
+def test_one_open_breaker_of_several_shows(metrics):
+    states = [False, False]
+    for i in range(2):
+        metrics.add_breaker(lambda i=i: states[i])
+    assert value(metrics, "pdstore_breaker_open") == 0
+    states[1] = True
+    assert value(metrics, "pdstore_breaker_open") == 1
+
+
+def test_every_metric_of_the_table_is_there_with_the_labels_that_are_known(metrics):
+    families = {family.name: family for family in metrics.registry.collect()}
+    assert set(families) == {f"pdstore_{name}" for name in METRICS}
+    for name, metric in METRICS.items():
+        family = families[f"pdstore_{name}"]
+        assert (family.type, family.documentation) == (metric.kind.value, metric.text)
+        shown = {tuple(s.labels.get(label) for label in metric.labels) for s in family.samples}
+        assert not metric.labels or set(known_labels(metric)) == shown
+        assert hasattr(metrics, name)
+
+
+def test_a_miss_and_a_drop_are_told_with_what_to_do(metrics, caplog):
+    metrics.job_ended(Direction.SAVE, Reason.STORE_FULL, 0.1, StoreFull("redis://there: OOM"))
+    metrics.lookup_ended(64, 0, Reason.STORE_DOWN, StoreUnavailable("redis://there: refused"))
+    full, down = (record.getMessage() for record in caplog.records)
+    assert "a save" in full
+    assert "OOM" in full
+    assert "maxmemory" in full
+    assert "a lookup" in down
+    assert "refused" in down
+    assert "doctor" in down
 
 
 def test_nothing_done_is_a_total_of_zero(metrics):
@@ -63,7 +104,7 @@ def test_a_registry_of_the_callers_shows_the_counts():
 def test_a_signal_handler_counts_while_its_thread_counts(metrics):
     def count():
         metrics.job_ended(Direction.LOAD, Reason.CANCELLED, 0.1)
-        metrics.lookup_ended(1, Reason.CANCELLED)
+        metrics.lookup_ended(1, 1, Reason.CANCELLED)
         metrics.drop(Reason.CANCELLED)
 
     num_handled = 0

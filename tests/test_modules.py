@@ -13,6 +13,7 @@ PACKAGE = Path(pdstore.__file__).parent
 FLOORS = (
     ("errors",),
     ("outcome", "settings", "environment", "device_pin", "threads"),
+    ("telemetry",),
     ("metrics", "async_runner"),
     ("format", "native"),
     ("store",),

@@ -50,6 +50,29 @@ def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch,
         read_settings()
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("PD_TRANSFER_VIA_STORGE", "PD_TRANSFER_VIA_STORAGE"),
+        ("PD_TRANSFER_VIA_STORE", "PD_TRANSFER_VIA_STORAGE"),
+        ("pd_transfer_via_storage", "PD_TRANSFER_VIA_STORAGE"),
+        ("PD_STORE_ROLE", "PDSTORE_ROLE"),
+        ("PDSTOR_ROLE", "PDSTORE_ROLE"),
+        ("PDSTORESTORE", "PDSTORE_STORE"),
+    ],
+)
+def test_a_misspelt_switch_is_refused_too(monkeypatch, name, near):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=rf"unknown setting {name}: did you mean {near}\?"):
+        read_settings()
+
+
+@pytest.mark.parametrize("name", ["PD_DISAGGREGATION", "PD_TRANSFER", "PDM_HOME", "PDSH_RCMD_TYPE"])
+def test_other_projects_variables_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert not read_settings().pd_transfer_via_storage
+
+
 def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
     monkeypatch.setenv("PDSTORE_QQQQQQQQ", "x")
     with pytest.raises(ConfigError, match=r"docs/settings\.md"):

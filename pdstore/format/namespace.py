@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -63,12 +64,12 @@ class Namespace:
     def describe(self) -> dict[str, str]:
         """Returns each field in at most 40 characters, fit to be sent to the other instance.
 
-        A long value is a digest. Of the salt only 16 bits show: enough to see a difference, not to
-        guess it.
+        Equal layers in a row are one with their number, and what is long even so is a digest. Of
+        the salt only 16 bits show: enough to see a difference, not to guess it.
         """
         described = {}
         for name, value in self.fields.items():
-            text = _canonical(value)
+            text = _with_runs(value)
             if name == "salt" and value is not None:
                 text = "#" + _digest(text.encode())[:4]
             described[name] = text if len(text) <= 40 else "#" + _digest(text.encode())
@@ -88,6 +89,14 @@ def _canonical(value: Json) -> str:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
+
+
+def _with_runs(value: Json) -> str:
+    """Returns a value as text; a list by its runs of equal items: `32 x ["mla",1,576,576]`."""
+    if not isinstance(value, list):
+        return _canonical(value)
+    runs = [(len(list(run)), text) for text, run in itertools.groupby(map(_canonical, value))]
+    return ", ".join(f"{count} x {text}" for count, text in runs)
 
 
 def _digest(data: bytes) -> str:

@@ -139,10 +139,10 @@ class HandoffWatcher:
         if not self._sweep_deadline.is_over():
             return
         self._sweep_deadline = Deadline(_SWEEP_S)
-        late = {wait for wait in self._waits if wait.lookup.marker_deadline.is_over()}
-        self._answers.extend(
-            (wait.lookup, Reason.HANDOFF_LATE) for wait in self._waits if wait in late
-        )
+        late = [wait for wait in self._waits if wait.lookup.marker_deadline.is_over()]
+        for wait in late:
+            self._observe_wait(wait.lookup)
+            self._answers.append((wait.lookup, Reason.HANDOFF_LATE))
         self._keep(lambda wait: wait not in late and not wait.lookup.is_over())
 
     def _look(self) -> float:
@@ -175,7 +175,8 @@ class HandoffWatcher:
                 return self._search.stored(keys)
         except StoreError as error:
             for wait in self._waits:
-                wait.lookup.finish(Match.miss(wait.lookup.keys, reason_of(error)))
+                why = error.with_traceback(None)
+                wait.lookup.finish(Match.miss(wait.lookup.keys, reason_of(error), why))
             self._keep(lambda wait: False)
             return set()
 
@@ -200,13 +201,16 @@ class HandoffWatcher:
         """Whether these markers end the wait; if so, its lookup is answered or will be matched."""
         verdict, lookup = wait.take(found), wait.lookup
         if verdict is Verdict.DONE:
-            self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
+            self._observe_wait(lookup)
             self._answers.append((lookup, None))
         elif verdict is Verdict.FAILED:
             self._answers.append((lookup, Reason.HANDOFF_FAILED))
         elif verdict is Verdict.BEGUN:
             lookup.finish(Match.following(lookup.keys, wait.handoff))
         return verdict is not None
+
+    def _observe_wait(self, lookup: Lookup) -> None:
+        self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
 
     def _answer(self) -> None:
         """Matches some of the lookups that need not wait any more."""

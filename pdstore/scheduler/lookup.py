@@ -21,6 +21,7 @@ class Match:
     keys: the blocks that are stored, to be given to `KVPool.load`.
     num_tokens: the tokens in them.
     reason: why it is not the whole prompt; None if it is.
+    error: the store's error behind the reason, if there was one.
     follow: a hand-off that is still being saved: the blocks are stored already or will be soon, and
       the load has to follow it (`KVPool.load(..., follow=)`). None for blocks that are stored.
     """
@@ -29,11 +30,12 @@ class Match:
     num_tokens: int
     reason: Reason | None
     follow: HandoffId | None = None
+    error: Exception | None = None
 
     @classmethod
-    def miss(cls, keys: PromptKeys, reason: Reason) -> Match:
+    def miss(cls, keys: PromptKeys, reason: Reason, error: Exception | None = None) -> Match:
         """Returns the match of a prompt of which nothing was found."""
-        return cls(keys.prefix(0), 0, reason)
+        return cls(keys.prefix(0), 0, reason, error=error)
 
     @classmethod
     def following(cls, keys: PromptKeys, handoff: Handoff) -> Match:

@@ -23,7 +23,7 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
     try:
         num_blocks = num_usable(store, keys)
     except StoreError as error:
-        return Match.miss(keys, reason_of(error))
+        return Match.miss(keys, reason_of(error), error.with_traceback(None))
     num_tokens = keys.end_of(num_blocks)
     if num_tokens == keys.num_tokens:
         return Match(keys, num_tokens, None)

@@ -29,6 +29,28 @@ from pdstore.store.connect import connect_store
 
 log = logging.getLogger(__name__)
 
+_OF_ONE_PROCESS = (
+    "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
+    " process alone"
+)
+_DECODE_AT_PREFILL = (
+    "a request with a hand-off of another instance is to be decoded here, where it is prefilled"
+    " again: start the decode instance with PDSTORE_ROLE=decode, and name it as such to the router"
+)
+_PREFILL_AT_DECODE = (
+    "a request is to be prefilled here for another instance, which PDSTORE_ROLE=decode never saves:"
+    " start the prefill instance with PDSTORE_ROLE=prefill, and name it as such to the router"
+)
+_NO_HANDOFF = (
+    "a request without a hand-off, and the pool has nothing of its prompt: it is computed here."
+    " Look at the prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the"
+    " router, which has to relay the kv_transfer_params of its answer"
+)
+_EVICTED = (
+    "P published a hand-off of which {} has not all any more: its blocks were evicted or removed"
+    " since. Look at the pool's size and at its eviction policy"
+)
+
 
 class PrefixCacheManager:
     """Makes keys and finds out how much of a prompt the pool has.
@@ -92,7 +114,7 @@ class PrefixCacheManager:
         """
         refusal = self._refuse()
         found = Match.miss(keys, refusal) if refusal else find(self._store, keys)
-        self._count(found)
+        self._count(keys, None, found)
         return found
 
     def lookup(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
@@ -102,7 +124,7 @@ class PrefixCacheManager:
           now.
         Raises ValueError for a hand-off that is malformed.
         """
-        return self._start(keys, Handoff.of(params), follows=False)
+        return self._start(keys, params, follows=False)
 
     def follow(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
         """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
@@ -111,7 +133,7 @@ class PrefixCacheManager:
         `KVPool.load(..., follow=)`. It is there after one call of the store for the params of P's
         answer, and as soon as P has started for a request that P and D got at once.
         """
-        return self._start(keys, Handoff.of(params), follows=True)
+        return self._start(keys, params, follows=True)
 
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None
@@ -124,6 +146,8 @@ class PrefixCacheManager:
         for.
         """
         asked = Handoff.of(params)
+        if asked is not None and asked.num_tokens is not None:
+            self._mismatches.warn(_DECODE_AT_PREFILL)
         pool_id = self._identity.current
         handoff = Handoff(
             id=asked.id if asked else HandoffId.new(),
@@ -173,10 +197,16 @@ class PrefixCacheManager:
         if self._owns_store:
             self._store.close()
 
-    def _start(self, keys: PromptKeys, handoff: Handoff | None, *, follows: bool) -> Lookup:
+    def _start(
+        self, keys: PromptKeys, params: Mapping[str, Json] | None, *, follows: bool
+    ) -> Lookup:
+        handoff = Handoff.of(params)
+        if self._settings.role == "decode" and (params or {}).get("do_remote_decode") is True:
+            self._mismatches.warn(_PREFILL_AT_DECODE)
         wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
         keys = keys.prefix(keys.num_tokens)
-        lookup = Lookup(keys, handoff, wait_s, self._count, follows=follows)
+        count = partial(self._count, keys, handoff)
+        lookup = Lookup(keys, handoff, wait_s, count, follows=follows)
         refusal = self._refuse()
         if handoff is not None and handoff.namespace not in (None, self.namespace.hex):
             self._warn_of_other_namespace(handoff)
@@ -196,15 +226,27 @@ class PrefixCacheManager:
         is_stuck = self._queue.is_stuck or self._watcher.is_stuck
         return Reason.STORE_SLOW if is_stuck else None
 
-    def _count(self, found: Match) -> None:
-        if os.getpid() == self._pid:
-            self.metrics.lookup_ended(found.num_tokens, found.reason)
+    def _count(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
+        if os.getpid() != self._pid:
+            return
+        self.metrics.lookup_ended(keys.num_tokens, found.num_tokens, found.reason, found.error)
+        if found.reason is Reason.ABSENT:
+            self._warn_of_absence(handoff, found)
+
+    def _warn_of_absence(self, handoff: Handoff | None, found: Match) -> None:
+        """Tells of a prompt that should be in the pool: ordinary prompts need not be."""
+        if handoff is not None and handoff.num_tokens is not None:
+            self._mismatches.warn(_EVICTED.format(self._store.label))
+        elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
+            self._mismatches.warn(_NO_HANDOFF)
 
     def _warn_of_other_pool(self, handoff: Handoff) -> None:
         ours = self._identity.current or b""
+        label = self._store.label
+        remedy = _OF_ONE_PROCESS if label.startswith("memory://") else "the same PDSTORE_STORE"
         self._mismatches.warn(
             f"the prefill instance's pool is {(handoff.pool_id or '')[:8]}, this one's is"
-            f" {ours.hex()[:8]} at {self._store.label}: give both the same PDSTORE_STORE"
+            f" {ours.hex()[:8]} at {label}: give both {remedy}"
         )
 
     def _warn_of_other_namespace(self, handoff: Handoff) -> None:

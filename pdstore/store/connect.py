@@ -34,6 +34,7 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
         open_s=settings.breaker_open_s,
         max_s=settings.breaker_max_s,
     )
+    metrics.add_breaker(lambda: store.is_open)
     library = find_optional(store, ErrorCodes)
     if library is not None:
         metrics.add_codes(library.codes)

@@ -42,4 +42,4 @@ class EndedJobs:
             result = run.job.result
             assert result is not None
             seconds = time.monotonic() - run.submitted_at
-            self._metrics.job_ended(run.direction, result.reason, seconds)
+            self._metrics.job_ended(run.direction, result.reason, seconds, result.error)

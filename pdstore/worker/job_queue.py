@@ -34,6 +34,7 @@ from pdstore.worker.ended_jobs import EndedJobs
 from pdstore.worker.idle_workers import IdleWorkers
 from pdstore.worker.job import Job
 from pdstore.worker.job_run import JobRun, Urgency
+from pdstore.worker.queue_gauges import QueueGauges
 from pdstore.worker.ready_jobs import ReadyJobs
 from pdstore.worker.waiting_jobs import WaitingJobs
 
@@ -75,8 +76,12 @@ class JobQueue:
         self._closer: int | None = None
         self._closed = Latch()
         self._pid = os.getpid()
-        metrics.hung_calls.set_function(lambda: self.num_hung)
-        metrics.jobs_alive.set_function(lambda: self.num_alive)
+        self._gauges = QueueGauges(
+            metrics,
+            num_alive=lambda: self.num_alive,
+            num_hung=lambda: self.num_hung,
+            waiting=self._waiting,
+        )
         self._workers: list[Worker] = []
         self._ended = EndedJobs(metrics, lambda: self._clock.wake())
         self._clock = Ticker("pdstore-deadlines", self._end_late_jobs)
@@ -167,8 +172,7 @@ class JobQueue:
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(_JOIN_S)
         self._ended.count()
-        for gauge in (self._metrics.hung_calls, self._metrics.jobs_alive):
-            gauge.set_function(lambda: 0)  # the metrics live longer than the pool
+        self._gauges.clear()
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
 

@@ -46,6 +46,7 @@ def open_mover(
         store.allocate, layout.largest_payload_bytes, int(settings.staging), swap.registrar
     )
     undo.callback(staging.close)
+    metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
     return StagedMover(layout, swap, store, metrics, staging, range_bytes)

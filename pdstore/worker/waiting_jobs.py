@@ -29,5 +29,13 @@ class WaitingJobs:
             return QueueFull(f"{len(others)} {run.direction.value} jobs wait already")
         return None
 
+    def num_jobs(self, direction: Direction) -> int:
+        """Returns how many jobs of a direction wait. From any thread."""
+        return len(self._bytes[direction])
+
+    def num_bytes(self, direction: Direction) -> int:
+        """Returns the bytes of the jobs of a direction that wait. From any thread."""
+        return sum(self._bytes[direction].copy().values())
+
     def discard(self, run: JobRun) -> None:
         self._bytes[run.direction].pop(run, None)

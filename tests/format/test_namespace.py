@@ -56,6 +56,14 @@ def test_a_long_property_is_told_by_its_digest():
     assert a.describe() != b.describe()
 
 
+def test_equal_layers_are_told_once_so_that_a_difference_can_be_read():
+    a, b = (
+        Namespace({"layers": [["attention", heads, 128, 256]] * 32}, PARTS, 4) for heads in (8, 4)
+    )
+    (line,) = a.differences(b.describe())
+    assert line == ('layers: 32 x ["attention",4,128,256] there, 32 x ["attention",8,128,256] here')
+
+
 def test_a_property_that_is_no_json_number_is_refused():
     with pytest.raises(ValueError, match="JSON"):
         Namespace({"scale": float("nan")}, PARTS, 4)

@@ -127,6 +127,48 @@ def test_another_pool_is_said_at_once(instance, caplog):
     assert "PDSTORE_STORE" in caplog.text
 
 
+def test_memory_of_another_process_is_called_what_it_is(instance, caplog):
+    other = open_store("memory://", settings_of())
+    p, d = instance(), instance(over=other)
+    eventually(lambda: p.cache.pool_id)
+    eventually(lambda: d.cache.pool_id)
+    _, params = publish(p, range(100))
+    find(d, range(100), params, 5)
+    eventually(lambda: "memory:// is a pool of one process alone" in caplog.text)
+
+
+def test_a_decode_instance_tells_of_a_request_that_came_without_a_handoff(instance, caplog):
+    d = instance(role="decode")
+    assert find(d, range(100)).reason is Reason.ABSENT
+    eventually(lambda: "relay the kv_transfer_params" in caplog.text)
+    assert "PD_TRANSFER_VIA_STORAGE=1" in caplog.text
+
+
+def test_a_new_prompt_is_no_warning_elsewhere(instance, caplog):
+    assert find(instance(role="prefill"), range(100)).reason is Reason.ABSENT
+    assert not caplog.records
+
+
+def test_blocks_that_went_after_p_published_them_are_told(instance, caplog):
+    p, d = instance(), instance()
+    job, params = publish(p, range(100))
+    job.wait(10)
+    blocks = p.cache.keys(range(100)).store_keys(p.cache.namespace.parts)
+    p.store.remove(blocks)
+    assert find(d, range(100), params).reason is Reason.ABSENT
+    eventually(lambda: "Look at the pool's size" in caplog.text)
+
+
+def test_swapped_roles_are_told(instance, caplog):
+    p, d = instance(role="prefill"), instance(role="decode")
+    find(d, range(100), {"do_remote_decode": True})
+    eventually(lambda: "start the prefill instance with PDSTORE_ROLE=prefill" in caplog.text)
+    _, params = publish(p, range(100))
+    caplog.clear()
+    p.cache.announce(p.cache.keys(range(100)), params)
+    assert "start the decode instance with PDSTORE_ROLE=decode" in caplog.text
+
+
 def test_a_handoff_id_of_the_router_is_taken_over(instance):
     p, d = instance(), instance()
     params = {"pdstore": {"attempt": HandoffId.new().hex}}

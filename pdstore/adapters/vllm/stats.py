@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -13,10 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pdstore.metrics import Metrics
+from pdstore.metrics import Counting, Metrics, Timing, known_labels
+from pdstore.telemetry.metric_table import METRICS, SECONDS, Across, Kind, Metric
 
 _COUNTERS, _SECONDS, _GAUGES = "counters", "seconds", "gauges"
 _GAUGES_EVERY_S = 0.1
+_TYPES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 
 
 class StepMetrics(Metrics):
@@ -31,29 +34,18 @@ class StepMetrics(Metrics):
 
     def take(self) -> PDStoreStats | None:
         """Returns the changes since the last call, or None. Cheap: vLLM calls it in every step."""
-        new: PDStoreStats | None = None
+        now = time.monotonic()
+        is_time = now >= self._gauges_at
+        if is_time:
+            self._gauges_at = now + _GAUGES_EVERY_S
+            self.refresh()
+        new = PDStoreStats()
         if not self._new.is_empty():
             with self._lock:
-                new, self._new = self._new, PDStoreStats()
-        now = time.monotonic()
-        if new is None and now < self._gauges_at:
-            return None
-        self._gauges_at = now + _GAUGES_EVERY_S
-        new = new or PDStoreStats()
-        for gauge in (self.hung_calls, self.slots_lent, self.jobs_alive):
-            value = next(iter(gauge.collect())).samples[0].value
-            if self._shown.get(gauge._name, 0.0) != value:
-                self._shown[gauge._name] = new.data[_GAUGES][gauge._name] = value
+                new, self._new = self._new, new
+        if is_time:
+            new.data[_GAUGES] = self._changed_gauges()
         return None if new.is_empty() else new
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return _counter_class(self)(f"pdstore_{name}", text, labels, registry=self.registry)
-
-    def _seconds(self, name: str, text: str, *labels: str) -> Histogram:
-        whole = super()._seconds(name, text, *labels)
-        self.registry.unregister(whole)
-        kwargs = {"buckets": whole._kwargs["buckets"], "registry": self.registry}
-        return _histogram_class(self)(f"pdstore_{name}", text, labels, **kwargs)
 
     def note_count(self, key: str, amount: float) -> None:
         """Adds to a counter's change."""
@@ -66,32 +58,64 @@ class StepMetrics(Metrics):
         with self._lock:
             self._new.data[_SECONDS].setdefault(key, []).append(amount)
 
+    def _counter(self, name: str) -> Counting:
+        return _Noted(super()._counter(name), name, self.note_count)
 
-def _counter_class(metrics: StepMetrics) -> type[Counter]:
-    class Noted(Counter):
-        def inc(self, amount: float = 1, exemplar: Any = None) -> None:
-            super().inc(amount, exemplar)
-            metrics.note_count(_key(self), amount)
+    def _seconds(self, name: str) -> Timing:
+        return _NotedSeconds(super()._seconds(name), name, self.note_seconds)
 
-    return Noted
+    def _changed_gauges(self) -> dict[str, float]:
+        """Returns the gauges that changed since the last call, by key with this process in it."""
+        now = {
+            _key_of(f"{metric.name}@{os.getpid()}", [sample.labels[n] for n in metric.labels]): (
+                sample.value
+            )
+            for metric in METRICS.values()
+            if metric.kind is Kind.GAUGE
+            for family in getattr(self, metric.name).collect()
+            for sample in family.samples
+        }
+        changed = {key: v for key, v in now.items() if self._shown.get(key, 0.0) != v}
+        self._shown |= changed
+        return changed
 
 
-def _histogram_class(metrics: StepMetrics) -> type[Histogram]:
-    class Noted(Histogram):
-        def observe(self, amount: float, exemplar: Any = None) -> None:
-            super().observe(amount, exemplar)
-            metrics.note_seconds(_key(self), amount)
+class _Noted:
+    """A counter, or one of its label values, whose changes are noted."""
 
-    return Noted
+    def __init__(self, counter: Counting, key: str, note: Callable[[str, float], None]) -> None:
+        self._counter, self._key, self._note = counter, key, note
+
+    def labels(self, *values: str) -> _Noted:
+        return _Noted(self._counter.labels(*values), _key_of(self._key, values), self._note)
+
+    def inc(self, amount: float = 1) -> None:
+        self._counter.inc(amount)
+        if amount:
+            self._note(self._key, amount)
 
 
-def _key(metric: Any) -> str:
+class _NotedSeconds:
+    """A histogram, or one of its label values, whose observations are noted."""
+
+    def __init__(self, timing: Timing, key: str, note: Callable[[str, float], None]) -> None:
+        self._timing, self._key, self._note = timing, key, note
+
+    def labels(self, *values: str) -> _NotedSeconds:
+        return _NotedSeconds(self._timing.labels(*values), _key_of(self._key, values), self._note)
+
+    def observe(self, amount: float) -> None:
+        self._timing.observe(amount)
+        self._note(self._key, amount)
+
+
+def _key_of(name: str, values: Any) -> str:
     """A metric's name and label values as one text, which travels between processes."""
-    return "|".join((metric._name, *metric._labelvalues))
+    return "|".join((name, *(value.replace("|", "/") for value in values)))
 
 
 class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Changes of the metrics over some steps and processes."""
+    """Changes of the metrics over some steps and processes; a gauge's key names its process."""
 
     data: dict[str, Any]
 
@@ -125,7 +149,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def _words(key: str) -> str:
-    return key.removeprefix("pdstore_").replace("|", " ")
+    return key.replace("|", " ")
 
 
 class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -139,18 +163,11 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, Any] = {}
-        for one in vars(Metrics()).values():
-            if not isinstance(one, (Counter, Gauge, Histogram)):
-                continue
-            kind = next(k for k in (Counter, Gauge, Histogram) if isinstance(one, k))
-            extra = {"buckets": one._kwargs["buckets"]} if kind is Histogram else {}
-            self._metrics[one._name] = metric_types[kind](
-                name=one._name,
-                documentation=one._documentation,
-                labelnames=[*one._labelnames, *labelnames],
-                **extra,
-            )
+        self._gauges: dict[tuple[int, str], dict[str, float]] = {}  # by process
+        self._metrics = {
+            metric.name: self._shown(metric, metric_types[_TYPES[metric.kind]], labelnames)
+            for metric in METRICS.values()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         changes = PDStoreStats(transfer_stats_data).data
@@ -161,7 +178,30 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for amount in amounts:
                 child.observe(amount)
         for key, value in changes[_GAUGES].items():
-            self._child(key, engine_idx).set(value)
+            self._set_gauge(key, value, engine_idx)
+
+    def _shown(self, metric: Metric, kind: Any, labelnames: list[str]) -> Any:
+        """Makes one metric, with the label values that are known from the start."""
+        more = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
+        made = kind(
+            name=f"pdstore_{metric.name}",
+            documentation=metric.text,
+            labelnames=[*metric.labels, *labelnames],
+            **more,
+        )
+        for of_engine in self.per_engine_labelvalues.values():
+            for values in known_labels(metric) if metric.labels else [()]:
+                made.labels(*values, *of_engine)
+        return made
+
+    def _set_gauge(self, key: str, value: float, engine_idx: int) -> None:
+        name, _, rest = key.partition("@")
+        process, *values = rest.split("|")
+        shown = _key_of(name, values)
+        of_processes = self._gauges.setdefault((engine_idx, shown), {})
+        of_processes[process] = value
+        combine = sum if METRICS[name].across is Across.SUM else max
+        self._child(shown, engine_idx).set(combine(of_processes.values()))
 
     def _child(self, key: str, engine_idx: int) -> Any:
         name, *values = key.split("|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,9 +27,9 @@ def test_what_happened_is_taken_once(metrics):
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(900)
     taken = metrics.take()
-    assert taken.data["counters"] == {"pdstore_misses|lost": 1, "pdstore_tokens|loaded": 900}
+    assert taken.data["counters"] == {"misses|lost": 1, "tokens|loaded": 900}
     metrics.tokens.labels("loaded").inc(1)
-    assert metrics.take().data["counters"] == {"pdstore_tokens|loaded": 1}
+    assert metrics.take().data["counters"] == {"tokens|loaded": 1}
 
 
 def test_steps_and_processes_add_up(metrics):
@@ -37,13 +38,13 @@ def test_steps_and_processes_add_up(metrics):
         each.job_ended(Direction.LOAD, None, seconds)
     other.jobs_alive.set(2)
     total = metrics.take().aggregate(other.take())
-    assert total.data["counters"] == {"pdstore_jobs|load|ok": 2}
-    assert total.data["seconds"] == {"pdstore_job_seconds|load": [0.25, 0.75]}
-    assert total.data["gauges"] == {"pdstore_jobs_alive": 2}
+    assert total.data["counters"] == {"jobs|load|ok": 2}
+    assert total.data["seconds"] == {"job_seconds|load": [0.25, 0.75]}
+    assert total.data["gauges"] == {f"jobs_alive@{os.getpid()}": 2}
 
 
 def test_the_log_has_counts_and_mean_seconds():
-    counters, seconds = {"pdstore_jobs|load|ok": 2}, {"pdstore_job_seconds|load": [0.25, 0.75]}
+    counters, seconds = {"jobs|load|ok": 2}, {"job_seconds|load": [0.25, 0.75]}
     stats = PDStoreStats({"counters": counters, "seconds": seconds, "gauges": {}})
     assert stats.reduce() == {"jobs load ok": 2, "job_seconds load (mean)": 0.5}
 
@@ -67,7 +68,10 @@ def test_the_metrics_page_shows_what_was_observed(metrics):
     metrics.miss(Reason.LOST)
     metrics.job_ended(Direction.SAVE, Reason.STORE_FULL, 0.5)
     metrics.slots_lent.set(3)
+    metrics.breaker_open.set(1)
     taken = metrics.take()
+    other = {"gauges": {"slots_lent@9": 4, "breaker_open@9": 1}}  # another process's
+    shown.observe(other)
     shown.observe(taken.data)
     shown.observe(taken.data)
     labels = {"model_name": "m", "engine": "0"}
@@ -77,4 +81,6 @@ def test_the_metrics_page_shows_what_was_observed(metrics):
     assert value("pdstore_jobs_total", outcome) == 2
     assert value("pdstore_drops_total", {"reason": "store_full", **labels}) == 2
     assert value("pdstore_job_seconds_sum", {"direction": "save", **labels}) == 1.0
-    assert value("pdstore_slots_lent", labels) == 3
+    assert value("pdstore_slots_lent", labels) == 7
+    assert value("pdstore_breaker_open", labels) == 1
+    assert value("pdstore_misses_total", {"reason": "corrupt", **labels}) == 0

@@ -1,0 +1,102 @@
+"""Advice: the meaning of each reason, and the place to look at; docs/metrics.md has the table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pdstore.outcome import Reason
+
+
+class Advice(NamedTuple):
+    """The meaning of a reason, and what a person looks at or does about it."""
+
+    means: str
+    look_at: str
+
+
+ADVICE: dict[Reason, Advice] = {
+    Reason.ABSENT: Advice(
+        "the next block is not in the pool: never stored, or evicted",
+        "nothing, for a new prompt; else the pool's size",
+    ),
+    Reason.LOST: Advice(
+        "a matched block was gone when it was read",
+        "the pool's size and its eviction policy; leases (`doctor` shows them)",
+    ),
+    Reason.CORRUPT: Advice(
+        "checksum, header or length of a value is wrong; the value was removed",
+        "the store's host and memory",
+    ),
+    Reason.FOREIGN: Advice(
+        "an intact value belongs to another key; it was removed",
+        "who else writes to the pool",
+    ),
+    Reason.OTHER_SEAL: Advice(
+        "a value is encrypted with a key that this instance lacks, or is not encrypted; it was"
+        " removed",
+        "`PDSTORE_SEAL_KEY_FILE` of both",
+    ),
+    Reason.FORGED: Advice(
+        "an encrypted value is not what was stored under its key: damaged, moved or forged; it was"
+        " removed",
+        "who else writes to the pool",
+    ),
+    Reason.NAMESPACE: Advice(
+        "the other instance's weights, layout, format or salt differ",
+        "the log, which names each field",
+    ),
+    Reason.OTHER_POOL: Advice(
+        "P writes to another store than D reads",
+        "`PDSTORE_STORE` of both",
+    ),
+    Reason.HANDOFF_FAILED: Advice(
+        "P said that it could not publish the whole prompt",
+        "P's log, and its drops by reason",
+    ),
+    Reason.HANDOFF_LATE: Advice(
+        "P's marker did not come before `PDSTORE_HANDOFF_WAIT_S`",
+        "whether P lives and how long its saves take; whether `PDSTORE_HANDOFF_TTL_S` is too short",
+    ),
+    Reason.DEADLINE: Advice(
+        "a job or a lookup took longer than its time",
+        "`pdstore_store_seconds`; the load of the store and its network",
+    ),
+    Reason.STORE_DOWN: Advice(
+        "the store does not answer, or the breaker is open",
+        "whether the store runs at `PDSTORE_STORE`; `python -m pdstore doctor`",
+    ),
+    Reason.STORE_SLOW: Advice(
+        "a store call timed out, or calls hang",
+        "the load of the store and its network; `python -m pdstore doctor`",
+    ),
+    Reason.STORE_FULL: Advice(
+        "there was no room, and nothing could be evicted",
+        "the pool's size (`?budget=`, `?size=`, redis' `maxmemory`), the disk, and leases",
+    ),
+    Reason.STORE_DENIED: Advice(
+        "the store refuses this user",
+        "owner and mode of the directory; user and password in `PDSTORE_STORE`",
+    ),
+    Reason.STORE_ERROR: Advice("any other error of the store", "the log of the store"),
+    Reason.QUEUE_FULL: Advice(
+        "too many jobs or bytes wait, so the job was dropped",
+        "whether the store keeps up; `PDSTORE_QUEUE_JOBS`, `PDSTORE_QUEUE_BYTES`",
+    ),
+    Reason.NO_SLOTS: Advice("no staging slot came free in time", "`PDSTORE_STAGING`"),
+    Reason.CANCELLED: Advice("the request was aborted", "nothing"),
+    Reason.CLOSED: Advice(
+        "the pool was closed, or its process is a fork's child", "nothing, at a stop"
+    ),
+    Reason.READ_ONLY: Advice("`PDSTORE_PUBLISH=0`", "nothing: it was asked for"),
+    Reason.FAULT: Advice(
+        "a defect or a device error in pdstore itself", "the log; please report it"
+    ),
+}
+"""Every reason has an entry."""
+
+
+def advice_table() -> str:
+    """Returns the Markdown table of the reasons."""
+    rows = ["| reason | means | look at |", "|---|---|---|"]
+    rows += [f"| `{reason.value}` | {a.means} | {a.look_at} |" for reason, a in ADVICE.items()]
+    return "\n".join(rows)

@@ -1,0 +1,42 @@
+"""ReasonLog: each reason is told once in a while, with its cause and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.errors import StoreFull
+from pdstore.outcome import Reason
+from pdstore.telemetry.reason_log import QUIET, ReasonLog
+from tests.support.clock import Clock
+
+
+def lines(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_warning_has_the_reason_the_cause_and_the_remedy(caplog):
+    ReasonLog().warn("a save", Reason.STORE_FULL, StoreFull("redis://there: OOM"))
+    (line,) = lines(caplog)
+    assert "a save fell short (store_full)" in line
+    assert "[redis://there: OOM]" in line
+    assert "Look at the pool's size" in line
+    assert "`" not in line
+
+
+def test_each_reason_is_told_once_in_a_while_and_what_was_left_out_is_counted(caplog):
+    clock = Clock()
+    reasons = ReasonLog(pause_s=60.0, clock=clock)
+    for _ in range(5):
+        reasons.warn("a load", Reason.LOST)
+        reasons.warn("a load", Reason.CORRUPT)
+    reasons.warn("a save", Reason.LOST)
+    assert len(lines(caplog)) == 3
+    clock.now += 61.0
+    reasons.warn("a load", Reason.LOST)
+    assert "(4 more like it" in lines(caplog)[-1]
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_only_what_is_ordinary_or_told_elsewhere_is_quiet(caplog, reason):
+    ReasonLog().warn("a load", reason)
+    assert bool(lines(caplog)) is (reason not in QUIET)
