@@ -1,0 +1,181 @@
+"""P and D over a redis that wants a password: who loads, who computes, and what they let out.
+
+P and D are processes of the mini engine, with their settings in the environment alone. A second D,
+which has another key, is in the test's own process.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from examples.make_checkpoint import ROOT
+from examples.mini_engine.config import Config
+from examples.mini_engine.engine import Engine
+from pdstore import Reason, read_settings
+from tests.support.child import child
+from tests.support.mini_engine_kit import (
+    DEADLINE_S,
+    Asked,
+    ask,
+    checkpoints_fixture,  # noqa: F401 - a fixture
+    close,
+    until,
+)
+from tests.support.redis_server import RedisServer, free_port
+from tests.support.seal_key import write_seal_key
+
+pytestmark = pytest.mark.redis
+
+PROMPT = "A block is stored under its key. " * 6
+PASSWORD, SALT = "p@ss/w-Zq7", "a salt-Xw9"
+KEY, OTHER_KEY = "5a17" * 16, "c0de" * 16
+RIGHTS = "+get +getrange +set +exists +expire +unlink +scan +ping"
+
+
+@dataclass
+class Seen:
+    """The answers, and every text that came out.
+
+    stranger: the finished request of the D that has another key.
+    """
+
+    p: dict
+    d: dict
+    stranger: Asked
+    texts: list[str]
+
+
+@pytest.fixture(scope="module")
+def redis_with_password(tmp_path_factory):
+    user = ["--user", "pdstore", "on", f">{PASSWORD}", "~pds1:*", "-@all", *RIGHTS.split()]
+    server = RedisServer(tmp_path_factory.mktemp("redis"), "--user", "default", "off", *user)
+    yield server
+    server.stop()
+
+
+class Instance:
+    """A process of the mini engine; what it prints goes to a file."""
+
+    def __init__(self, stack, directory, name, checkpoint, **env):
+        self.name, self._log = name, directory / name
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "examples.mini_engine", "--model", checkpoint]
+        command += ["--port", str(port), "--num-blocks", "64"]
+        environment = {**os.environ, **env, "PDSTORE_ROLE": name}
+        output = stack.enter_context(self._log.open("wb"))
+        self._process = stack.enter_context(
+            child(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        )
+
+    def is_ready(self):
+        assert self._process.poll() is None, self._log.read_text()
+        try:
+            return httpx.get(f"{self._url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def ask(self, **body):
+        body = {"prompt": PROMPT, "max_tokens": 6, "return_token_ids": True, **body}
+        return httpx.post(f"{self._url}/v1/completions", json=body, timeout=DEADLINE_S)
+
+    def stop(self):
+        """Returns its metrics and all that it has printed."""
+        metrics = httpx.get(f"{self._url}/metrics").text
+        self._process.terminate()
+        self._process.wait(DEADLINE_S)
+        return metrics, self._log.read_text()
+
+
+@pytest.fixture(scope="module")
+def seen(redis_with_password, checkpoints, tmp_path_factory):
+    directory, port = tmp_path_factory.mktemp("instances"), redis_with_password.port
+    checkpoint = checkpoints["llama"]
+    pd = {
+        "PD_TRANSFER_VIA_STORAGE": "1",
+        "PDSTORE_STORE": f"redis://pdstore:{quote(PASSWORD, safe='')}@127.0.0.1:{port}",
+        "PDSTORE_SALT": SALT,
+        "PDSTORE_STAGING": "8MiB",
+        "PDSTORE_HANDOFF_WAIT_S": "3",
+    }
+    keys = {"prefill": [KEY], "decode": [OTHER_KEY, KEY]}  # D is in the middle of a rotation
+    with ExitStack() as stack:
+        for name in keys:
+            pd["PDSTORE_SEAL_KEY_FILE"] = str(
+                write_seal_key(directory / f"{name}.key", *keys[name])
+            )
+            keys[name] = Instance(stack, directory, name, checkpoint, **pd)
+        p, d = keys.values()
+        until(p.is_ready)
+        until(d.is_ready)
+        alone = p.ask().json()
+        params = p.ask(max_tokens=1).json()["kv_transfer_params"]
+        answer = d.ask(kv_transfer_params=params)
+        ids = alone["choices"][0]["prompt_token_ids"]
+        log = stack.enter_context(logged())
+        stranger = ask_stranger(pd, directory, checkpoint, ids, params)
+        redis_with_password.stop()
+        failed = [one.ask(prompt=PROMPT[::-1]) for one in (p, d)]
+        refused = p.ask(kv_transfer_params={"pdstore": {"attempt": PASSWORD[::-1]}})
+        texts = [response.text for response in (answer, *failed, refused)]
+        texts += [str(params), log.getvalue(), *p.stop(), *d.stop()]
+        yield Seen(alone, answer.json(), stranger, texts)
+
+
+@contextmanager
+def logged():
+    """All that pdstore logs in this process, down to what is for its developers."""
+    log, text = logging.getLogger("pdstore"), io.StringIO()
+    handler, level = logging.StreamHandler(text), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    yield text
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def ask_stranger(pd, directory, checkpoint, ids, params):
+    settings = {name.removeprefix("PDSTORE_").lower(): value for name, value in pd.items()}
+    settings["seal_key_file"] = write_seal_key(directory / "stranger.key", OTHER_KEY)
+    config = Config(
+        model=checkpoint, settings=read_settings(**settings, role="decode"), num_blocks=64
+    )
+    engine = Engine(config)
+    try:
+        return ask(engine, ids, max_tokens=6, kv_transfer_params=params).wait()
+    finally:
+        close(engine)
+
+
+def test_d_with_ps_key_loads_the_prompt(seen):
+    assert seen.d["usage"]["pdstore"]["computed_tokens"] == 1
+    assert seen.d["choices"][0]["token_ids"] == seen.p["choices"][0]["token_ids"]
+
+
+def test_d_with_another_key_computes_the_prompt_and_names_the_reason(seen):
+    assert seen.stranger.request.num_loaded == 0
+    assert seen.stranger.request.miss_reason == Reason.OTHER_SEAL
+    assert seen.stranger.ids == seen.p["choices"][0]["token_ids"]
+
+
+def test_no_secret_comes_out_of_any_of_them(seen):
+    """In answers, metrics and logs, also after the redis has gone."""
+    everything = "\n".join(seen.texts)
+    assert "pdstore_store_calls_total" in everything
+    assert "redis://pdstore:***@127.0.0.1" in everything, "what is searched has the right lines"
+    for secret in (PASSWORD, SALT, KEY, OTHER_KEY):
+        raw = bytes.fromhex(secret) if secret in (KEY, OTHER_KEY) else secret.encode()
+        encoded = base64.b64encode(raw).decode()
+        for form in (secret, quote(secret, safe=""), raw.hex(), encoded, str(raw)):
+            assert form not in everything

@@ -1,0 +1,49 @@
+"""The linter refuses what could execute what was read, or open a door: in every folder of ours."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUFF = Path(sys.executable).with_name("ruff")
+
+REFUSED = {
+    "import pickle\n\npickle.loads(b'')\n": "S301",
+    "import shelve\n\nshelve.open('x')\n": "S301",
+    "import marshal\n\nmarshal.loads(b'')\n": "S302",
+    "eval('1')\n": "S307",
+    "exec('1')\n": "S102",
+    "import yaml\n\nyaml.load('')\n": "S506",
+    "import subprocess\n\nsubprocess.run('x', shell=True)\n": "S602",
+    "import os\n\nos.system('x')\n": "S605",
+    "import uvicorn\n\nuvicorn.run('x', host='0.0.0.0')\n": "S104",
+    "import httpx\n\nhttpx.get('https://x', verify=False)\n": "S501",
+}
+
+
+@pytest.mark.parametrize("folder", ["pdstore/store", "pdstore/adapters/vllm", "examples/router"])
+def test_what_could_execute_or_open_a_door_is_refused(folder):
+    """All at once, so that the linter starts once a folder."""
+    source = "".join(REFUSED)
+    command = [RUFF, "check", "--stdin-filename", f"{folder}/new.py", "--output-format", "concise"]
+    said = subprocess.run([*command, "-"], input=source, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 1, said.stderr
+    found = {line.split(":")[1]: line for line in said.stdout.splitlines() if ": S" in line}
+    number = 0
+    for snippet, code in REFUSED.items():
+        number += snippet.count("\n")
+        assert f" {code} " in found.get(str(number), ""), f"{snippet!r}\n{said.stdout}"
+
+
+def test_no_tensor_file_is_loaded_that_may_be_a_pickle():
+    """The linter has no rule for torch.load, and examples may use what it bans elsewhere."""
+    for folder in ("pdstore", "examples", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr == "load":
+                    assert ast.unparse(node) != "torch.load", path
