@@ -24,6 +24,7 @@ from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from pdstore import Reason, read_settings
 from tests.support.child import child
+from tests.support.listeners import addresses_of
 from tests.support.mini_engine_kit import (
     DEADLINE_S,
     Asked,
@@ -45,7 +46,7 @@ RIGHTS = "+get +getrange +set +exists +expire +unlink +scan +ping"
 
 @dataclass
 class Seen:
-    """The answers, and every text that came out.
+    """The answers, the addresses that P and D listen at, and every text that came out.
 
     stranger: the finished request of the D that has another key.
     """
@@ -53,6 +54,7 @@ class Seen:
     p: dict
     d: dict
     stranger: Asked
+    addresses: list[str]
     texts: list[str]
 
 
@@ -69,10 +71,10 @@ class Instance:
 
     def __init__(self, stack, directory, name, checkpoint, **env):
         self.name, self._log = name, directory / name
-        port = free_port()
-        self._url = f"http://127.0.0.1:{port}"
+        self.port = free_port()
+        self._url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "examples.mini_engine", "--model", checkpoint]
-        command += ["--port", str(port), "--num-blocks", "64"]
+        command += ["--port", str(self.port), "--num-blocks", "64"]
         environment = {**os.environ, **env, "PDSTORE_ROLE": name}
         output = stack.enter_context(self._log.open("wb"))
         self._process = stack.enter_context(
@@ -119,6 +121,7 @@ def seen(redis_with_password, checkpoints, tmp_path_factory):
         p, d = keys.values()
         until(p.is_ready)
         until(d.is_ready)
+        addresses = [address for one in (p, d) for address in addresses_of(one.port)]
         alone = p.ask().json()
         params = p.ask(max_tokens=1).json()["kv_transfer_params"]
         answer = d.ask(kv_transfer_params=params)
@@ -130,7 +133,7 @@ def seen(redis_with_password, checkpoints, tmp_path_factory):
         refused = p.ask(kv_transfer_params={"pdstore": {"attempt": PASSWORD[::-1]}})
         texts = [response.text for response in (answer, *failed, refused)]
         texts += [str(params), log.getvalue(), *p.stop(), *d.stop()]
-        yield Seen(alone, answer.json(), stranger, texts)
+        yield Seen(alone, answer.json(), stranger, addresses, texts)
 
 
 @contextmanager
@@ -167,6 +170,10 @@ def test_d_with_another_key_computes_the_prompt_and_names_the_reason(seen):
     assert seen.stranger.request.num_loaded == 0
     assert seen.stranger.request.miss_reason == Reason.OTHER_SEAL
     assert seen.stranger.ids == seen.p["choices"][0]["token_ids"]
+
+
+def test_they_are_there_for_this_host_alone(seen):
+    assert seen.addresses == ["127.0.0.1"] * 2
 
 
 def test_no_secret_comes_out_of_any_of_them(seen):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.child import child
+from tests.support.listeners import addresses_of
 from tests.support.router_kit import (
     DEADLINE_S,
     listening,
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-async def test_the_process_stops_cleanly(stop: signal.Signals) -> None:
+async def test_the_process_is_there_for_this_host_alone_and_stops_cleanly(
+    stop: signal.Signals,
+) -> None:
     with listening() as sock, nobody() as gone:
         port = str(sock.getsockname()[1])
     command = [sys.executable, "-m", "examples.router", "--prefill", gone, "--decode", gone]
@@ -30,6 +33,7 @@ async def test_the_process_stops_cleanly(stop: signal.Signals) -> None:
             line = process.stderr.readline()
             assert line, said
             said += line
+        assert addresses_of(int(port)) == ["127.0.0.1"]
         process.send_signal(stop)
         _, rest = process.communicate(timeout=DEADLINE_S)
     assert "Traceback" not in rest
