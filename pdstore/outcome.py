@@ -36,6 +36,7 @@ class Reason(str, enum.Enum):
     OTHER_POOL = "other_pool"  # the other instance writes to another store
     HANDOFF_FAILED = "handoff_failed"  # P said that it could not publish everything
     HANDOFF_LATE = "handoff_late"  # P's marker did not appear before D's deadline
+    HANDOFF_DEAD = "handoff_dead"  # P died before its marker: it stopped beating
     DEADLINE = "deadline"  # the job's time was up
     STORE_DOWN = "store_down"  # unreachable, or the breaker is open
     STORE_SLOW = "store_slow"  # a store call timed out

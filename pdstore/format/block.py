@@ -31,7 +31,7 @@ class Header(NamedTuple):
     num_tokens: int
     payload_bytes: int
     namespace: bytes  # 16 bytes
-    prefix_hash: bytes  # 16 bytes; of a marker: the hand-off's id
+    prefix_hash: bytes  # 16 bytes; of a marker: the hand-off's id or the instance's
 
 
 def start_of(header: Header) -> bytes:

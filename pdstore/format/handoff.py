@@ -16,13 +16,19 @@ _ID = "attempt"  # the wire name of the hand-off's id
 
 
 class HandoffId(NamedTuple):
-    """The random 128-bit name of one hand-off; never a request id, which may come twice."""
+    """The random 128-bit name of one hand-off; never a request id, which may come twice.
+
+    instance: the random id of the instance that saves it, under which that one beats
+      (`pdstore.format.pulse`); None where it is not known, or does not beat.
+    """
 
     hex: str
+    instance: str | None = None
 
     @classmethod
-    def new(cls) -> HandoffId:
-        return cls(secrets.token_hex(HASH_BYTES))
+    def new(cls, instance: str | None = None) -> HandoffId:
+        """Returns a new name, of a hand-off that this instance saves."""
+        return cls(new_id(), instance)
 
     def started(self, namespace: Namespace) -> BlockKey:
         """Returns the key that is stored when P has begun to save the prompt."""
@@ -36,8 +42,18 @@ class HandoffId(NamedTuple):
         """Returns the key that is stored when some shard will not come."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
 
+    def started_marker(self, namespace: Namespace, num_shards: int, num_tokens: int) -> Header:
+        """Returns the value under `started`: it names the instance, which a router cannot know."""
+        named = HandoffId(self.instance or self.hex)
+        return named.marker(namespace, 0, num_shards, num_tokens)
+
+    def instance_of(self, started: Header) -> str | None:
+        """Returns the id of the instance that put this `started`; None if that does not beat."""
+        named = started.prefix_hash.hex()
+        return None if named == self.hex else named
+
     def marker(self, namespace: Namespace, shard: int, num_shards: int, num_tokens: int) -> Header:
-        """Returns the value under one of these keys: a header without a payload."""
+        """Returns the value under `done` and `failed`: a header without a payload."""
         return Header(
             flags=FLAG_MARKER,
             group=0,
@@ -48,6 +64,11 @@ class HandoffId(NamedTuple):
             namespace=namespace.digest,
             prefix_hash=bytes.fromhex(self.hex),
         )
+
+
+def new_id() -> str:
+    """Returns a random id of 128 bits, in hex: of a hand-off or of an instance."""
+    return secrets.token_hex(HASH_BYTES)
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,7 @@ class Handoff:
         if handoff_id is None:
             raise ValueError(f"kv_transfer_params.{_NAME}.{_ID} is missing")
         return cls(
-            id=HandoffId(handoff_id),
+            id=HandoffId(handoff_id, _hex_of(said, "instance")),
             num_tokens=num_tokens,
             namespace=_hex_of(said, "namespace"),
             pool_id=_hex_of(said, "pool_id"),
@@ -99,6 +120,8 @@ class Handoff:
     def params(self) -> dict[str, Json]:
         """Returns the `kv_transfer_params` with this hand-off."""
         said: dict[str, Json] = {_ID: self.id.hex}
+        if self.id.instance is not None:
+            said["instance"] = self.id.instance
         if self.num_tokens is not None:
             said["num_tokens"] = self.num_tokens
         if self.namespace is not None:

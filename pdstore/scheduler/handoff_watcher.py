@@ -16,6 +16,7 @@ from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Namespace
+from pdstore.format.pulse import is_beat
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.lookup import Lookup, Match
@@ -35,7 +36,7 @@ _LOOKS_PER_FAILED = 3  # it is rare
 
 
 class HandoffWatcher:
-    """Ends each lookup when P's markers for all shards are there, when P failed, or at its time.
+    """Ends each lookup when P's markers for all shards are there, at P's failure or death, or late.
 
     One that follows ends when P has started or answered, with a match that names the hand-off; but
     where all is stored by then, with an ordinary one.
@@ -156,8 +157,11 @@ class HandoffWatcher:
         found = call_or(partial(self._search_for, keys), None)
         if found is None:
             self._look_at_each()
-        elif found or self._has_arrivals:
-            self._note(found)
+        else:
+            if found or self._has_arrivals:
+                self._note(found)
+            if self._search.is_whole(len(keys)):
+                self._listen(found, started_at)
         self._has_arrivals = False
         took_s = time.monotonic() - started_at
         return self._pace.after(self._search.num_calls(len(keys)), took_s)
@@ -190,9 +194,18 @@ class HandoffWatcher:
                 self._note(found)
         self._keep(lambda wait: not wait.lookup.is_over())
 
+    def _listen(self, found: set[BlockKey], asked_at: float) -> None:
+        """Takes note of beats and ends the waits whose P has died."""
+        if any([wait.listen(found, asked_at) for wait in self._waits]):
+            self._keys.clear()
+        dead = {wait for wait in self._waits if wait.is_dead}
+        if dead:
+            self._answers.extend((wait.lookup, Reason.HANDOFF_DEAD) for wait in dead)
+            self._keep(lambda wait: wait not in dead)
+
     def _note(self, found: set[BlockKey]) -> None:
         """Takes note of markers and ends the waits that they end."""
-        if found:
+        if not all(map(is_beat, found)):
             self._pace.hurry()
         over = {wait for wait in self._waits if self._is_ended(wait, found)}
         self._keep(lambda wait: wait not in over)

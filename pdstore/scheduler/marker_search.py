@@ -26,6 +26,10 @@ class MarkerSearch:
         """Returns how many calls of the store a search for so many keys is."""
         return 1 if self._finder else min(num_keys, self._most_calls)
 
+    def is_whole(self, num_keys: int) -> bool:
+        """Returns whether one search among so many keys looks for all of them."""
+        return self._finder is not None or num_keys <= self._most_calls
+
     def stored(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns those of the keys that were found; the rest is missing or was not looked for.
 

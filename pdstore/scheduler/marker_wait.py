@@ -1,4 +1,4 @@
-"""MarkerWait: the markers that one lookup waits for, and what they say once they are there."""
+"""MarkerWait: the markers that one lookup waits for, what they say, and whether P still beats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import enum
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import Namespace
+from pdstore.format.pulse import Pulse
 from pdstore.scheduler.lookup import Lookup
 
 
@@ -30,11 +31,23 @@ class MarkerWait:
         self._started = handoff.id.started(namespace)
         self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
         self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
+        instance = handoff.id.instance
+        self._pulse = Pulse(namespace, instance) if instance is not None else None
 
     def wanted(self, *, with_failed: bool) -> list[BlockKey]:
         """Returns the keys to look for next."""
         started = [self._started] if self.lookup.follows else []
-        return self._wanted + started + ([self._failed] if with_failed else [])
+        beats = self._pulse.wanted() if self._pulse is not None else []
+        return self._wanted + started + ([self._failed] if with_failed else []) + beats
+
+    def listen(self, stored: set[BlockKey], asked_at: float) -> bool:
+        """Takes note of P's beats, if a look that began then found any. Whether one is new."""
+        return self._pulse is not None and self._pulse.note(stored, asked_at)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether P has stopped beating."""
+        return self._pulse is not None and self._pulse.is_silent()
 
     def take(self, stored: set[BlockKey]) -> Verdict | None:
         """Takes note of markers that are stored. Returns why the wait is over, or None."""

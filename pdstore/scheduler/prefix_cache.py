@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pdstore.errors import StoreError
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import Handoff, HandoffId, new_id
 from pdstore.format.keys import PromptKeys, Tokens
 from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Json, Namespace
@@ -76,6 +76,7 @@ class PrefixCacheManager:
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
         self._identity = PoolIdentity(self._store)
+        self._instance = new_id()
         self._mismatches = MismatchLog()
         self._closed = False
         self._pid = os.getpid()
@@ -140,6 +141,9 @@ class PrefixCacheManager:
     ) -> tuple[HandoffId, dict[str, Json]]:
         """Returns a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
+        Give the hand-off to the pool whole: it names this instance, which beats under that name as
+        long as the pool saves.
+
         params: the request's own. A hand-off in them is taken over: a router that asks P and D at
           once has named it.
         The answer of a read-only instance (PDSTORE_PUBLISH=0) says nothing: D has nothing to wait
@@ -150,7 +154,7 @@ class PrefixCacheManager:
             self._mismatches.warn(_DECODE_AT_PREFILL)
         pool_id = self._identity.current
         handoff = Handoff(
-            id=asked.id if asked else HandoffId.new(),
+            id=HandoffId(asked.id.hex if asked else new_id(), self._instance),
             num_tokens=keys.num_tokens,
             namespace=self.namespace.hex,
             pool_id=pool_id.hex() if pool_id else None,

@@ -7,7 +7,7 @@ import secrets
 
 from pdstore.errors import StoreError
 from pdstore.format import block
-from pdstore.format.keys import POOL_ID_KEY
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import HASH_BYTES
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
@@ -65,3 +65,12 @@ def read_pool_id(store: Store) -> bytes:
         block.seal(value, block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, bytes(HASH_BYTES), mine))
         store.put([POOL_ID_KEY], slots)
     raise StoreError(f"{store.label} does not keep the pool's id")
+
+
+def read_marker(store: Store, key: BlockKey) -> block.Header | None:
+    """Returns the header that is stored under a marker's key; None if none is, or a damaged one.
+
+    Raises StoreError.
+    """
+    slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
+    return block.read_header(slots.value(0)) if store.get([key], slots) == 1 else None

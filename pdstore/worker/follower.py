@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pdstore.errors import StoreError
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
+from pdstore.format.pulse import Pulse
 from pdstore.outcome import Reason
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener
 from pdstore.store.checked import count_of
+from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
 from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Ticker
@@ -24,6 +27,7 @@ _WINDOW = 128
 """Keys that one call matches; each is leased, so it is no more than will be loaded soon."""
 _FIRST_PAUSE_S = 0.002
 _LAST_PAUSE_S = 0.02
+_ASK_AFTER_S = 0.1
 _TOLD_PAUSE_S = 0.02  # where the store tells of changes: it may not hear of other hosts'
 
 
@@ -70,11 +74,12 @@ class _Lane:
 class Follow:
     """One load that follows a hand-off.
 
-    failed: the marker that says that P could not store all.
-    done: the markers, one a shard, that say that P stored all; then what is missing was lost.
+    It ends when all is loaded, when P has stored all or failed, or when P has died: then what is
+    missing will not come.
+
     stall_s: the load ends when nothing more is stored for so long.
     wake: tells the queue that the load has more to do, or nothing more.
-    clock: says when nothing was stored for too long.
+    clock: counts from when the load was made; `asked_at` goes by it.
     """
 
     def __init__(
@@ -83,22 +88,28 @@ class Follow:
         work: LoadWork,
         prompt: PromptBlocks,
         first_block: int,
+        handoff: HandoffId,
         *,
-        failed: BlockKey,
-        done: Sequence[BlockKey],
         stall_s: float,
         range_bytes: int,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.job, self._failed, self._done = job, failed, done
-        self._work, self._wake = work, wake
+        namespace = prompt.keys.namespace
+        self.job, self._work, self._wake = job, work, wake
+        self._handoff, self._namespace = handoff, namespace
+        self._failed = handoff.failed(namespace)
+        self._done = [handoff.done(namespace, n) for n in range(namespace.num_shards)]
+        self._clock = clock
+        self._moved_at = clock()
+        self._pulse: Pulse | None = None
+        self._has_asked = handoff.instance is not None
+        if handoff.instance is not None:
+            self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s, self._range_bytes = stall_s, range_bytes
         self._lanes = [_Lane(prompt, first_block, n) for n in range(prompt.layout.num_ranges)]
         for n in range(len(self._lanes)):
             work.release([], n)  # no token counts before all of its layer ranges are loaded
-        self._clock = clock
-        self._moved_at = clock()
 
     @property
     def is_over(self) -> bool:
@@ -107,32 +118,58 @@ class Follow:
     def wanted(self) -> list[BlockKey]:
         """The keys whose appearance says that there is something to do."""
         missing = [lane.missing for lane in self._lanes]
-        return [self._failed, *self._done, *(key for key in missing if key is not None)]
+        beats = self._pulse.wanted() if self._pulse is not None else []
+        return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
-    def look(self, store: Store, stored: set[BlockKey]) -> bool:
+    def look(self, store: Store, stored: set[BlockKey], asked_at: float) -> bool:
         """Releases what is stored; ends the load if nothing more will come. Whether it moved.
 
-        stored: those of `wanted` that are in the store.
+        stored: those of `wanted` that were in the store.
+        asked_at: when the store was asked for them, in seconds of the clock.
         """
-        has_failed, moved = self._failed in stored, False
-        has_ended = has_failed or stored.issuperset(self._done)
+        self._learn_instance(store, asked_at)
+        cut, moved = self._cut(stored), False
         for lane in self._lanes:
             # P stores a block's layer ranges in order: more of one may mean more of the next
-            if has_ended or moved or lane.missing in stored:
+            if cut is not None or moved or lane.missing in stored:
                 moved |= lane.advance(store)
             lane.release(self._work, self._range_bytes)
-        now = self._clock()
-        if moved:
-            self._moved_at = now
+        silence = self._silence(stored, asked_at, moved=moved)
         if all(lane.is_complete for lane in self._lanes):
             self._work.close()
-        elif has_ended:
-            self._work.close(Reason.HANDOFF_FAILED if has_failed else Reason.ABSENT)
-        elif now - self._moved_at > self._stall_s:
-            self._work.close(Reason.HANDOFF_LATE)
+        elif cut is not None or silence is not None:
+            self._work.close(cut or silence)
         if moved or not self._work.is_open:
             self._wake()
         return moved
+
+    def _learn_instance(self, store: Store, asked_at: float) -> None:
+        """Asks once who is P, if a router named the hand-off and nothing came for a moment."""
+        if self._has_asked or asked_at - self._moved_at < _ASK_AFTER_S:
+            return
+        self._has_asked = True
+        started = read_marker(store, self._handoff.started(self._namespace))
+        instance = self._handoff.instance_of(started) if started is not None else None
+        if instance is not None:
+            self._pulse = Pulse(self._namespace, instance, clock=self._clock)
+
+    def _cut(self, stored: set[BlockKey]) -> Reason | None:
+        """Returns why P says that nothing more will come; None if it does not."""
+        if self._failed in stored:
+            return Reason.HANDOFF_FAILED
+        return Reason.ABSENT if stored.issuperset(self._done) else None  # stored, and lost
+
+    def _silence(self, stored: set[BlockKey], asked_at: float, *, moved: bool) -> Reason | None:
+        """Returns why nothing more is expected of P, which says nothing; None if it is."""
+        if moved:
+            self._moved_at = asked_at
+        if self._pulse is not None:
+            self._pulse.note(stored, asked_at)
+            if moved:
+                self._pulse.hear(asked_at)
+            if self._pulse.is_silent():
+                return Reason.HANDOFF_DEAD
+        return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None
 
 
 class Follower:
@@ -141,10 +178,13 @@ class Follower:
     All loads are one call of the store each time where it can look for many keys (`FindsKeys`).
     Where it tells of changes (`TellsChanges`), it is asked then; else it is polled, ever less often
     while nothing appears.
+
+    stall_s: a load ends when nothing more is stored for so long.
+    range_bytes: about how much a worker takes at a time.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, stall_s: float, range_bytes: int) -> None:
+        self._store, self._stall_s, self._range_bytes = store, stall_s, range_bytes
         self._finder = find_optional(store, FindsKeys)
         self._arrivals: deque[Follow] = deque()
         self._follows: list[Follow] = []
@@ -153,8 +193,29 @@ class Follower:
         self._listener = None if teller is None else ChangeListener(teller, self._wake)
         self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
 
-    def add(self, follow: Follow) -> None:
-        """Takes a load. From any thread."""
+    def add(
+        self,
+        job: Job,
+        work: LoadWork,
+        prompt: PromptBlocks,
+        first_block: int,
+        handoff: HandoffId,
+        wake: Callable[[], None],
+    ) -> None:
+        """Takes a load that follows a hand-off. From any thread.
+
+        wake: tells the queue that the load has more to do, or nothing more.
+        """
+        follow = Follow(
+            job,
+            work,
+            prompt,
+            first_block,
+            handoff,
+            stall_s=self._stall_s,
+            range_bytes=self._range_bytes,
+            wake=wake,
+        )
         self._arrivals.append(follow)
         self._thread.wake()
 
@@ -184,15 +245,16 @@ class Follower:
 
     def _look(self) -> bool:
         """Looks once for all loads. Returns whether any of them moved."""
+        asked_at = time.monotonic()
         try:
             stored = self._stored()
         except StoreError:  # the loads end when nothing appears in time
             return False
-        return any([self._look_for(follow, stored) for follow in self._follows])
+        return any([self._look_for(follow, stored, asked_at) for follow in self._follows])
 
-    def _look_for(self, follow: Follow, stored: set[BlockKey]) -> bool:
+    def _look_for(self, follow: Follow, stored: set[BlockKey], asked_at: float) -> bool:
         try:
-            return follow.look(self._store, stored)
+            return follow.look(self._store, stored, asked_at)
         except StoreError:
             return False
 

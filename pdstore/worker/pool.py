@@ -9,6 +9,7 @@ from functools import partial
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import LayoutError, ReadOnly
+from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import BlockTables, Layout
@@ -21,7 +22,8 @@ from pdstore.store.connect import connect_store
 from pdstore.worker.block_range import RANGE_BYTES, ranges_of
 from pdstore.worker.block_tables import check_windows, tables_of
 from pdstore.worker.caller_stream import behind_caller
-from pdstore.worker.follower import Follow, Follower
+from pdstore.worker.follower import Follower
+from pdstore.worker.heartbeat import Heartbeat
 from pdstore.worker.job import Job
 from pdstore.worker.job_queue import JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
@@ -83,8 +85,10 @@ class KVPool:
             pin = DevicePin(swap.device, swap.device_api)
             self._queue = JobQueue(settings, pin, self.metrics)
             undo.callback(self._queue.close, 0.0)
-            self._follower = Follower(store)
+            self._follower = Follower(store, settings.handoff_wait_s, range_bytes)
             undo.callback(self._follower.close)
+            self._heartbeat = Heartbeat(settings, layout, namespace, store)
+            undo.callback(self._heartbeat.close)
             self._resources = undo.pop_all()
 
     def ready(self, timeout_s: float | None = None) -> None:
@@ -164,7 +168,8 @@ class KVPool:
         else:
             job = self._queue.submit(run, after)
             if handoff is not None:
-                job.on_end(partial(self._abort_if_failed, handoff))
+                self._heartbeat.begin(handoff)
+                job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
         return OpenSave(run.job, work, prompt, self._range_bytes, order, wake)
 
@@ -206,14 +211,18 @@ class KVPool:
 
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
-        return self._mark(handoff.started(self.namespace), handoff, num_tokens)
+        self._heartbeat.begin(handoff)
+        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
+        return self._mark(handoff.started(self.namespace), marker)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
 
         `save` does this itself for a hand-off that it cannot complete.
         """
-        return self._mark(handoff.failed(self.namespace), handoff, 0)
+        self._heartbeat.end(handoff)
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        return self._mark(handoff.failed(self.namespace), marker)
 
     @property
     def num_jobs(self) -> int:
@@ -229,8 +238,7 @@ class KVPool:
         if self._queue.close(self._settings.drain_s):
             self._resources.close()
 
-    def _mark(self, key: BlockKey, handoff: HandoffId, num_tokens: int) -> Job:
-        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, num_tokens)
+    def _mark(self, key: BlockKey, marker: Header) -> Job:
         run = JobRun(
             Direction.SAVE,
             MarkWork(self._mover, {key: marker}),
@@ -260,25 +268,12 @@ class KVPool:
             return self._queue.submit(run)
         job = self._queue.submit(run)
         if not job.done:  # else it was refused
-            self._follower.add(self._follow_of(run, work, prompt, first_block, follow))
+            wake = partial(self._queue.wake, run)
+            self._follower.add(job, work, prompt, first_block, follow, wake)
         return job
 
-    def _follow_of(
-        self, run: JobRun, work: LoadWork, prompt: PromptBlocks, first: int, handoff: HandoffId
-    ) -> Follow:
-        return Follow(
-            run.job,
-            work,
-            prompt,
-            first,
-            failed=handoff.failed(self.namespace),
-            done=[handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)],
-            stall_s=self._settings.handoff_wait_s,
-            range_bytes=self._range_bytes,
-            wake=partial(self._queue.wake, run),
-        )
-
-    def _abort_if_failed(self, handoff: HandoffId, job: Job) -> None:
+    def _note_end(self, handoff: HandoffId, job: Job) -> None:
+        self._heartbeat.end(handoff)
         if not job.durable:
             self.abort_handoff(handoff)
 

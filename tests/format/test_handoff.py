@@ -11,7 +11,9 @@ NAMESPACE = Namespace({"format": 1}, (Part(0, 0),), 64)
 
 
 def test_parameters_come_back_as_they_went():
-    handoff = Handoff(HandoffId.new(), 1503, NAMESPACE.hex, "0" * 32, {"dtype": '"float32"'})
+    handoff = Handoff(
+        HandoffId.new("ef" * 16), 1503, NAMESPACE.hex, "0" * 32, {"dtype": '"float32"'}
+    )
     assert Handoff.of(handoff.params()) == handoff
 
 
@@ -35,6 +37,7 @@ def test_others_parameters_are_no_handoff(params):
         ({"attempt": "0" * 31}, "attempt"),
         ({"attempt": "0" * 32, "namespace": "../.."}, "namespace"),
         ({"attempt": "0" * 32, "pool_id": "x"}, "pool_id"),
+        ({"attempt": "0" * 32, "instance": "x"}, "instance"),
         ({"attempt": "0" * 32, "num_tokens": -1}, "num_tokens"),
         ({"attempt": "0" * 32, "num_tokens": "7"}, "num_tokens"),
         ({"attempt": "0" * 32, "fields": [1]}, "fields"),
@@ -60,3 +63,10 @@ def test_a_marker_is_one_attempts_shard_and_state():
     attempt = HandoffId("ab" * 16)
     assert attempt.done(NAMESPACE, 3) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
     assert attempt.failed(NAMESPACE) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:0:failed"
+
+
+@pytest.mark.parametrize("instance", ["cd" * 16, None])
+def test_started_names_the_instance_that_put_it(instance):
+    started = HandoffId("ab" * 16, instance).started_marker(NAMESPACE, 1, 200)
+    assert (started.num_tokens, started.payload_bytes) == (200, 0)
+    assert HandoffId("ab" * 16).instance_of(started) == instance

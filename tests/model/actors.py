@@ -212,8 +212,7 @@ class Actors:
             work,
             prompt,
             0,
-            failed=self.failed,
-            done=self.done,
+            HANDOFF,
             stall_s=STALL_S,
             range_bytes=1,
             wake=lambda: None,
@@ -223,7 +222,7 @@ class Actors:
             with contextlib.suppress(StoreError):
                 stored, is_late = self._look(store, follow.wanted())
                 clock.now += 2 * STALL_S * is_late
-                follow.look(store, stored)
+                follow.look(store, stored, clock.now)
             carry(run)
 
     def _look(self, store: ReplayStore, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], bool]:

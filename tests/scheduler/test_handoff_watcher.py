@@ -11,6 +11,7 @@ from pdstore.errors import StoreUnavailable
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
+from pdstore.format.pulse import SILENCE_S, beat_key
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
@@ -169,6 +170,31 @@ def test_without_markers_the_wait_ends_at_its_time_with_what_is_there(rig):
     found = one.wait_for(HandoffId.new(), wait_s=0.1).wait(10)
     assert (found.num_tokens, found.reason) == (10, Reason.HANDOFF_LATE)
     eventually(lambda: len(one.watcher) == 0)
+
+
+@pytest.mark.parametrize("store", [CountingStore, KeyByKeyStore, TellingStore])
+def test_a_p_that_does_not_beat_is_dead(rig, store):
+    found = rig(store()).wait_for(HandoffId.new("d" * 32)).wait(10)
+    assert (found.num_tokens, found.reason) == (10, Reason.HANDOFF_DEAD)
+
+
+def test_a_p_that_beats_is_waited_for_until_it_stops(rig):
+    one, begin = rig(), time.monotonic()
+    lookup, number = one.wait_for(HandoffId.new("a" * 32)), 0
+    while time.monotonic() < begin + 2 * SILENCE_S:
+        one.put(beat_key(NAMESPACE, "a" * 32, number))
+        one.store.remove([beat_key(NAMESPACE, "a" * 32, number - 2)])
+        number += 1
+        time.sleep(0.2)
+    assert lookup.poll() is None
+    assert lookup.wait(10).reason is Reason.HANDOFF_DEAD
+
+
+def test_a_p_that_never_said_its_name_is_waited_for(rig):
+    one = rig()
+    lookup = one.wait_for(HandoffId.new())
+    with pytest.raises(TimeoutError):
+        lookup.wait(SILENCE_S + 0.5)
 
 
 def test_all_waits_are_one_search_for_markers_only(rig):

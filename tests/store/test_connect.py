@@ -9,12 +9,16 @@ import pytest
 
 from pdstore import Metrics, read_settings
 from pdstore.errors import StoreError, StoreUnavailable
-from pdstore.format.keys import POOL_ID_KEY
+from pdstore.format import block
+from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.namespace import Namespace, Part
 from pdstore.store.base import Slots
 from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.connect import connect_store, read_pool_id
+from pdstore.store.connect import connect_store, read_marker, read_pool_id
 from pdstore.store.memory import MemoryStore
 
+NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 NOWHERE = "redis+unix:///nowhere/redis.sock"
 
 
@@ -62,3 +66,15 @@ def test_a_damaged_id_is_replaced():
 def test_a_store_that_keeps_nothing_has_no_id():
     with pytest.raises(StoreError, match="does not keep the pool's id"):
         read_pool_id(Forgetful())
+
+
+def test_a_marker_is_read_where_it_is_whole():
+    store, header = MemoryStore(), HandoffId("ab" * 16).marker(NAMESPACE, 0, 1, 200)
+    key, damaged = BlockKey("started"), BlockKey("damaged")
+    value = memoryview(bytearray(64))
+    store.put([damaged], Slots(value, 64, [0], [64]))
+    block.seal(value, header)
+    store.put([key], Slots(value, 64, [0], [64]))
+    assert read_marker(store, key) == header
+    assert read_marker(store, damaged) is None
+    assert read_marker(store, BlockKey("absent")) is None

@@ -1,0 +1,86 @@
+"""Heartbeat: tells D that this instance lives, while it saves what D waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+
+from pdstore.errors import StoreError
+from pdstore.format import block
+from pdstore.format.handoff import HandoffId
+from pdstore.format.layout import Layout
+from pdstore.format.namespace import Namespace
+from pdstore.format.pulse import PERIOD_S, RING, beat_key
+from pdstore.settings import Settings
+from pdstore.store.base import Slots, Store
+from pdstore.threads import Deadline, Ticker, call_or
+
+
+class Heartbeat:
+    """Puts one small value each `period_s`, as long as a hand-off is being saved.
+
+    The first one comes a period after a hand-off's begin: most are saved by then. One rank beats
+    for its instance, and until the other ranks' saves must have ended too. A beat that the store
+    does not take is left out. Any thread may call, and a signal handler too.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        namespace: Namespace,
+        store: Store,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self._store, self._namespace, self._period_s = store, namespace, period_s
+        self._is_mine = settings.publish and 0 in layout.owned_shards
+        is_alone = len(layout.owned_shards) == layout.grid_shards
+        self._linger_s = 0.0 if is_alone else settings.save_deadline_s
+        self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
+        self._numbers: dict[str, int] = {}  # of each instance's next beat
+        self._due_at: float | None = None
+        self._thread = Ticker("pdstore-heartbeat", self._turn)  # the last: it uses all of these
+
+    def begin(self, handoff: HandoffId) -> None:
+        """Beats for a hand-off, from now on."""
+        if self._is_mine and handoff.instance is not None:
+            self._ends[handoff] = None
+            self._thread.wake()
+
+    def end(self, handoff: HandoffId) -> None:
+        """Ends the beats for a hand-off. Does nothing for one that has ended or never began."""
+        if handoff in self._ends:
+            self._ends[handoff] = Deadline(self._linger_s)
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._thread.stop(1.0)
+
+    def _turn(self) -> float | None:
+        for handoff, end in self._ends.copy().items():
+            if end is not None and end.is_over():
+                self._ends.pop(handoff, None)
+        now = time.monotonic()
+        if not self._ends:
+            self._due_at = None
+            return None
+        if self._due_at is None:
+            self._due_at = now + self._period_s
+        elif now >= self._due_at:
+            self._due_at = now + self._period_s
+            for instance in {handoff.instance for handoff in self._ends.copy()}:
+                if instance is not None:
+                    call_or(partial(self._beat, instance), None)
+        return max(0.0, self._due_at - time.monotonic())
+
+    def _beat(self, instance: str) -> None:
+        number = self._numbers.get(instance, 0)
+        slots = Slots(self._store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
+        id = bytes.fromhex(instance)
+        header = block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, self._namespace.digest, id)
+        block.seal(slots.value(0), header)
+        with contextlib.suppress(StoreError):  # the saves report it
+            self._store.put([beat_key(self._namespace, instance, number)], slots)
+            self._numbers[instance] = (number + 1) % RING
+            self._store.remove([beat_key(self._namespace, instance, number - 2)])

@@ -1,0 +1,115 @@
+"""Heartbeat: beats while a hand-off is saved, at most one a period, and none else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdstore import HandoffId
+from pdstore.errors import StoreUnavailable
+from pdstore.format.pulse import RING, beat_key, is_beat
+from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.heartbeat import Heartbeat
+from tests.support.kv import eventually
+
+PERIOD_S = 0.02
+INSTANCE = "cd" * 16
+ONE, OTHER = HandoffId.new(INSTANCE), HandoffId.new(INSTANCE)
+
+
+class Recorder(WrapperStore):
+    """Notes when beats are put."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.put_at: list[float] = []
+        self.is_away = False
+
+    def put(self, keys, slots):
+        assert all(map(is_beat, keys))
+        self.put_at.append(time.monotonic())
+        if self.is_away:
+            raise StoreUnavailable("on purpose")
+        return super().put(keys, slots)
+
+
+@pytest.fixture
+def recorder(store):
+    return Recorder(store)
+
+
+@pytest.fixture
+def heartbeat(instance, recorder):
+    made = []
+
+    def make(**changes):
+        one = instance(**changes)
+        made.append(Heartbeat(one.settings, one.layout, one.namespace, recorder, PERIOD_S))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def beats(recorder, namespace):
+    keys = [beat_key(namespace, INSTANCE, n) for n in range(RING)]
+    return recorder.wrapped.which_stored(keys)
+
+
+def test_it_beats_from_a_hand_offs_begin_to_its_end(heartbeat, recorder):
+    one = heartbeat()
+    one.begin(ONE)
+    eventually(lambda: len(recorder.put_at) >= 3)
+    one.end(ONE)
+    time.sleep(2 * PERIOD_S)  # the turn that was under way
+    count = len(recorder.put_at)
+    time.sleep(5 * PERIOD_S)  # in which it would beat on
+    assert len(recorder.put_at) == count
+
+
+def test_many_hand_offs_are_one_beat_a_period(heartbeat, recorder):
+    one, begin = heartbeat(), time.monotonic()
+    for handoff in (ONE, OTHER, *(HandoffId.new(INSTANCE) for _ in range(20))):
+        one.begin(handoff)
+    eventually(lambda: len(recorder.put_at) >= 5)
+    assert len(recorder.put_at) <= (time.monotonic() - begin) / PERIOD_S
+    one.end(ONE)
+    count = len(recorder.put_at)
+    eventually(lambda: len(recorder.put_at) > count)  # for the others
+
+
+def test_the_pool_keeps_only_the_last_two_beats(heartbeat, recorder, p):
+    one = heartbeat()
+    one.begin(ONE)
+    for number in (RING, 2 * RING):
+        eventually(lambda number=number: len(recorder.put_at) > number)
+        assert sum(beats(recorder, p.namespace)) in (2, 3)  # between a put and a remove
+
+
+def test_it_beats_on_when_the_store_was_away(heartbeat, recorder, p):
+    one, recorder.is_away = heartbeat(), True
+    one.begin(ONE)
+    eventually(lambda: len(recorder.put_at) >= 2)
+    assert not any(beats(recorder, p.namespace))
+    recorder.is_away = False
+    eventually(lambda: any(beats(recorder, p.namespace)))
+
+
+@pytest.mark.parametrize("handoff", [HandoffId("1" * 32), None])
+def test_nothing_is_put_for_nothing_announced(heartbeat, recorder, handoff):
+    one = heartbeat(publish=handoff is not None)
+    one.begin(handoff or ONE)
+    time.sleep(5 * PERIOD_S)  # in which it would beat
+    assert recorder.put_at == []
+
+
+def test_a_save_that_ends_soon_costs_no_beat(instance, recorder):
+    p = instance()
+    keys = p.cache.keys(range(200))
+    handoff, _ = p.cache.announce(keys)
+    assert handoff.instance is not None
+    assert p.pool.save(keys, range(20), handoff=handoff).wait(10).reason is None
+    stored = [beat_key(p.namespace, handoff.instance, n) for n in range(RING)]
+    assert not any(p.store.which_stored(stored))
