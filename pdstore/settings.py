@@ -129,6 +129,10 @@ class Settings(BaseSettings):
     handoff_wait_s: Seconds = Field(
         10.0, description="How long D waits for P's marker before it computes."
     )
+    on_miss: Literal["compute", "fail"] = Field(
+        "compute",
+        description="Where a hand-off falls short, `compute` the rest, or `fail` the request.",
+    )
     save_deadline_s: Seconds = Field(
         5.0, description="Time of a save, plus one second per GB of it."
     )

@@ -33,6 +33,7 @@ class _Tracker:
     saves: list[pdstore.Job] = field(default_factory=list)
     publish: pdstore.Job | None = None
     num_saved: int = 0  # leading tokens that are in the pool or on their way
+    decoded: pdstore.PromptKeys | None = None  # of the prompt and the answer, in whole blocks
 
 
 class Adapter:
@@ -57,7 +58,7 @@ class Adapter:
         )
         weights = pdstore.weights_revision(config.model, settings)
         namespace = layout.namespace(settings, weights=weights)
-        self._role = settings.role
+        self._settings = settings
         self._metrics = metrics
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
@@ -122,9 +123,24 @@ class Adapter:
         request.num_computed = request.num_loaded
         return True
 
+    def lost(self, request: Request) -> str | None:
+        """Returns why a hand-off fell short, if PDSTORE_ON_MISS says that its request must fail."""
+        has_handoff = pdstore.Handoff.of(request.kv_transfer_params) is not None
+        if self._settings.on_miss != "fail" or self._is_prefill_of(request) or not has_handoff:
+            return None
+        tracker = self._trackers.get(request)
+        found = tracker.lookup.poll() if tracker else None
+        if tracker is None or found is None:
+            return request.miss_reason
+        result = tracker.load.result if tracker.load else None
+        reason = found.reason or (result.reason if result else None)
+        return reason.value if reason else request.miss_reason
+
     @contextlib.contextmanager
     def saving(self, chunks: Sequence[Chunk]) -> Iterator[Callable[[int], None]]:
         """Saves what a step in here computes of prompts; a prompt's last chunk publishes it.
+
+        With PDSTORE_SAVE_DECODED=1 the blocks that answers fill are saved, too.
 
         Yields the `layer_written` of `Step`: the blocks of a layer range are stored as soon as its
         last layer is written, while the model computes the next ones. If the step fails, so do its
@@ -132,11 +148,11 @@ class Adapter:
         """
         saves: dict[Request, pdstore.OpenSave] = {}
         for chunk in chunks:
-            if chunk.request.state is State.PREFILL:
-                with self._degrading(chunk.request):
-                    save = self._begin_save(chunk)
-                    if save is not None:
-                        saves[chunk.request] = save
+            is_prompt = chunk.request.state is State.PREFILL
+            with self._degrading(chunk.request):
+                save = self._begin_save(chunk) if is_prompt else self._begin_decoded_save(chunk)
+                if save is not None:
+                    saves[chunk.request] = save
 
         def layer_written(layer: int) -> None:
             for request, save in saves.items():
@@ -178,7 +194,7 @@ class Adapter:
     def _begin_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
         """Starts to save the blocks that a chunk completes; None if there are none."""
         request, tracker = chunk.request, self._trackers.get(chunk.request)
-        if tracker is None or self._role == "decode":
+        if tracker is None or self._settings.role == "decode":
             return None
         if tracker.handoff is not None and not tracker.is_started:
             tracker.is_started = True
@@ -202,11 +218,25 @@ class Adapter:
         tracker.num_saved = keys.num_tokens
         return save
 
+    def _begin_decoded_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
+        """Starts to save the block that a token of an answer fills; None if it fills none."""
+        request, tracker = chunk.request, self._trackers.get(chunk.request)
+        if tracker is None or not self._settings.save_decoded:
+            return None
+        if chunk.stop % tracker.keys.block_tokens or chunk.stop <= tracker.num_saved:
+            return None
+        keys = tracker.decoded or tracker.keys.prefix(len(request.prompt) - 1)
+        tracker.decoded = keys.extend(request.token_ids[keys.num_tokens : chunk.stop])
+        save = self.pool.begin_save(keys, request.block_ids, first_token=tracker.num_saved)
+        tracker.saves.append(save.job)
+        tracker.num_saved = chunk.stop
+        return save
+
     def _is_prefill_of(self, request: Request) -> bool:
         """Returns whether this instance publishes the prompt for another one."""
         params = request.kv_transfer_params or {}
-        return self._role == "prefill" or (
-            self._role == "both" and params.get("do_remote_decode") is True
+        return self._settings.role == "prefill" or (
+            self._settings.role == "both" and params.get("do_remote_decode") is True
         )
 
     @contextlib.contextmanager

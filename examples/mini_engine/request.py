@@ -28,10 +28,14 @@ class Token(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The end of an answer. `reason`: `stop`, `length`, `abort`, or `error` with the error."""
+    """The end of an answer. `reason`: `stop`, `length`, `abort`, or `error` with the error.
+
+    code: the reason of a hand-off that fell short, if that is the error.
+    """
 
     reason: str
     error: str | None = None
+    code: str | None = None
 
 
 @dataclass(eq=False)

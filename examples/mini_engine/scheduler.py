@@ -95,6 +95,8 @@ class Scheduler:
         for request in list(islice(self.waiting, self._max_seqs)):
             if self._adapter and not self._adapter.is_looked_up(request):
                 continue
+            if self._is_lost(request):
+                continue
             if len(self.running) + len(self.loading) >= self._max_seqs:
                 return
             num_tokens = len(request.prompt) + request.max_tokens
@@ -115,6 +117,15 @@ class Scheduler:
                 self.loading.remove(request)
                 self._run(request)
 
+    def _is_lost(self, request: Request) -> bool:
+        """Ends a request that must not be computed because its hand-off fell short."""
+        reason = self._adapter.lost(request) if self._adapter else None
+        if reason is None:
+            return False
+        self.finish(request, Finish("error", f"the hand-off fell short: {reason}", reason))
+        return True
+
     def _run(self, request: Request) -> None:
-        request.state = State.PREFILL
-        self.running.append(request)
+        if not self._is_lost(request):
+            request.state = State.PREFILL
+            self.running.append(request)

@@ -142,7 +142,7 @@ class Handlers:
                     if answer.is_stream:
                         yield answer.part()
                 elif event.error is not None:
-                    raise RefusedError(event.error, status=503 if self._engine.error else 500)
+                    raise self._error_of(event)
                 else:
                     break
             for part in answer.end(event.reason):
@@ -151,6 +151,11 @@ class Handlers:
             raise RefusedError(str(error), status=503) from error
         finally:
             self._engine.abort(request)
+
+    def _error_of(self, finish: Finish) -> RefusedError:
+        """Returns the answer to a request that ended with an error: 502 if P's KV did not come."""
+        status = 503 if self._engine.error else 502 if finish.code else 500
+        return RefusedError(finish.error or "", status=status, code=finish.code)
 
     @contextlib.asynccontextmanager
     async def _aborting_when_gone(self, http: HttpRequest, request: Request) -> AsyncIterator[None]:

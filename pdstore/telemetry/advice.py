@@ -57,6 +57,10 @@ ADVICE: dict[Reason, Advice] = {
         "P's marker did not come before `PDSTORE_HANDOFF_WAIT_S`",
         "whether P lives and how long its saves take; whether `PDSTORE_HANDOFF_TTL_S` is too short",
     ),
+    Reason.HANDOFF_DEAD: Advice(
+        "P stopped beating before its marker: it died, or lost the store",
+        "whether P lives; P's log",
+    ),
     Reason.DEADLINE: Advice(
         "a job or a lookup took longer than its time",
         "`pdstore_store_seconds`; the load of the store and its network",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 
@@ -15,55 +14,22 @@ from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.values import PromptBlocks
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+from tests.support.mini_engine_kit import (  # noqa: F401 - four are fixtures
+    PULL,
     SHAPES,
     Gate,
     ask,
     assert_same,
     checkpoints_fixture,
+    decode,
     expect,
+    hand_over,
     open_engine_fixture,
+    open_instance_fixture,
     prompt_of,
     until,
+    url_fixture,
 )
-
-PULL = {"do_remote_decode": True}
-_numbers = itertools.count()
-
-
-@pytest.fixture(params=["memory", "file"])
-def url(request, tmp_path):
-    return f"memory://mini{next(_numbers)}" if request.param == "memory" else f"file://{tmp_path}"
-
-
-@pytest.fixture
-def open_instance(open_engine, url):
-    """Makes P and D engines on one pool."""
-
-    def open_one(role, shape="llama", *, wait_s=5.0, drain_s=5.0, layer_ranges=1, **options):
-        pd = {
-            "pd_transfer_via_storage": True,
-            "role": role,
-            "store": url,
-            "staging": "8MiB",
-            "handoff_wait_s": wait_s,
-            "drain_s": drain_s,
-            "layer_ranges": layer_ranges,
-        }
-        return open_engine(shape, pd, **options)
-
-    return open_one
-
-
-def hand_over(p, prompt):
-    """Lets P prefill a prompt. Returns the kv_transfer_params of its answer."""
-    asked = ask(p, prompt, max_tokens=1, kv_transfer_params=PULL).wait()
-    assert asked.finish == Finish("length")
-    return asked.request.answer_params
-
-
-def decode(d, prompt, params):
-    return ask(d, prompt, kv_transfer_params=params).wait()
 
 
 def stored(engine, prompt):
@@ -109,7 +75,7 @@ def test_the_first_layers_are_stored_while_the_model_computes_the_next(
     open_instance, url, monkeypatch
 ):
     monkeypatch.setattr("pdstore.worker.open_save.EARLY_SHARES", 0)  # this model's are small
-    p = open_instance("prefill", layer_ranges=2)
+    p = open_instance("prefill", pd={"layer_ranges": 2})
     prompt, forward = prompt_of(64), p.model.forward
     keys = [value.key for value in stored(p, prompt)]
     store = open_store(url, read_settings(store=url))
@@ -324,7 +290,7 @@ def test_a_prefill_that_is_aborted_gives_its_blocks_back_after_its_saves(
 
 
 def test_stop_does_not_wait_for_a_store_that_hangs(open_instance, held):
-    p = open_instance("prefill", drain_s=0.2)
+    p = open_instance("prefill", pd={"drain_s": 0.2})
     held[0].hold()
     hand_over(p, prompt_of(100))
     before = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from examples.train_checkpoint import train_tokenizer
 from pdstore import read_settings
 
 DEADLINE_S = 30
+PULL = {"do_remote_decode": True}
 SHAPE = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -37,6 +39,7 @@ SHAPES = {
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=32),
     "mistral-window": lambda: transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=20),
 }
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session", name="checkpoints")
@@ -64,6 +67,41 @@ def open_engine_fixture(checkpoints):
             return engine
 
         yield open_one
+
+
+@pytest.fixture(params=["memory", "file"], name="url")
+def url_fixture(request, tmp_path):
+    return f"memory://mini{next(_numbers)}" if request.param == "memory" else f"file://{tmp_path}"
+
+
+@pytest.fixture(name="open_instance")
+def open_instance_fixture(open_engine, url):
+    """Makes P and D engines on one pool."""
+
+    def open_one(role, shape="llama", *, wait_s=5.0, pd=None, **options):
+        settings = {
+            "pd_transfer_via_storage": True,
+            "role": role,
+            "store": url,
+            "staging": "8MiB",
+            "handoff_wait_s": wait_s,
+            "drain_s": 5.0,
+            "layer_ranges": 1,
+        }
+        return open_engine(shape, settings | (pd or {}), **options)
+
+    return open_one
+
+
+def hand_over(p, prompt):
+    """Lets P prefill a prompt. Returns the kv_transfer_params of its answer."""
+    asked = ask(p, prompt, max_tokens=1, kv_transfer_params=PULL).wait()
+    assert asked.finish == Finish("length")
+    return asked.request.answer_params
+
+
+def decode(d, prompt, params):
+    return ask(d, prompt, kv_transfer_params=params).wait()
 
 
 def close(engine):
