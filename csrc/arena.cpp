@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <mutex>
 #include <new>
 
 namespace pds::arena {
@@ -43,27 +42,12 @@ Arena::Arena(int file, char *base, const Geometry &geometry, const pds_arena_opt
       geometry_(geometry),
       lock_timeout_ns_(options.lock_timeout_ns),
       index_(file, base, geometry,
-             {options.lease_ns, options.fresh_ns, options.short_lived_ns, options.rest_ns}, owner_),
-      pid_(getpid()) {}
+             {options.lease_ns, options.fresh_ns, options.short_lived_ns, options.rest_ns},
+             owner_) {}
 
 Arena::~Arena() {
   if (file_ >= 0) ::close(file_);
   munmap(base_, geometry_.data_at);
-}
-
-// Calls body while the arena is open, and turns what it throws into codes.
-template <typename Body>
-int32_t Arena::guarded(Body body) {
-  if (closed_ || getpid() != pid_) return PDS_ERR_CLOSED;
-  const std::shared_lock<std::shared_mutex> alive(life_);
-  if (closed_) return PDS_ERR_CLOSED;
-  try {
-    return body();
-  } catch (const std::bad_alloc &) {
-    return PDS_ERR_MEMORY;
-  } catch (const Damaged &) {
-    return PDS_ERR_FORMAT;
-  }
 }
 
 // Calls body(now) with the lock; once more where the index contradicted itself and was rebuilt.
@@ -91,11 +75,11 @@ int32_t Arena::with_lock(int64_t lock_ns, Body body) {
 }
 
 int32_t Arena::close() {
-  if (getpid() != pid_) return PDS_ERR_CLOSED;
-  if (closed_.exchange(true)) return PDS_OK;
+  if (!life_.is_own()) return PDS_ERR_CLOSED;
+  if (!life_.end()) return PDS_OK;
   ++index_.header().changes;
   futex_wake(index_.header().changes, INT_MAX);
-  const std::unique_lock<std::shared_mutex> alone(life_);
+  const auto alone = life_.alone();
   try {
     with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
   } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
@@ -107,13 +91,13 @@ int32_t Arena::close() {
 }
 
 void Arena::forget() {
-  closed_ = true;
+  life_.end();
   if (file_ >= 0) ::close(file_);
   file_ = -1;
 }
 
 int32_t Arena::match(const Keys &keys, int64_t *found, int64_t lock_ns) {
-  return guarded([&] {
+  return life_.call([&] {
     return with_lock(lock_ns, [&](int64_t now) {
       *found = 0;
       for (const auto key : keys) {
@@ -127,7 +111,7 @@ int32_t Arena::match(const Keys &keys, int64_t *found, int64_t lock_ns) {
 }
 
 int32_t Arena::which(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
-  return guarded([&] {
+  return life_.call([&] {
     return with_lock(lock_ns, [&](int64_t now) {
       for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
     });
@@ -135,7 +119,7 @@ int32_t Arena::which(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
 }
 
 int32_t Arena::remove(const Keys &keys) {
-  return guarded([&] {
+  return life_.call([&] {
     return with_lock(-1, [&](int64_t now) {
       for (const auto key : keys) {
         const uint32_t id = index_.find(key, now);
@@ -146,7 +130,7 @@ int32_t Arena::remove(const Keys &keys) {
 }
 
 int32_t Arena::clear(std::string_view prefix) {
-  return guarded([&] {
+  return life_.call([&] {
     return with_lock(-1, [&](int64_t) {
       index_.for_each_stored([&](uint32_t id, const Slot &slot) {
         if (Index::key_of(slot).substr(0, prefix.size()) == prefix) index_.free(id);
@@ -158,7 +142,7 @@ int32_t Arena::clear(std::string_view prefix) {
 int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places places,
                        int64_t *covered) {
   *covered = 0;
-  return guarded([&] {
+  return life_.call([&] {
     std::vector<int64_t> unbacked;  // of the keys, by index
     unbacked.reserve(keys.size());
     const int32_t code = with_lock(-1, [&](int64_t now) {
@@ -208,7 +192,7 @@ int32_t Arena::back(const int64_t *sizes, Places places, std::vector<int64_t> un
 
 int32_t Arena::publish(Places places, int64_t count, int64_t *done, int64_t lock_ns) {
   *done = 0;
-  return guarded([&] {
+  return life_.call([&] {
     bool any = false;
     const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       for (; *done < count; ++*done) {
@@ -230,7 +214,7 @@ int32_t Arena::publish(Places places, int64_t count, int64_t *done, int64_t lock
 int32_t Arena::abandon(Places places, int64_t count, int64_t lock_ns) {
   const auto is_none = [](int64_t slot) { return slot < 0; };
   if (std::all_of(places.slots, places.slots + count, is_none)) return PDS_OK;
-  return guarded([&] {
+  return life_.call([&] {
     return with_lock(lock_ns, [&](int64_t) {
       for (int64_t i = 0; i < count; ++i) {
         if (places.slots[i] < 0) continue;
@@ -244,7 +228,7 @@ int32_t Arena::abandon(Places places, int64_t count, int64_t lock_ns) {
 int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,
                       int64_t lock_ns) {
   *found = 0;
-  return guarded([&] {
+  return life_.call([&] {
     bool fits = true;
     const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       *found = 0, fits = true;
@@ -276,24 +260,24 @@ int64_t Arena::still_there(Places places, int64_t count) {
 }
 
 int32_t Arena::wait(uint32_t seen, int64_t timeout_us, uint32_t *changes) {
-  if (getpid() != pid_) return PDS_ERR_CLOSED;
+  if (!life_.is_own()) return PDS_ERR_CLOSED;
   std::atomic<uint32_t> &word = index_.header().changes;
   const int64_t end = now_ns() + std::min(timeout_us, int64_t{3'600'000'000}) * 1000;
-  while (!closed_ && word == seen) {
+  while (!life_.is_over() && word == seen) {
     const int64_t left = end - now_ns();
     if (left <= 0) break;
     futex_wait(word, seen, left);
   }
   *changes = word;
-  return closed_ ? PDS_ERR_CLOSED : PDS_OK;
+  return life_.is_over() ? PDS_ERR_CLOSED : PDS_OK;
 }
 
 int32_t Arena::count(pds_arena_counts *counts) {
-  return guarded([&] { return with_lock(-1, [&](int64_t) { index_.count(counts); }); });
+  return life_.call([&] { return with_lock(-1, [&](int64_t) { index_.count(counts); }); });
 }
 
 int32_t Arena::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count) {
-  return guarded([&] {
+  return life_.call([&] {
     const int64_t first = *next;  // the body may run twice
     return with_lock(
         -1, [&](int64_t now) { *next = first, *count = index_.list(next, values, room, now); });

@@ -5,10 +5,10 @@
 // bytes were those of the value.
 #pragma once
 #include <memory>
-#include <shared_mutex>
 
 #include "arena_file.h"
 #include "arena_index.h"
+#include "arena_life.h"
 #include "pdstore.h"
 
 namespace pds::arena {
@@ -62,8 +62,6 @@ class Arena {
 
   template <typename Body>
   int32_t with_lock(int64_t lock_ns, Body body);
-  template <typename Body>
-  int32_t guarded(Body body);
   int32_t back(const int64_t *sizes, Places places, std::vector<int64_t> unbacked,
                int64_t *covered);
 
@@ -73,9 +71,7 @@ class Arena {
   int64_t lock_timeout_ns_;
   Owner owner_;
   Index index_;
-  std::shared_mutex life_;  // held by calls; `close` waits for them
-  std::atomic<bool> closed_{false};
-  int32_t pid_;
+  Life life_;
 };
 
 }  // namespace pds::arena
