@@ -22,10 +22,11 @@ from benchmarks.command import parser_of, run
 from pdstore.cli.report import Report, seconds_of
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import load_library
-from pdstore.settings import Settings
+from pdstore.settings import read_settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, Store
 from pdstore.store.file.store import FileStore
+from pdstore.store.in_place import Loan, Reservation
 from pdstore.testing.values import fresh_keys
 
 MIB = 1 << 20
@@ -35,7 +36,7 @@ class Stores:
     """An arena and a file store with room for three batches each."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
-        library = load_library(Settings(native="require"), for_gpu=False)
+        library = load_library(read_settings(native="require"), for_gpu=False)
         assert library is not None
         self.arena = ArenaStore(
             library, f"bench-{secrets.token_hex(4)}", directory=directory, size=4 * num_bytes
@@ -82,14 +83,17 @@ def calls(report: Report, store: ArenaStore, given: argparse.Namespace) -> None:
 def in_place_calls(
     store: ArenaStore, keys: list[BlockKey], size: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    sizes, held = [size] * len(keys), []
-    yield "reserve", lambda: held.append(store.reserve(keys, sizes))
-    yield "publish", lambda: store.publish(held[0], len(keys))
-    yield "abandon", lambda: store.abandon(held[0])
+    """Yields each call with its name; one works on what those before it have left."""
+    sizes = [size] * len(keys)
+    reserved: list[Reservation] = []
+    borrowed: list[Loan] = []
+    yield "reserve", lambda: reserved.append(store.reserve(keys, sizes))
+    yield "publish", lambda: store.publish(reserved[0], len(keys))
+    yield "abandon", lambda: store.abandon(reserved[0])
     yield "match", lambda: store.match(keys)
     yield "which_stored", lambda: store.which_stored(keys)
-    yield "borrow", lambda: held.append(store.borrow(keys, sizes))
-    yield "still_there", lambda: store.still_there(held[1])
+    yield "borrow", lambda: borrowed.append(store.borrow(keys, sizes))
+    yield "still_there", lambda: store.still_there(borrowed[0])
 
 
 def wakes(report: Report, stores: Stores) -> None:

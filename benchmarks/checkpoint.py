@@ -40,5 +40,5 @@ def make_model(shape: Shape, directory: Path, device: str, dtype: str = "bfloat1
     finally:
         torch.set_default_dtype(before)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a")  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a")
     tokenizer.save_pretrained(directory)

@@ -134,7 +134,7 @@ def unmet(row: Answer, ranks: int) -> list[str]:
 
 
 def is_near(rows: list[Answer]) -> bool:
-    """Whether D's answers are as near to those without a connector as sums in another order are."""
+    """True if D's answers are as near to those without a connector as other sum orders are."""
     controls = [
         row[name] or 0.0 for row in rows for name in ("control_other_tp", "control_own_cache")
     ]

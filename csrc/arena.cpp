@@ -11,7 +11,7 @@
 namespace pds::arena {
 namespace {
 
-// What was read before is not read again behind this. A checker of races does not know fences.
+// Keeps reads before it from moving behind it. A checker of races does not know fences.
 void after_reads() {
 #if !defined(__SANITIZE_THREAD__)
   std::atomic_thread_fence(std::memory_order_acquire);

@@ -7,7 +7,7 @@ namespace pds::arena {
 // Makes an empty file an arena. A code of pdstore.h.
 int32_t format(int file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
 
-// What a header says. False for a file that is no arena of this version and this boot, or not as
+// Reads the geometry from a header. False for a file that is no arena of this version and this boot, or not as
 // long as its header says.
 bool read_geometry(int file, Geometry *geometry);
 

@@ -116,7 +116,7 @@ void Index::unlink(List &list, uint32_t id) {
   from_newer = older, from_older = newer;
 }
 
-// What slots go through.
+// The states of a slot.
 
 void Index::touch(uint32_t id, int64_t now) {
   Slot &used = slot(id);

@@ -1,4 +1,4 @@
-// What an arena holds: slots by key, by size, by use. Every call is made with the lock held.
+// The index of an arena: slots by key, by size, by use. Every call is made with the lock held.
 //
 // Decision: nothing that is read from the file is believed. A slot's number is checked before its
 // descriptor is looked at, a list's link must be answered from the other side, a chain has an end;
@@ -19,7 +19,7 @@ namespace pds::arena {
 
 struct Damaged {};
 
-// How long ago a time of the file is; one that cannot be is for ever ago.
+// The age of a time in the file; a time that cannot be is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
   return then >= 0 && then <= now ? now - then : std::numeric_limits<int64_t>::max();
 }
@@ -60,7 +60,7 @@ class Index {
   bool is_reserved(int64_t id, uint64_t generation);
   void free_if_reserved(int64_t id, uint64_t generation);
   void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until);
-  // Whether a slot has room for so many bytes.
+  // True if a slot has room for so many bytes.
   bool holds(uint32_t id, int64_t bytes) { return bytes <= slabs_[slab_of(id)].units * kUnit; }
   void count(pds_arena_counts *counts);
   // Copies out what is stored from slot *next on, up to `room` values; returns how many.

@@ -1,4 +1,4 @@
-// How an arena's file is laid out: header, slabs, hash heads, slots, and from a huge page's border
+// The layout of an arena's file: header, slabs, hash heads, slots, and from a huge page's border
 // on the values.
 //
 // Decision: values lie in slabs, each cut into slots of one size. A slab is the piece in which the

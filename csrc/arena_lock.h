@@ -1,4 +1,4 @@
-// Who has an arena open, and the lock of its index.
+// The owners that have an arena open, and the lock of its index.
 //
 // Decision: not pthread's robust mutex. It keeps pointers in the shared memory, so that damaged
 // bytes there crash whoever unlocks. Here the file holds one word: who holds the lock. Whether that
@@ -23,7 +23,7 @@ class Owner {
   // False if all entries are taken.
   bool enter(int file, Header &header);
   uint32_t word() const { return word_; }
-  // Whether the owner of this word still has the arena open.
+  // True if the owner of this word still has the arena open.
   bool lives(uint32_t word) const;
 
  private:

@@ -1,4 +1,4 @@
-// What the engine needs of a device, as one table of calls.
+// Device: the calls that the engine needs of one.
 //
 // Decision: the engine is written once, over this table. The CPU form is a device whose streams do
 // everything at once; a test build puts a table in front that fails the call it was told to. Calls
@@ -71,7 +71,7 @@ class Device {
 
   virtual int record(Event event, Stream stream) = 0;
   virtual int wait(Stream stream, Event event) = 0;
-  // Whether what was recorded before the event is over.
+  // Sets `over` once all that was recorded before the event is done.
   virtual int query(Event event, bool *over) = 0;
   // Waits for an event that is expected after this many nanoseconds; awake: not asleep at its end.
   virtual int synchronize(Event event, int64_t expected_ns, bool awake) = 0;

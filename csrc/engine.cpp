@@ -82,8 +82,8 @@ int32_t Engine::add_host(uint64_t address, int64_t bytes) {
   return PDS_OK;
 }
 
-// Whether the bytes are in one registered range; `guess`: which one the last payload was in. The
-// caller holds the mutex.
+// True if the bytes are in one registered range; `guess`: the range of the last payload. The caller
+// holds the mutex.
 bool Engine::is_host(uint64_t address, int64_t bytes, size_t *guess) const {
   if (hosts_.empty()) return !device_->needs_registered_host();
   const auto holds = [&](const std::pair<uint64_t, uint64_t> &range) {
@@ -157,7 +157,7 @@ std::string Engine::check(const JobItems &job, const pds_item *items, int64_t nu
   return "";
 }
 
-// What the copy has to follow: the caller's event, or one that is recorded now.
+// Makes the copy follow the caller's event, or one that is recorded now.
 pds_error Engine::order(Job *job, Stream stream, Event ready) {
   job->ready = ready;
   if (stream == nullptr) return {};

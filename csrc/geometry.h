@@ -9,7 +9,7 @@
 
 namespace pds {
 
-// What regions of a part have in common.
+// The strides and widths that the regions of a part share.
 struct Shape {
   int64_t block_stride, token_stride, head_stride;
   int64_t width, start, cell;

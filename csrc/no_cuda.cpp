@@ -1,4 +1,4 @@
-// What a build without CUDA says when it is asked for a GPU.
+// Answers of a build without CUDA that is asked for a GPU.
 #include "device.h"
 
 namespace pds {

@@ -1,4 +1,4 @@
-// What a build that is not for tests says when it is asked for faults.
+// Answers of a build that is not for tests and is asked for faults.
 #include "device.h"
 
 namespace pds {

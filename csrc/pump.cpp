@@ -104,7 +104,7 @@ bool Pump::is_busy() const {
   return false;
 }
 
-// Whether a job need not wait for the model any more; one that can only fail need not either.
+// True if a job need not wait for the model any more; nor need one that can only fail.
 bool Pump::is_due(Job &job) {
   if (job.ready == nullptr || stopping_ || poisoned_) return true;
   bool over = false;

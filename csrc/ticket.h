@@ -1,4 +1,5 @@
-// How a copy that was submitted ends: once, with 0 or an error; anybody may wait for it.
+// Ticket: the end of a copy that was submitted. It ends once, with 0 or an error; any thread may
+// wait for it.
 //
 // Decision: who waits for a long copy is woken shortly before its end and then stays awake. A
 // thread that slept for longer than a millisecond is itself woken some 0.2 ms late in a virtual

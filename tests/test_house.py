@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, TESTS = ROOT / "pdstore", ROOT / "tests"
 MAX_LINES = {"pdstore": 300, "examples": 300, "benchmarks": 300, "tests": 400}
 MAX_LINES_OF_A_FUNCTION = 40
-RIDDLES = {"Who", "What", "That", "And", "As", "How", "Those", "It"}
-"""First words of a docstring that stands for its subject instead of saying what it does."""
+RIDDLES = {"Who", "What", "That", "Whether", "And", "As", "How", "Those", "It"}
+"""First words that stand for a subject instead of saying what a thing is or does."""
 
 OF_LIBRARIES = {
     *("_replace", "_asdict", "_fields", "_fields_", "_exit"),  # named tuples, ctypes, os
@@ -41,6 +41,10 @@ def python_files(*folders: str) -> list[str]:
     )
 
 
+def native_sources() -> list[Path]:
+    return [path for path in (ROOT / "csrc").rglob("*.*") if "third_party" not in path.parts]
+
+
 @cache
 def tree_of(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text())
@@ -60,10 +64,9 @@ def test_no_file_is_too_long():
 
 
 def test_no_native_source_is_too_long():
-    sources = [path for path in (ROOT / "csrc").rglob("*.*") if "third_party" not in path.parts]
     assert not new(
         f"too long: {path.relative_to(ROOT)}"
-        for path in sources
+        for path in native_sources()
         if len(path.read_text().splitlines()) > MAX_LINES["pdstore"]
     )
 
@@ -117,7 +120,7 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def is_own(node: ast.AST) -> bool:
-    """Whether a node is an attribute of `self` or `cls`."""
+    """True if a node is an attribute of `self` or `cls`."""
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -148,20 +151,41 @@ def test_no_module_reaches_into_private_state_of_another():
     )
 
 
-def docstrings_of(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
-    """Each docstring with the name that it is of, and whether that returns a bool."""
+def docstrings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields the line and text of each docstring, those behind constants and fields too."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            returns = getattr(node, "returns", None)
-            is_question = returns is not None and ast.unparse(returns).startswith(("bool", "Type"))
-            text = (ast.get_docstring(node) or "").partition("\n")[0]
-            yield getattr(node, "name", "module"), text, is_question
+        text = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield node.lineno, text.value.strip()
+
+
+def comments_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and text of the first line of each C++ comment that has lines of its own."""
+    is_inside = False
+    for number, line in enumerate(source.splitlines(), 1):
+        is_comment = line.lstrip().startswith("//")
+        if is_comment and not is_inside:
+            yield number, line.lstrip().removeprefix("//").lstrip()
+        is_inside = is_comment
+
+
+def is_riddle(text: str) -> bool:
+    return text.split(None, 1)[:1] != [] and text.split(None, 1)[0].rstrip(",:") in RIDDLES
 
 
 def test_a_docstring_begins_with_a_verb_or_a_noun_that_stands_alone():
     assert not new(
-        f"riddle: {file}: {name}: {text[:50]}"
-        for file in python_files("pdstore", "examples", "benchmarks")
-        for name, text, is_question in docstrings_of(tree_of(file))
-        if (first := text.partition(" ")[0]) in RIDDLES or (first == "Whether" and not is_question)
+        f"{file}:{line}: {text[:50]}"
+        for file in python_files(*MAX_LINES)
+        for line, text in docstrings_of(tree_of(file))
+        if is_riddle(text)
+    )
+
+
+def test_a_native_comment_begins_with_a_verb_or_a_noun_that_stands_alone():
+    assert not new(
+        f"{path.name}:{line}: {text[:50]}"
+        for path in native_sources()
+        for line, text in comments_of(path.read_text())
+        if is_riddle(text)
     )

@@ -36,7 +36,7 @@ class Call:
 
 
 class Tasks:
-    """What a worker takes: tasks until it is told to stop."""
+    """Gives a worker tasks until it is told to stop."""
 
     def __init__(self):
         self.tasks, self.changed, self.stopped = deque(), threading.Condition(), False

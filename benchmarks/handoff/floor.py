@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from benchmarks.handoff.instance import now
+from benchmarks.handoff.timeline import now
 
 
 def measure_floor() -> dict[str, float]:

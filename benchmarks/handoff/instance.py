@@ -44,7 +44,7 @@ class Served(Protocol):
         """Does what there is to do; False if that is nothing. For engines without a thread."""
 
     def is_idle(self) -> bool:
-        """Whether no request, save or load is left."""
+        """True if no request, save or load is left."""
 
     def about(self) -> dict[str, Any]: ...
 

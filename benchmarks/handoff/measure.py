@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.handoff.instance import Ask, Instance, Prompt, now
-from benchmarks.handoff.timeline import write_timeline
+from benchmarks.handoff.instance import Ask, Instance, Prompt
+from benchmarks.handoff.timeline import now, write_timeline
 
 NUM_DECODED = 8
 MODES = ("relayed", "concurrent", "settled", "computed")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handoff.instance import Ask, Prompt, now
+from benchmarks.handoff.instance import Ask, Prompt
+from benchmarks.handoff.timeline import now
 
 VOCABULARY = 32_000
 

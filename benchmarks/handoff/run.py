@@ -41,8 +41,8 @@ class Run:
             else:
                 self.prefills.clear()
         for is_counted in self._rounds() if self.given.burst else ():
-            found = [self._burst(client) for client in clients]
-            self.bursts += found if is_counted else []
+            bursts = [self._burst(client) for client in clients]
+            self.bursts += bursts if is_counted else []
 
     def write_timelines(self, directory: Path) -> None:
         """Records one more hand-off of each store, mode and length."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.handoff.instance import Ask, Prompt, now
+from benchmarks.handoff.instance import Ask, Prompt
+from benchmarks.handoff.timeline import now
 from benchmarks.vllm_instance import Engine
 
 

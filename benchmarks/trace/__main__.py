@@ -44,8 +44,8 @@ def measure(given: argparse.Namespace) -> Report:
         (n, "one pool", "no bound", 0.0): Fleet(clock, n, None, is_shared=True, lag_s=0),
     }
     for lag_s in given.lags:
-        row = (n, "one pool", "no bound", lag_s)
-        rows[row] = Fleet(clock, n, None, is_shared=True, lag_s=lag_s)
+        fleet = Fleet(clock, n, None, is_shared=True, lag_s=lag_s)
+        rows[n, "one pool", "no bound", lag_s] = fleet
     requests = read_trace(given.file, given.requests)
     count = replay(requests, list(rows.values()), clock)
     report = Report(

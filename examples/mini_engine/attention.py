@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output for it is the request's next token."""
+        """True if the model's output for it is the request's next token."""
         return self.stop == len(self.request.token_ids)
 
 

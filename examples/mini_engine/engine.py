@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine's thread is alive."""
+        """True while the engine's thread is alive."""
         return self._thread.is_alive()
 
     def ready(self) -> None:

@@ -69,7 +69,7 @@ def write_checksum(value: memoryview, computed: int | None = None) -> None:
 
 
 def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bool:
-    """Whether `verify` finds nothing wrong with a value of the right length; quicker.
+    """True if `verify` finds nothing wrong with a value of the right length; quicker than it.
 
     start: `start_of` the expected header.
     """

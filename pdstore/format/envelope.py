@@ -40,7 +40,7 @@ _VERSION = 1
 # magic, version, key id, run, number
 _HEAD = struct.Struct("<4sB3x8s16sQ")
 ENVELOPE_BYTES = _HEAD.size + _TAG_BYTES
-"""How much longer an envelope is than its value."""
+"""Bytes that an envelope adds to its value."""
 _MOST_RUNS = 1024  # run keys that are remembered: a pool has few writers
 
 

@@ -88,11 +88,8 @@ class Layout:
         """
         layers = tuple(layers)
         is_engines = gives_back or page is not None
-        if page is not None and settings.salt is not None:
-            raise LayoutError(
-                "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
-                " what an earlier request left in them: they cannot be used together"
-            )
+        if page is not None:
+            _check_pages_are_shared(settings)
         layout = cls(
             dtype=dtype,
             layers=layers,
@@ -186,11 +183,11 @@ class Layout:
 
     @cached_property
     def has_windows(self) -> bool:
-        """Whether any layer slides, so that block tables may lack blocks."""
+        """True if any layer has a window, so that block tables may lack blocks."""
         return any(spec.window for spec in self.layers)
 
     def has_window(self, table: int) -> bool:
-        """Whether the engine may hold fewer blocks there than a prompt has."""
+        """True if a block table may hold fewer blocks than a prompt has."""
         return any(spec.table == table and spec.window for spec in self.layers)
 
     def table_of(self, part: Part) -> int:
@@ -291,3 +288,12 @@ class Layout:
 
     def _spec(self, group: int) -> LayerSpec:
         return self.layers[self.groups[group][0]]
+
+
+def _check_pages_are_shared(settings: Settings) -> None:
+    """Raises LayoutError if tenants are kept apart, because pages would tell one of another."""
+    if settings.salt is not None:
+        raise LayoutError(
+            "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
+            " what an earlier request left in them: they cannot be used together"
+        )

@@ -147,7 +147,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether the copy has ended. Raises SwapError if it failed."""
+        """True if the copy has ended. Raises SwapError if it failed."""
         return self.wait(0)
 
     def __del__(self) -> None:

@@ -90,7 +90,7 @@ class HandoffWatcher:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call of the store takes too long, so that a new lookup would wait in vain."""
+        """True while a store call takes too long: a new lookup would wait in vain."""
         deadline = self._call_deadline
         return deadline is not None and deadline.is_over()
 
@@ -211,7 +211,7 @@ class HandoffWatcher:
         self._keep(lambda wait: wait not in over)
 
     def _is_ended(self, wait: MarkerWait, found: set[BlockKey]) -> bool:
-        """Whether these markers end the wait; if so, its lookup is answered or will be matched."""
+        """True if these markers end the wait; its lookup is then answered or will be matched."""
         verdict, lookup = wait.take(found), wait.lookup
         if verdict is Verdict.DONE:
             self._observe_wait(lookup)

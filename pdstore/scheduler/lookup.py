@@ -102,5 +102,5 @@ class Lookup:
             self._count(found)
 
     def is_over(self) -> bool:
-        """Whether the lookup has ended; ends it if its time is up."""
+        """True if the lookup has ended; ends it if its time is up."""
         return self.poll() is not None

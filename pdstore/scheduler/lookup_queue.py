@@ -33,7 +33,7 @@ class LookupQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call of the store takes too long, so that a new lookup would wait in vain."""
+        """True while a store call takes too long: a new lookup would wait in vain."""
         deadline = self._call_deadline
         return deadline is not None and deadline.is_over()
 

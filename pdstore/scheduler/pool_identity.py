@@ -36,9 +36,9 @@ class PoolIdentity:
             self._ask()
 
     def may_be(self, pool_id: str | None) -> bool:
-        """Whether an instance with this `pool_id` uses this pool, as far as is known.
+        """True if an instance with this `pool_id` uses this pool, or if either id is unknown.
 
-        Yes where either id is unknown. Does not ask the store; from any thread.
+        Does not ask the store. Any thread may call it.
         """
         current = self.current
         if pool_id is None or current is None:
@@ -47,7 +47,7 @@ class PoolIdentity:
         return pool_id in (current.hex(), former.hex() if former else None)
 
     def is_same(self, pool_id: str | None) -> bool:
-        """Whether an instance with this `pool_id` uses this pool; asks the store before a no."""
+        """Does as `may_be`, but asks the store before it returns False."""
         if not self.may_be(pool_id):
             self._ask()
         return self.may_be(pool_id)

@@ -13,7 +13,7 @@ from pdstore.format.keys import BlockKey
 
 MAX_KEY_CHARS = 200
 FRESH_S = 1.0
-"""How long a store that evicts keeps what was put: else a long prompt evicts its own beginning."""
+"""Time for which a new value is not evicted: else a long prompt would evict its own beginning."""
 
 
 @dataclass(frozen=True)

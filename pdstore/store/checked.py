@@ -49,5 +49,5 @@ def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set
 
 
 def is_count(answer: object, most: int) -> TypeGuard[int]:
-    """Whether `answer` is an int in 0..most; a bool is none."""
+    """True if `answer` is an int in 0..most; a bool is none."""
     return isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= most

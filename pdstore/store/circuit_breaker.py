@@ -41,7 +41,7 @@ class CircuitBreaker(CallWrapper):
 
     @property
     def is_open(self) -> bool:
-        """Whether calls fail at once now."""
+        """True while calls fail at once."""
         return self._in_a_row >= self._failures
 
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
@@ -70,7 +70,7 @@ class CircuitBreaker(CallWrapper):
             return function()
 
     def _enter(self) -> bool:
-        """Whether this call is the probe of an open breaker. Raises for every other one then."""
+        """Returns True for the probe of an open breaker; raises for every other call meanwhile."""
         with self._lock:
             if not self.is_open:
                 return False

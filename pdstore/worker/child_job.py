@@ -37,17 +37,17 @@ class ChildJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended or is about to: nothing may be begun for it."""
+        """True if the job has ended or is about to: nothing may be begun for it."""
         return self._run.is_ending
 
     @property
     def is_in_store_call(self) -> bool:
-        """Whether its worker is in a store call, whether the job has ended or not."""
+        """True while its worker is in a store call, also after the end of the job."""
         return self._is_in_store
 
     @property
     def is_hung(self) -> bool:
-        """Whether its worker is still in a store call although the job's time is up."""
+        """True while its worker is still in a store call although the job's time is up."""
         return self._is_in_store and self._run.job.done and self.deadline.is_over()
 
     @property

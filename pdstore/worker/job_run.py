@@ -64,7 +64,7 @@ class JobRun:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the end has come, or comes right after the copies that run now."""
+        """True if the end has come, or comes right after the copies that run now."""
         return bool(self._ends)
 
     @property
@@ -75,7 +75,7 @@ class JobRun:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to do for one more worker."""
+        """True if there is something to do for one more worker."""
         with self._lock:
             return self._has_more()
 

@@ -90,7 +90,7 @@ class LoadWork(Work):
         return shortfall
 
     def _is_wanted(self, piece: _Piece) -> bool:
-        """Whether a piece may add tokens: behind a gap nothing counts."""
+        """True if a piece may add tokens: behind a gap nothing counts."""
         return all(piece.blocks.first < self._block_at(gap) for gap, _ in self._gaps)
 
     def _block_at(self, piece: _Piece) -> int:

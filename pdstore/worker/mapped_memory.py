@@ -30,7 +30,7 @@ class MappedMemory:
             self._pinned.ready(timeout_s)
 
     def is_ready(self, wait_s: float) -> bool:
-        """Whether the memory is registered, within this time at most. Raises why it cannot be."""
+        """Waits up to `wait_s`; True if the memory is registered. Raises if it cannot be."""
         return self._pinned is None or self._pinned.is_ready(wait_s)
 
     def close(self) -> None:

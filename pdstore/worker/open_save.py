@@ -62,7 +62,7 @@ class OpenSave:
         self._wake()
 
     def _waits_for_more(self, num_whole: int) -> bool:
-        """Whether the ranges that are whole but not released are too small to be saved alone."""
+        """True if the ranges that are whole but not released are too small to be saved alone."""
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
         if num_whole == layout.num_ranges:
             return False

@@ -85,7 +85,7 @@ class PinnedMemory:
             log.info("staging is %s", self._state())
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Whether all of it is pinned, within this time. Raises what a piece failed with."""
+        """Waits up to `wait_s`; True if all of it is pinned. Raises the error of a piece."""
         if not self._ended.wait(wait_s):
             return False
         if self._error is not None:

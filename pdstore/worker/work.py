@@ -39,7 +39,7 @@ class Work:
 
     @property
     def is_open(self) -> bool:
-        """Whether shares may become ready later, although none is now."""
+        """True while more shares may become ready."""
         return False
 
     def take(self) -> Share:

@@ -1,4 +1,4 @@
-"""What the demo asks instances, and how it reads their answers and their counters."""
+"""The demo's client: requests to instances, and how it reads their answers and counters."""
 
 from __future__ import annotations
 

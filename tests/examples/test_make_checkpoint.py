@@ -14,7 +14,7 @@ from examples import train_checkpoint as trainer
 
 @pytest.fixture(autouse=True)
 def documents(monkeypatch):
-    """As they are now: a file may be edited during a test."""
+    """Reads the documents once: a file may be edited during a test."""
     texts = maker.documents_of_repository()
     monkeypatch.setattr(maker, "documents_of_repository", lambda: texts)
 

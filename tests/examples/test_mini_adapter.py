@@ -1,4 +1,4 @@
-"""What P saves, D loads: D computes one token and gives the same answer, whatever the pool does."""
+"""D loads what P saved, computes one token and answers as P would, whatever the pool does."""
 
 from __future__ import annotations
 

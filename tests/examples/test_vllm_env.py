@@ -1,4 +1,4 @@
-"""What `make setup-vllm` installs, and under which names."""
+"""The environment of `make setup-vllm`: what it installs, and under which names."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ BLOCK_IDS = [2, 0, 1]
 
 
 class Taken(NamedTuple):
-    """How D's load ended, and whether the tokens that it counts are P's, byte for byte."""
+    """The end of D's load, and whether the tokens that it counts are P's, byte for byte."""
 
     result: JobResult
     is_right: bool

@@ -136,7 +136,7 @@ class World:
         return state._replace(actors=tuple(actors))
 
     def _is_over(self, state: State) -> bool:
-        """Whether D has ended; P does nothing then that it does not do while D waits."""
+        """True if D has ended; P does nothing then that it does not do while D waits."""
         decode = len(self._names) - 1
         call = self._next(state, decode)
         if isinstance(call, Ended):

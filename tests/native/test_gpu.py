@@ -1,4 +1,4 @@
-"""What only a GPU shows: order with streams, graph captures, devices, pinned memory."""
+"""Properties that only a GPU shows: stream order, graph captures, devices, pinned memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cuda, needs_two]
 
 @pytest.mark.parametrize(("mine", "its"), [(0, 1), (1, 0)])
 def test_copies_land_on_the_engines_device_whatever_the_callers_is(library, mine, its):
-    """And the caller's thread is back on its own device after each call."""
+    """The caller's thread is back on its own device after each call."""
     torch.cuda.set_device(mine)
     case, swap, _host, copies = rig(library, device=f"cuda:{its}")
     swap.gather(copies)

@@ -126,7 +126,7 @@ def test_an_empty_call_says_nothing_about_the_store(clock):
 
 
 def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
-    """It began while the breaker was closed, and fails while the probe is on its way."""
+    """The call begins while the breaker is closed, and fails while the probe is on its way."""
     began, release, ends = threading.Event(), threading.Event(), []
 
     class Slow(Scripted):

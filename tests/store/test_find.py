@@ -55,7 +55,7 @@ class Offering(MemoryStore):
 
 
 def wrapped(store, metrics=None):
-    """As an engine has it."""
+    """Wraps a store as an engine does."""
     return CircuitBreaker(Instrumented(store, metrics or Metrics()), failures=2)
 
 

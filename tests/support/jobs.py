@@ -53,7 +53,7 @@ def run_of(
 
 
 class Gate:
-    """What jobs wait at, inside a store call, until it is opened."""
+    """Holds jobs inside a store call until it is opened."""
 
     def __init__(self) -> None:
         self._opened = threading.Event()

@@ -86,7 +86,7 @@ def need_redis_server() -> str:
 
 @functools.cache
 def has_docker() -> bool:
-    """Whether a Docker engine answers within two seconds."""
+    """True if a Docker engine answers within two seconds."""
     # asked in another process: docker's client leaves a socket open when nobody answers
     ask = [sys.executable, "-c", "import docker; docker.from_env(timeout=2).ping()"]
     return subprocess.run(ask, capture_output=True, timeout=60, check=False).returncode == 0

@@ -66,7 +66,7 @@ def main(kind: str, directory: Path) -> None:
         **MLA if kind == "mla" else {"block_size": 32},
     )
     sampling = SamplingParams(temperature=0, max_tokens=NUM_ANSWERED, logprobs=1, ignore_eos=True)
-    # As P is asked: so that a marker says when the prompt is in the pool.
+    # Asked as P is, so that a marker says when the prompt is in the pool.
     sampling.extra_args = {"kv_transfer_params": {"do_remote_decode": True}}
     rows = []
     for number, prompt in enumerate(make_prompts(), 1):

@@ -75,8 +75,8 @@ def _mla() -> PretrainedConfig:
         head_dim=64,
         first_k_dense_replace=2,
         n_routed_experts=2,  # in no layer
-        # As DeepSeek's own. With plain rotary embedding vLLM's CPU backend gives other answers than
-        # transformers does, and others again when a prompt stands twice in a batch.
+        # DeepSeek's own values. With plain rotary embedding vLLM's CPU backend gives other answers
+        # than transformers does, and others again when a prompt stands twice in a batch.
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,

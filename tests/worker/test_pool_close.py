@@ -73,7 +73,7 @@ def test_a_handoff_that_the_close_cuts_is_marked_as_failed(instance, store):
 
 
 def in_child(function) -> bool:
-    """Whether `function` comes to its end in the child of a fork, in time."""
+    """True if `function` comes to its end in the child of a fork, in time."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(5)  # ends a child that hangs

@@ -54,13 +54,13 @@ class RequestTracker:
 
     @property
     def is_prompt_pending(self) -> bool:
-        """Whether a part of the prompt still has to be saved, or the hand-off to be published."""
+        """True while a part of the prompt is still to be saved, or the hand-off to be published."""
         is_saved = self.num_saved >= self.keys.num_tokens
         return not is_saved or (self.handoff is not None and not self.is_announced)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether vLLM waits for this request's lookup or load."""
+        """True while vLLM waits for this request's lookup or load."""
         is_asking = self.lookup is not None and self.lookup.poll() is None
         return is_asking or self.num_loading > 0
 
@@ -103,7 +103,7 @@ def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
 
 
 def is_keyed(request: Any, has_pages: bool) -> bool:
-    """Whether a request's KV is determined by its tokens and may be shared.
+    """True if a request's KV is determined by its tokens and may be shared.
 
     has_pages: blocks are stored as the backend's packed pages. The last page may contain what an
       earlier request left behind its end, so a request with a cache salt must not share pages.
@@ -120,7 +120,7 @@ def is_keyed(request: Any, has_pages: bool) -> bool:
 
 
 def is_prefill_of(request: Any, settings: Settings) -> bool:
-    """Whether this instance is P for the request and publishes its prompt."""
+    """True if this instance is P for the request and publishes its prompt."""
     params = request.kv_transfer_params or {}
     return settings.role == "prefill" or (
         settings.role == "both" and params.get("do_remote_decode") is True

@@ -201,7 +201,7 @@ class PDStoreConnectorScheduler:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether vLLM must keep stepping although it has no request."""
+        """True while vLLM must keep stepping although it has no request."""
         return bool(self._aborted_handoffs or self._refs)
 
     def reset(self) -> bool:

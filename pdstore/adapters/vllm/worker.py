@@ -105,7 +105,7 @@ class PDStoreConnectorWorker:
 
     @property
     def fails_whole(self) -> bool:
-        """Whether a load that brings less than was promised counts as having brought nothing.
+        """True if a load that brings less than was promised counts as having brought nothing.
 
         vLLM can go on from the first bad block, but not with sliding windows: it has given back the
         blocks that the window before that block needs.
@@ -169,7 +169,7 @@ class PDStoreConnectorWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no load and no save is running or still to be reported."""
+        """True if no load and no save is running or still to be reported."""
         return not (self._loads or self._saves or self._saves_of or self._reported)
 
     def take_report(self) -> StepReport | None:

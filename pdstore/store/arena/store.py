@@ -32,7 +32,7 @@ DEFAULT_LEASE_S = 10.0
 MAX_LEASE_S = 3600.0
 DEFAULT_DIRECTORY = Path("/dev/shm")
 REST_S = 5.0
-"""How long a dead process's reserved memory is left alone: its GPU may still write there."""
+"""Time for which a dead process's reserved memory is left alone: its GPU may still write there."""
 LOCK_TIMEOUT_S = 5.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}

@@ -168,7 +168,7 @@ def default_budget(directory: PoolDirectory) -> int:
 
 
 def _is_kept(file: StoredFile, now: int) -> bool:
-    """Whether a value is leased, or was put just now.
+    """True if a value is leased, or was put just now.
 
     A time further ahead than any lease is from before a clock was set back.
     """

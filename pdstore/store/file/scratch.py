@@ -45,7 +45,7 @@ class Scratch:
         return f"{self._path}/{next(self._numbers)}"
 
     def exists(self) -> bool:
-        """Whether nobody has deleted the directory."""
+        """True unless somebody has deleted the directory."""
         return os.path.exists(f"{self._path}/{_LOCK}")
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Barrier:
         self._num_answers = 0  # in a row: a process that is being killed may still give one
 
     def is_needed(self, answer: Answer) -> bool:
-        """Whether the call's transfers may still go on."""
+        """True if the call's transfers may still go on."""
         if self._sharer is not None:
             return any(is_outage(code) for code in answer.codes)
         return answer.seconds > self._given_up_s and any(code < 0 for code in answer.codes)
@@ -116,7 +116,7 @@ class Barrier:
             self._client.replace(raw)  # for requests of another connection nothing is mapped
 
     def _is_forgotten(self, raw: Raw) -> bool:
-        """Whether the other process has forgotten all our memory, for certain.
+        """True if the other process has certainly forgotten all our memory.
 
         While its own ping fails, the library maps everything again; so it must be healthy before
         and after.

@@ -77,7 +77,7 @@ class Client:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call of the library is running."""
+        """True if no call of the library is running."""
         return not self._began
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Client:
             return self._raw, now
 
     def _is_slow(self) -> bool:
-        """Whether a call runs for so long that the server may hang: others would hang as well."""
+        """True if a call runs for so long that the server may hang: others would hang as well."""
         oldest = min(self._began, default=None)
         return oldest is not None and time.monotonic() - oldest > _SLOW_CALL_S
 

@@ -54,7 +54,7 @@ def name_of(code: int) -> str:
 
 
 def is_outage(code: int) -> bool:
-    """Whether the master, or the process that shares our memory, does not answer."""
+    """True if the master, or the process that shares our memory, does not answer."""
     return code in (INTERNAL, RPC_FAILED, RPC_TIMED_OUT) or -1012 <= code <= -1000
 
 

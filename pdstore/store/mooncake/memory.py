@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the connection is not being made again, as far as the library knows."""
+        """True unless the library is making the connection again, as far as it says."""
         if not self._lock.acquire(timeout=_PAUSE_S):  # a registration waits for an answer
             return False
         try:
@@ -130,7 +130,7 @@ class Memory:
             return True
 
     def holds(self, slots: Slots, address: int) -> bool:
-        """Whether all of a buffer lies in one slab."""
+        """True if all of a buffer lies in one slab."""
         size = len(slots.view)
         return any(slab.holds(address, size) for slab in list(self._slabs))
 

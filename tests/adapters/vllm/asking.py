@@ -99,7 +99,7 @@ def ask(server: Server, prompt: Sequence[int], max_tokens: int = 8, **more: Any)
 
 
 def alone(server: Server, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Answer:
-    """What a server answers by itself: with a salt nothing comes from the pool or any cache."""
+    """Returns what a server computes alone: with a salt nothing comes from the pool or a cache."""
     return ask(server, prompt, max_tokens, cache_salt=f"salt {next(_salts)}", **more)
 
 
@@ -152,7 +152,7 @@ def counted(server: Server) -> dict[str, float]:
 
 
 class Since:
-    """What a server has counted since this was made."""
+    """The growth of a server's counters since this was made."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._before = server, counted(server)

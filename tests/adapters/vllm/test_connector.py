@@ -37,7 +37,7 @@ def test_an_interrupt_is_not_a_fault():
 
 
 def test_every_hook_of_a_running_engine_is_guarded():
-    """Those that only pass a call on to a guarded one, or to nothing that can fail, are not."""
+    """Hooks that only pass a call on to a guarded one, or cannot fail, need no guard."""
     hooks = """on_new_request get_num_new_matched_tokens update_connector_output request_finished
         has_pending_push_work has_pending_block_frees reset_cache start_load_kv wait_for_save
         get_finished get_block_ids_with_load_errors build_connector_worker_meta

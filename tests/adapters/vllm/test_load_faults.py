@@ -25,7 +25,7 @@ def corrupt(redis, key):
 
 
 def stored(p, prompt):
-    """What P's answer has for D, when P has stored the prompt: so D's load asks for all of it."""
+    """Returns what P's answer has for D, once P has stored all of the prompt."""
     params = prefill(p, prompt)
     assert_idle(p)
     return params

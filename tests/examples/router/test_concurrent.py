@@ -64,7 +64,7 @@ async def test_p_is_told_that_it_prefills_for_another_instance() -> None:
 
 @pytest.mark.parametrize("p", [says({}, 500), says({"id": "p"})])
 async def test_d_is_asked_anew_when_p_publishes_nothing(p: Reply) -> None:
-    """It had sent its headers, as vLLM does, and would wait for the hand-off until its deadline."""
+    """D has sent its headers, as vLLM does, and would wait for the hand-off until its deadline."""
 
     async def waits_for_the_handoff(body: dict[str, Any]) -> Response:
         if "kv_transfer_params" in body:

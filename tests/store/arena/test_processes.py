@@ -37,7 +37,7 @@ def actor(*arguments: object):
 
 
 def all_slots_come_back(store) -> bool:
-    """Whether the whole arena can be reserved again, in slots of a size that nobody used."""
+    """True if the whole arena can be reserved again, in slots of a size that nobody used."""
     end = time.monotonic() + 5
     while time.monotonic() < end:
         store.clear(actors.NAMESPACE)

@@ -25,7 +25,7 @@ def test_a_closed_store_leaves_nothing_unfinished(store):
 
 @pytest.fixture
 def dead(tmp_path):
-    """What a writer left that was killed."""
+    """Leaves files as a writer does that is killed."""
     dead = tmp_path / "pool" / "tmp" / f"999-{0:016x}"
     dead.mkdir(parents=True)
     (dead / "0").write_bytes(b"half")

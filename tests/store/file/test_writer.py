@@ -130,7 +130,7 @@ def test_a_clear_that_the_system_refuses_says_where(store, monkeypatch):
 
 @pytest.mark.parametrize("leased", [False, True])
 def test_a_marker_is_stored_on_a_file_system_without_inodes(full_disk, leased):
-    """What P wants to say is that its save failed, and D waits for it."""
+    """D waits for the marker, which says that P's save failed."""
     subprocess.run(["mount", "-o", "remount,nr_inodes=60", full_disk], check=True)
     with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
         keys = fresh_keys(60)

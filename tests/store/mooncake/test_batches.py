@@ -1,4 +1,4 @@
-"""How MooncakeStore splits its calls, and which memory it hands to the library."""
+"""MooncakeStore's batches: how calls are split, and which memory the library is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MooncakeStore makes of each result code. The rules are those of deploy/mooncake.md."""
+"""MooncakeStore turns each result code into what deploy/mooncake.md says."""
 
 from __future__ import annotations
 

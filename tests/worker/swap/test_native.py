@@ -1,4 +1,4 @@
-"""What a native swap plans, what it refuses, how it ends."""
+"""NativeSwap: its plans, its refusals, its end."""
 
 from __future__ import annotations
 
