@@ -46,7 +46,7 @@ class MarkerWait:
 
     @property
     def is_dead(self) -> bool:
-        """Whether P has stopped beating."""
+        """True if P has stopped beating."""
         return self._pulse is not None and self._pulse.is_silent()
 
     def take(self, stored: set[BlockKey]) -> Verdict | None:
