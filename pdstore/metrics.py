@@ -11,6 +11,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
 
+import pdstore
 from pdstore.outcome import Direction, Reason
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Metric
 from pdstore.telemetry.reason_log import ReasonLog
@@ -68,6 +69,13 @@ class Metrics:
         self.store_capacity_bytes = self._gauge("store_capacity_bytes")
         self.store_used_bytes = self._gauge("store_used_bytes")
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
+
+    def describe(self, role: str, namespace: str, store: str) -> None:
+        """Names the instance in `pdstore_info`; both halves of one say the same.
+
+        namespace: as `Namespace.hex`. store: its label.
+        """
+        self.info.labels(pdstore.__version__, role, namespace, store).set(1)
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
         """Shows a store's error codes too; those of several stores are added up."""

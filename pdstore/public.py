@@ -41,6 +41,8 @@ from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
+from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import RequestRecord, RequestTimer
 from pdstore.worker.job import Job
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
@@ -72,6 +74,7 @@ __all__ = [
     "JobDeadline",
     "JobError",
     "JobResult",
+    "Journal",
     "KVPool",
     "LayerSpec",
     "Layout",
@@ -95,6 +98,8 @@ __all__ = [
     "ReadyEvent",
     "Reason",
     "Registrar",
+    "RequestRecord",
+    "RequestTimer",
     "SaveFailed",
     "Settings",
     "Slots",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from types import FrameType
@@ -13,6 +14,7 @@ from pdstore import PDStoreError
 def main() -> None:
     signal.signal(signal.SIGTERM, _leave)  # before uvicorn takes over, and after it
     signal.signal(signal.SIGINT, _leave)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         serve(parse())
     except PDStoreError as error:

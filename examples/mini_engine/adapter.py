@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import pdstore
 from examples.mini_engine.attention import Chunk
@@ -17,23 +17,9 @@ from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request, State
+from examples.mini_engine.tracker import Tracker
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Tracker:
-    """The lookup and the jobs of one request."""
-
-    keys: pdstore.PromptKeys
-    lookup: pdstore.Lookup
-    handoff: pdstore.HandoffId | None = None  # set if this instance is P for the request
-    load: pdstore.Job | None = None
-    is_started: bool = False  # a chunk of the prompt was begun
-    saves: list[pdstore.Job] = field(default_factory=list)
-    publish: pdstore.Job | None = None
-    num_saved: int = 0  # leading tokens that are in the pool or on their way
-    decoded: pdstore.PromptKeys | None = None  # of the prompt and the answer, in whole blocks
 
 
 class Adapter:
@@ -42,6 +28,7 @@ class Adapter:
     An exception in pdstore costs a request its hits or its hand-off, and nothing else.
 
     cache, pool: the scheduler's and the worker's part of pdstore.
+    journal: the records of the last requests.
     """
 
     def __init__(
@@ -62,11 +49,17 @@ class Adapter:
         self._metrics = metrics
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
-        self._trackers: dict[Request, _Tracker] = {}
+        self.journal = pdstore.Journal()
+        self._trackers: dict[Request, Tracker] = {}
 
     def ready(self) -> None:
         """Waits until host memory is pinned, beside which the rest of the engine starts."""
         self.pool.ready()
+
+    @property
+    def problem(self) -> str | None:
+        """The trouble of the pool, in a sentence; None while all is well."""
+        return self.pool.problem or self.cache.problem
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a malformed hand-off: `kv_transfer_params` come from a client."""
@@ -75,10 +68,12 @@ class Adapter:
     def look_up(self, request: Request) -> None:
         """Starts to look up how much of the prompt the pool has, or which hand-off D may follow."""
         with self._degrading(request):
+            timer = pdstore.RequestTimer()
+            timer.begin("wait")
             is_prefill = self._is_prefill_of(request)
             keys = self.cache.keys(request.prompt)
             lookup = self.cache.follow(keys, None if is_prefill else request.kv_transfer_params)
-            tracker = self._trackers[request] = _Tracker(keys, lookup)
+            tracker = self._trackers[request] = Tracker(keys, lookup, timer)
             if is_prefill:
                 tracker.handoff, request.answer_params = self.cache.announce(
                     keys, request.kv_transfer_params
@@ -86,7 +81,7 @@ class Adapter:
 
     def is_looked_up(self, request: Request) -> bool:
         tracker = self._trackers.get(request)
-        return tracker is None or tracker.lookup.poll() is not None
+        return tracker is None or tracker.poll() is not None
 
     def load(self, request: Request) -> bool:
         """Starts to load the hit into the request's blocks. Returns False if there is none.
@@ -95,11 +90,12 @@ class Adapter:
         """
         with self._degrading(request):
             tracker = self._trackers.get(request)
-            found = tracker.lookup.poll() if tracker else None
+            found = tracker.poll() if tracker else None
             if tracker is None or found is None:
                 return False
             request.miss_reason = found.reason and found.reason.value
             if min(found.num_tokens, len(request.prompt) - 1) > 0:
+                tracker.timer.begin("load")
                 tracker.load = self.pool.load(found.keys, request.block_ids, follow=found.follow)
             return tracker.load is not None
         return False
@@ -116,6 +112,8 @@ class Adapter:
         result = tracker.load.result
         if result is None:
             return False
+        tracker.timer.end("load")
+        self._metrics.exposed_seconds.observe(time.time() - tracker.timer.arrived_at)
         if result.reason is not None:
             request.miss_reason = result.reason.value
         tracker.num_saved = result.num_tokens
@@ -163,6 +161,8 @@ class Adapter:
             for save in saves.values():
                 failing.enter_context(_cancelling(save.job))
             yield layer_written
+            for chunk in chunks:
+                self._note_computed(chunk)
 
     def cancel(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that ended early, and its hand-off."""
@@ -184,6 +184,7 @@ class Adapter:
         if not (is_done and all(job.captured for job in tracker.saves)):
             return False
         del self._trackers[request]
+        tracker.when_saved(lambda: self.journal.add(tracker.record(request, self._settings.role)))
         return True
 
     def close(self) -> None:
@@ -191,10 +192,18 @@ class Adapter:
         self.pool.close()
         self.cache.close()
 
+    def _note_computed(self, chunk: Chunk) -> None:
+        tracker = self._trackers.get(chunk.request)
+        if tracker is not None and chunk.request.state is State.PREFILL:
+            tracker.timer.end("compute")
+
     def _begin_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
         """Starts to save the blocks that a chunk completes; None if there are none."""
         request, tracker = chunk.request, self._trackers.get(chunk.request)
-        if tracker is None or self._settings.role == "decode":
+        if tracker is None:
+            return None
+        tracker.timer.begin("compute")
+        if self._settings.role == "decode":
             return None
         if tracker.handoff is not None and not tracker.is_started:
             tracker.is_started = True
@@ -209,12 +218,11 @@ class Adapter:
             request.block_ids,
             first_token=tracker.num_saved,
             handoff=handoff,
-            after=tracker.saves if handoff else (),
+            after=tuple(tracker.saves) if handoff else (),
         )
         if handoff is not None:
             tracker.publish = save.job
-        else:
-            tracker.saves.append(save.job)
+        tracker.add_save(save.job)
         tracker.num_saved = keys.num_tokens
         return save
 

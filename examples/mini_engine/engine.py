@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.001
 _IDLE_S = 0.5
 _STOP_S = 5.0
+_SWITCH_IS_OFF = (
+    "a request comes with a hand-off of another instance, and pdstore is off here, so its prompt is"
+    " computed again: start this instance with PD_TRANSFER_VIA_STORAGE=1"
+)
 
 
 class EngineError(RuntimeError):
@@ -53,6 +57,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.cache, self.adapter)
         self.error: str | None = None  # why the loop has ended; then no request is taken
         self._ending = threading.Lock()
+        self._told_of_switch = False
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="mini-engine", daemon=True)
@@ -68,6 +73,11 @@ class Engine:
         if self.adapter:
             self.adapter.ready()
 
+    @property
+    def problem(self) -> str | None:
+        """The trouble of the pool, without which requests are computed; None while it is well."""
+        return self.adapter.problem if self.adapter else None
+
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that could never be answered."""
         num_tokens = len(request.prompt) + request.max_tokens
@@ -79,6 +89,9 @@ class Engine:
             raise ValueError(f"{asked} are over the KV cache of {room} tokens")
         if self.adapter:
             self.adapter.check(request)
+        elif (request.kv_transfer_params or {}).get("pdstore") and not self._told_of_switch:
+            self._told_of_switch = True
+            log.warning("%s", _SWITCH_IS_OFF)
 
     def submit(self, request: Request) -> None:
         """Takes a request that passed `check`. Raises EngineError after `drain`."""

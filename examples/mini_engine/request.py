@@ -44,6 +44,7 @@ class Request:
 
     sink: called in the engine's thread with every Token and then the Finish; must not block.
     kv_transfer_params: as the client or the router sent them.
+    id, traceparent: from the headers `x-request-id` and `traceparent`.
     """
 
     prompt: list[int]
@@ -52,6 +53,8 @@ class Request:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    id: str = ""
+    traceparent: str | None = None
 
     state: State = State.WAITING
     is_aborted: bool = False

@@ -8,6 +8,7 @@ import json
 import math
 import socket
 import sys
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import FrameType
 
@@ -81,6 +82,8 @@ class Handlers:
         body = Body.of(await http.body())
         events: Events = asyncio.Queue()
         request = self._request_of(body, _sink_of(events))
+        request.id = http.headers.get("x-request-id") or uuid.uuid4().hex
+        request.traceparent = http.headers.get("traceparent")
         answer = Answer(self._model.tokenizer, self._name, body, request)
         parts = self._parts(request, answer, events)
         async with self._aborting_when_gone(http, request):
@@ -96,9 +99,13 @@ class Handlers:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, http: HttpRequest) -> Response:
-        error = self._engine.error
-        status = {"status": "ok"} if error is None else {"status": "dead", "error": error}
-        return JSONResponse(status, 200 if error is None else 503)
+        """Returns 503 when no request can be answered; `degraded` if only the pool has trouble."""
+        error, problem = self._engine.error, self._engine.problem
+        if error is not None:
+            return JSONResponse({"status": "dead", "error": error}, 503)
+        if problem is not None:
+            return JSONResponse({"status": "degraded", "reason": problem})
+        return JSONResponse({"status": "ok"})
 
     async def metrics(self, http: HttpRequest) -> Response:
         text = generate_latest(self._engine.counters.registry)

@@ -25,6 +25,7 @@ from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.settings import Settings
 from pdstore.store.base import Store
+from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class PrefixCacheManager:
         self._settings = settings
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
+        self.metrics.describe(settings.role, namespace.hex, self._store.label)
         self._identity = PoolIdentity(self._store)
         self._instance = new_id()
         self._mismatches = MismatchLog()
@@ -166,6 +168,11 @@ class PrefixCacheManager:
     def pool_id(self) -> bytes | None:
         """The id of the pool behind the store; None until the store has told it."""
         return self._identity.current
+
+    @property
+    def problem(self) -> str | None:
+        """The trouble of the store now, in a sentence; None while all is well."""
+        return problem_of(self._store)
 
     @property
     def num_waiting(self) -> int:

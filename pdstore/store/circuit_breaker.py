@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pdstore.errors import BadValue, StoreClosed, StoreError, StoreFull, StoreUnavailable
 from pdstore.store.base import Store
-from pdstore.store.wrappers import A, CallWrapper, R
+from pdstore.store.wrappers import A, CallWrapper, R, WrapperStore
 
 # These are about one block, one budget or one closed object: the store itself is well.
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
@@ -38,6 +38,16 @@ class CircuitBreaker(CallWrapper):
         self._pause_s = open_s
         self._closed_again_at = 0.0
         self._probing = False
+        self._problem: str | None = None
+        self._is_full = False
+
+    @property
+    def problem(self) -> str | None:
+        """The last failure of the store, or its last refusal for want of room; None if it is well.
+
+        Any call that succeeds ends a failure; only a put that succeeds ends a want of room.
+        """
+        return self._problem
 
     @property
     def is_open(self) -> bool:
@@ -47,16 +57,22 @@ class CircuitBreaker(CallWrapper):
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
         if args and not args[0]:  # no keys, no I/O: that says nothing about the store
             return call(*args, **kwargs)
-        return self._guarded(lambda: call(*args, **kwargs))
+        return self._guarded(verb, lambda: call(*args, **kwargs))
 
-    def _guarded(self, function: Callable[[], R]) -> R:
+    def _guarded(self, verb: str, function: Callable[[], R]) -> R:
         is_probe = self._enter()
         healthy = True  # also after a bad argument, which says nothing about the store
         try:
-            return self._with_retry(function)
+            answer = self._with_retry(function)
         except StoreError as error:
             healthy = isinstance(error, _HEALTHY)
+            if not healthy or isinstance(error, StoreFull):
+                self._problem, self._is_full = str(error), healthy
             raise
+        else:
+            if self._problem is not None and (not self._is_full or verb == "put"):
+                self._problem = None
+            return answer
         finally:
             self._leave(healthy, is_probe)
 
@@ -96,3 +112,12 @@ class CircuitBreaker(CallWrapper):
                 self._pause_s = min(2 * self._pause_s, self._max_s)
             if is_probe or (self.is_open and not was_open):
                 self._closed_again_at = self._clock() + self._pause_s
+
+
+def problem_of(store: Store) -> str | None:
+    """Returns the problem that a store's breaker knows of; None if it has none, or no breaker."""
+    while isinstance(store, WrapperStore):
+        if isinstance(store, CircuitBreaker):
+            return store.problem
+        store = store.wrapped
+    return None

@@ -136,6 +136,12 @@ class JobQueue:
         with self._changed:
             return sum(child.is_hung for child in self._children.copy())
 
+    @property
+    def problem(self) -> str | None:
+        """Says how many store calls hang; None if none does."""
+        num_hung = self.num_hung
+        return f"{num_hung} store calls hang" if num_hung else None
+
     def close(self, drain_s: float) -> bool:
         """Lets jobs run for up to `drain_s`, ends the rest, stops the threads. Twice is fine.
 

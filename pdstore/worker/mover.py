@@ -16,6 +16,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Store
 from pdstore.store.checked import count_of, num_done_of
+from pdstore.store.circuit_breaker import problem_of
 from pdstore.worker.block_tables import tables_of
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
@@ -61,6 +62,16 @@ class Mover(ABC):
         self._block_tokens = layout.block_tokens
         self._swap, self._store, self._metrics = swap, store, metrics
         self._memory = memory
+
+    @property
+    def problem(self) -> str | None:
+        """The trouble of the store now, in a sentence; None while all is well."""
+        return problem_of(self._store)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the host memory that values are copied through."""
+        return self._memory.num_bytes
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if copies can wait on it; else blocks until it fires, returns None."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -33,12 +32,11 @@ from pdstore.worker.open_mover import open_mover
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.save_ledger import SaveLedger
 from pdstore.worker.save_work import SaveWork
+from pdstore.worker.start_line import log_start
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.swap.caches import LayerCache
 from pdstore.worker.values import PromptBlocks, bytes_of
-
-log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
 
@@ -52,8 +50,8 @@ class KVPool:
     store: the caller's, who closes it; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
     range_bytes: about how much a worker moves before it looks whose turn it is.
-    Raises ConfigError for settings that do not fit, LayoutError for tensors that do not,
-    DeviceError, and StoreError when the store is required and does not answer.
+    Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
+    StoreError when the store is required and does not answer.
     """
 
     def __init__(
@@ -80,16 +78,19 @@ class KVPool:
                 undo.callback(store.close)
             self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
             undo.callback(swap.close)  # before the memory that it copies to is unpinned
-            for plan in swap.plan():
-                log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
-            pin = DevicePin(swap.device, swap.device_api)
-            self._queue = JobQueue(settings, pin, self.metrics)
+            log_start(settings, namespace, store, swap, self._mover)
+            self._queue = JobQueue(settings, DevicePin(swap.device, swap.device_api), self.metrics)
             undo.callback(self._queue.close, 0.0)
             self._follower = Follower(store, settings.handoff_wait_s, range_bytes)
             undo.callback(self._follower.close)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close)
             self._resources = undo.pop_all()
+
+    @property
+    def problem(self) -> str | None:
+        """The trouble of the store or of its calls now, in a sentence; None while all is well."""
+        return self._queue.problem or self._mover.problem
 
     def ready(self, timeout_s: float | None = None) -> None:
         """Waits until host memory is pinned: graphs may be captured then. Earlier jobs wait, too.

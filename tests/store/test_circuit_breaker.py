@@ -8,7 +8,9 @@ import pytest
 
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
-from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.base import Slots
+from pdstore.store.circuit_breaker import CircuitBreaker, problem_of
+from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.threads import start_background
 from tests.support.clock import Clock
 from tests.support.scripted_store import Scripted
@@ -154,6 +156,27 @@ def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
     assert inner.num_calls == 5
     with pytest.raises(StoreUnavailable, match=r"next try in 2\.0 s"):  # doubled once
         store.match(KEYS)
+
+
+def test_its_problem_is_the_last_failure_until_a_call_succeeds():
+    store = CircuitBreaker(Scripted(StoreTimeout("slow")))
+    assert store.problem is None
+    failing(store)
+    assert store.problem == "slow"
+    store.match(KEYS)
+    assert store.problem is None
+
+
+def test_want_of_room_is_a_problem_until_a_put_succeeds():
+    wrapped = WrapperStore(CircuitBreaker(Scripted(StoreFull("full"))))
+    slots = Slots(memoryview(bytearray(8)), 8, [0], [8])
+    with pytest.raises(StoreFull):
+        wrapped.put(KEYS, slots)
+    wrapped.match(KEYS)
+    assert problem_of(wrapped) == "full"
+    wrapped.put(KEYS, slots)
+    assert problem_of(wrapped) is None
+    assert problem_of(Scripted()) is None
 
 
 @pytest.mark.parametrize("error", [StoreFull("full"), ValueError("bad call")])

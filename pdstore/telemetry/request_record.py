@@ -1,0 +1,113 @@
+"""RequestRecord: the way of one request through an instance, as a line, as JSON, and as spans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdstore.outcome import Reason
+
+_MOST_CHARS = 80
+
+
+class Phase(NamedTuple):
+    """A part of a request's time.
+
+    name: "wait" for the lookup and P's marker, "load", "compute" until the first token, or "save".
+    begin_s, end_s: seconds after the request's arrival.
+    """
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request, when nothing more happens for it here.
+
+    request_id: the client's or the router's; cut short, without control characters.
+    handoff: the hand-off's id in hex; None for a request of one instance alone.
+    role: PDSTORE_ROLE.
+    arrived_at: seconds since the epoch.
+    num_tokens: of the prompt; of these so many were matched in the pool, loaded, computed, and so
+      many are durable in the pool because this instance has them saved.
+    reason: why less than all was matched, loaded or saved; None if nothing was missing.
+    traceparent: the W3C trace context that came with the request.
+    """
+
+    request_id: str
+    handoff: str | None
+    role: str
+    arrived_at: float
+    num_tokens: int
+    num_matched: int
+    num_loaded: int
+    num_computed: int
+    num_saved: int
+    reason: Reason | None
+    phases: tuple[Phase, ...] = ()
+    traceparent: str | None = None
+
+    def seconds(self, name: str) -> float | None:
+        """Returns the length of a phase; None if the request had none of this name."""
+        return next((p.end_s - p.begin_s for p in self.phases if p.name == name), None)
+
+    def line(self) -> str:
+        """Returns the line of the log."""
+        times = ", ".join(f"{p.name} {p.end_s - p.begin_s:.3f} s" for p in self.phases)
+        words = (
+            f"request {self.request_id}: hand-off {self.handoff or 'none'},"
+            f" {self.num_tokens} tokens ({self.num_matched} matched, {self.num_loaded} loaded,"
+            f" {self.num_computed} computed, {self.num_saved} saved)"
+        )
+        if times:
+            words += f"; {times}"
+        if self.reason is not None:
+            words += f"; {self.reason.value}"
+        return words
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the record as a JSON object."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        phases = [phase._asdict() for phase in self.phases]
+        reason = self.reason.value if self.reason else None
+        return fields | {"phases": phases, "reason": reason}
+
+
+def plain(text: object) -> str:
+    """Returns a client's text cut short and without control characters, fit for a log."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:_MOST_CHARS])
+
+
+@dataclass
+class RequestTimer:
+    """Takes the times of one request's phases. From any thread.
+
+    clock: monotonic seconds.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    arrived_at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self._zero = self.clock()
+        self._begins: dict[str, float] = {}
+        self._ends: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        """Begins a phase unless it has begun."""
+        self._begins.setdefault(name, self.clock() - self._zero)
+
+    def end(self, name: str) -> None:
+        """Ends a phase that has begun; of several calls the last one counts."""
+        if name in self._begins:
+            self._ends[name] = self.clock() - self._zero
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Returns the phases in the order of their beginnings; one that still runs ends now."""
+        now = self.clock() - self._zero
+        found = (Phase(n, begin, self._ends.get(n, now)) for n, begin in self._begins.items())
+        return tuple(sorted(found, key=lambda phase: phase.begin_s))

@@ -1,0 +1,34 @@
+"""log_start: says in the log with what a pool starts."""
+
+from __future__ import annotations
+
+import logging
+
+from pdstore.format.namespace import Namespace
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+from pdstore.worker.mover import Mover
+from pdstore.worker.swap.base import Swap
+
+log = logging.getLogger(__name__)
+
+
+def log_start(
+    settings: Settings, namespace: Namespace, store: Store, swap: Swap, mover: Mover
+) -> None:
+    """Logs all that an operator compares between two instances in one line, and the copies' paths.
+
+    Memory is the host's that values are copied through.
+    """
+    plans = swap.plan()
+    log.info(
+        "pool %s, namespace %s, role %s, block copies by %s, %d MiB of host memory, %d workers",
+        store.label,
+        namespace.hex,
+        settings.role,
+        ", ".join(sorted({plan.path for plan in plans})),
+        mover.memory_bytes >> 20,
+        settings.workers,
+    )
+    for plan in plans:
+        log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)

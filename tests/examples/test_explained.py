@@ -1,0 +1,100 @@
+"""P and D explain themselves: a line for each request, a warning with a remedy, and /health."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+
+import pytest
+
+from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+    ask,
+    checkpoints_fixture,
+    open_engine_fixture,
+    prompt_of,
+    until,
+)
+
+PULL = {"do_remote_decode": True}
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def open_one(open_engine):
+    url = f"memory://explained{next(_numbers)}"
+
+    def open_one(role, **changes):
+        pd = {"pd_transfer_via_storage": True, "role": role, "store": url, "staging": "8MiB"}
+        return open_engine("llama", {**pd, **changes})
+
+    return open_one
+
+
+@pytest.fixture
+def said(caplog):
+    """Waits for a line of the log that matches."""
+    caplog.set_level(logging.INFO)
+
+    def said(pattern):
+        until(lambda: re.search(pattern, caplog.text))
+        return True
+
+    return said
+
+
+def prefilled(p, prompt, **options):
+    asked = ask(p, prompt, max_tokens=1, kv_transfer_params=PULL, **options).wait()
+    return asked.request.answer_params
+
+
+def test_each_request_is_one_line_on_p_and_one_on_d(open_one, said):
+    p, d = open_one("prefill"), open_one("decode")
+    prompt = prompt_of(100)
+    params = prefilled(p, prompt, id="client-7")
+    handoff = params["pdstore"]["attempt"]
+    ask(d, prompt, id="client-7", kv_transfer_params=params).wait()
+    name = f"request client-7: hand-off {handoff}, 100 tokens "
+    assert said(rf"{name}\(0 matched, 0 loaded, 100 computed, 100 saved\); wait [\d.]+ s, compute")
+    assert said(rf"{name}\(100 matched, 99 loaded, 1 computed, 0 saved\); wait [\d.]+ s, load")
+    (record,) = d.adapter.journal.last()
+    assert {phase.name for phase in record.phases} == {"wait", "load", "compute"}
+
+
+def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, said, monkeypatch):
+    p, d = open_one("prefill"), open_one("decode")
+    prompt = prompt_of(100)
+    params = prefilled(p, prompt)
+    until(lambda: p.adapter.journal.last())
+    begin = d.adapter.pool.load
+
+    def lose_then_load(keys, *arguments, **options):
+        d.adapter.cache.clear()
+        return begin(keys, *arguments, **options)
+
+    monkeypatch.setattr(d.adapter.pool, "load", lose_then_load)
+    ask(d, prompt, kv_transfer_params=params).wait()
+    assert said(r"a load fell short \(lost\).*Look at the pool's size")
+
+
+def test_an_instance_with_the_switch_off_tells_of_a_handoff_that_it_ignores(
+    open_one, open_engine, said
+):
+    p, off = open_one("prefill"), open_engine("llama")
+    prompt = prompt_of(40)
+    params = prefilled(p, prompt)
+    off.check(ask(off, prompt, kv_transfer_params=params).wait().request)
+    assert said("start this instance with PD_TRANSFER_VIA_STORAGE=1")
+
+
+def test_a_store_that_fails_is_a_problem_until_it_answers(open_one, said, tmp_path):
+    d = open_one("decode", store=f"file://{tmp_path}/pool", breaker_open_s=0.05)
+    assert d.problem is None
+    pool = tmp_path / "pool"
+    pool.rename(tmp_path / "away")
+    pool.write_text("no directory")
+    until(lambda: ask(d, prompt_of(40)).wait() and d.problem)
+    assert said(r"a lookup fell short \(store_\w+\).*Look at")
+    pool.unlink()
+    (tmp_path / "away").rename(pool)
+    until(lambda: ask(d, prompt_of(40)).wait() and d.problem is None)

@@ -1,0 +1,59 @@
+"""RequestRecord: one line says what a request cost and why; times are those of its phases."""
+
+from __future__ import annotations
+
+import json
+
+from pdstore.outcome import Reason
+from pdstore.telemetry.request_record import Phase, RequestRecord, RequestTimer, plain
+from tests.support.clock import Clock
+
+RECORD = RequestRecord(
+    request_id="r-1",
+    handoff="ab" * 16,
+    role="decode",
+    arrived_at=1000.0,
+    num_tokens=100,
+    num_matched=100,
+    num_loaded=64,
+    num_computed=36,
+    num_saved=0,
+    reason=Reason.LOST,
+    phases=(Phase("wait", 0.0, 0.25), Phase("load", 0.25, 0.5)),
+)
+
+
+def test_the_line_has_ids_tokens_seconds_and_the_reason():
+    assert RECORD.line() == (
+        f"request r-1: hand-off {'ab' * 16}, 100 tokens (100 matched, 64 loaded, 36 computed,"
+        " 0 saved); wait 0.250 s, load 0.250 s; lost"
+    )
+    assert RECORD.seconds("load") == 0.25
+    assert RECORD.seconds("save") is None
+
+
+def test_json_has_every_field():
+    said = json.loads(json.dumps(RECORD.as_json()))
+    assert said["reason"] == "lost"
+    assert said["phases"][0] == {"name": "wait", "begin_s": 0.0, "end_s": 0.25}
+    assert set(said) == set(RequestRecord.__dataclass_fields__)
+
+
+def test_a_clients_text_cannot_forge_a_line():
+    assert plain("a\nrequest b\x1b[31m" + "x" * 200) == ("a?request b?[31m" + "x" * 200)[:80]
+
+
+def test_phases_come_in_order_begin_once_and_may_still_run():
+    clock = Clock()
+    timer = RequestTimer(clock)
+    timer.end("load")  # it has not begun
+    clock.now += 1
+    timer.begin("wait")
+    clock.now += 1
+    timer.begin("load")
+    timer.begin("wait")
+    timer.end("wait")
+    clock.now += 1
+    assert timer.phases() == (Phase("wait", 1.0, 2.0), Phase("load", 2.0, 3.0))
+    timer.end("wait")  # a save of another chunk, say
+    assert timer.phases()[0] == Phase("wait", 1.0, 3.0)
