@@ -65,13 +65,13 @@ wheel: setup ## Build dist/*.whl
 $(VENV)/.stamp: pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
-	  -e '.[redis,$(MOONCAKE),seal,examples,test,dev]'
+	  -e '.[redis,$(MOONCAKE),seal,cli,examples,test,dev]'
 	@touch $@
 
 $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 	$(call make_venv,$(VLLM_VENV))
 	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
-	  -e '.[redis,mooncake-cpu,seal,vllm,examples,test]'
+	  -e '.[redis,mooncake-cpu,seal,cli,vllm,examples,test]'
 	@touch $@
 
 define make_venv

@@ -1,82 +1,154 @@
-"""Tries a store the way P and D use it, with one small value of its own."""
+"""`pdstore doctor`: tries all that P and D need, and says for each finding what to do."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-import torch
+from rich.console import RenderableType
+from rich.text import Text
 
-from pdstore.cli.report import Report, seconds_of
-from pdstore.errors import StoreError
-from pdstore.format import block
-from pdstore.format.keys import BlockKey
-from pdstore.format.namespace import HASH_BYTES
-from pdstore.settings import read_settings
+from pdstore.cli.answer import Answer, busy, muted, table
+from pdstore.cli.break_even import Machine, break_even
+from pdstore.cli.checks.configuration import check_settings
+from pdstore.cli.checks.finding import Finding, Level, info, ok, warn
+from pdstore.cli.checks.host import available_memory, check_limits, check_memory, check_native
+from pdstore.cli.checks.peer import check_peers
+from pdstore.cli.checks.room import check_room
+from pdstore.cli.checks.round_trip import RoundTrip, Speed
+from pdstore.cli.model_shape import ModelShape
+from pdstore.cli.quantity import duration
+from pdstore.cli.survey import survey
+from pdstore.errors import PDStoreError
+from pdstore.format.namespace import Json
+from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.find import find_optional
-from pdstore.store.in_place import InPlace
-from pdstore.store.optional import ErrorCodes
+from pdstore.store.optional import ListsValues
 from pdstore.store.seal import seal_store
 
-_SIZE = 4096
-_ARENA = (
-    "if P and D both run on this host: PDSTORE_STORE=shm://pool?size=64GiB hands KV over faster,"
-    " through memory that their GPUs copy to and from"
-)
+_PROMPT = 8192
+_MARKS = {
+    Level.OK: ("✓", "green"),
+    Level.INFO: ("·", "dim"),
+    Level.WARN: ("!", "yellow"),
+    Level.BAD: ("✗", "red"),
+}
 
 
-def doctor(url: str | None, count_gpus: Callable[[], int] = torch.cuda.device_count) -> Report:
-    """Puts, matches, gets, verifies and removes a value, and times each.
+@dataclass(frozen=True)
+class Asked:
+    """Options of the doctor.
 
-    url: None takes PDSTORE_STORE.
-    count_gpus: says how many GPUs this host has; with GPUs, an arena is recommended.
-    Raises ConfigError for a bad URL, StoreError at the first step that fails or answers wrongly.
+    peers: URLs of P's and D's status.
+    model: a config.json, for the break-even and the room; gpu: with it.
     """
-    settings = read_settings(**({"store": url} if url else {}))
-    store = seal_store(open_store(settings.store, settings), settings)
+
+    url: str | None = None
+    peers: tuple[str, ...] = ()
+    model: str | None = None
+    machine: Machine = field(default_factory=lambda: Machine("H100"))
+    engine_block: int = 16
+
+
+def doctor(asked: Asked, count_gpus: Callable[[], int] | None = None) -> Answer:
+    """Checks settings, host, store and peers. Status 1 if something does not work.
+
+    Raises ConfigError for settings or a URL that cannot be used.
+    """
+    settings = read_settings(**({"store": asked.url} if asked.url else {}))
+    shape = ModelShape.of(asked.model) if asked.model else None
+    arguments = frozenset({"store"} if asked.url else ())
+    findings = [*check_settings(settings, arguments, asked.engine_block)]
+    with busy("looking at this host"):
+        findings += check_host(settings, count_gpus or _count_gpus)
+    with busy("trying the store"):
+        findings += _check_store(settings, shape, asked.machine)
+    if asked.peers:
+        with busy("asking P and D"):
+            findings += check_peers(asked.peers)
+    return _answer(findings)
+
+
+def check_host(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+    """Yields the findings about this host."""
+    yield from check_memory(settings, available_memory())
+    yield from check_limits(settings, count_gpus())
+    yield from check_native(settings, count_gpus)
+
+
+def _check_store(
+    settings: Settings, shape: ModelShape | None, machine: Machine
+) -> Iterator[Finding]:
+    plain = open_store(settings.store, settings)
+    store = seal_store(plain, settings)
     try:
-        report = _try(store)
-        is_sealed = settings.seal_key_file is not None  # then an arena would not be in place
-        if count_gpus() and not is_sealed and find_optional(store, InPlace) is None:
-            report.notes.append(_ARENA)
-        return report
+        trip = RoundTrip(store)
+        tried = list(trip.findings())
+        yield from tried
+        if any(finding.subject == "connect" for finding in tried):
+            return
+        yield from check_room(plain, shape.kv_bytes() if shape else None)
+        yield from _check_contents(plain)
+        if shape is not None and trip.speed is not None:
+            yield _verdict(shape, machine, trip.speed)
     finally:
         store.close()
 
 
-def _try(store: Store) -> Report:
-    name = secrets.token_bytes(HASH_BYTES)
-    keys = [BlockKey(f"pds1:doctor:{name.hex()}")]
-    slots = Slots(store.allocate(_SIZE), _SIZE, [0], [_SIZE])
-    header = block.Header(0, 0, 0, 1, 1, _SIZE - block.HEADER_BYTES, bytes(HASH_BYTES), name)
-    block.seal(slots.value(0), header)
-    report = Report(store.label, ["step", "ms"])
+def _check_contents(store: Store) -> Iterator[Finding]:
+    try:
+        pool_id, lease = read_pool_id(store).hex()[:8], store.lease_s
+        yield info("pool", f"id {pool_id}, the same for P and D; lease {duration(lease)}")
+        lists = find_optional(store, ListsValues)
+        if lists is not None:
+            names = [use.hex[:12] for use in survey(lists.stored_values())]
+            yield info("namespaces", ", ".join(names[:6]) or "none yet")
+    except PDStoreError as error:
+        yield warn("pool", str(error), "see the findings above")
 
-    def step(what: str, function: Callable[[], bool]) -> None:
-        def checked() -> None:
-            if not function():
-                raise StoreError(f"{store.label}: {what} gave a wrong result")
 
-        report.add(what, seconds_of(checked) * 1e3)
+def _verdict(shape: ModelShape, machine: Machine, speed: Speed) -> Finding:
+    """Returns whether this store is fast enough for this model on this GPU."""
+    needed = break_even(shape, machine, _PROMPT)
+    there = speed.get_bytes_per_s or 0.0
+    said = (
+        f"{shape.name}, {_PROMPT:,} tokens: computing takes {duration(needed.compute_s)} on"
+        f" {machine.num_gpus} {machine.gpu}, reading {duration(needed.kv_bytes / there)}"
+    )
+    if there >= needed.bytes_per_s:
+        return ok("break-even", said)
+    return warn(
+        "break-even",
+        said,
+        f"{needed.bytes_per_s / 1e9:.3g} GB/s are needed: a faster store, or more connections",
+    )
 
-    def verified() -> bool:
-        slots.view[:] = bytes(_SIZE)
-        return store.get(keys, slots) == 1 and block.verify(slots.value(0), header) is None
 
-    def removed() -> bool:
-        store.remove(keys)
-        return store.match(keys) == 0
+def _answer(findings: list[Finding]) -> Answer:
+    rows: list[list[RenderableType]] = []
+    for finding in findings:
+        mark, style = _MARKS[finding.level]
+        said = Text(finding.said)
+        if finding.remedy:
+            said.append(f"\n→ {finding.remedy}", style="bold")
+        rows.append([Text(mark, style=style), Text(finding.subject, style=style), said])
+    counts = {level: sum(f.level is level for f in findings) for level in Level}
+    summary = f"{counts[Level.BAD]} wrong, {counts[Level.WARN]} to improve"
+    document: list[Json] = [
+        {"level": f.level.value, "subject": f.subject, "said": f.said, "remedy": f.remedy}
+        for f in findings
+    ]
+    return Answer(
+        {"findings": document, **{level.value: counts[level] for level in Level}},
+        [table(["", "", ""], rows), muted(summary)],
+        status=int(counts[Level.BAD] > 0),
+    )
 
-    step("connect, match of what is not there", lambda: store.match(keys) == 0)
-    step("put 4 KiB", lambda: store.put(keys, slots) == 1)
-    step("match", lambda: store.match(keys) == 1)
-    step("get and verify", verified)
-    step("remove", removed)
-    report.notes.append(f"pool {read_pool_id(store).hex()[:8]}, lease {store.lease_s:g} s")
-    library = find_optional(store, ErrorCodes)
-    codes = library.codes() if library else {}
-    report.notes += [f"{count} x {code}" for code, count in sorted(codes.items())]
-    return report
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

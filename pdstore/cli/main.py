@@ -1,39 +1,47 @@
-"""The commands of `python -m pdstore` and their flags."""
+"""main: runs the command `pdstore`; every error that a user can mend is one line."""
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from pdstore.cli.doctor import doctor
-from pdstore.cli.native_report import native_report
-from pdstore.cli.report import Report
 from pdstore.errors import PDStoreError
+
+_OK, _BAD_USE, _INTERRUPTED = 0, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status.
 
     arguments: None takes the process's own.
-    Returns 0; or 2, after one line on stderr, for an error that the user can mend.
+    Returns 0; 1 where the command found something wrong in what it looked at; 2, after one line on
+    stderr, for an error that the user can mend; 130 after Ctrl-C.
     """
-    asked = _parser().parse_args(arguments)
     try:
-        report: Report = asked.run(asked)
+        run: Callable[..., object] = importlib.import_module("pdstore.cli.app").app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        return _fail(
+            f"the command line needs a package that is not installed ({error.name}):"
+            " pip install 'pdstore[cli]'"
+        )
+    try:
+        run(list(sys.argv[1:] if arguments is None else arguments), prog_name="pdstore")
     except PDStoreError as error:
-        print(f"pdstore: {error}", file=sys.stderr)
-        return 2
-    print(report.text())
-    return 0
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _OK
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else _OK
+    return _OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pdstore", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    native = commands.add_parser("native", help="build or find the native library")
-    native.set_defaults(run=lambda asked: native_report())
-    check = commands.add_parser("doctor", help="try the store: is it there, right, and how fast")
-    check.add_argument("--store", metavar="URL", help="default: PDSTORE_STORE")
-    check.set_defaults(run=lambda asked: doctor(asked.store))
-    return parser
+def _fail(message: str) -> int:
+    print(f"pdstore: {message}", file=sys.stderr)
+    return _BAD_USE

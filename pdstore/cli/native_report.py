@@ -1,17 +1,21 @@
-"""Reports the native library of this machine, building it now where that is possible."""
+"""`pdstore native`: the native library of this machine, built now where that is possible."""
 
 from __future__ import annotations
 
-from pdstore.cli.report import Report
+from pdstore.cli.answer import Answer, busy, table
+from pdstore.format.namespace import Json
 from pdstore.native.build import find_library
 from pdstore.native.library import Library
 
 
-def native_report() -> Report:
+def native() -> Answer:
     """Reports both forms of the library. Raises NativeError if there is none to find or build."""
-    report = Report("libpdstore", ["for", "CUDA", "GPUs", "file"])
+    found: list[Json] = []
+    rows = []
     for name, with_cuda in (("host tensors", False), ("GPU tensors", True)):
-        library = Library(find_library(with_cuda=with_cuda))
-        has_cuda = "yes" if library.has_cuda else "no"
-        report.add(name, has_cuda, library.num_devices, str(library.path))
-    return report
+        with busy(f"building libpdstore for {name}"):
+            library = Library(find_library(with_cuda=with_cuda))
+        has_cuda, path = library.has_cuda, str(library.path)
+        rows.append([name, "yes" if has_cuda else "no", str(library.num_devices), path])
+        found.append({"for": name, "cuda": has_cuda, "gpus": library.num_devices, "file": path})
+    return Answer({"libraries": found}, [table(["for", "CUDA", ">GPUs", "file"], rows)])

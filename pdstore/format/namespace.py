@@ -57,6 +57,18 @@ class Namespace:
         text = _canonical(self.fields).encode()
         object.__setattr__(self, "digest", hashlib.sha256(text).digest()[:HASH_BYTES])
 
+    @classmethod
+    def seen(
+        cls, digest: bytes, parts: tuple[Part, ...], block_tokens: int, algorithm: str
+    ) -> Namespace:
+        """Returns a namespace of which only the digest is known, from a stored key.
+
+        For tools that look into a pool: its fields are empty, and its windows are unknown.
+        """
+        made = cls({}, parts, block_tokens, algorithm)
+        object.__setattr__(made, "digest", digest)
+        return made
+
     @property
     def hex(self) -> str:
         return self.digest.hex()

@@ -187,6 +187,10 @@ class MemoryStore(Store):
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return iter(self._enter([]).listed(prefix))
 
+    def length_of(self, key: BlockKey) -> int | None:
+        value = self._enter([key]).values.get(key)
+        return None if value is None else len(value.data)
+
     def room(self) -> Room:
         shelf = self._enter([])
         policy = "the least recently used goes first" if shelf.budget else "nothing goes"

@@ -114,6 +114,12 @@ class ListsValues(Protocol):
         also in the middle.
         """
 
+    def length_of(self, key: BlockKey) -> int | None:
+        """Returns the exact length of a value in bytes, None if it is missing.
+
+        May lease it or count as a use. Raises StoreError.
+        """
+
 
 class Room(NamedTuple):
     """The fill of a store.

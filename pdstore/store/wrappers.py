@@ -23,6 +23,9 @@ class WrapperStore(Store):
     passes: tuple[type, ...] = ()
     """Optional protocols that a subclass lets through unchanged: those whose calls see no value."""
 
+    added_bytes: int = 0
+    """Bytes that a subclass adds to each value but the pool's id."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self.label = store.label

@@ -1,47 +1,63 @@
-"""python -m pdstore doctor: a right store passes, a wrong one is told at its step."""
+"""`pdstore doctor`: green where P and D would work, red with a remedy where they would not."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from pdstore.cli import doctor as module
-from pdstore.cli.main import main
-from pdstore.settings import read_settings
-from pdstore.store import open_store
+from pdstore.cli.doctor import Asked, doctor
+from tests.support.command import run, run_json
+
+LLAMA_8B = {
+    **{"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+}
 
 
-@pytest.mark.parametrize("where", ["file", "redis"])
-def test_a_right_store_passes_every_step(where, request, tmp_path, capsys):
-    url = f"file://{tmp_path}/pool" if where == "file" else request.getfixturevalue("redis_url")
-    assert main(["doctor", "--store", url]) == 0
-    out = capsys.readouterr().out
-    for step in ("connect", "put 4 KiB", "match", "get and verify", "remove", "pool"):
-        assert step in out
+def found(document, level):
+    return {f["subject"]: f for f in document["findings"] if f["level"] == level}
 
 
-def test_a_store_that_is_not_there_is_one_line(capsys):
-    assert main(["doctor", "--store", "redis+unix:///nowhere/redis.sock"]) == 2
-    assert capsys.readouterr().err.startswith("pdstore: redis+unix:///nowhere")
+def test_a_right_pool_has_nothing_red(filled, prompts):
+    document = run_json("doctor", "--store", filled, PD_TRANSFER_VIA_STORAGE="1")
+    assert found(document, "bad") == {}
+    assert {"round trip", "speed", "staging"} <= set(found(document, "ok"))
+    shown = found(document, "info")["namespaces"]["said"]
+    assert {keys.namespace.hex[:12] for keys in prompts} == set(shown.split(", "))
 
 
-def test_a_wrong_store_is_told_at_its_step(monkeypatch, capsys):
-    settings = read_settings(store="memory://")
-    inner = open_store("memory://", settings)
-    monkeypatch.setattr(inner, "remove", lambda keys: None)
-    monkeypatch.setattr(module, "open_store", lambda url, settings: inner)
-    assert main(["doctor", "--store", "memory://"]) == 2
-    assert "remove gave a wrong result" in capsys.readouterr().err
+def test_a_redis_of_1500_kb_is_red(redis_server):
+    url = redis_server("--maxmemory", "1500kb").url
+    ran = run("doctor", "--store", url)
+    assert ran.status == 1
+    assert "✗  room" in ran.out
+    assert "less than one prompt" in ran.out
 
 
-@pytest.mark.parametrize(
-    ("scheme", "num_gpus", "recommends"),
-    [
-        ("file", 2, True),
-        ("file", 0, False),
-        ("shm", 2, False),
-    ],
-)
-def test_an_arena_is_recommended_where_there_are_gpus(scheme, num_gpus, recommends, tmp_path):
-    url = f"file://{tmp_path}/pool" if scheme == "file" else f"shm://a?size=8MiB&dir={tmp_path}"
-    notes = module.doctor(url, lambda: num_gpus).notes
-    assert any("shm://" in note for note in notes) == recommends
+def test_every_finding_that_is_red_or_yellow_has_a_remedy():
+    document = run_json(
+        *("doctor", "--store", "memory://"),
+        PDSTORE_STAGING="4TiB",
+        PDSTORE_BLOCK_TOKENS="24",
+    )
+    assert {"place", "staging", "block size"} <= set(found(document, "bad"))
+    assert all(f["remedy"] for f in document["findings"] if f["level"] in ("warn", "bad"))
+
+
+def test_a_store_that_is_away_is_red_at_its_first_step():
+    ran = run("doctor", "--store", "redis+unix:///nowhere/redis.sock")
+    assert ran.status == 1
+    assert "✗  connect" in ran.out
+
+
+@pytest.mark.parametrize(("gpu", "level"), [("B200", "warn"), ("L4", "ok")])
+def test_the_break_even_is_a_verdict_on_this_store(gpu, level, tmp_path, file_url):
+    from pdstore.cli.break_even import Machine
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    share = {"B200": 1.0, "L4": 1e-3}[gpu]  # far above and far below any disk
+    machine = Machine(gpu, 8, share)
+    document = doctor(Asked(file_url, model=str(config), machine=machine), lambda: 0).document
+    assert "break-even" in found(document, level)

@@ -1,11 +1,11 @@
-"""python -m pdstore native: reports both forms of the library."""
+"""`pdstore native` reports both forms of the library."""
 
 from __future__ import annotations
 
 import pytest
 
 from pdstore.cli import native_report as module
-from pdstore.cli.native_report import native_report
+from pdstore.cli.native_report import native
 from pdstore.errors import NativeError
 from tests.support import native_kit
 
@@ -16,9 +16,9 @@ def test_both_forms_are_reported(monkeypatch):
     monkeypatch.setattr(
         module, "find_library", lambda *, with_cuda: asked.append(with_cuda) or path
     )
-    rows = native_report().rows
-    assert [row[0] for row in rows] == ["host tensors", "GPU tensors"]
-    assert [row[3] for row in rows] == [str(path)] * 2
+    libraries = native().document["libraries"]
+    assert [each["for"] for each in libraries] == ["host tensors", "GPU tensors"]
+    assert [each["file"] for each in libraries] == [str(path)] * 2
     assert asked == [False, True]
 
 
@@ -28,4 +28,4 @@ def test_without_a_library_it_is_an_error(monkeypatch):
 
     monkeypatch.setattr(module, "find_library", missing)
     with pytest.raises(NativeError, match="no compiler"):
-        native_report()
+        native()

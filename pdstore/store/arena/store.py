@@ -226,6 +226,11 @@ class ArenaStore(Store):
             if key.startswith(prefix):
                 yield StoredValue(BlockKey(key), num_bytes, age_s)
 
+    def length_of(self, key: BlockKey) -> int | None:
+        """Looks at all values."""
+        check_call([key])
+        return next((v.num_bytes for v in self.stored_values(key) if v.key == key), None)
+
     def room(self) -> Room:
         """Counts as used the slabs that are cut into slots."""
         used_bytes = self.counts().slabs * self._arena.slab_bytes

@@ -178,6 +178,15 @@ class FileStore(Store):
                     age_s = max(0, now - file.atime_ns) / 1e9
                     yield StoredValue(BlockKey(file.name), file.size, age_s)
 
+    def length_of(self, key: BlockKey) -> int | None:
+        self._lifecycle.check()
+        check_call([key])
+        with named_error(self.label, key):
+            try:
+                return os.stat(self._directory.path(key), follow_symlinks=False).st_size
+            except FileNotFoundError:
+                return None
+
     def room(self) -> Room:
         used_bytes = sum(value.num_bytes for value in self.stored_values())
         budget = self._evictor.budget

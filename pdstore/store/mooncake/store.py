@@ -165,6 +165,14 @@ class MooncakeStore(Store):
         for key, num_bytes in self._http.sizes(keys):
             yield StoredValue(BlockKey(key), num_bytes, None)
 
+    def length_of(self, key: BlockKey) -> int | None:
+        self._lifecycle.check()
+        check_call([key])
+        size = self._size_of(key)
+        if size < 0 and size not in MISSES:
+            raise error_of(size, f"{self.label}: look for {key}")
+        return size if size >= 0 else None
+
     def room(self) -> Room:
         self._lifecycle.check()
         gauges = self._http.gauges()

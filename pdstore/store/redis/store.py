@@ -35,7 +35,8 @@ class RedisStore(Store):
     `volatile-` policy, so that the pool's id stays.
 
     The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, SCAN for `clear`, CONFIG GET
-    for leases, and to look around MEMORY USAGE, OBJECT IDLETIME and INFO.
+    for leases, and to look around MEMORY USAGE, OBJECT IDLETIME, STRLEN
+    and INFO.
     """
 
     def __init__(self, label: str, pool: redis.ConnectionPool, settings: Settings) -> None:
@@ -154,6 +155,13 @@ class RedisStore(Store):
                 if isinstance(size, int):  # else it is gone
                     # under an LFU policy there is no idle time, but an error
                     yield StoredValue(key, size, float(idle_s) if isinstance(idle_s, int) else None)
+
+    def length_of(self, key: BlockKey) -> int | None:
+        check_call([key])
+        pipe = self._client.pipeline(transaction=False)
+        pipe.strlen(key)
+        [length] = self._run(pipe, [key], [0])
+        return length if isinstance(length, int) and length else None  # no value is empty
 
     def room(self) -> Room:
         pipe = self._client.pipeline(transaction=False)

@@ -41,6 +41,12 @@ class ListTests:
         for key, size in zip(keys, sizes, strict=True):
             assert size <= taken[key] <= 2 * size + 4096
 
+    def test_a_values_exact_length_is_told(self, store: Store, lists: ListsValues) -> None:
+        present, missing = fresh_keys(2)
+        put(store, [present], [bytes(5001)])
+        assert lists.length_of(present) == 5001
+        assert lists.length_of(missing) is None
+
     def test_a_listing_says_how_long_ago_a_value_was_used(
         self, store: Store, lists: ListsValues
     ) -> None:

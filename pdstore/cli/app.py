@@ -1,0 +1,148 @@
+"""The commands of `pdstore` and their options. What a command does is imported when it is run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="pdstore",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its pages take 0.2 s to import
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Look into a KV pool, check P and D, and plan for them. Exit status: 0 fine,"
+    " 1 something was found, 2 the command could not run.",
+)
+
+Store = Annotated[
+    str | None, typer.Option("--store", metavar="URL", help="The pool. Default: PDSTORE_STORE.")
+]
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write JSON there instead; - is standard output."),
+]
+
+
+def _run(name: str, json_target: str | None, *arguments: object, **options: object) -> None:
+    """Runs the function `name` ("module.function") and emits its answer."""
+    module_name, _, function_name = name.rpartition(".")
+    output = importlib.import_module("pdstore.cli.answer").Output(json_target)
+    function = getattr(importlib.import_module(f"pdstore.cli.{module_name}"), function_name)
+    answer = function(*arguments, **options)
+    output.emit(answer)
+    raise typer.Exit(answer.status)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from pdstore import __version__
+
+        print(f"pdstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def ls(
+    prefix: Annotated[str, typer.Argument(help="Namespace, or a longer beginning of keys.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Most lines; 0 for all.")] = 20,
+    store: Store = None,
+    json: JsonTarget = None,
+) -> None:
+    """List values, those used last first."""
+    _run("listing.ls", json, store, prefix, limit)
+
+
+@app.command()
+def du(store: Store = None, json: JsonTarget = None) -> None:
+    """Count values and bytes by namespace."""
+    _run("listing.du", json, store)
+
+
+@app.command()
+def inspect(
+    key: Annotated[str, typer.Argument(help="A key, or a piece of it that no other has.")],
+    store: Store = None,
+    json: JsonTarget = None,
+) -> None:
+    """Read one value: its header, and whether it is right."""
+    _run("inspection.inspect", json, store, key)
+
+
+@app.command("purge")
+def clear(
+    namespace: Annotated[str, typer.Option(help="Its first hex digits, as in `pdstore du`.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    store: Store = None,
+    json: JsonTarget = None,
+) -> None:
+    """Forget all that the pool has of one namespace."""
+    _run("clearing.clear", json, store, namespace, is_rehearsal=dry_run)
+
+
+@app.command()
+def doctor(
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="P's or D's; again for the other.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="config.json, for the break-even.")] = None,
+    gpu: Annotated[str, typer.Option(help="With --model.")] = "H100",
+    gpus: Annotated[int, typer.Option(min=1, help="With --model.")] = 1,
+    engine_block: Annotated[int, typer.Option(min=1, help="Tokens of the engine's block.")] = 16,
+    store: Store = None,
+    json: JsonTarget = None,
+) -> None:
+    """Try all that P and D need, and say what to do."""
+    from pdstore.cli.break_even import Machine
+    from pdstore.cli.doctor import Asked
+
+    asked = Asked(store, tuple(peer or ()), model, Machine(gpu, gpus), engine_block)
+    _run("doctor.doctor", json, asked)
+
+
+@app.command()
+def native(json: JsonTarget = None) -> None:
+    """Build or find the native library, and say what it is."""
+    _run("native_report.native", json)
+
+
+@app.command()
+def calc(
+    config: Annotated[str, typer.Argument(help="A model's config.json, or its directory.")],
+    gpu: Annotated[str, typer.Option(help="As H100, H200, H20, A100, L40S, B200.")] = "H100",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill instance.")] = 1,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak.")] = 0.5,
+    prompt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; again for more.")] = None,
+    kv_element_bytes: Annotated[int | None, typer.Option(min=1, max=4, help="1: fp8.")] = None,
+    params: Annotated[float | None, typer.Option(help="Active parameters, such as 37e9.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s, for a verdict.")] = None,
+    trace: Annotated[str | None, typer.Option(help="JSON lines with hash_ids: pool size.")] = None,
+    hit_rate: Annotated[float | None, typer.Option(help="With --trace; 0 to 1.")] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Compute KV sizes, break-even bandwidth, and the pool for a hit rate."""
+    if trace is not None:
+        _run("calc.pool_for", json, config, trace, hit_rate)
+    from pdstore.cli.break_even import Machine
+
+    _run(
+        "calc.calc",
+        json,
+        config,
+        Machine(gpu, gpus, mfu),
+        prompt or [1024, 8192, 32_768, 131_072],
+        kv_element_bytes=kv_element_bytes,
+        params=params,
+        gb_per_s=bandwidth,
+    )

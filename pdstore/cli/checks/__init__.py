@@ -1,0 +1,1 @@
+"""The checks of `pdstore doctor`, each about one thing."""

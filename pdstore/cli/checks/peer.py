@@ -1,0 +1,93 @@
+"""Checks of P and D through their status endpoints: one pool, one namespace, field by field."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from pdstore.cli.checks.finding import Finding, bad, info, ok, warn
+
+_TIMEOUT_S = 5.0
+_PATH = "/pdstore"
+
+
+class Peer(NamedTuple):
+    """Answer of an instance about itself.
+
+    fields: its namespace, as `Namespace.describe` has it.
+    pool: the id of its pool.
+    """
+
+    url: str
+    fields: dict[str, str]
+    pool: str | None
+
+
+class _Namespace(BaseModel):
+    fields: dict[str, str]
+
+
+class _Pool(BaseModel):
+    id: str | None = None
+
+
+class _Status(BaseModel):
+    """The part of a status that is compared; the rest is for people."""
+
+    namespace: _Namespace
+    pool: _Pool = _Pool()
+
+
+def read_peer(url: str) -> Peer | Finding:
+    """Asks an instance; a finding says why it could not be."""
+    address = url.rstrip("/")
+    address = address if address.endswith(_PATH) else address + _PATH
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(
+            urllib.request.Request(address, headers={"Accept": "application/json"}),
+            timeout=_TIMEOUT_S,
+        ) as answer:
+            said = _Status.model_validate_json(answer.read())
+    except (OSError, ValueError) as error:
+        return warn(
+            f"peer {url}",
+            f"{address} gives no status: {error}",
+            "start the instance with its status endpoint on (docs/settings.md), and name its URL",
+        )
+    return Peer(url, said.namespace.fields, said.pool.id)
+
+
+def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
+    """Yields whether all instances use one pool and one namespace.
+
+    With one URL the instance is only asked; with several each is compared with the first.
+    """
+    read = [read_peer(url) for url in urls]
+    yield from (found for found in read if isinstance(found, Finding))
+    peers = [found for found in read if isinstance(found, Peer)]
+    for peer in peers:
+        pool = (peer.pool or "unknown")[:8]
+        yield info(f"peer {peer.url}", f"pool {pool}, {len(peer.fields)} fields of its namespace")
+    for other in peers[1:]:
+        yield from _compare(peers[0], other)
+
+
+def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
+    pair = f"{first.url} and {other.url}"
+    if first.pool and other.pool and first.pool != other.pool:
+        yield bad("pool", f"{pair} use two pools", "give both the same PDSTORE_STORE")
+    names = sorted({*first.fields, *other.fields})
+    differing = [name for name in names if first.fields.get(name) != other.fields.get(name)]
+    for name in differing:
+        there, here = first.fields.get(name, "missing"), other.fields.get(name, "missing")
+        yield bad(
+            f"namespace: {name}",
+            f"{there} at {first.url}, {here} at {other.url}",
+            "make it equal: until then neither finds what the other saved",
+        )
+    if names and not differing:
+        yield ok("namespace", f"{pair} agree in all {len(names)} fields")

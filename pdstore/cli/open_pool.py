@@ -1,0 +1,80 @@
+"""OpenPool: the pool that a command looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pdstore.errors import ConfigError, Forged, OtherSeal
+from pdstore.format import block
+from pdstore.format.block import Header
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.outcome import Reason, reason_of
+from pdstore.settings import Settings, read_settings
+from pdstore.store import open_store
+from pdstore.store.base import Slots, Store
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ListsValues
+from pdstore.store.seal import seal_store
+from pdstore.store.wrappers import WrapperStore
+
+
+class Found(NamedTuple):
+    """A stored value, read and checked against its own checksum.
+
+    header: None if the value is damaged, and `reason` says so.
+    """
+
+    num_bytes: int
+    header: Header | None
+    reason: Reason | None
+
+
+class OpenPool(NamedTuple):
+    """A store with its listing, which is of values as they are stored: perhaps encrypted."""
+
+    settings: Settings
+    store: Store
+    lists: ListsValues
+
+    def read(self, key: BlockKey) -> Found | None:
+        """Reads a value of any length; None if it is missing. Raises StoreError."""
+        stored = self.lists.length_of(key)
+        if stored is None:
+            return None
+        length = stored - self._added_bytes(key)
+        if length <= 0:
+            return Found(stored, None, Reason.CORRUPT)
+        room = -(-length // 4096) * 4096
+        slots = Slots(self.store.allocate(room), room, [0], [length])
+        try:
+            if self.store.get([key], slots) == 0:
+                return None
+        except (OtherSeal, Forged) as error:
+            return Found(stored, None, reason_of(error))
+        header = block.read_header(slots.value(0))
+        return Found(length, header, None if header else Reason.CORRUPT)
+
+    def _added_bytes(self, key: BlockKey) -> int:
+        if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
+            return self.store.added_bytes
+        return 0
+
+
+@contextmanager
+def open_pool(url: str | None) -> Iterator[OpenPool]:
+    """Opens the store at a URL, or at PDSTORE_STORE, and closes it at the end.
+
+    Raises ConfigError, also for a store that cannot list its values; StoreError.
+    """
+    settings = read_settings(**({"store": url} if url else {}))
+    plain = open_store(settings.store, settings)
+    store = seal_store(plain, settings)
+    try:
+        lists = find_optional(plain, ListsValues)
+        if lists is None:
+            raise ConfigError(f"{store.label} cannot list its values: no ListsValues (see docs)")
+        yield OpenPool(settings, store, lists)
+    finally:
+        store.close()

@@ -1,0 +1,42 @@
+"""StoredKey: what a key says of its value, read back from the text."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of
+
+_BLOCK = re.compile(r"pds1:([0-9a-f]{32}):(\d+):(\d+):([0-9a-f]{32})(?::partial:(\d+))?")
+_MARKER = re.compile(r"pds1:([0-9a-f]{32}):handoff:([0-9a-f]{32}):(\d+):(\w+)")
+
+
+class StoredKey(NamedTuple):
+    """The parts of a key.
+
+    name: the prefix hash of a block, the id of a hand-off.
+    num_tokens: of a tail; None for whole blocks, whose key does not say.
+    state: of a marker: started, done or failed.
+    """
+
+    kind: Kind
+    namespace: str
+    group: int = 0
+    shard: int = 0
+    name: str = ""
+    num_tokens: int | None = None
+    state: str | None = None
+
+    @classmethod
+    def of(cls, key: BlockKey) -> StoredKey | None:
+        """Reads a key; None for one that pdstore does not make."""
+        if key == POOL_ID_KEY:
+            return cls(Kind.POOL, "")
+        if block := _BLOCK.fullmatch(key):
+            namespace, group, shard, name, tokens = block.groups()
+            num_tokens = int(tokens) if tokens else None
+            return cls(kind_of(key), namespace, int(group), int(shard), name, num_tokens)
+        if marker := _MARKER.fullmatch(key):
+            namespace, name, shard, state = marker.groups()
+            return cls(Kind.HANDOFF, namespace, 0, int(shard), name, None, state)
+        return None

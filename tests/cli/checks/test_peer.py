@@ -1,0 +1,82 @@
+"""Checks of P and D through real HTTP: equal, differing field by field, in two pools, silent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pdstore.cli.checks.finding import Level
+from pdstore.cli.checks.peer import check_peers
+
+FIELDS = {"dtype": '"bfloat16"', "block_tokens": "64", "salt": "null"}
+
+
+@contextlib.contextmanager
+def instance(status):
+    """Serves a status as an instance does, or anything else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps(status).encode()
+            self.send_response(200 if self.path == "/pdstore" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def compare():
+    def compared(*statuses):
+        with contextlib.ExitStack() as stack:
+            urls = [stack.enter_context(instance(status)) for status in statuses]
+            return list(check_peers(urls))
+
+    return compared
+
+
+def status_of(pool="aa" * 16, **fields):
+    return {"namespace": {"hex": "00", "fields": FIELDS | fields}, "pool": {"id": pool}, "more": 1}
+
+
+def test_equal_instances_agree(compare):
+    *_, last = compare(status_of(), status_of())
+    assert (last.level, last.subject) == (Level.OK, "namespace")
+
+
+def test_each_field_that_differs_is_red_with_both_values(compare):
+    found = compare(status_of(), status_of(dtype='"float16"', salt="#1234"))
+    wrong = {f.subject: f.said for f in found if f.level is Level.BAD}
+    assert set(wrong) == {"namespace: dtype", "namespace: salt"}
+    assert '"bfloat16" at' in wrong["namespace: dtype"]
+    assert '"float16" at' in wrong["namespace: dtype"]
+
+
+def test_two_pools_are_red(compare):
+    found = compare(status_of(), status_of(pool="bb" * 16))
+    assert [f.subject for f in found if f.level is Level.BAD] == ["pool"]
+
+
+@pytest.mark.parametrize("status", [{}, [], {"namespace": {"fields": None}}])
+def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, status):
+    [finding] = compare(status)
+    assert finding.level is Level.WARN
+    assert finding.remedy
+
+
+def test_nobody_there_is_yellow():
+    [finding] = check_peers(["http://127.0.0.1:9"])
+    assert finding.level is Level.WARN

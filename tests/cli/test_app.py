@@ -1,0 +1,29 @@
+"""app: every command has help, the version is told, and completion can be shown."""
+
+from __future__ import annotations
+
+import typer
+
+import pdstore
+from pdstore.cli.app import app
+from pdstore.cli.main import main
+
+
+def test_every_command_has_a_line_of_help(capsys):
+    commands = typer.main.get_command(app).commands
+    assert {"ls", "du", "inspect", "purge", "doctor", "native", "calc"} <= set(commands)
+    for name, command in commands.items():
+        assert command.help, name
+        assert main([name, "--help"]) == 0
+    capsys.readouterr()
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pdstore {pdstore.__version__}\n"
+
+
+def test_completion_can_be_shown(capsys, monkeypatch):
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert main(["--show-completion", "bash"]) == 0
+    assert "complete" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""`pdstore calc`: published numbers come out of published configurations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdstore.cli.break_even import Machine
+from pdstore.cli.calc import calc, pool_for
+from pdstore.errors import ConfigError
+from tests.cli.published import MODELS
+from tests.support.command import run, run_json
+
+LENGTHS = [1024, 8192, 32_768, 131_072]
+TABLE = {  # KiB a token, GB a million; by length: GB, A800, H100, H20 in GB/s, seconds on an H100
+    "Llama-3.1-8B": (128, 131, [(0.13, 1.34, 4.24, 0.63, 0.032), (1.07, 1.19, 3.78, 0.57, 0.284)]),
+    "Llama-3.1-70B": (320, 328, [(0.34, 0.36, 1.15, 0.17, 0.291), (2.68, 0.34, 1.08, 0.16, 2.48)]),
+    "Qwen3-32B": (256, 262, [(0.27, 0.63, 1.99, 0.30, 0.135), (2.15, 0.56, 1.78, 0.27, 1.20)]),
+    "DeepSeek-V3": (68.6, 70, [(0.07, 0.14, 0.45, 0.07, 0.159), (0.58, 0.12, 0.37, 0.06, 1.57)]),
+}
+LONG = {
+    "Llama-3.1-8B": [(4.29, 0.87, 2.75, 0.41, 1.56), (17.2, 0.41, 1.31, 0.20, 13.1)],
+    "Llama-3.1-70B": [(10.7, 0.28, 0.89, 0.13, 12.1), (42.9, 0.16, 0.52, 0.08, 82)],
+    "Qwen3-32B": [(8.59, 0.42, 1.32, 0.20, 6.5), (34.4, 0.20, 0.64, 0.10, 53)],
+    "DeepSeek-V3": [(2.30, 0.07, 0.22, 0.03, 10.3), (9.21, 0.03, 0.09, 0.01, 106)],
+}
+PARAMS = {"DeepSeek-V3": 37e9}  # as its makers count
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(name):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(MODELS[name]))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_of_break_evens_is_reproduced(name, config):
+    kib, gb_million, short = TABLE[name]
+    rows = {}
+    for gpu in ("A800", "H100", "H20"):
+        answer = calc(config(name), Machine(gpu), LENGTHS, params=PARAMS.get(name))
+        rows[gpu] = answer.document["break_even"]
+    assert answer.document["kv_bytes_per_token"] / 1024 == pytest.approx(kib, rel=0.001)
+    assert answer.document["million_tokens_bytes"] / 1e9 == pytest.approx(gb_million, rel=0.01)
+    for i, (gb, a800, h100, h20, seconds) in enumerate([*short, *LONG[name]]):
+        found = [rows[gpu][i]["bytes_per_s"] / 1e9 for gpu in rows]
+        assert rows["H100"][i]["kv_bytes"] / 1e9 == pytest.approx(gb, rel=0.01, abs=0.006)
+        assert found == pytest.approx([a800, h100, h20], rel=0.01, abs=0.006)
+        assert rows["H100"][i]["compute_s"] == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_bandwidth_gets_a_verdict(config):
+    path = config("Llama-3.1-8B")
+    ran = run("calc", path, "--prompt", "8192", "--prompt", "131072", "--bandwidth", "2")
+    assert ran.status == 0
+    _, short, long, _ = ran.out.splitlines()[-4:]
+    assert short.split()[0] == "8,192"
+    assert "compute (a read: 537 ms)" in short
+    assert "read, 8.59 s" in long
+
+
+def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    requests = [[0, n, 0] for n in range(1, 11)]
+    trace.write_text("\n".join(json.dumps({"hash_ids": ids}) for ids in requests))
+    document = run_json("calc", config("Llama-3.1-8B"), "--trace", str(trace), "--hit-rate", "0.6")
+    assert document["best_hit_rate"] == pytest.approx(19 / 30)
+    [pool] = document["pools"]
+    assert (pool["tokens"], pool["bytes"]) == (2 * 512, 2 * 512 * 128 * 1024)
+    assert pool_for(config("Llama-3.1-8B"), str(trace), 0.9).status == 1
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        pool_for(config("Llama-3.1-8B"), str(trace), 60.0)

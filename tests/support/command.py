@@ -1,0 +1,73 @@
+"""The command `pdstore` in a child process, and pools for it to look into."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+from pdstore.format import block
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Namespace, Part
+from pdstore.store.base import Slots, Store
+
+PAYLOAD = 1000
+
+
+class Ran(NamedTuple):
+    """A run of the command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def run(*arguments: str, **variables: str) -> Ran:
+    """Runs `python -m pdstore` with settings of its own."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("PDSTORE_", "PD_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pdstore", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**own, **variables},
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def run_json(*arguments: str, **variables: str) -> Any:
+    """Runs the command with `--json -`; it must not fail to run."""
+    ran = run(*arguments, "--json", "-", **variables)
+    assert ran.status in (0, 1), ran.err
+    return ran.json
+
+
+def namespace_of(name: str, *, parts: tuple[Part, ...] = (Part(0, 0),)) -> Namespace:
+    return Namespace({"test": name}, parts, block_tokens=16)
+
+
+def save(store: Store, keys: PromptKeys, *, start: int = 0, stop: int | None = None) -> None:
+    """Puts sealed values for the blocks start..stop of a prompt."""
+    parts = keys.namespace.parts
+    for number in range(start, len(keys) if stop is None else stop):
+        for part, key in zip(parts, keys.store_keys(parts, number, number + 1), strict=True):
+            header = block.Header(
+                block.FLAG_TAIL if ":partial:" in key else 0,
+                part.group,
+                part.shard,
+                1,
+                keys.tokens_of(number),
+                PAYLOAD,
+                keys.namespace.digest,
+                keys.hash_of(number),
+            )
+            value = memoryview(bytearray(block.HEADER_BYTES + PAYLOAD))
+            block.seal(value, header)
+            assert store.put([key], Slots(value, len(value), [0], [len(value)])) == 1
