@@ -2,11 +2,14 @@
 # Starts the router in front of run_prefill.sh and run_decode.sh, and shows how to ask it.
 #
 #   examples/run_router.sh [--port N] [--prefill URL]... [--decode URL]... [--mode relay|concurrent]
+#                          [--first-token prefill|decode] [--retries N]
 #
 #   --port     or ROUTER_PORT   where it listens (8000)
 #   --prefill                   a P (http://127.0.0.1:$PREFILL_PORT, 8100); may be repeated
 #   --decode                    a D (http://127.0.0.1:$DECODE_PORT, 8200); may be repeated
 #   --mode                      relay (the default): P, then D. concurrent: both at once
+#   --first-token               whose first token the client gets (decode, the default: D's)
+#   --retries                   how often P is asked again when D could not use a hand-off (0)
 #
 # Ctrl-C stops it.
 set -euo pipefail
@@ -16,6 +19,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 mode=relay
 prefills=()
 decodes=()
+options=()
 while [[ $# -gt 0 ]]; do
     case $1 in
         -h | --help) usage; exit ;;
@@ -23,6 +27,7 @@ while [[ $# -gt 0 ]]; do
         --prefill) prefills+=(--prefill "$(value_of "$@")"); shift 2 ;;
         --decode) decodes+=(--decode "$(value_of "$@")"); shift 2 ;;
         --mode) mode=$(value_of "$@"); shift 2 ;;
+        --first-token | --retries) options+=("$1" "$(value_of "$@")"); shift 2 ;;
         *) die "unknown option '$1' (--help shows them)" ;;
     esac
 done
@@ -40,4 +45,5 @@ router on http://127.0.0.1:$ROUTER_PORT, $mode. When P and D are up (its /health
 
 TEXT
 cd "$ROOT"
-exec "$python" -m examples.router --port "$ROUTER_PORT" --mode "$mode" "${prefills[@]}" "${decodes[@]}"
+exec "$python" -m examples.router --port "$ROUTER_PORT" --mode "$mode" "${prefills[@]}" "${decodes[@]}" \
+    "${options[@]}"

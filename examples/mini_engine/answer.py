@@ -14,6 +14,7 @@ from examples.mini_engine.request import Request, Token
 Json = dict[str, Any]
 
 _HALF_CHARACTER = "\ufffd"
+_CONTEXT_TOKENS = 4
 
 
 class Answer:
@@ -25,7 +26,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._body = body
         self._request = request
-        self._context: list[int] = []  # the last tokens whose text is complete
+        # The last tokens whose text is complete: a word's beginning is told by what is before it.
+        self._context = request.prompt[-_CONTEXT_TOKENS:]
         self._pending: list[int] = []  # tokens after them, which may end in half a character
         self._tokens: list[Token] = []
         self._offsets: list[int] = []

@@ -19,11 +19,13 @@ _DRAIN_S = 5
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serves until SIGINT or SIGTERM."""
-    given = _parser().parse_args(arguments)
+    given = _parse(arguments)
     options = Options(
         prefill=tuple(given.prefill),
         decode=tuple(given.decode),
         mode=given.mode,
+        first_token=given.first_token,
+        retries=given.retries,
         prefill_timeout_s=given.prefill_timeout,
         read_timeout_s=given.read_timeout,
         limits=Limits(body_bytes=given.max_body << 20, body_timeout_s=given.body_timeout),
@@ -62,11 +64,32 @@ def _parser() -> argparse.ArgumentParser:
         default="relay",
         help="relay: P first, then D with P's kv_transfer_params. concurrent: both at once",
     )
+    add(
+        "--first-token",
+        choices=("prefill", "decode"),
+        default="decode",
+        help="whose first token the client gets. prefill: P's, at once, and D goes on behind it"
+        " (completions whose tokens are chosen one by one; others as with decode)",
+    )
+    add(
+        "--retries",
+        type=_count,
+        default=0,
+        help="how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)",
+    )
     add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.mode == "concurrent" and given.first_token == "prefill":
+        parser.error("--first-token prefill needs --mode relay: D's prompt has P's token in it")
+    return given
 
 
 def _url(text: str) -> str:
@@ -78,6 +101,12 @@ def _url(text: str) -> str:
 def _mebibytes(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
     return int(text)
 
 

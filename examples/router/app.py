@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -22,9 +23,11 @@ from examples.router.counts import CountedApp, Counts
 from examples.router.exchange import ConcurrentExchange, Exchange
 from examples.router.intake import Asked, Limits
 from examples.router.refusal import Refusal
+from examples.router.spliced_exchange import SplicedExchange
 from examples.router.upstreams import Rotation, Upstream
 
 Mode = Literal["relay", "concurrent"]
+FirstTokenOf = Literal["prefill", "decode"]
 
 CONNECT_S = 2.0
 _PROBE_S = 2.0
@@ -39,6 +42,8 @@ class Options:
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     mode: Mode = "relay"
+    first_token: FirstTokenOf = "decode"
+    retries: int = 0
     prefill_timeout_s: float = 60.0
     read_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
@@ -60,8 +65,7 @@ def make_app(options: Options) -> ASGIApp:
         counts,
         httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S),
     )
-    exchange = ConcurrentExchange if options.mode == "concurrent" else Exchange
-    front = Front(calls, exchange, options.limits)
+    front = Front(calls, partial(_exchange_of(options), retries=options.retries), options.limits)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -84,6 +88,12 @@ def make_app(options: Options) -> ASGIApp:
         lifespan=lifespan,
     )
     return CountedApp(app, counts)
+
+
+def _exchange_of(options: Options) -> type[Exchange]:
+    if options.mode == "concurrent":
+        return ConcurrentExchange
+    return SplicedExchange if options.first_token == "prefill" else Exchange
 
 
 class Front:

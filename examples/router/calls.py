@@ -37,6 +37,10 @@ class Calls:
         None comes when P gave no parameters, or when no P could be asked or could do it. Raises
         Refusal with P's answer when P says that the request itself is wrong (4xx).
         """
+        return params_of(await self.prefill_answer(asked, params))
+
+    async def prefill_answer(self, asked: Asked, params: Json) -> Json | None:
+        """Prefills as `prefill` does. Returns P's whole answer; None if no P gave one."""
         content = _content(prefill_body(asked.body, params))
         for upstream in self.prefills.in_turn():
             try:
@@ -54,7 +58,7 @@ class Calls:
                 continue
             if answer.status_code < 500:
                 upstream.came_back()
-                return _params_of(answer)
+                return _json_of(answer)
             self._refused(upstream, asked, answer.status_code)
         self.counts.degraded.inc()
         log.warning("%s: no P could prefill it, D computes", asked.request_id)
@@ -115,12 +119,17 @@ def _content(body: Json) -> bytes:
         raise Refusal.of(400, f"the body cannot be used: {error}") from error
 
 
-def _params_of(answer: httpx.Response) -> Json | None:
+def params_of(answer: Json | None) -> Json | None:
+    """Returns the `kv_transfer_params` of P's answer; None if it has none."""
+    params = (answer or {}).get("kv_transfer_params")
+    return params if isinstance(params, dict) else None
+
+
+def _json_of(answer: httpx.Response) -> Json | None:
     if answer.status_code >= 400:
         media_type = answer.headers.get("content-type", "application/json")
         raise Refusal(answer.status_code, answer.content, media_type)
     try:
-        params = parse(answer.content).get("kv_transfer_params")
+        return parse(answer.content)
     except ValueError:
         return None
-    return params if isinstance(params, dict) else None

@@ -24,6 +24,11 @@ class Counts:
             "Requests that D had to compute because no P could prefill them.",
             registry=self.registry,
         )
+        self.lost = Counter(
+            "router_lost_handoffs",
+            "Hand-offs whose request D refused to compute (PDSTORE_ON_MISS=fail).",
+            registry=self.registry,
+        )
         self.failures = Counter(
             "router_upstream_failures",
             "Calls of an instance that failed; `status` is a 5xx answer.",

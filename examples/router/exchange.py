@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import NamedTuple
 
 import anyio
 import httpx
@@ -16,28 +14,23 @@ from starlette.types import Receive, Scope, Send
 from examples.router.bodies import REMOTE_DECODE, Json
 from examples.router.calls import Calls, reason_of
 from examples.router.intake import Asked
+from examples.router.open_answer import OpenAnswer, close
 from examples.router.refusal import Refusal
 
 log = logging.getLogger("router")
-
-_PASSED_ON = (b"content-type", b"content-length", b"content-encoding", b"retry-after")
-
-
-class OpenAnswer(NamedTuple):
-    """D's answer, to be closed, and the chunks of its body, of which some may have come."""
-
-    response: httpx.Response
-    chunks: AsyncIterator[bytes]
 
 
 class Exchange:
     """Prefills a request on P, decodes it on D, and passes D's answer on as it comes: a response.
 
     Everything it starts ends with it: when the client leaves, the calls to P and D are cancelled.
+
+    retries: how often P and D are asked once more, when D could not use the hand-off and does not
+      compute instead.
     """
 
-    def __init__(self, calls: Calls, asked: Asked) -> None:
-        self._calls, self._asked = calls, asked
+    def __init__(self, calls: Calls, asked: Asked, retries: int = 0) -> None:
+        self._calls, self._asked, self._retries = calls, asked, retries
         self._begin = time.monotonic()
         self._is_begun = False
         self._is_ended = False
@@ -69,19 +62,48 @@ class Exchange:
             self._calls.counts.failures.labels("decode", reason_of(error)).inc()
             log.warning("%s: D broke off in its answer: %r", self._asked.request_id, error)
         finally:
-            await _close(answer.response)
+            await answer.close()
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         """Asks D when P is done, with the parameters of P's answer. Raises Refusal."""
         params = await self._calls.prefill(self._asked, REMOTE_DECODE)
-        response = await self._calls.decode(self._asked, params)
-        return OpenAnswer(response, response.aiter_raw())
+        return await self._decode(self._asked, params)
+
+    async def _decode(self, asked: Asked, params: Json | None) -> OpenAnswer:
+        """Returns D's answer when its first bytes are there. Raises Refusal.
+
+        A D that could not use P's hand-off has answered nothing, so that both may be asked again.
+        """
+        for retries_left in reversed(range(self._retries + 1)):
+            answer = await self._begun(asked, params)
+            lost = answer.lost if params is not None else None
+            if lost is None:
+                return answer
+            await answer.close()
+            self._calls.counts.lost.inc()
+            log.warning("%s: D could not use the hand-off: %s", asked.request_id, lost)
+            if retries_left:
+                params = await self._calls.prefill(asked, REMOTE_DECODE)
+        raise Refusal.of(502, lost or "")
+
+    async def _begun(self, asked: Asked, params: Json | None) -> OpenAnswer:
+        """Returns D's answer when its first bytes are there: vLLM sends its headers before."""
+        response = await self._calls.decode(asked, params)
+        try:
+            chunks = response.aiter_raw()
+            first = await anext(chunks, b"")
+        except httpx.TransportError as error:
+            await close(response)
+            self._calls.counts.failures.labels("decode", reason_of(error)).inc()
+            raise Refusal.of(502, "D broke off before it began to answer") from error
+        except BaseException:
+            await close(response)
+            raise
+        return OpenAnswer.of_response(response, first, chunks)
 
     async def _pass_on(self, answer: OpenAnswer, send: Send) -> None:
-        passed = [(n.lower(), v) for n, v in answer.response.headers.raw if n.lower() in _PASSED_ON]
-        headers = [(b"x-request-id", self._asked.request_id.encode()), *passed]
-        status = answer.response.status_code
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        headers = [(b"x-request-id", self._asked.request_id.encode()), *answer.headers]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         async for chunk in answer.chunks:
             self._observe_first_byte()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -113,18 +135,18 @@ class ConcurrentExchange(Exchange):
     else it would wait for a hand-off that does not come.
     """
 
-    def __init__(self, calls: Calls, asked: Asked) -> None:
-        super().__init__(calls, asked)
+    def __init__(self, calls: Calls, asked: Asked, retries: int = 0) -> None:
+        super().__init__(calls, asked, retries)
         self._refusal: Refusal | None = None
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         params: Json = {"pdstore": {"attempt": secrets.token_hex(16)}}
         with anyio.CancelScope() as following:
             group.start_soon(self._prefill, params, following)
-            return await self._begun(params)
+            return await self._decode(self._asked, params)
         if self._refusal is not None:
             raise self._refusal
-        return await self._begun(None)
+        return await self._decode(self._asked, None)
 
     async def _prefill(self, params: Json, following: anyio.CancelScope) -> None:
         """Prefills on P; ends D's call if P refused the request or published nothing."""
@@ -137,29 +159,3 @@ class ConcurrentExchange(Exchange):
             if published is not None:
                 return
         following.cancel()  # without effect once D has begun to answer
-
-    async def _begun(self, params: Json | None) -> OpenAnswer:
-        """Returns D's answer when its first bytes are there: vLLM sends its headers before."""
-        response = await self._calls.decode(self._asked, params)
-        try:
-            chunks = response.aiter_raw()
-            first = await anext(chunks, b"")
-        except httpx.TransportError as error:
-            await _close(response)
-            self._calls.counts.failures.labels("decode", reason_of(error)).inc()
-            raise Refusal.of(502, "D broke off before it began to answer") from error
-        except BaseException:
-            await _close(response)
-            raise
-        return OpenAnswer(response, _chain(first, chunks))
-
-
-async def _chain(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for chunk in others:
-        yield chunk
-
-
-async def _close(response: httpx.Response) -> None:
-    with anyio.CancelScope(shield=True):
-        await response.aclose()

@@ -83,6 +83,7 @@ class PromptKeys:
         )
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32
+        self._last = b""  # those of the last full block, for `cut`; empty if they are not known
         self._tail: bytes | None = None
 
     def extend(self, token_ids: Tokens) -> PromptKeys:
@@ -90,26 +91,7 @@ class PromptKeys:
 
         Raises ValueError for an id outside [0, 2**31).
         """
-        data = self._rest + int32_bytes(token_ids)
-        step = self.block_tokens * 4
-        whole = len(data) - len(data) % step
-        previous = self._full[-1] if self._full else self._root
-        if self._items:
-            previous = self._extend_with_items(previous, data, step, whole)
-        else:
-            digest, append = self._hash, self._full.append
-            for start in range(0, whole, step):
-                previous = digest(previous + data[start : start + step])
-                append(previous)
-        self._rest = data[whole:]
-        self.num_tokens = len(self._full) * self.block_tokens + len(self._rest) // 4
-        self._tail = None
-        if self._rest:
-            first = len(self._full) * self.block_tokens
-            self._tail = self._hash(
-                previous + self._rest + self._items.extras(first, len(self._rest) // 4)
-            )
-        return self
+        return self._extend(int32_bytes(token_ids))
 
     def __len__(self) -> int:
         """Number of blocks, the tail included."""
@@ -140,10 +122,27 @@ class PromptKeys:
         short = copy.copy(self)
         short._items = self._items.copy()
         short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
+        if len(short._full) < len(self._full):
+            short._last = b""
         if num_tokens < self.num_tokens:
             short._rest, short._tail = b"", None
         short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
         return short
+
+    def cut(self, num_tokens: int) -> PromptKeys:
+        """Returns the keys of the prompt that is the first `num_tokens` tokens, with its own tail.
+
+        They are those that an instance made which has only these tokens. Raises ValueError for
+        fewer tokens than those before the last block: the others are not kept.
+        """
+        if num_tokens == self.num_tokens:
+            return self.prefix(num_tokens)
+        first = max(0, len(self) - 1) * self.block_tokens
+        tokens = self._rest or self._last
+        is_known = len(tokens) == 4 * (self.num_tokens - first)
+        if not (is_known and first <= num_tokens < self.num_tokens):
+            raise ValueError(f"{num_tokens} of {self.num_tokens} tokens end before the last block")
+        return self.prefix(first)._extend(tokens[: 4 * (num_tokens - first)])
 
     def store_keys(
         self, parts: Sequence[Part], start: int = 0, stop: int | None = None
@@ -157,6 +156,30 @@ class PromptKeys:
             last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
             keys += [head + last for head in heads]
         return cast("list[BlockKey]", keys)  # a NewType costs a call per key
+
+    def _extend(self, added: bytes) -> PromptKeys:
+        data = self._rest + added
+        step = self.block_tokens * 4
+        whole = len(data) - len(data) % step
+        previous = self._full[-1] if self._full else self._root
+        if self._items:
+            previous = self._extend_with_items(previous, data, step, whole)
+        else:
+            digest, append = self._hash, self._full.append
+            for start in range(0, whole, step):
+                previous = digest(previous + data[start : start + step])
+                append(previous)
+        self._rest = data[whole:]
+        if whole:
+            self._last = data[whole - step : whole]
+        self.num_tokens = len(self._full) * self.block_tokens + len(self._rest) // 4
+        self._tail = None
+        if self._rest:
+            first = len(self._full) * self.block_tokens
+            self._tail = self._hash(
+                previous + self._rest + self._items.extras(first, len(self._rest) // 4)
+            )
+        return self
 
     def _extend_with_items(self, previous: bytes, data: bytes, step: int, whole: int) -> bytes:
         first = len(self._full) * self.block_tokens

@@ -20,7 +20,7 @@ class Match:
 
     keys: the blocks that are stored, to be given to `KVPool.load`.
     num_tokens: the tokens in them.
-    reason: why it is not the whole prompt; None if it is.
+    reason: why it is not the whole prompt, or not all that P handed over; None if it is.
     error: the store's error behind the reason, if there was one.
     follow: a hand-off that is still being saved: the blocks are stored already or will be soon, and
       the load has to follow it (`KVPool.load(..., follow=)`). None for blocks that are stored.
@@ -44,6 +44,20 @@ class Match:
         if theirs is not None and theirs != ours:  # then the tails differ
             keys = keys.prefix(min(theirs, ours - ours % keys.block_tokens))
         return cls(keys, keys.num_tokens, None, follow=handoff.id)
+
+
+def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
+    """Returns a copy of a prompt's keys, without the tokens that it has behind the handed-over one.
+
+    A router that has passed P's first token on gives D a prompt that is longer by it. Then the tail
+    that P has stored is that of the shorter prompt. A prompt that is longer by more than its last
+    block keeps all its keys: it shares only whole blocks with P's.
+    """
+    num_tokens = handoff.num_tokens if handoff is not None else None
+    start_of_last = max(0, len(keys) - 1) * keys.block_tokens
+    if num_tokens is None or not start_of_last <= num_tokens < keys.num_tokens:
+        return keys.prefix(keys.num_tokens)
+    return keys.cut(num_tokens)
 
 
 class Lookup:

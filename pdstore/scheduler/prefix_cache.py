@@ -18,7 +18,7 @@ from pdstore.format.namespace import Json, Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
-from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.lookup import Lookup, Match, handed_over
 from pdstore.scheduler.lookup_queue import LookupQueue
 from pdstore.scheduler.matching import find
 from pdstore.scheduler.mismatch_log import MismatchLog
@@ -124,7 +124,8 @@ class PrefixCacheManager:
         """Starts a match and returns at once; with a hand-off it waits for P's markers, bounded.
 
         params: the request's `kv_transfer_params`; None, or without "pdstore": the pool as it is
-          now.
+          now. With a hand-off of a prompt that is a little shorter than `keys`, the match is of
+          that prompt.
         Raises ValueError for a hand-off that is malformed.
         """
         return self._start(keys, params, follows=False)
@@ -215,7 +216,7 @@ class PrefixCacheManager:
         if self._settings.role == "decode" and (params or {}).get("do_remote_decode") is True:
             self._mismatches.warn(_PREFILL_AT_DECODE)
         wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
-        keys = keys.prefix(keys.num_tokens)
+        keys = handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
         lookup = Lookup(keys, handoff, wait_s, count, follows=follows)
         refusal = self._refuse()

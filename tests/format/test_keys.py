@@ -232,3 +232,30 @@ def test_differences_name_the_fields_and_never_the_salt():
     assert [line.split(":")[0] for line in lines] == ["salt", "weights"]
     assert "aaaa" not in str(a.describe())
     assert a.differences(a.describe()) == []
+
+
+@pytest.mark.parametrize("item", [None, MultimodalItem(2, 3, b"one"), MultimodalItem(5, 4, b"two")])
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 8, 9, 11, 12])
+def test_a_cut_prompt_has_the_keys_of_the_shorter_one(item, num_tokens):
+    items = [item] if item else []
+    keys = PromptKeys(NAMESPACE, items=items).extend(range(num_tokens))
+    for shorter in range((len(keys) - 1) * 4, num_tokens + 1):
+        cut = keys.cut(shorter)
+        alone = PromptKeys(NAMESPACE, items=items).extend(range(shorter))
+        assert cut.store_keys(NAMESPACE.parts) == alone.store_keys(NAMESPACE.parts)
+        assert cut.num_tokens == shorter
+        longer = cut.extend(range(shorter, 20)).store_keys(NAMESPACE.parts)
+        assert longer == PromptKeys(NAMESPACE, items=items).extend(range(20)).store_keys(
+            NAMESPACE.parts
+        )
+    assert keys.num_tokens == num_tokens
+
+
+def test_a_prompt_cannot_be_cut_before_its_last_block():
+    keys = PromptKeys(NAMESPACE).extend(range(12))
+    for num_tokens in (7, 13, -1):
+        with pytest.raises(ValueError, match="before the last block"):
+            keys.cut(num_tokens)
+    for short in (keys.prefix(8), keys.cut(8)):
+        with pytest.raises(ValueError, match="before the last block"):
+            short.cut(6)

@@ -11,7 +11,7 @@ from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
-from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.lookup import Lookup, Match, handed_over
 from tests.support.interrupt import ends_though_interrupted
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
@@ -99,3 +99,12 @@ def test_a_signal_handler_may_end_and_ask_whatever_it_interrupts():
 
     assert ends_though_interrupted(end, end)
     assert counted == [lookup.poll()]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kept"), [(None, 10), (10, 10), (9, 9), (8, 8), (7, 10), (0, 10), (11, 10)]
+)
+def test_only_tokens_of_the_last_block_are_left_out_for_a_shorter_hand_off(num_tokens, kept):
+    handoff = Handoff(HandoffId.new(), num_tokens=num_tokens)
+    assert handed_over(KEYS, handoff).num_tokens == kept
+    assert KEYS.num_tokens == 10

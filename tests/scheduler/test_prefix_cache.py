@@ -54,6 +54,29 @@ def misses(one, reason) -> float:
     return one.cache.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 150])
+def test_a_prompt_that_is_a_token_longer_than_the_handed_over_one_finds_all_of_it(
+    instance, num_tokens
+):
+    p, d = instance(), instance()
+    save, params = publish(p, range(num_tokens))
+    assert save.wait(10).reason is None
+    keys = d.cache.keys(range(num_tokens + 1))
+    for start in (d.cache.lookup, d.cache.follow):
+        found = start(keys, params).wait(10)
+        assert (found.num_tokens, found.reason) == (num_tokens, None)
+    theirs = p.cache.keys(range(num_tokens))
+    assert found.keys.store_keys(p.layout.parts) == theirs.store_keys(p.layout.parts)
+    assert keys.num_tokens == num_tokens + 1
+
+
+def test_a_prompt_that_is_much_longer_finds_the_whole_blocks(instance):
+    p, d = instance(), instance()
+    save, params = publish(p, range(100))
+    save.wait(10)
+    assert find(d, range(200), params).num_tokens == 64
+
+
 def test_a_lookup_returns_at_once_and_finds_what_is_stored(instance):
     p, d = instance(), instance()
     publish(p, range(100))[0].wait(10)

@@ -1,0 +1,180 @@
+"""FirstToken: P's token as the first of the client's answer, and D's answer as what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from examples.router.bodies import Json
+
+Part: TypeAlias = dict[str, Any]
+
+_HALF_CHARACTER = "\ufffd"
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's, where a completion's body has none
+
+_CONTINUED = {
+    *("model", "prompt", "max_tokens", "min_tokens", "stream", "ignore_eos", "user", "priority"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids"),
+    *("logprobs", "return_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("cache_salt", "request_id", "add_special_tokens", "kv_transfer_params"),
+}
+"""Fields of which each token is chosen by itself, or from all before it."""
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "stop": ([], ""),
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
+}
+"""Other fields, and the values with which they change nothing."""
+
+
+def can_continue(path: str, body: Json) -> bool:
+    """Returns whether P's token and D's continuation of it are what one instance would answer.
+
+    They may not be where an answer's first token counts for the later ones otherwise than as a part
+    of the prompt (`stop`, penalties, `seed`, structured answers), or where there are several
+    answers. A field that is not known here may do anything.
+    """
+    return (
+        path == "/v1/completions"
+        and _is_one_prompt(body.get("prompt"))
+        and all(
+            value is None or name in _CONTINUED or value in _NEUTRAL.get(name, ())
+            for name, value in body.items()
+        )
+    )
+
+
+def first_body(body: Json) -> Json:
+    """Returns the client's body, changed so that P's answer has all that `FirstToken` needs."""
+    return body | {"return_token_ids": True}
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The first token of an answer, as P gave it.
+
+    body: the client's.
+    answer: P's, to the same prompt with one token to answer; one choice.
+    prompt: the prompt's token ids.
+    """
+
+    body: Json
+    answer: Part
+    prompt: list[int]
+
+    @classmethod
+    def of(cls, body: Json, answer: Json | None) -> FirstToken | None:
+        """Returns the first token; None if D has to give it, because P's answer does not do.
+
+        A token that is half a character or has no text can only be told with those behind it.
+        """
+        match answer:
+            case {"choices": [{"token_ids": [int()], "prompt_token_ids": [*prompt], "text": text}]}:
+                first = cls(body, dict(answer or {}), prompt)
+            case _:
+                return None
+        is_told = bool(text) and _HALF_CHARACTER not in text
+        return first if is_told or first.is_last else None
+
+    @property
+    def is_last(self) -> bool:
+        """True if the answer ends with it."""
+        return self._choice["finish_reason"] != "length" or self._max_tokens == 1
+
+    def body_of_rest(self) -> Json:
+        """Returns the body that asks for the rest of the answer: its prompt is a token longer."""
+        rest = self.body | {"prompt": [*self.prompt, *self._choice["token_ids"]]}
+        if self._max_tokens is not None:
+            rest["max_tokens"] = self._max_tokens - 1
+        min_tokens = self.body.get("min_tokens")
+        if isinstance(min_tokens, int) and min_tokens > 0:
+            rest["min_tokens"] = min_tokens - 1
+        return rest
+
+    def parts(self) -> list[Part]:
+        """Returns the parts of a stream with this token: what comes before D's, or all if last."""
+        head = {name: self.answer[name] for name in self.answer if name not in _OF_THE_WHOLE}
+        end = self._choice["finish_reason"] if self.is_last else None
+        parts = [head | {"choices": [self._asked_for(self._choice | {"finish_reason": end})]}]
+        options = self.body.get("stream_options")
+        if self.is_last and isinstance(options, dict) and options.get("include_usage"):
+            parts.append(head | {"choices": [], "usage": self.answer["usage"]})
+        return parts
+
+    def whole(self) -> Part:
+        """Returns the answer that consists of this token."""
+        answer = {name: self.answer[name] for name in self.answer if name != "kv_transfer_params"}
+        return answer | {"choices": [self._asked_for(self._choice)]}
+
+    def next_part(self, part: Part) -> Part:
+        """Returns a part of D's stream as it reads behind this token."""
+        choices = [self._behind(choice, None) for choice in part.get("choices") or ()]
+        return self._counted(part) | {"choices": choices}
+
+    def with_rest(self, rest: Part) -> Part:
+        """Returns the answer that consists of this token and D's answer to `body_of_rest`."""
+        choice = self._behind(rest["choices"][0], self.prompt)
+        choice["text"] = self._choice["text"] + choice["text"]
+        if choice.get("token_ids") is not None:
+            choice["token_ids"] = self._choice["token_ids"] + choice["token_ids"]
+        ours, theirs = self._choice.get("logprobs"), choice.get("logprobs")
+        if ours and theirs:
+            choice["logprobs"] = {
+                name: ours[name] + value if isinstance(value, list) else value
+                for name, value in theirs.items()
+            }
+        return self._counted(rest) | {"choices": [choice]}
+
+    @property
+    def _choice(self) -> Part:
+        choice: Part = self.answer["choices"][0]
+        return choice
+
+    @property
+    def _max_tokens(self) -> int | None:
+        given = self.body.get("max_tokens", _DEFAULT_MAX_TOKENS)
+        return given if isinstance(given, int) else None
+
+    def _asked_for(self, choice: Part) -> Part:
+        """Returns P's choice without what only the router asked for."""
+        if self.body.get("return_token_ids"):
+            return choice
+        return {name: value for name, value in choice.items() if name not in _IDS}
+
+    def _behind(self, choice: Part, prompt: list[int] | None) -> Part:
+        """Returns D's choice with its offsets, and with the ids of the client's own prompt."""
+        choice = dict(choice)
+        if choice.get("prompt_token_ids") is not None:
+            choice["prompt_token_ids"] = prompt
+        logprobs = choice.get("logprobs")
+        if logprobs and logprobs.get("text_offset"):
+            shift = len(self._choice["text"])
+            offsets = [offset + shift for offset in logprobs["text_offset"]]
+            choice["logprobs"] = logprobs | {"text_offset": offsets}
+        return choice
+
+    def _counted(self, answer: Part) -> Part:
+        """Returns D's answer under P's id, its usage with this token as one of the answer's."""
+        named: Part = {name: self.answer[name] for name in ("id", "created") if name in self.answer}
+        usage = answer.get("usage")
+        if usage:
+            named["usage"] = usage | {
+                "prompt_tokens": usage["prompt_tokens"] - 1,
+                "completion_tokens": usage["completion_tokens"] + 1,
+            }
+        return answer | named
+
+
+_IDS = ("token_ids", "prompt_token_ids")
+_OF_THE_WHOLE = ("usage", "kv_transfer_params", "choices")
+
+
+def _is_one_prompt(prompt: object) -> bool:
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(i, int) for i in prompt)

@@ -1,0 +1,173 @@
+"""The client gets P's first token at once, and D's answer behind it; else it goes as without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from tests.examples.router.test_first_token import answer
+from tests.support.router_kit import (
+    BODY,
+    PARAMS,
+    Fake,
+    Reply,
+    metric,
+    never,
+    nobody,
+    routed,
+    says,
+    streams,
+)
+
+pytestmark = pytest.mark.anyio
+
+FIRST = answer() | {"kv_transfer_params": PARAMS}
+REST = BODY | {"prompt": [1, 2, 3, 7], "max_tokens": 8}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def event(text: str, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": None, "logprobs": None}
+    return b"data: " + json.dumps({"id": "d", "choices": [choice], **more}).encode() + b"\n\n"
+
+
+def spliced(p: Fake | str, d: Fake | str, **options: Any) -> Any:
+    return routed([p], [d], first_token="prefill", **options)
+
+
+async def test_d_answers_behind_ps_token() -> None:
+    d = answer(text=" b", finish_reason="stop")
+    p, d = Fake(says(FIRST)), Fake(says(d))
+    async with spliced(p, d) as client:
+        got = await client.post("/v1/completions", json=BODY)
+    assert got.json()["choices"][0]["text"] == " a b"
+    assert got.json()["id"] == "p"
+    assert p.bodies[0]["max_tokens"] == 1
+    assert p.bodies[0]["return_token_ids"] is True
+    assert d.bodies == [REST | {"kv_transfer_params": PARAMS}]
+
+
+async def test_ps_token_is_streamed_before_d_answers() -> None:
+    client_has_first = anyio.Event()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        await client_has_first.wait()
+        usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
+        cut = event(" b") + event(" c", usage=usage) + b"data: [DONE]\n\n"
+        yield cut[:20]
+        yield cut[20:]
+
+    p, d = Fake(says(FIRST)), Fake(streams(chunks))
+    async with (
+        spliced(p, d) as client,
+        client.stream("POST", "/v1/completions", json=BODY | STREAM) as got,
+    ):
+        assert got.headers["content-type"].startswith("text/event-stream")
+        parts = got.aiter_raw()
+        first = json.loads((await anext(parts)).removeprefix(b"data: "))
+        assert first["choices"][0] == {
+            "index": 0,
+            "text": " a",
+            "finish_reason": None,
+            "logprobs": None,
+        }
+        client_has_first.set()
+        rest = b"".join([part async for part in parts]).split(b"\n\n")
+    assert rest[2:] == [b"data: [DONE]", b""]
+    later = [json.loads(part.removeprefix(b"data: ")) for part in rest[:2]]
+    assert [part["choices"][0]["text"] for part in later] == [" b", " c"]
+    assert {part["id"] for part in later} == {"p"}
+    assert later[1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+@pytest.mark.parametrize("body", [{}, STREAM])
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"), [(1, "length"), (9, "stop")], ids=["one token", "stop first"]
+)
+async def test_an_answer_of_one_token_never_reaches_d(
+    body: dict[str, Any], max_tokens: int, reason: str
+) -> None:
+    d = Fake()
+    async with spliced(Fake(says(answer(finish_reason=reason))), d) as client:
+        got = await client.post("/v1/completions", json=BODY | body | {"max_tokens": max_tokens})
+    assert d.bodies == []
+    if body:
+        told, usage, done, _ = got.text.split("\n\n")
+        assert json.loads(told.removeprefix("data: "))["choices"][0]["finish_reason"] == reason
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 1
+        assert done == "data: [DONE]"
+    else:
+        assert got.json()["choices"][0]["finish_reason"] == reason
+        assert "kv_transfer_params" not in got.json()
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"stop": ["x"]}, {"seed": 3}])
+async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> None:
+    p, d = Fake(says(FIRST)), Fake(says({"id": "d"}))
+    async with spliced(p, d) as client:
+        assert (await client.post("/v1/completions", json=BODY | more)).json() == {"id": "d"}
+    assert d.bodies == [BODY | more | {"kv_transfer_params": PARAMS}]
+    assert "return_token_ids" not in p.bodies[0]
+
+
+async def test_half_a_character_is_ds_alone() -> None:
+    p = Fake(says(answer(text="\ufffd") | {"kv_transfer_params": PARAMS}))
+    d = Fake(says({"id": "d"}))
+    async with spliced(p, d) as client:
+        assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
+    assert d.bodies == [BODY | {"kv_transfer_params": PARAMS}]
+
+
+async def test_without_p_d_computes() -> None:
+    d = Fake(says({"id": "d"}))
+    with nobody() as gone:
+        async with spliced(gone, d) as client:
+            assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
+            assert await metric(client, "router_degraded_total") == 1
+    assert d.bodies == [BODY]
+
+
+@pytest.mark.parametrize("reply", [says({"error": {"message": "because"}}, 500), None])
+async def test_an_error_of_d_is_the_last_event(reply: Reply | None) -> None:
+    with nobody() as gone:
+        async with spliced(Fake(says(FIRST)), Fake(reply) if reply else gone) as client:
+            got = await client.post("/v1/completions", json=BODY | STREAM)
+            whole = await client.post("/v1/completions", json=BODY)
+    told, error, done, _ = got.text.split("\n\n")
+    assert json.loads(told.removeprefix("data: "))["choices"][0]["text"] == " a"
+    expected = "because" if reply else "no decode instance can be reached"
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == expected
+    assert done == "data: [DONE]"
+    assert whole.status_code == (500 if reply else 503)
+
+
+async def test_a_client_that_leaves_behind_the_first_token_cancels_d() -> None:
+    d = Fake(streams(never))
+    async with spliced(Fake(says(FIRST)), d) as client:
+        async with client.stream("POST", "/v1/completions", json=BODY | STREAM) as got:
+            assert b" a" in await anext(got.aiter_raw())
+            while not d.bodies:
+                await anyio.lowlevel.checkpoint()
+        await d.was_cancelled.wait()
+
+
+async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:
+    replies = [
+        JSONResponse({"error": {"message": "the hand-off fell short: handoff_dead"}}, 502),
+        JSONResponse(answer(text=" b", finish_reason="stop")),
+    ]
+
+    async def reply(body: dict[str, Any]) -> Response:
+        return replies.pop(0)
+
+    p, d = Fake(says(FIRST)), Fake(reply)
+    async with spliced(p, d, retries=1) as client:
+        got = await client.post("/v1/completions", json=BODY)
+    assert got.json()["choices"][0]["text"] == " a b"
+    assert [body["prompt"] for body in p.bodies] == ["Hello", [1, 2, 3, 7]]
+    assert d.bodies == [REST | {"kv_transfer_params": PARAMS}] * 2

@@ -1,0 +1,146 @@
+"""P's first token and D's answer behind it are what one instance answers, in every field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio.to_thread
+import pytest
+
+from examples.make_checkpoint import make_checkpoint
+from tests.examples.test_mini_server import PROMPT, Serving
+from tests.support.router_kit import routed
+
+pytestmark = pytest.mark.anyio
+
+PD = {"pd_transfer_via_storage": True, "store": "memory://spliced", "staging": "8MiB"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """One that works alone, P and D, over one pool."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("trained") / "tiny", steps=12)
+    made = [
+        Serving(checkpoint, pd) for pd in ({}, PD | {"role": "prefill"}, PD | {"role": "decode"})
+    ]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def url_of(serving: Serving) -> str:
+    return str(serving.client.base_url).rstrip("/")
+
+
+class Answers:
+    """The answers to one request, of the instance that works alone and through the router."""
+
+    def __init__(self, alone: str, spliced: str) -> None:
+        self.alone, self.spliced = map(_parsed, (alone, spliced))
+
+    def assert_same(self) -> None:
+        assert _plain(self.spliced) == _plain(self.alone)
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """The cost of the answer to D, by its own words."""
+        return next(part["usage"]["pdstore"] for part in self.spliced if part.get("usage"))
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
+    if not text.startswith("data: "):
+        return [json.loads(text)]
+    *parts, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def _plain(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns all that is equal in two answers, of one part or of many; logprobs are rounded."""
+    assert len({part["id"] for part in parts}) == 1
+    choices = [choice for part in parts for choice in part["choices"]]
+    logprobs = [choice["logprobs"] or {} for choice in choices]
+    usage = parts[-1]["usage"]
+    return {
+        "text": "".join(choice["text"] for choice in choices),
+        "finish_reasons": [c["finish_reason"] for c in choices if c["finish_reason"]],
+        "prompt": next(choice.get("prompt_token_ids") for choice in choices),
+        "ids": [id for choice in choices for id in choice.get("token_ids", ())],
+        "logprobs": _rounded({name: _all(logprobs, name) for name in logprobs[0]}),
+        "usage": [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")],
+    }
+
+
+def _all(logprobs: list[dict[str, Any]], name: str) -> list[Any]:
+    return [value for each in logprobs for value in each[name]]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
+
+
+async def ask(engines, **body: Any) -> Answers:
+    alone, p, d = engines
+    body = {"prompt": PROMPT, "max_tokens": 9} | body
+    expected = await anyio.to_thread.run_sync(lambda: alone.post(**body).text)
+    async with routed([url_of(p)], [url_of(d)], first_token="prefill") as client:
+        got = await client.post("/v1/completions", json=body)
+    return Answers(expected, got.text)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return [(37 * num_tokens + 11 * i) % 200 + 20 for i in range(num_tokens)]
+
+
+def generated(serving: Serving) -> float:
+    return serving.engine.counters.registry.get_sample_value("mini_engine_generated_tokens_total")
+
+
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 62, 63, 64, 65, 127, 128, 200])
+async def test_d_computes_p_s_token_alone_and_the_answer_is_that_of_one(engines, num_tokens):
+    got = await ask(engines, prompt=prompt_of(num_tokens), logprobs=3, return_token_ids=True)
+    got.assert_same()
+    first = engines[0].ask(prompt=prompt_of(num_tokens), max_tokens=1)["choices"][0]["text"]
+    is_spliced = first and "\ufffd" not in first  # else it is half a character
+    loaded = num_tokens if is_spliced else num_tokens - 1
+    assert got.cost == {"loaded_tokens": loaded, "computed_tokens": 1, "reason": None}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"return_token_ids": True, "logprobs": 0}])
+@pytest.mark.parametrize("num_tokens", [64, 150])
+async def test_a_stream_is_that_of_one(engines, more, num_tokens):
+    got = await ask(engines, prompt=prompt_of(num_tokens), ignore_eos=True, **STREAM, **more)
+    got.assert_same()
+    assert got.cost["computed_tokens"] == 1
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM])
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_short_answers_are_those_of_one(engines, stream, max_tokens):
+    got = await ask(engines, max_tokens=max_tokens, logprobs=1, **stream)
+    got.assert_same()
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM])
+async def test_an_answer_whose_first_token_ends_it_is_that_of_one(engines, stream, monkeypatch):
+    alone = engines[0].ask(prompt=prompt_of(70), max_tokens=1, return_token_ids=True)
+    for engine in engines:
+        monkeypatch.setattr(engine.engine.model, "end_ids", set(alone["choices"][0]["token_ids"]))
+    before = generated(engines[2])
+    got = await ask(engines, prompt=prompt_of(70), **stream)
+    got.assert_same()
+    assert got.spliced[0]["choices"][0]["finish_reason"] == "stop"
+    assert generated(engines[2]) == before
