@@ -9,6 +9,7 @@ VLLM_VENV ?= .venv-vllm
 STORE ?=
 ENGINE ?= mini
 PIP_ARGS ?=
+PROCESSORS ?=
 ARGS ?=
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 BIN := $(abspath $(VENV))/bin
@@ -17,7 +18,7 @@ DEMO_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
 DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
-.PHONY: help packages setup setup-vllm native demo test test-vllm nightly check bench wheel
+.PHONY: help packages setup setup-vllm native demo test test-vllm nightly check bench release
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,16 +52,17 @@ test-vllm: setup-vllm ## The tests with vLLM
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)
 
-check: setup ## Lint, format, spelling and types
+check: setup ## Lint, format, spelling, types, and the files of deploy/
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/typos
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 	$(BIN)/mypy
+	PATH=$(BIN):$$PATH scripts/check_deploy.sh
 
 bench: setup ## How fast keys are computed and blocks put and got
 	@$(BIN)/python -m benchmarks.keys && $(BIN)/python -m benchmarks.stores
 
-wheel: setup ## Build dist/*.whl
-	@rm -rf dist && $(BIN)/python -m build --wheel --outdir dist .
+release: .venv-release/.stamp ## Build and check the sources and the wheels (PROCESSORS="x86_64 aarch64")
+	@PYTHON=.venv-release/bin/python scripts/release.sh $(PROCESSORS)
 
 $(VENV)/.stamp: pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
@@ -72,6 +74,12 @@ $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 	$(call make_venv,$(VLLM_VENV))
 	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
 	  -e '.[redis,mooncake-cpu,seal,cli,vllm,examples,test]'
+	@touch $@
+
+.venv-release/.stamp: pyproject.toml | packages
+	$(call make_venv,.venv-release)
+	@.venv-release/bin/pip install -qq --upgrade pip
+	@.venv-release/bin/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) --group release
 	@touch $@
 
 define make_venv

@@ -240,7 +240,7 @@ def test_make_explains_itself() -> None:
         "nightly",
         "check",
         "bench",
-        "wheel",
+        "release",
     )
     for target in targets:
         assert f"make {target} " in done.stdout

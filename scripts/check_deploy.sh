@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Checks the files of deploy/ against the schemas of the programs that read them.
+# PATH has hadolint, check-jsonschema and kubernetes-validate (extra `dev`); kubectl and
+# systemd-analyze come with the system, and where they are missing a line says what was not checked.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../deploy"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+has() {
+    command -v "$1" >/dev/null || { echo "not checked, $1 is not installed: $2" >&2; return 1; }
+}
+
+quietly() {
+    "$@" >"$scratch/said" 2>&1 || { cat "$scratch/said" >&2; exit 1; }
+}
+
+quietly hadolint Dockerfile
+quietly check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+if has kubectl deploy/kustomize; then
+    for overlay in kustomize/overlays/*/; do
+        kubectl kustomize "$overlay" >"$scratch/objects.yaml"
+        quietly kubernetes-validate --strict --kubernetes-version 1.31 "$scratch/objects.yaml"
+    done
+fi
+if has systemd-analyze deploy/systemd; then
+    # Everything but that the programs, which are not here, are missing.
+    problems=$(systemd-analyze verify systemd/*.service 2>&1 | grep -v 'is not executable' || true)
+    [[ -z $problems ]] || { echo "$problems" >&2; exit 1; }
+fi

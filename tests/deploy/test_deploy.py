@@ -1,0 +1,61 @@
+"""deploy/: each name and option in it exists in the program that it is for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pdstore.settings import Settings, variable_of
+from tests.deploy.commands import DEPLOY, ROOT, commands_of, options_of, variables
+
+
+def test_every_variable_is_a_setting():
+    assert variables() >= {"PD_TRANSFER_VIA_STORAGE", "PDSTORE_STORE", "PDSTORE_ROLE"}
+    assert variables() <= {variable_of(field) for field in Settings.model_fields}
+
+
+@pytest.mark.parametrize("module", ["examples.router", "examples.mini_engine"])
+def test_every_option_of_our_programs_is_one(module):
+    text = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    known = set(re.findall(r"--[a-z-]+", text))
+    used = [options_of(arguments) for arguments in commands_of(module)]
+    assert used
+    assert set().union(*used) - known == set()
+
+
+@pytest.mark.parametrize("program", ["mooncake_master", "mooncake_client"])
+def test_mooncakes_flags_are_those_of_the_example_script(program):
+    script = (ROOT / "examples" / "run_mooncake.sh").read_text()
+    used = commands_of(program)
+    assert len(used) == 2  # systemd, Kubernetes
+    for arguments in used:
+        assert all(f"{option}=" in script for option in options_of(arguments))
+        for fixed in (a for a in arguments if re.fullmatch(r"--[a-z_]+=[\d.]+", a)):
+            assert fixed in script or options_of([fixed]) <= {
+                "--rpc_port",
+                "--port",
+                "--metrics_port",
+                "--rpc_thread_num",
+            }
+
+
+def test_every_image_is_a_target_of_the_dockerfile_or_a_known_one():
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    targets = re.findall(r"^FROM .* AS ([a-z]+)$", dockerfile, re.MULTILINE)
+    texts = [path.read_text() for path in DEPLOY.rglob("*.yaml")]
+    images = {image for text in texts for image in re.findall(r"image: ([\w./-]+)", text)}
+    assert {f"pdstore-{target}" for target in targets if target != "wheel"} <= images
+    foreign = {"redis", "prom/prometheus", "prom/alertmanager", "grafana/grafana"}
+    assert images <= {f"pdstore-{target}" for target in targets} | foreign
+
+
+def test_no_image_runs_as_root():
+    _, *stages = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")
+    to_run = [stage for stage in stages if " AS wheel\n" not in stage]
+    assert len(to_run) == 2
+    assert all("\nUSER 10001\n" in stage for stage in to_run)
