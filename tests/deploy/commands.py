@@ -29,7 +29,7 @@ def commands() -> list[list[str]]:
     for path in MANIFESTS:
         for document in yaml.load_all(path.read_text(), _Loader):
             found += _commands_in(document)
-    return [[Path(command[0]).name, *map(str, command[1:])] for command in found]
+    return [[command[0].removeprefix("/opt/pdstore/venv/bin/"), *command[1:]] for command in found]
 
 
 def commands_of(program: str) -> list[list[str]]:
