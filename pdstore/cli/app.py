@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 from typing import Annotated
 
@@ -24,6 +25,13 @@ JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write JSON there instead; - is standard output."),
 ]
+
+
+class Pool(enum.Enum):
+    """Pools that can be started here."""
+
+    REDIS = "redis"
+    MOONCAKE = "mooncake"
 
 
 def _run(name: str, json_target: str | None, *arguments: object, **options: object) -> None:
@@ -146,3 +154,54 @@ def calc(
         params=params,
         gb_per_s=bandwidth,
     )
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str | None, typer.Argument(help="Text; needs --model.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Token ids as 1,2,3, or a file of them.")] = None,
+    model: Annotated[str | None, typer.Option(help="Whose tokenizer reads the prompt.")] = None,
+    namespace: Annotated[str, typer.Option(help="Its first digits. Default: the best.")] = "",
+    cache_salt: Annotated[str, typer.Option(help="The request's own.")] = "",
+    store: Store = None,
+    json: JsonTarget = None,
+) -> None:
+    """Say how much of a prompt the pool has, where it ends, and why."""
+    from pdstore.cli.explained import Question
+
+    question = Question(prompt, model, ids, namespace, cache_salt)
+    _run("explained.explain", json, store, question)
+
+
+@app.command()
+def selftest(
+    model: Annotated[str | None, typer.Option(help="A config.json. Default: an 8B model.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 200,
+    store: Store = None,
+    json: JsonTarget = None,
+) -> None:
+    """Save and load KV of a model's layout, and compare every byte."""
+    _run("selftest.selftest", json, store, model, tokens)
+
+
+@app.command()
+def top(
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Of P, D, any of /metrics.")],
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Totals, and out.")] = False,
+    json: JsonTarget = None,
+) -> None:
+    """Watch hits, misses, rates and queues of running instances."""
+    if once or json is not None:
+        _run("live.top_once", json, urls)
+    _run("live.top", None, urls, every)
+
+
+@app.command()
+def up(
+    kind: Annotated[Pool, typer.Argument(help="The server to start.")],
+    memory: Annotated[str, typer.Option(help="For values.")] = "1GiB",
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: a free one.")] = None,
+) -> None:
+    """Start a pool for a rehearsal on this host; Ctrl-C stops it."""
+    _run("rehearsal.up", None, kind.value, memory, port)

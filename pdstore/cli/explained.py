@@ -1,0 +1,164 @@
+"""`pdstore explain`: how much of a prompt a pool has, where the run ends, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from rich.console import RenderableType
+
+from pdstore.cli.answer import Answer, busy, heading, table
+from pdstore.cli.open_pool import OpenPool, open_pool
+from pdstore.cli.prompt_cover import Cover, cover_of
+from pdstore.cli.quantity import age, count
+from pdstore.cli.survey import NamespaceUse, survey
+from pdstore.errors import ConfigError, MissingExtra
+from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.namespace import Json, Namespace
+from pdstore.store.optional import StoredValue
+
+Algorithm = Literal["sha256", "xxh3_128"]
+_ALGORITHMS: tuple[Algorithm, ...] = ("sha256", "xxh3_128")
+_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, as text with the model whose tokenizer reads it, or as token ids.
+
+    namespace: the first digits of the one that is meant; empty for the one that has most of it.
+    cache_salt: the request's own.
+    """
+
+    prompt: str | None = None
+    model: str | None = None
+    ids: str | None = None
+    namespace: str = ""
+    cache_salt: str = ""
+
+    def token_ids(self) -> list[int]:
+        """Returns the prompt's ids: given as `1,2,3` or in a file. Raises ConfigError."""
+        if self.ids is not None:
+            return _ids_of(self.ids)
+        if self.prompt is None or self.model is None:
+            raise ConfigError("give --ids 1,2,3 (or a file of them), or a PROMPT and its --model")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise MissingExtra(
+                "a PROMPT needs a tokenizer: pip install transformers, or give --ids"
+            ) from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no tokenizer in {self.model}: {error}") from error
+        return cast("list[int]", tokenizer(self.prompt)["input_ids"])
+
+
+def explain(url: str | None, question: Question) -> Answer:
+    """Compares a prompt's keys with what is stored. Status 1 unless all of it is there.
+
+    Each namespace of the pool is tried, so that a prompt that P saved under another one is found.
+    """
+    with busy("reading the prompt"):
+        ids = question.token_ids()
+    with open_pool(url) as pool:
+        with busy(f"listing {pool.store.label}"):
+            stored = {value.key: value for value in pool.lists.stored_values()}
+        uses = survey(stored.values())
+        covers = [_best_cover(pool, use, ids, question, stored) for use in uses]
+        label = pool.store.label
+    meant = _meant(covers, question.namespace)
+    if meant is None:
+        why = "this pool has no such namespace" if question.namespace else "this pool is empty"
+        return _empty(label, len(ids), why)
+    return _answer(label, meant, covers)
+
+
+def _best_cover(
+    pool: OpenPool,
+    use: NamespaceUse,
+    ids: Sequence[int],
+    question: Question,
+    stored: Mapping[BlockKey, StoredValue],
+) -> Cover:
+    """Returns what a namespace has of the prompt, by whichever hash finds more."""
+    tokens = _block_tokens(pool, use)
+
+    def covered(algorithm: Algorithm) -> Cover:
+        digest, parts = bytes.fromhex(use.hex), tuple(sorted(use.parts))
+        namespace = Namespace.seen(digest, parts, tokens, algorithm)
+        salt = question.cache_salt.encode()
+        return cover_of(PromptKeys(namespace, cache_salt=salt).extend(ids), stored, use)
+
+    return max(map(covered, _ALGORITHMS), key=lambda cover: cover.num_found)
+
+
+def _block_tokens(pool: OpenPool, use: NamespaceUse) -> int:
+    """Returns the tokens of a namespace's block, from a stored one; else those of the settings."""
+    found = pool.read(use.sample.key) if use.sample else None
+    header = found.header if found else None
+    return header.num_tokens if header else pool.settings.block_tokens
+
+
+def _meant(covers: Sequence[Cover], beginning: str) -> Cover | None:
+    named = [cover for cover in covers if cover.namespace.startswith(beginning)]
+    return max(named, key=lambda c: (c.num_tokens, c.num_found), default=None)
+
+
+def _ids_of(text: str) -> list[int]:
+    try:
+        listed = text if set(text) <= set("0123456789, []") else Path(text).read_text()
+        found = json.loads(listed if listed.lstrip().startswith("[") else f"[{listed}]")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ids: {text[:40]!r} is neither ids nor a file of them") from error
+    if not found or not all(isinstance(each, int) for each in found):
+        raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
+    return cast("list[int]", found)
+
+
+def _empty(label: str, num_prompt: int, why: str) -> Answer:
+    document: Json = {"store": label, "prompt_tokens": num_prompt, "found_tokens": 0, "why": why}
+    return Answer(document, [f"0 of {count(num_prompt)} tokens: {why} ({label})"], status=1)
+
+
+def _answer(label: str, meant: Cover, covers: Sequence[Cover]) -> Answer:
+    whole, why = meant.num_tokens == meant.num_prompt, meant.why()
+    others: dict[str, Json] = {
+        c.namespace: c.num_tokens for c in covers if c is not meant and c.num_tokens
+    }
+    blocks: list[Json] = [dict(block._asdict()) for block in meant.blocks]
+    document: Json = {
+        "store": label,
+        "namespace": meant.namespace,
+        "block_tokens": meant.block_tokens,
+        "prompt_tokens": meant.num_prompt,
+        "found_tokens": meant.num_tokens,
+        "why": why,
+        "blocks": blocks,
+        "other_namespaces": others,
+    }
+    title = f"{count(meant.num_tokens)} of {count(meant.num_prompt)} tokens in namespace"
+    shown: list[RenderableType] = [heading(f"{title} {meant.namespace[:12]} of {label}")]
+    shown += [table(["block", "tokens", "hash", "parts", ">used"], _rows(meant)), f"→ {why}"]
+    for name, tokens in others.items():
+        shown.append(
+            f"→ namespace {name[:12]} has {tokens} tokens of the same prompt: if P and D should"
+            " agree, `pdstore doctor --peer P --peer D` names the fields that differ"
+        )
+    return Answer(document, shown, status=int(not whole))
+
+
+def _rows(cover: Cover) -> list[list[str]]:
+    """Shows the blocks around the end of the run; the others look all alike."""
+    first = max(0, min(cover.num_run - _ROWS // 2, len(cover.blocks) - _ROWS))
+    rows = []
+    for block in cover.blocks[first : first + _ROWS]:
+        colour = "green" if block.num_parts == cover.num_parts else "red"
+        parts = f"[{colour}]{block.num_parts} of {cover.num_parts}[/]"
+        span = f"{block.first_token}-{block.first_token + block.num_tokens - 1}"
+        rows.append([str(block.number), span, block.hash[:12], parts, age(block.age_s)])
+    return rows

@@ -1,0 +1,145 @@
+"""`pdstore up`: a redis or a Mooncake pool on this host, for a rehearsal, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from pdstore.cli.answer import Answer
+from pdstore.errors import ConfigError, StoreError, StoreUnavailable
+
+_START_S, _STOP_S, _PAUSE_S = 20.0, 5.0, 0.02
+_HOST = "127.0.0.1"
+
+
+class Rehearsal:
+    """Servers that end with this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, program: str, install: str, arguments: list[str], port: int) -> None:
+        """Starts a server and waits until it listens. Raises ConfigError or StoreUnavailable."""
+        beside_python = str(Path(sys.executable).parent)
+        found = shutil.which(program, path=beside_python) or shutil.which(program)
+        if found is None:
+            raise ConfigError(f"{program} is not installed: {install}")
+        if _listens(port):
+            raise ConfigError(f"port {port} is taken: name another one by --port, or none")
+        log = self._directory / f"{program}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [found, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us, who then stop it
+            )
+        self._running.append(process)
+        deadline = time.monotonic() + _START_S
+        while not _listens(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                raise StoreUnavailable(f"{program} did not start: {''.join(last)}")
+            time.sleep(_PAUSE_S)
+
+    def wait(self) -> None:
+        """Returns when a signal asks for the end. Raises StoreError if a server ends first."""
+        while True:
+            for process in self._running:
+                if process.poll() is not None:
+                    raise StoreError(f"{process.args!r} ended by itself: {process.returncode}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Ends all servers, the last one first."""
+        for process in reversed(self._running):
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def up(kind: str, memory: str, port: int | None) -> Answer:
+    """Starts a pool, says how to use it, and stops it at Ctrl-C. It listens on loopback alone.
+
+    port: None takes a free one.
+    """
+    num_bytes = _bytes_of(memory)
+    with tempfile.TemporaryDirectory(prefix="pdstore_up_") as scratch:
+        rehearsal = Rehearsal(Path(scratch))
+        try:
+            with _ending_at_sigterm(), contextlib.suppress(KeyboardInterrupt):
+                url = _STARTS[kind](rehearsal, scratch, num_bytes, port)
+                print(f"export PDSTORE_STORE='{url}'", flush=True)
+                print(f"{kind} runs with {memory} until Ctrl-C", file=sys.stderr)
+                rehearsal.wait()
+        finally:
+            rehearsal.stop()
+    return Answer({"stopped": kind}, [f"{kind} is stopped, and its values are gone"])
+
+
+def _start_redis(rehearsal: Rehearsal, scratch: str, num_bytes: int, port: int | None) -> str:
+    chosen = port or _free_port()
+    options = f"--port {chosen} --bind {_HOST} --dir {scratch} --maxmemory {num_bytes}"
+    limits = ["--appendonly", "no", "--save", "", "--maxmemory-policy", "noeviction"]
+    install = "apt-get install redis-server"
+    rehearsal.start("redis-server", install, [*options.split(), *limits], chosen)
+    return f"redis://{_HOST}:{chosen}/0"
+
+
+def _start_mooncake(rehearsal: Rehearsal, scratch: str, num_bytes: int, port: int | None) -> str:
+    master, metrics, holder = port or _free_port(), _free_port(), _free_port()
+    install = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
+    options = f"--rpc_port={master} --rpc_address={_HOST} --metrics_port={metrics}"
+    options += f" --metrics_host={_HOST}"
+    rehearsal.start("mooncake_master", install, options.split(), master)
+    options = f"--host={_HOST} --port={holder} --global_segment_size={num_bytes} --protocol=tcp"
+    options += f" --master_server_address={_HOST}:{master} --metadata_server=P2PHANDSHAKE"
+    rehearsal.start("mooncake_client", install, options.split(), holder)
+    return f"mooncake://{_HOST}:{master}?metrics_port={metrics}"
+
+
+_STARTS = {"redis": _start_redis, "mooncake": _start_mooncake}
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end this process as Ctrl-C does, so that no server is left behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _bytes_of(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise ConfigError(f"--memory {text!r} is no size; write one like 1GiB") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        return int(listener.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((_HOST, port), 0.5):
+        return True
+    return False

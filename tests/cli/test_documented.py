@@ -1,0 +1,84 @@
+"""docs/cli.md: every command on the page runs as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from prometheus_client import start_http_server
+
+from pdstore.cli.app import app
+from pdstore.cli.main import main
+from pdstore.format.namespace import Json
+from pdstore.metrics import Metrics
+from pdstore.settings import read_settings
+from pdstore.store import open_store
+from pdstore.store.connect import read_pool_id
+from tests.cli.published import MODELS
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+COMMANDS = [
+    line.partition("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory with what the page speaks of."""
+    small: dict[str, Json] = MODELS["Llama-3.1-8B"] | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    store = open_store(f"file://{tmp_path}/pool", read_settings())
+    read_pool_id(store)
+    store.close()
+    return tmp_path
+
+
+@pytest.fixture
+def instance():
+    server, thread = start_http_server(0, "127.0.0.1", Metrics().registry)
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_page_has_every_command():
+    shown = {shlex.split(line)[1] for line in COMMANDS}
+    assert shown == set(typer.main.get_command(app).commands) - {"native"}
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if " up " not in line])
+def test_a_command_of_the_page_runs(line, place, instance, monkeypatch, capsys):
+    line = line.replace(":8100", f":{instance}").replace(":8200", f":{instance}")
+    program, *arguments = shlex.split(line)
+    assert program == "pdstore"
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("PDSTORE_STORE", f"file://{place}/pool?budget=1GiB")
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    assert status in (0, 1), err
+    assert out
+
+
+def test_the_servers_of_the_page_start():
+    [line] = [line for line in COMMANDS if " up " in line]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *shlex.split(line)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline().startswith("export PDSTORE_STORE=")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0

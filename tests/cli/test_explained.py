@@ -1,0 +1,70 @@
+"""`pdstore explain` on real pools: the run, its end, and the same prompt in another namespace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdstore.cli.explained import Question, explain
+from pdstore.errors import ConfigError
+from pdstore.settings import read_settings
+from pdstore.store import open_store
+from tests.cli.conftest import PROMPT
+from tests.support.command import run, run_json, save
+
+IDS = ",".join(map(str, PROMPT))
+
+
+def test_a_prompt_that_is_there_is_status_0(filled, prompts):
+    ran = run("explain", "--ids", IDS, "--store", filled)
+    assert ran.status == 0
+    assert ran.out.startswith("40 of 40 tokens")
+    assert "→ all of it is there" in ran.out
+
+
+def test_it_finds_the_block_size_and_where_the_run_ends(filled_file, prompts):
+    store = open_store(filled_file, read_settings())
+    keys = prompts[0]
+    store.remove(keys.store_keys(keys.namespace.parts, 1, 2))
+    store.close()
+    name = keys.namespace.hex
+    document = run_json("explain", "--ids", IDS, "--namespace", name[:6], "--store", filled_file)
+    assert (document["namespace"], document["block_tokens"]) == (name, 16)
+    assert (document["prompt_tokens"], document["found_tokens"]) == (40, 16)
+    assert document["why"].startswith("block 1 is missing and later ones are there")
+    assert [block["num_parts"] for block in document["blocks"]] == [1, 0, 1]
+    assert document["other_namespaces"] == {prompts[1].namespace.hex: 40}
+
+
+def test_a_prompt_of_a_tenant_is_found_with_its_salt_alone(file_url, prompts):
+    keys = type(prompts[0])(prompts[0].namespace, cache_salt=b"tenant").extend(PROMPT)
+    store = open_store(file_url, read_settings())
+    save(store, keys)
+    store.close()
+    assert explain(file_url, Question(ids=IDS)).document["found_tokens"] == 0
+    salted = explain(file_url, Question(ids=IDS, cache_salt="tenant"))
+    assert (salted.status, salted.document["found_tokens"]) == (0, 40)
+
+
+def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
+    other = explain(filled_file, Question(ids="7,8,9"))
+    assert other.status == 1
+    empty = explain(f"file://{tmp_path}/other", Question(ids="7,8,9"))
+    assert empty.status == 1
+    assert empty.document["why"] == "this pool is empty"
+
+
+def test_ids_come_from_a_file_too(filled_file, tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps(list(PROMPT)))
+    assert explain(filled_file, Question(ids=str(path))).status == 0
+
+
+@pytest.mark.parametrize(
+    "question",
+    [Question(), Question("text"), Question(ids="one"), Question(ids="[]"), Question(ids="1,,2")],
+)
+def test_what_is_no_prompt_is_refused(file_url, question):
+    with pytest.raises(ConfigError, match="--ids"):
+        explain(file_url, question)

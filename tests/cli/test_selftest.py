@@ -1,0 +1,67 @@
+"""`pdstore selftest`: a real hand-over of a layout, and a store that spoils it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdstore.cli import selftest as module
+from pdstore.cli.listing import du
+from pdstore.cli.selftest import selftest
+from pdstore.store.memory import MemoryStore
+
+SMALL = {
+    **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100},
+    **{"num_key_value_heads": 2, "intermediate_size": 64},
+}
+LATENT = SMALL | {
+    **{"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"q_lora_rank": None, "num_key_value_heads": None},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(document):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(document))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("document", [SMALL, LATENT], ids=["heads", "latent"])
+def test_every_byte_comes_back_and_nothing_is_left(document, config, file_url):
+    answer = selftest(file_url, config(document), 150)
+    assert (answer.status, answer.document["problem"]) == (0, None)
+    assert list(answer.document["seconds"]) == ["save", "find", "load"]
+    assert du(file_url).document["namespaces"] == []
+
+
+def test_a_redis_that_is_full_is_named(config, redis_server):
+    url = redis_server("--maxmemory", "1500kb").url
+    problem = selftest(url, config(SMALL), 5000).document["problem"]
+    assert problem.startswith("save: ")
+    assert "store_full" in problem
+
+
+class Spoils(MemoryStore):
+    """Gives another value's bytes: whole, but wrong."""
+
+    def get(self, keys, slots):
+        n = super().get(keys, slots)
+        if n and slots.sizes[0] > 64:
+            slots.value(0)[64:] = bytes(len(slots.value(0)) - 64)
+        return n
+
+
+def test_spoilt_values_are_seen(config, monkeypatch):
+    shared = Spoils("memory://spoilt")
+    monkeypatch.setattr(
+        "pdstore.store.connect.open_store", lambda url, settings: Spoils("memory://spoilt")
+    )
+    answer = module.selftest("memory://spoilt", config(SMALL), 100)
+    shared.close()
+    assert answer.status == 1
+    assert answer.document["problem"].startswith("load: 0 of 100 tokens (corrupt")
