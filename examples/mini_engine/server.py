@@ -27,6 +27,8 @@ from examples.mini_engine.request import Finish, Request, Token
 
 Events = asyncio.Queue[Token | Finish]
 
+_MOST_BODY_BYTES = 64 << 20
+
 
 def app_of(engine: Engine) -> Starlette:
     """Returns the ASGI application; its end stops the engine."""
@@ -79,7 +81,7 @@ class Handlers:
         self._name = engine.config.name
 
     async def completions(self, http: HttpRequest) -> Response:
-        body = Body.of(await http.body())
+        body = Body.of(await _read(http))
         events: Events = asyncio.Queue()
         request = self._request_of(body, _sink_of(events))
         request.id = http.headers.get("x-request-id") or uuid.uuid4().hex
@@ -205,3 +207,13 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
         error = RefusedError(error.detail, status=error.status_code)
     assert isinstance(error, RefusedError)
     return JSONResponse(error.body, error.status)
+
+
+async def _read(http: HttpRequest) -> bytes:
+    """Returns a request's body. Raises RefusedError (413) for one that no prompt can need."""
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > _MOST_BODY_BYTES:
+            raise RefusedError(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
+    return bytes(body)

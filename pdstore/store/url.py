@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -14,7 +14,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _WITHOUT_PASSWORD = ("memory", "file")  # there, an @ is part of a name
 
 
-@dataclass
+@dataclass(repr=False)
 class StoreURL:
     """A parsed store URL.
 
@@ -22,13 +22,13 @@ class StoreURL:
     that are left.
     """
 
-    text: str = field(repr=False)
+    text: str
     scheme: str
     host: str
     port: int | None
     path: str
     username: str | None
-    password: str | None = field(repr=False)
+    password: str | None
     options: dict[str, str]
 
     @classmethod
@@ -49,6 +49,9 @@ class StoreURL:
             problem = "its port or its options cannot be read"
         else:
             problem = "write # as %23" if parts.fragment else ""
+            may_hide_one = parts.netloc and not _is_without_password(scheme)
+            if may_hide_one and "@" in parts.path + parts.query:
+                problem = "an @ comes after a / or a ?"
         if problem:  # raised out here: the ValueError may quote a piece of the password
             raise ConfigError(
                 f"bad store URL {without_secret(text)!r}: {problem}"
@@ -64,6 +67,9 @@ class StoreURL:
             unquote(parts.password) if parts.password else None,
             options,
         )
+
+    def __repr__(self) -> str:
+        return f"StoreURL({self.label!r})"
 
     @property
     def label(self) -> str:
@@ -115,8 +121,10 @@ def without_secret(text: str) -> str:
     Everything between `://` and the last `@` may hold a password, except in schemes without one.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
-    user, at, host = (
-        ("", "", rest) if scheme.rpartition("+")[2] in _WITHOUT_PASSWORD else rest.rpartition("@")
-    )
+    user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")
     host, _, _ = host.partition("?")
     return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"
+
+
+def _is_without_password(scheme: str) -> bool:
+    return scheme.rpartition("+")[2] in _WITHOUT_PASSWORD

@@ -82,3 +82,23 @@ def test_the_inner_url_has_the_options_that_are_left():
     assert inner.options == {"ca": "/a b", "timeout": "1"}
     url.options.clear()
     assert url.inner("faulty+") == "redis://us%3Aer:p%40ss@host:1/2"
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:/hush@host", "redis://u:a@b/hush@host", "rediss://u:?hush=1@host"]
+)
+def test_a_password_with_a_bare_slash_is_refused_and_never_shown(url):
+    """Else its rest would be taken for a path or an option, and be quoted as one."""
+    with pytest.raises(ConfigError, match="an @ comes after") as caught:
+        StoreURL.of(url)
+    error = caught.value
+    assert "hush" not in f"{error} {error.__cause__} {error.__context__}"
+
+
+def test_a_path_may_have_an_at():
+    assert StoreURL.of("redis+unix:///run/redis@1.sock").path == "/run/redis@1.sock"
+    assert StoreURL.of("file:///pool@1").path == "/pool@1"
+
+
+def test_a_url_shows_no_secret_when_it_is_printed():
+    assert repr(StoreURL.of("redis://u:hush@h/1?x=hush")) == "StoreURL('redis://u:***@h/1')"
