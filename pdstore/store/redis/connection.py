@@ -47,6 +47,7 @@ _KNOWN = {
     "rediss": "ca, cert, key, timeout",
     "redis+unix": "db, timeout",
 }
+_UNKNOWN_AUTHORITY = " (name the authority of the server's certificate: ?ca=/path/ca.pem)"
 _CLUSTER = (AskError, ClusterDownError, MovedError)
 
 
@@ -99,7 +100,8 @@ def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> Sto
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
-    return next(kinds, StoreError)(f"{label}: {error}: {key}", num_done=num_done)
+    hint = _UNKNOWN_AUTHORITY if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+    return next(kinds, StoreError)(f"{label}: {error}: {key}{hint}", num_done=num_done)
 
 
 def _database(url: StoreURL) -> int:

@@ -104,19 +104,25 @@ def certificate(tmp_path):
     return cert, key
 
 
-def test_tls_is_checked_against_the_given_authority(redis_server, certificate):
+def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, certificate):
     cert, key = certificate
     port = str(free_port())
     files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
-    redis_server("--tls-port", port, *map(str, files))
+    user = ["--user", "pdstore", "on", ">p@ss/w", "~pds1:*", "-@all", *ACL.split()]
+    redis_server("--tls-port", port, *map(str, files), "--user", "default", "off", *user)
     [block] = fresh_keys(1)
-    mutual = f"?ca={cert}&cert={cert}&key={key}"
-    with opened(f"rediss://127.0.0.1:{port}{mutual}") as store:
+    mutual, url = f"?ca={cert}&cert={cert}&key={key}", f"rediss://{{}}127.0.0.1:{port}"
+    with opened(url.format("pdstore:p%40ss%2Fw@") + mutual) as store:
         value = put_one(store, block, 1 << 20)
         assert get(store, [block], [1 << 20]) == [value]
+    said = []
     for options in ("", f"?ca={cert}"):  # an authority nobody knows; no certificate of our own
-        with opened(f"rediss://127.0.0.1:{port}{options}") as s, pytest.raises(StoreUnavailable):
+        with opened(url.format("") + options) as s, pytest.raises(StoreUnavailable) as caught:
             s.match([block])
+        said.append("?ca=/path/ca.pem" in str(caught.value))
+    assert said == [True, False]
+    with opened(url.format("") + mutual) as stranger, pytest.raises(StoreDenied):
+        stranger.match([block])
 
 
 def test_opening_does_not_connect_and_calls_say_who_does_not_answer():
