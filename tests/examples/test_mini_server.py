@@ -195,12 +195,6 @@ def test_a_body_that_is_no_object_is_refused(serving, content):
     assert response.json()["error"]["message"].startswith("the body")
 
 
-def test_a_body_that_no_prompt_can_need_is_refused(serving):
-    response = serving.client.post("/v1/completions", content=bytes(65 << 20))
-    assert response.status_code == 413
-    assert "67108864 bytes" in response.json()["error"]["message"]
-
-
 def test_another_model_and_another_path_are_not_found(serving):
     response = serving.post(model="gpt-9")
     assert response.status_code == 404

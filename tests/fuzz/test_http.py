@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 
 import anyio
 import httpx
@@ -38,22 +37,21 @@ GOOD = st.fixed_dictionaries(
 OBJECTS = st.builds(lambda good, more: {**good, **more}, GOOD, st.dictionaries(NAMES, JSON))
 BODIES = st.binary(max_size=60) | (OBJECTS | JSON).map(lambda body: json.dumps(body).encode())
 
-Ask = Callable[[bytes], Awaitable[httpx.Response]]
+
+async def ask(app: object, body: bytes) -> httpx.Response:
+    transport = httpx.ASGITransport(app)  # what the app raises is raised here
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        with anyio.fail_after(10):
+            return await client.post("/v1/completions", content=body)
 
 
 def check_answers(num_examples: int, app: object, allowed: set[int]) -> None:
     """Posts bodies to an app in this thread's event loop; each must be answered as it should."""
 
-    async def ask(body: bytes) -> httpx.Response:
-        transport = httpx.ASGITransport(app)  # what the app raises is raised here
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            with anyio.fail_after(10):
-                return await client.post("/v1/completions", content=body)
-
     with anyio.from_thread.start_blocking_portal() as portal:
 
         def check(body: bytes) -> None:
-            answer = portal.call(ask, body)
+            answer = portal.call(ask, app, body)
             assert answer.status_code in allowed
             if answer.status_code >= 400:
                 assert set(answer.json()) == {"error"}
@@ -79,6 +77,8 @@ def test_the_mini_engine_refuses_or_answers(num_examples: int, checkpoints) -> N
     config = Config(model=checkpoints["llama"], settings=settings, num_blocks=64)
     engine = Engine(config)
     try:
-        check_answers(num_examples // 2, app_of(engine), {200, 400, 404})
+        app = app_of(engine)
+        check_answers(num_examples // 2, app, {200, 400, 404})
+        assert anyio.run(ask, app, bytes(65 << 20)).status_code == 413
     finally:
         close(engine)
