@@ -67,7 +67,7 @@ def main() -> None:
 def simulate(given: argparse.Namespace) -> Report:
     """Adds up the trace's requests, of which each P takes as many as it has time for."""
     handoffs = [count_calls(num_tokens) for num_tokens in LENGTHS]
-    clock, calls = Clock(), Counter[str]()
+    clock, calls = Clock(), dict.fromkeys(VERBS, 0.0)
     fleet = Fleet(clock, 1, None, is_shared=True, lag_s=10)
     seconds, count = 0.0, 0
     for request in read_trace(given.trace, given.requests):

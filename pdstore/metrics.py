@@ -59,6 +59,9 @@ class Metrics:
         self.job_seconds = self._seconds("job_seconds")
         self.handoff_wait_seconds = self._seconds("handoff_wait_seconds")
         self.exposed_seconds = self._seconds("exposed_seconds")
+        self.decisions = self._counter("decisions")
+        self.estimated_seconds = self._seconds("estimated_seconds")
+        self.decided_seconds = self._seconds("decided_seconds")
         self.jobs_alive = self._gauge("jobs_alive")
         self.queue_jobs = self._gauge("queue_jobs")
         self.queue_bytes = self._gauge("queue_bytes")
@@ -144,6 +147,16 @@ class Metrics:
         self._count(lambda: self.job_seconds.labels(direction.value).observe(seconds))
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason, error)
+
+    def decided(
+        self, way: str, load_s: float | None, compute_s: float | None, took_s: float
+    ) -> None:
+        """Counts a decision between loading and computing: both estimates, and what it took."""
+        self.decisions.labels(way).inc()
+        for verb, seconds in (("load", load_s), ("compute", compute_s)):
+            if seconds is not None:
+                self.estimated_seconds.labels(verb).observe(seconds)
+        self.decided_seconds.labels(way).observe(took_s)
 
     def total(self) -> float:
         """The sum of all counters: 0 as long as pdstore did nothing."""

@@ -36,6 +36,7 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.scheduler.break_even import BreakEven, Decision, Outcome
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
@@ -63,7 +64,9 @@ __all__ = [
     "BlockCopyPlan",
     "BlockKey",
     "BlockTables",
+    "BreakEven",
     "ConfigError",
+    "Decision",
     "DeviceError",
     "Direction",
     "Forged",
@@ -88,6 +91,7 @@ __all__ = [
     "NativeError",
     "OpenSave",
     "OtherSeal",
+    "Outcome",
     "PDStoreError",
     "Part",
     "PoolClosed",

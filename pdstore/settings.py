@@ -129,6 +129,10 @@ class Settings(BaseSettings):
     handoff_wait_s: Seconds = Field(
         10.0, description="How long D waits for P's marker before it computes."
     )
+    load: Literal["auto", "always", "never"] = Field(
+        "always",
+        description="What the pool has: load it, compute it, or `auto`: what is quicker here.",
+    )
     on_miss: Literal["compute", "fail"] = Field(
         "compute",
         description="Where a hand-off falls short, `compute` the rest, or `fail` the request.",

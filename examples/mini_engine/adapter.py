@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import pdstore
 from examples.mini_engine.attention import Chunk
@@ -50,6 +51,7 @@ class Adapter:
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self.journal = pdstore.Journal()
+        self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
         self._trackers: dict[Request, Tracker] = {}
 
     def ready(self) -> None:
@@ -94,9 +96,16 @@ class Adapter:
             if tracker is None or found is None:
                 return False
             request.miss_reason = found.reason and found.reason.value
-            if min(found.num_tokens, len(request.prompt) - 1) > 0:
+            num_prompt = len(request.prompt)
+            usable = found.num_tokens if num_prompt > 1 else 0
+            decision = self._break_even.decide(
+                request, start=0, found=usable, num_tokens=num_prompt
+            )
+            request.decision = decision
+            if decision.num_tokens > 0:
+                keys = found.keys.prefix(decision.num_tokens)
                 tracker.timer.begin("load")
-                tracker.load = self.pool.load(found.keys, request.block_ids, follow=found.follow)
+                tracker.load = self.pool.load(keys, request.block_ids, follow=found.follow)
             return tracker.load is not None
         return False
 
@@ -116,6 +125,7 @@ class Adapter:
         self._metrics.exposed_seconds.observe(time.time() - tracker.timer.arrived_at)
         if result.reason is not None:
             request.miss_reason = result.reason.value
+        self._break_even.load_ended(request, result.num_tokens)
         tracker.num_saved = result.num_tokens
         request.num_loaded = min(result.num_tokens, len(request.prompt) - 1)
         request.num_computed = request.num_loaded
@@ -157,15 +167,20 @@ class Adapter:
                 with self._degrading(request), _cancelling(save.job):
                     save.layers_done(layer + 1)
 
+        start = time.monotonic()
+        prompts = [chunk for chunk in chunks if chunk.request.state is State.PREFILL]
         with contextlib.ExitStack() as failing:
             for save in saves.values():
                 failing.enter_context(_cancelling(save.job))
             yield layer_written
             for chunk in chunks:
                 self._note_computed(chunk)
+        for outcome in self._break_even.computed(prompts, time.monotonic() - start):
+            cast("Request", outcome.name).took_s = outcome.took_s
 
     def cancel(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that ended early, and its hand-off."""
+        self._break_even.forget(request)
         with self._degrading(request):
             tracker = self._trackers.get(request)
             if tracker is not None:

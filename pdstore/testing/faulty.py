@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Sequence
 
 from pdstore.errors import ConfigError, StoreUnavailable
@@ -27,6 +28,8 @@ class Faulty(WrapperStore):
     seed: of the random choices; threads take theirs in the order in which they come.
     error_rate, miss_rate: chance of a StoreUnavailable, and of a shorter prefix.
     corrupt_rate: chance that one bit of a value that was read is flipped.
+    bytes_per_s: bytes a second for all reads together (in the URL a size, such as `100MB`); 0: no
+      bound.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class Faulty(WrapperStore):
         error_rate: float = 0.0,
         miss_rate: float = 0.0,
         corrupt_rate: float = 0.0,
+        bytes_per_s: int = 0,
     ) -> None:
         super().__init__(store)
         self._random = random.Random(seed)
         self._random_lock = threading.Lock()
         self.error_rate, self.miss_rate, self.corrupt_rate = error_rate, miss_rate, corrupt_rate
+        self._bytes_per_s, self._read_until = bytes_per_s, 0.0
         self._open = threading.Event()
         self._open.set()
         self.num_held = 0
@@ -51,7 +56,9 @@ class Faulty(WrapperStore):
         """Opens the store of the URL without `faulty+`. Raises ConfigError."""
         seed = _seed(url)
         rates = {name: _rate(url, name) for name in ("error_rate", "miss_rate", "corrupt_rate")}
-        store = cls(open_store(url.inner("faulty+"), settings), seed=seed, **rates)
+        bytes_per_s = url.size("bytes_per_s", 0)
+        inner = open_store(url.inner("faulty+"), settings)
+        store = cls(inner, seed=seed, bytes_per_s=bytes_per_s, **rates)
         store.label = url.label
         log.warning("%s fails on purpose: seed %d, %s", url.label, seed, rates)
         return store
@@ -75,6 +82,7 @@ class Faulty(WrapperStore):
             if self._chance(self.corrupt_rate):
                 piece = slots.value(i)
                 piece[self._below(len(piece))] ^= 1 << self._below(8)
+        self._slow_down(sum(slots.sizes[:n]))
         return n
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
@@ -96,6 +104,15 @@ class Faulty(WrapperStore):
             self.num_held -= 1
         if self._chance(self.error_rate):
             raise StoreUnavailable(f"{self.label}: {verb} failed on purpose")
+
+    def _slow_down(self, num_bytes: int) -> None:
+        """Waits until so many bytes could have come, behind all reads before."""
+        if not self._bytes_per_s:
+            return
+        with self._random_lock:
+            start = max(time.monotonic(), self._read_until)
+            self._read_until = end = start + num_bytes / self._bytes_per_s
+        time.sleep(max(0.0, end - time.monotonic()))
 
     def _shortened(self, n: int) -> int:
         return self._below(n) if n and self._chance(self.miss_rate) else n

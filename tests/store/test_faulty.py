@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_it_fails_now_and_then_without_being_told_how_often():
 def test_a_bad_url_says_what_is_wrong(url, words):
     with pytest.raises(ConfigError, match=words):
         open_store(url, Settings())
+
+
+def test_reads_are_as_slow_as_the_url_says():
+    slow = "bytes_per_s=1MB&error_rate=0&miss_rate=0&corrupt_rate=0"
+    with contextlib.closing(open_store(f"faulty+memory://?{slow}", Settings())) as store:
+        keys = fresh_keys(2)
+        put(store, keys, [content(key, 50_000) for key in keys])
+        start = time.monotonic()
+        assert len(get(store, keys, [50_000] * 2)) == 2
+        assert time.monotonic() - start >= 0.1
 
 
 def test_no_message_shows_a_password():

@@ -16,6 +16,7 @@ from pdstore.format.keys import PromptKeys
 from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
+from pdstore.scheduler.break_even import Outcome
 from pdstore.scheduler.lookup import Lookup
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
@@ -36,6 +37,7 @@ class RequestTracker:
     num_saved: leading tokens that are in the pool or being saved.
     decoded: keys of the prompt and the tokens decoded so far, in whole blocks.
     num_computed: leading tokens that vLLM had when it last asked what can be loaded.
+    outcome: what was decided for what the pool had, once its KV is there.
     num_loading: leading tokens present once the running load has ended; 0 if none runs.
     """
 
@@ -50,6 +52,7 @@ class RequestTracker:
     decoded: PromptKeys | None = None
     num_computed: int = 0
     num_loading: int = 0
+    outcome: Outcome | None = None
     arrived_at: float = field(default_factory=time.monotonic)
 
     @property

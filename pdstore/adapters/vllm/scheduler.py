@@ -19,12 +19,14 @@ from pdstore.adapters.vllm.messages import (
     RankLayout,
     StepReport,
 )
+from pdstore.adapters.vllm.prompt_steps import PromptSteps
 from pdstore.adapters.vllm.request import RequestTracker, is_keyed, is_prefill_of, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
+from pdstore.scheduler.break_even import BreakEven, Outcome
 from pdstore.scheduler.lookup import Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
@@ -53,6 +55,8 @@ class PDStoreConnectorScheduler:
         self._metrics = metrics
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
+        self._break_even = BreakEven(settings.load, 1)
+        self._steps = PromptSteps(self._break_even)
         self._refs: BlockRefs | None = None
         self._block_tokens = 0  # of vLLM's blocks
         self._requests: dict[str, RequestTracker] = {}
@@ -72,6 +76,13 @@ class PDStoreConnectorScheduler:
                 raise ConfigError(f"the ranks of this instance differ in {differences}")
         self._block_tokens = ranks[0].block_tokens
         self._cache = PrefixCacheManager(self._settings, namespaces[0], metrics=self._metrics)
+        self._break_even = BreakEven(
+            self._settings.load,
+            namespaces[0].block_tokens,
+            may_split=not namespaces[0].windows,
+            metrics=self._metrics,
+        )
+        self._steps = PromptSteps(self._break_even)
         self._plan_saves()
         log.info(
             "pdstore: role %s, namespace %s, blocks of %d tokens",
@@ -118,7 +129,11 @@ class PDStoreConnectorScheduler:
         tracker.num_computed = num_computed
         if num_computed >= request.num_tokens - 1:
             return 0  # vLLM computes the last token anyway, and would ask for it again and again
-        return max(0, _usable(found, request) - num_computed)
+        usable = max(num_computed, _usable(found, request))
+        decision = self._break_even.decide(
+            request.request_id, start=num_computed, found=usable, num_tokens=request.num_tokens
+        )
+        return decision.num_tokens - num_computed
 
     def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """Queues the load that `num_found` promised, into the blocks that vLLM has allocated."""
@@ -137,6 +152,7 @@ class PDStoreConnectorScheduler:
         """Loads nothing for this request any more, because something failed for it."""
         tracker = self._requests.get(request_id)
         if tracker is not None:
+            self._break_even.load_ended(request_id, tracker.num_computed)
             tracker.lookup, tracker.num_loading = None, 0
 
     def fail_load(
@@ -157,7 +173,13 @@ class PDStoreConnectorScheduler:
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of what a step computes; pauses for a moment if it computes nothing."""
+        self._note_outcomes()
         if output.num_scheduled_tokens:
+            self._steps.scheduled(
+                (self._requests[name].request, num_scheduled)
+                for name, num_scheduled in output.num_scheduled_tokens.items()
+                if name in self._requests
+            )
             if self._saves is None:
                 return
             self._saves.step(output)
@@ -181,12 +203,16 @@ class PDStoreConnectorScheduler:
         for request_id in loaded:
             tracker = self._requests.get(request_id)
             if tracker is not None and tracker.num_loading:
+                self._break_even.load_ended(request_id, tracker.num_loading)
                 tracker.num_saved = max(tracker.num_saved, tracker.num_loading)
                 tracker.num_loading = 0
                 self._metrics.exposed_seconds.observe(time.monotonic() - tracker.arrived_at)
 
     def finish(self, request: Any) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
+        self._note_outcomes()
+        self._steps.forget(request.request_id)
+        self._break_even.forget(request.request_id)
         if self._saves is not None:
             self._saves.forget(request.request_id)
         tracker = self._requests.pop(request.request_id, None)
@@ -197,7 +223,7 @@ class PDStoreConnectorScheduler:
         if tracker.handoff is not None and not tracker.is_announced:
             self._aborted_handoffs.append(tracker.handoff)
             return None
-        return tracker.answer or None
+        return {**tracker.answer, **self._told(tracker.outcome)} or None
 
     @property
     def is_at_work(self) -> bool:
@@ -222,6 +248,21 @@ class PDStoreConnectorScheduler:
         metadata.saves.append(save)
         if save.handoff is not None and tracker.is_concurrent:
             metadata.started_handoffs.append((save.handoff, save.keys.num_tokens))
+
+    def _note_outcomes(self) -> None:
+        for outcome in self._steps.take_outcomes():
+            tracker = self._requests.get(str(outcome.name))
+            if tracker is not None:
+                tracker.outcome = outcome
+
+    def _told(self, outcome: Outcome | None) -> dict[str, Json]:
+        """Returns what an answer says of a decision; nothing where PDSTORE_LOAD is `always`."""
+        if outcome is None or self._settings.load == "always":
+            return {}
+        _, way, load_s, compute_s = outcome.decision
+        told: dict[str, Json] = {"decision": way, "took_s": outcome.took_s}
+        told |= {"estimated_load_s": load_s, "estimated_compute_s": compute_s}
+        return {"pdstore_decision": told}
 
     def _plan_saves(self) -> None:
         """Makes the planner once both the layout and vLLM's pool are known."""

@@ -78,6 +78,8 @@ def request(params=None, request_id="r"):
         kv_transfer_params=params,
         num_tokens=len(PROMPT),
         num_computed_tokens=0,
+        num_prompt_tokens=len(PROMPT),
+        num_output_tokens=0,
         all_token_ids=PROMPT,
     )
 
@@ -202,3 +204,35 @@ def test_p_lets_d_follow_a_concurrent_hand_off_with_the_prompts_last_chunk(sched
     p.add(asked)
     assert step(p, asked, 256).started_handoffs == []
     assert step(p, asked, 44).started_handoffs == [(handoff, len(PROMPT))]
+
+
+def found_of(scheduler, asked):
+    """Waits for the lookup; then the tokens that vLLM may load."""
+    eventually(lambda: scheduler.num_found(asked, 0) is not None)
+    return scheduler.num_found(asked, 0)
+
+
+def test_never_computes_what_the_pool_has_and_the_answer_says_so(scheduler_of, saved):
+    scheduler, asked = scheduler_of(role="decode", load="never"), request()
+    scheduler.add(asked)
+    assert found_of(scheduler, asked) == 0
+    step(scheduler, asked, len(PROMPT))
+    asked.num_output_tokens = 1
+    told = scheduler.finish(asked)["pdstore_decision"]
+    assert told["decision"] == "compute"
+    assert told["took_s"] > 0
+
+
+def test_auto_leaves_a_part_of_the_second_prompt_to_be_computed_to_learn_its_rate(
+    scheduler_of, saved
+):
+    scheduler = scheduler_of(role="decode", load="auto")
+    first, second = request(request_id="first"), request(request_id="second")
+    scheduler.add(first)
+    assert found_of(scheduler, first) == len(PROMPT)
+    scheduler.load(first, [TABLE], len(PROMPT))
+    scheduler.report(None, ["first"])
+    scheduler.add(second)
+    num_found = found_of(scheduler, second)
+    assert 0 < num_found < len(PROMPT)
+    assert num_found % BLOCK == 0

@@ -1,0 +1,1 @@
+"""Compares loading, computing and deciding, over stores of many speeds."""

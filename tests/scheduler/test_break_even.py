@@ -1,0 +1,145 @@
+"""BreakEven: loads what is quicker to load, and computes what is quicker to compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.metrics import Metrics
+from pdstore.scheduler.break_even import BreakEven
+from tests.support.clock import Clock
+
+TOKENS = 8192
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def open_break_even(clock):
+    """Makes one that has measured both rates, in tokens a second."""
+
+    def open_one(load_rate, prefill_rate, mode="auto", **more):
+        found = BreakEven(mode, 64, clock=clock, **more)
+        for name in ("learn", "learn again"):
+            found.decide(name, start=0, found=TOKENS, num_tokens=TOKENS)
+            clock.now += TOKENS / load_rate
+            found.load_ended(name, TOKENS)
+            clock.now += TOKENS / prefill_rate
+            found.computed([(name, 0, TOKENS)], TOKENS / prefill_rate)
+        return found
+
+    return open_one
+
+
+def ask(break_even, name="a", found=TOKENS, num_tokens=TOKENS, start=0):
+    return break_even.decide(name, start=start, found=found, num_tokens=num_tokens)
+
+
+def test_it_loads_as_long_as_nothing_is_known(clock):
+    decision = ask(BreakEven("auto", 64, clock=clock))
+    assert decision == (TOKENS, "load", None, None)
+
+
+def test_a_hit_of_nothing_is_no_decision(clock):
+    decision = ask(BreakEven("always", 64, clock=clock), found=0)
+    assert (decision.num_tokens, decision.way) == (0, "none")
+
+
+@pytest.mark.parametrize(("load_rate", "way"), [(100_000, "load"), (5000, "compute")])
+def test_the_quicker_way_is_taken_and_both_estimates_are_told(open_break_even, load_rate, way):
+    decision = ask(open_break_even(load_rate, 20_000))
+    assert decision.way == way
+    assert decision.load_s == pytest.approx(TOKENS / load_rate, rel=0.05)
+    assert decision.compute_s == pytest.approx(TOKENS / 20_000, rel=0.05)
+
+
+@pytest.mark.parametrize(("mode", "way"), [("always", "load"), ("never", "compute")])
+def test_always_and_never_ask_no_estimate(open_break_even, mode, way):
+    for rate in (100_000, 5000):
+        assert ask(open_break_even(rate, 20_000, mode)).way == way
+
+
+def test_of_many_requests_at_once_some_load_while_others_are_computed(open_break_even):
+    break_even = open_break_even(20_000, 20_000)
+    ways = [ask(break_even, name).way for name in range(16)]
+    assert 5 <= ways.count("load") <= 11
+    assert ways.count("compute") >= 4
+
+
+def test_what_can_be_loaded_while_the_engine_is_busy_is_loaded_and_the_rest_computed(
+    open_break_even,
+):
+    """The engine has other work for 0.4 s; a store of a quarter of its rate fills a quarter."""
+    break_even = open_break_even(5000, 20_000)
+    assert ask(break_even, "first").way == "compute"
+    decision = ask(break_even, "second")
+    assert decision.way == "both"
+    assert 0 < decision.num_tokens <= TOKENS / 4
+    assert decision.num_tokens % 64 == 0
+
+
+def test_tokens_that_the_engine_has_are_neither_loaded_nor_computed(open_break_even):
+    decision = ask(open_break_even(100_000, 20_000), start=4096)
+    assert decision.load_s == pytest.approx(4096 / 100_000, rel=0.1)
+    assert decision.compute_s == pytest.approx(4096 / 20_000, rel=0.1)
+
+
+def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
+    break_even = BreakEven("auto", 64, clock=clock)
+    ask(break_even, "first")
+    clock.now += 1.0
+    break_even.load_ended("first", TOKENS)
+    assert ask(break_even, "second").way == "both"
+    assert ask(break_even, "third").way == "load"
+
+
+def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
+    """A tail alone looks three times as dear as a prompt: steps have a fixed part."""
+    break_even = BreakEven("auto", 64, clock=clock)
+    ask(break_even, "first")
+    clock.now += 1.0
+    break_even.load_ended("first", TOKENS)
+    break_even.computed([("first", TOKENS - 1024, TOKENS)], 0.2)
+    assert ask(break_even, "second").way == "compute"
+    assert ask(break_even, "third").way == "load"
+
+
+def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
+    break_even = open_break_even(1000, 20_000, probe_every=10)
+    ways = []
+    for name in range(40):
+        decision = ask(break_even, name)
+        ways.append(decision.way)
+        clock.now += max(4.0, decision.num_tokens / 1e6)
+        if decision.num_tokens:
+            clock.now -= 4.0 - decision.num_tokens / 1e6
+            break_even.load_ended(name, decision.num_tokens)
+        stop, seconds = TOKENS, (TOKENS - decision.num_tokens) / 20_000
+        break_even.computed([(name, min(decision.num_tokens, TOKENS - 1), stop)], seconds)
+    assert ways[:8] == ["compute"] * 8
+    assert ways[-10:] == ["load"] * 10
+
+
+def test_an_outcome_says_what_was_decided_and_what_it_took(open_break_even, clock):
+    metrics = Metrics()
+    break_even = open_break_even(100_000, 20_000, metrics=metrics)
+    decision = ask(break_even)
+    clock.now += 0.5
+    break_even.load_ended("a", TOKENS)
+    [outcome] = break_even.computed([("a", TOKENS - 1, TOKENS)], 0.001)
+    assert (outcome.name, outcome.decision) == ("a", decision)
+    assert outcome.took_s == pytest.approx(0.5)
+    value = metrics.registry.get_sample_value
+    assert value("pdstore_decisions_total", {"way": "load"}) == 3
+    assert value("pdstore_decided_seconds_count", {"way": "load"}) == 3
+    assert value("pdstore_estimated_seconds_count", {"way": "compute"}) == 2
+
+
+def test_a_request_that_ended_is_nobodys_backlog(open_break_even):
+    break_even = open_break_even(5000, 20_000)
+    alone = ask(break_even, "a").compute_s
+    assert ask(break_even, "b").compute_s > 1.5 * alone
+    break_even.forget("a")
+    assert ask(break_even, "b").compute_s == pytest.approx(alone)
