@@ -5,14 +5,7 @@
 #include <cstring>
 #include <new>
 
-#include "engine.h"
-
-struct pds_engine {
-  std::unique_ptr<pds::Engine> engine;
-};
-struct pds_ticket {
-  std::shared_ptr<pds::Ticket> ticket;
-};
+#include "handles.h"
 
 namespace {
 
@@ -81,6 +74,13 @@ extern "C" int32_t pds_close(pds_engine *engine) {
   if (engine == nullptr) return PDS_ERR_ARGUMENT;
   if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // a fork has no such threads
   delete engine;
+  return PDS_OK;
+}
+
+extern "C" int32_t pds_stop(pds_engine *engine) {
+  if (engine == nullptr) return PDS_ERR_ARGUMENT;
+  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;
+  engine->engine->stop();
   return PDS_OK;
 }
 

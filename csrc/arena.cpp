@@ -140,12 +140,12 @@ int32_t Arena::clear(std::string_view prefix) {
 }
 
 int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places places,
-                       int64_t *covered) {
+                       int64_t *covered, int64_t lock_ns) {
   *covered = 0;
   return life_.call([&] {
     std::vector<int64_t> unbacked;  // of the keys, by index
     unbacked.reserve(keys.size());
-    const int32_t code = with_lock(-1, [&](int64_t now) {
+    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       for (int64_t i = 0; i < *covered; ++i) {  // of an attempt before the index was rebuilt
         if (places.slots[i] >= 0) index_.free_if_reserved(places.slots[i], places.generations[i]);
       }

@@ -47,7 +47,7 @@ class Arena {
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   int32_t reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places places,
-                  int64_t *covered);
+                  int64_t *covered, int64_t lock_ns);
   int32_t publish(Places places, int64_t count, int64_t *done, int64_t lock_ns);
   int32_t abandon(Places places, int64_t count, int64_t lock_ns);
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,

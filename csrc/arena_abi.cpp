@@ -3,32 +3,42 @@
 #include <cstring>
 #include <new>
 
-#include "arena.h"
+#include "handles.h"
 
-struct pds_arena {
-  std::unique_ptr<pds::arena::Arena> arena;
-};
+namespace pds::arena {
 
-namespace {
-
-using pds::arena::Arena;
-using pds::arena::Keys;
-using pds::arena::Places;
-
-constexpr int64_t kBatch = 64;  // values that are reserved or borrowed at a time
-
-// False for keys that are too long, or none.
 bool read_keys(const char *text, int64_t count, Keys *keys) {
   if (text == nullptr || count < 0) return false;
   keys->reserve(count);
   for (int64_t i = 0; i < count; ++i) {
-    const size_t bytes = strnlen(text, pds::arena::kMaxKeyBytes + 1);
-    if (bytes == 0 || bytes > pds::arena::kMaxKeyBytes) return false;
+    const size_t bytes = strnlen(text, kMaxKeyBytes + 1);
+    if (bytes == 0 || bytes > kMaxKeyBytes) return false;
     keys->emplace_back(text, bytes);
     text += bytes + 1;
   }
   return true;
 }
+
+bool are_kinds(const uint8_t *kinds, int64_t count) {
+  const auto is_kind = [](uint8_t kind) { return kind < kNumKinds; };
+  return kinds != nullptr && std::all_of(kinds, kinds + count, is_kind);
+}
+
+bool are_sizes(const int64_t *sizes, int64_t count) {
+  const auto is_size = [](int64_t size) { return size > 0; };
+  return sizes != nullptr && std::all_of(sizes, sizes + count, is_size);
+}
+
+}  // namespace pds::arena
+
+namespace {
+
+using pds::arena::are_kinds, pds::arena::are_sizes, pds::arena::read_keys;
+using pds::arena::Arena;
+using pds::arena::Keys;
+using pds::arena::Places;
+
+constexpr int64_t kBatch = 64;  // values that are reserved or borrowed at a time
 
 template <typename Body>
 int32_t with_keys(pds_arena *arena, const char *text, int64_t count, Body body) {
@@ -40,16 +50,6 @@ int32_t with_keys(pds_arena *arena, const char *text, int64_t count, Body body) 
   } catch (const std::bad_alloc &) {
     return PDS_ERR_MEMORY;
   }
-}
-
-bool are_kinds(const uint8_t *kinds, int64_t count) {
-  const auto is_kind = [](uint8_t kind) { return kind < pds::arena::kNumKinds; };
-  return kinds != nullptr && std::all_of(kinds, kinds + count, is_kind);
-}
-
-bool are_sizes(const int64_t *sizes, int64_t count) {
-  const auto is_size = [](int64_t size) { return size > 0; };
-  return sizes != nullptr && std::all_of(sizes, sizes + count, is_size);
 }
 
 // A slot may get another value while it is copied: its generation says so afterwards, and then the
@@ -81,7 +81,7 @@ int32_t put_batch(Arena &arena, char *memory, const Keys &keys, const uint8_t *k
                   const uint64_t *addresses, const int64_t *sizes, int64_t *done) {
   Batch batch;
   int64_t covered = 0;
-  const int32_t code = arena.reserve(keys, kinds, sizes, batch.places(), &covered);
+  const int32_t code = arena.reserve(keys, kinds, sizes, batch.places(), &covered, -1);
   if (code != PDS_OK) return code;
   for (int64_t i = 0; i < covered; ++i) {
     if (batch.slots[i] < 0) continue;
@@ -191,7 +191,7 @@ extern "C" int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const u
   if (!slots || !generations || !offsets || !covered) return PDS_ERR_ARGUMENT;
   if (!are_kinds(kinds, num_keys) || !are_sizes(sizes, num_keys)) return PDS_ERR_ARGUMENT;
   return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return a.reserve(all, kinds, sizes, {slots, generations, offsets}, covered);
+    return a.reserve(all, kinds, sizes, {slots, generations, offsets}, covered, -1);
   });
 }
 

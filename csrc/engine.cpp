@@ -67,7 +67,9 @@ std::unique_ptr<Engine> Engine::open(const pds_options &options, const pds_part 
   return engine;
 }
 
-Engine::~Engine() {
+Engine::~Engine() { stop(); }
+
+void Engine::stop() {
   if (out_ != nullptr) out_->stop();
   if (in_ != nullptr) in_->stop();
 }

@@ -20,6 +20,9 @@ class Engine {
                                       const pds_region *regions, pds_error *error);
   ~Engine();
 
+  // Ends what is queued, waits for the device; later jobs are refused. Twice is fine.
+  void stop();
+
   int32_t add_host(uint64_t address, int64_t bytes);
   pds_error submit(Direction direction, const pds_item *items, int64_t num_items,
                    const int64_t *ids, int64_t num_ids, Stream stream, Event ready,

@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 6 };
+enum { PDS_ABI = 7 };
 
 enum {
   PDS_OK = 0,
@@ -30,6 +30,7 @@ enum {
   PDS_ERR_FORMAT = 11,    // the file is no arena of this version and this boot
   PDS_ERR_SYSTEM = 12,    // the file system refuses, or its memory cannot be mapped
   PDS_ERR_LENGTH = 13,    // a value has another length
+  PDS_ERR_VALUE = 14,     // a value is missing, or is not the one that was asked for
 };
 
 enum { PDS_OUT = 0, PDS_IN = 1 };                  // paged cache -> slots, slots -> paged cache
@@ -116,6 +117,8 @@ int32_t pds_open(const pds_options *options, const pds_part *parts, const pds_re
                  pds_engine **engine, pds_error *error);
 // Ends what is queued with PDS_ERR_CLOSED, waits for the device, frees everything.
 int32_t pds_close(pds_engine *engine);
+// The first half of pds_close, while other threads may be in calls with this engine: they end.
+int32_t pds_stop(pds_engine *engine);
 // Payloads must lie in one such range each; on a GPU it must be registered. Without any, the CPU
 // form takes every address.
 int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes);
@@ -240,6 +243,23 @@ int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
                       int64_t *done);
 
+// Values of an arena and their copies, in one call. Where the answer is not PDS_OK, nothing was
+// copied that counts and no slot is held; an engine's error is in `error` too.
+typedef struct {
+  const char *keys, *starts;  // starts: 56 bytes each, a header without its sum
+  const int64_t *sizes, *ids;
+  const pds_item *items;  // payloads are set here
+  int64_t count, num_ids, lock_ns;
+  uint64_t memory, ready;  // memory: where the values' memory is mapped
+} pds_values;
+// Reserves what is not stored, gathers it and writes its headers; what is left is to publish it.
+int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *values,
+                       const uint8_t *kinds, int64_t *slots, uint64_t *generations,
+                       int64_t *offsets, pds_error *error);
+// Verifies values, starts to scatter; whoever waited for the ticket asks pds_arena_still_there.
+int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
+                       int64_t *slots, uint64_t *generations, int64_t *offsets, pds_ticket **ticket,
+                       pds_error *error);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
 

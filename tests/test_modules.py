@@ -28,7 +28,7 @@ DOORS = {
     "concurrent": ["threads"],
     "multiprocessing": [],
     "ctypes": [
-        *(f"native.{name}" for name in ("library", "abi", "engine", "arena")),
+        *(f"native.{name}" for name in ("library", "abi", "engine", "arena", "value_batch")),
         "store.mooncake.memory",
     ],
     "redis": ["store.redis.store", "store.redis.connection"],

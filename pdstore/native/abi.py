@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 6
+ABI = 7
 CPU = -1
 OTHER_LENGTH = -1
 """The file does not have the expected length; used next to errno's numbers."""
@@ -41,6 +41,7 @@ class Code(enum.IntEnum):
     FORMAT = 11
     SYSTEM = 12
     LENGTH = 13
+    VALUE = 14
 
 
 class CopyPlan(NamedTuple):
@@ -61,7 +62,7 @@ class PumpStats(NamedTuple):
     cpu_s: float
 
 
-_KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64}
+_KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64, "bytes": c_char_p}
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
@@ -97,11 +98,18 @@ ArenaInfo = _struct("ArenaInfo", "data_at:i64 data_bytes:i64 slab_bytes:i64")
 ArenaValue = _struct("ArenaValue", "bytes:i64 age_ns:i64 key:208")
 SlotCounts = _struct("SlotCounts", "stored:i64 reserved:i64 resting:i64 free:i64 slabs:i64")
 
+Values = _struct(
+    "Values",
+    "keys:bytes starts:bytes sizes:bytes ids:bytes items:bytes count:i64 num_ids:i64 lock_ns:i64"
+    " memory:u64 ready:u64",
+)
+
 _P = c_void_p
 SIGNATURES: dict[str, list[object]] = {
     "pds_info": [_P],
     "pds_open": [_P, _P, _P, _P, _P],
     "pds_close": [_P],
+    "pds_stop": [_P],
     "pds_add_host": [_P, c_uint64, c_int64],
     "pds_explain": [_P, c_int32, c_int32, _P],
     "pds_get_stats": [_P, c_int32, _P],
@@ -133,6 +141,8 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_still_there": [_P, _P, _P, c_int64, _P],
     "pds_arena_put": [_P, c_uint64, c_char_p, c_char_p, _P, _P, c_int64, _P],
     "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
+    "pds_arena_fill": [_P, _P, _P, _P, _P, _P, _P, _P],
+    "pds_arena_take": [_P, _P, _P, _P, _P, _P, _P, _P],
     "pds_arena_wait": [_P, c_uint32, c_int64, _P],
 }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdstore.errors import (
     StoreClosed,
@@ -57,6 +58,11 @@ class SlotArrays:
         self.generations = (c_uint64 * count)()
         self.offsets = (c_int64 * count)()
 
+    @property
+    def all(self) -> tuple[ctypes.Array[Any], ...]:
+        """All three, in the order of the library's arguments."""
+        return self.slots, self.generations, self.offsets
+
     def of(self, indices: Sequence[int]) -> SlotArrays:
         """A copy of some of them."""
         chosen = SlotArrays(len(indices))
@@ -91,6 +97,7 @@ class NativeArena:
     def __init__(self, library: Library, fd: int, times: ArenaTimes, label: str) -> None:
         self._label = label
         self._handle = c_void_p()
+        self.library = library
         self._calls, self._short_calls = library.calls, library.short_calls
         options = ArenaOptions(*[int(seconds * 1e9) for seconds in times])
         info = ArenaInfo()
@@ -100,6 +107,11 @@ class NativeArena:
         self.slab_bytes = int(info.slab_bytes)
         _forget_in_forked_children()
         _open_arenas.add(self)
+
+    @property
+    def handle(self) -> c_void_p:
+        """The arena, for other calls of the library."""
+        return self._handle
 
     def close(self) -> None:
         """Ends it for this process; running calls end first. Twice is fine."""
@@ -116,18 +128,18 @@ class NativeArena:
     def match(self, keys: Sequence[str]) -> int:
         """Leases the values of the first keys that are stored; returns how many."""
         found = c_int64()
-        self._check(self._short("match", len(keys), _text(keys), len(keys), byref(found)))
+        self._check(self._short("match", len(keys), text_of(keys), len(keys), byref(found)))
         return found.value
 
     def which(self, keys: Sequence[str]) -> list[bool]:
         """Returns for each key whether it is stored; leases nothing."""
         stored = (c_uint8 * len(keys))()
-        self._check(self._short("which", len(keys), _text(keys), len(keys), stored))
+        self._check(self._short("which", len(keys), text_of(keys), len(keys), stored))
         return [bool(one) for one in stored]
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forgets values, leased or not."""
-        self._check(self._calls.pds_arena_remove(self._handle, _text(keys), len(keys)))
+        self._check(self._calls.pds_arena_remove(self._handle, text_of(keys), len(keys)))
 
     def clear(self, prefix: str) -> None:
         """Forgets every value whose key begins so; the prefix is not empty."""
@@ -166,10 +178,9 @@ class NativeArena:
         """
         count, covered = len(keys), c_int64()
         arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
-        places = arrays.slots, arrays.generations, arrays.offsets
         self._check(
             self._calls.pds_arena_reserve(
-                self._handle, _text(keys), kinds, lengths, count, *places, byref(covered)
+                self._handle, text_of(keys), kinds, lengths, count, *arrays.all, byref(covered)
             )
         )
         return arrays, covered.value
@@ -194,8 +205,9 @@ class NativeArena:
         """
         count, found = len(keys), c_int64()
         arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
-        places = arrays.slots, arrays.generations, arrays.offsets
-        code = self._short("borrow", count, _text(keys), lengths, count, *places, byref(found))
+        code = self._short(
+            "borrow", count, text_of(keys), lengths, count, *arrays.all, byref(found)
+        )
         self._check(code, found.value)
         return arrays, found.value
 
@@ -223,7 +235,7 @@ class NativeArena:
         count, done = len(keys), c_int64()
         sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         code = self._calls.pds_arena_put(
-            self._handle, memory, _text(keys), kinds, sources, lengths, count, byref(done)
+            self._handle, memory, text_of(keys), kinds, sources, lengths, count, byref(done)
         )
         self._check(code, done.value)
         return done.value
@@ -235,7 +247,7 @@ class NativeArena:
         count, done = len(keys), c_int64()
         targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         code = self._calls.pds_arena_get(
-            self._handle, memory, _text(keys), targets, lengths, count, byref(done)
+            self._handle, memory, text_of(keys), targets, lengths, count, byref(done)
         )
         self._check(code, done.value)
         return done.value
@@ -283,5 +295,6 @@ def _forget_all() -> None:
         arena.forget()
 
 
-def _text(keys: Sequence[str]) -> bytes:
+def text_of(keys: Sequence[str]) -> bytes:
+    """Returns keys as the library takes them."""
     return ("\0".join(keys) + "\0").encode()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import byref, c_void_p
 
 from pdstore.errors import LayoutError, SwapError
@@ -26,6 +28,10 @@ from pdstore.native.abi import (
 )
 from pdstore.native.library import Library
 
+log = logging.getLogger(__name__)
+
+_RETURN_S = 30.0
+
 
 class Engine:
     """The block copies of one device and one layout. Any thread may call it.
@@ -43,7 +49,8 @@ class Engine:
         regions: Sequence[ctypes.Structure],
     ) -> None:
         self._library, self._calls = library, library.calls
-        self._lock = threading.Lock()  # no call may be running when the handle ends
+        self._lock = threading.Condition()  # no call may be running when the handle ends
+        self._num_lent = 0
         self._pid = os.getpid()
         self._handle = c_void_p()
         counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
@@ -107,6 +114,22 @@ class Engine:
         raise_error(error)
         return Ticket(self._library, handle)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[c_void_p]:
+        """Lends the handle for a long call of the library, which `close` waits for.
+
+        Raises SwapError if the engine is closed.
+        """
+        with self._lock:
+            handle = self._open()
+            self._num_lent += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._num_lent -= 1
+                self._lock.notify_all()
+
     def close(self) -> None:
         """Fails queued copies, waits for the device and frees everything. Idempotent.
 
@@ -116,8 +139,13 @@ class Engine:
             return
         with self._lock:
             handle, self._handle = self._handle, c_void_p()
-            if handle:
+            if not handle:
+                return
+            self._calls.pds_stop(handle)
+            if self._lock.wait_for(lambda: self._num_lent == 0, _RETURN_S):
                 self._calls.pds_close(handle)
+            else:
+                log.error("the swap engine is still in use %d s after its end", _RETURN_S)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):

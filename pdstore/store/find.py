@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, TypeVar
 
 from pdstore.format.keys import BlockKey
+from pdstore.native.value_batch import ValueBatch
 from pdstore.store.base import Slots, Store
-from pdstore.store.in_place import InPlace, Loan, Reservation
+from pdstore.store.in_place import InPlace, Loan, NativeInPlace, Reservation, Taken
 from pdstore.store.optional import (
     ChecksumReader,
     ChecksumWriter,
@@ -85,6 +86,18 @@ class _InPlaceThrough:
         return self._wrapper.around("get", self._inner.borrow, keys, sizes)
 
 
+class _NativeInPlaceThrough(_InPlaceThrough):
+    def __init__(self, wrapper: CallWrapper, inner: NativeInPlace) -> None:
+        super().__init__(wrapper, inner)
+        self._native = inner
+
+    def fill(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Reservation | None:
+        return self._wrapper.around("put", self._native.fill, keys, batch)
+
+    def take(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Taken | None:
+        return self._wrapper.around("get", self._native.take, keys, batch)
+
+
 def _unwrapped(wrapper: CallWrapper, inner: P) -> P:
     """The calls ask the store for no value: there is nothing to guard or to measure."""
     return inner
@@ -97,6 +110,7 @@ _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     FindsKeys: _KeysThrough,
     InPlace: _InPlaceThrough,
     ListsValues: _unwrapped,
+    NativeInPlace: _NativeInPlaceThrough,
     TellsChanges: _unwrapped,
     TellsRoom: _unwrapped,
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey
+from pdstore.native.engine import Ticket
+from pdstore.native.value_batch import ValueBatch
 
 
 @dataclass(frozen=True)
@@ -149,3 +151,33 @@ class InPlace(Protocol):
 
     def release(self, loan: Loan) -> None:
         """Ends a loan. Twice is fine. The lease may last longer."""
+
+
+class Taken(NamedTuple):
+    """The values that `NativeInPlace.take` has found, and the copies of them that are under way."""
+
+    loan: Loan
+    copies: Ticket
+
+
+@runtime_checkable
+class NativeInPlace(InPlace, Protocol):
+    """An in-place store of libpdstore, which reserves, copies, sums and compares in one call.
+
+    Python's lock is free for all of that time. A call does all or nothing: whoever gets None goes
+    the way of `InPlace` to find out why.
+    """
+
+    def fill(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Reservation | None:
+        """Reserves places as `reserve` does, gathers into them, and seals what lies there.
+
+        The reservation covers all keys and is ready for `publish`. Raises LayoutError or SwapError
+        if the copies fail.
+        """
+
+    def take(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Taken | None:
+        """Borrows values as `borrow` does, verifies them, and starts to scatter them.
+
+        None also if any value is missing or not right. The caller waits for the copies and then
+        asks `still_there`. Raises LayoutError or SwapError if the copies cannot begin.
+        """

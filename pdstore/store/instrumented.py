@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from pdstore.errors import StoreError
-from pdstore.metrics import Metrics
+from pdstore.metrics import Counting, Metrics, Timing
 from pdstore.store.base import Slots, Store
-from pdstore.store.in_place import Loan, Reservation
+from pdstore.store.in_place import Loan, Reservation, Taken
 from pdstore.store.wrappers import A, CallWrapper, R
 
 _DIRECTION = {"get": "load", "put": "save"}
@@ -21,6 +21,7 @@ class Instrumented(CallWrapper):
     def __init__(self, store: Store, metrics: Metrics) -> None:
         super().__init__(store)
         self._metrics = metrics
+        self._kept: dict[tuple[str, str], tuple[Counting, Timing]] = {}
 
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
         with self._measured(verb):
@@ -38,8 +39,18 @@ class Instrumented(CallWrapper):
             outcome = type(error).__name__
             raise
         finally:
-            self._metrics.store_calls.labels(verb, outcome).inc()
-            self._metrics.store_seconds.labels(verb).observe(time.monotonic() - start)
+            calls, seconds = self._counters(verb, outcome)
+            calls.inc()
+            seconds.observe(time.monotonic() - start)
+
+    def _counters(self, verb: str, outcome: str) -> tuple[Counting, Timing]:
+        """Keeps the labelled metrics: to look them up takes longer than to count."""
+        kept = self._kept.get((verb, outcome))
+        if kept is None:
+            metrics = self._metrics
+            kept = metrics.store_calls.labels(verb, outcome), metrics.store_seconds.labels(verb)
+            self._kept[verb, outcome] = kept
+        return kept
 
     def _count_bytes(self, direction: str, args: tuple[object, ...], answer: object) -> None:
         first, second, *_ = args
@@ -47,6 +58,8 @@ class Instrumented(CallWrapper):
             sizes = second.sizes[:answer]
         elif isinstance(first, Reservation) and isinstance(answer, int):
             sizes = first.places.sizes[:answer]
+        elif isinstance(answer, Taken):
+            sizes = answer.loan.places.sizes
         elif isinstance(answer, Loan):
             sizes = answer.places.sizes
         else:

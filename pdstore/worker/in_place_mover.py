@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pdstore.errors import StoreError
 from pdstore.format import block
@@ -60,11 +60,11 @@ class InPlaceMover(Mover):
         rest = values
         while rest:
             window = rest[: self._window]
-            with self._reserve(child, window) as reservation:
+            with contextlib.ExitStack() as undo:
+                reservation = self._fill(child, undo, window, ready)
                 covered = reservation.num_keys
                 rest = rest[covered:]
                 mine = [window[i] for i in reservation.missing]
-                self._gather(child, mine, reservation, ready)
                 if not rest:
                     gathered()
                 if not self._publish(child, mine, reservation):
@@ -85,22 +85,11 @@ class InPlaceMover(Mover):
         while rest:
             window = rest[: whole_blocks(rest, min(self._window, len(rest)))]
             rest = rest[len(window) :]
-            with contextlib.ExitStack() as held:
-                loan, read = self._borrow(child, held, window)
-                value_at = loan.places.value
-                read = self._verify(child, window, value_at, read)
-                usable = self._whole(window, read)
-                if usable:
-
-                    def copied(loan: Loan = loan, usable: Sequence[Value] = usable) -> None:
-                        self._confirm(loan, usable, loaded)
-
-                    copies = self._copies_to(usable, value_at, first_token)
-                    self._scatter(child, copies, ready, copied, held.pop_all())
-                if read.error is not None:
-                    raise read.error
-                if read.reason is not None:
-                    return read.reason
+            read = self._take(child, window, first_token, ready, loaded)
+            if read.error is not None:
+                raise read.error
+            if read.reason is not None:
+                return read.reason
         return None
 
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
@@ -113,17 +102,48 @@ class InPlaceMover(Mover):
             self._store.put(keys, slots)
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
-    @contextlib.contextmanager
-    def _reserve(self, child: ChildJob, window: Sequence[Value]) -> Iterator[Reservation]:
-        """Reserves places for what is not stored; gives back what was not published."""
+    def _fill(
+        self,
+        child: ChildJob,
+        undo: contextlib.ExitStack,
+        window: Sequence[Value],
+        ready: ReadyEvent | None,
+    ) -> Reservation:
+        """Reserves places for what is not stored, copies into them and seals them.
+
+        undo: gives back what was not published.
+        """
         self._wait_for_memory(child)
         keys, sizes = [value.key for value in window], [value.size for value in window]
-        with contextlib.ExitStack() as undo:
-            with child.in_store_call():
-                reservation = self._in_place.reserve(keys, sizes)
-                undo.callback(self._abandon, reservation)
-            count_of(reservation.num_keys, keys, self._store)
-            yield reservation
+        with child.in_store_call():
+            reservation = self._in_place.reserve(keys, sizes)
+            undo.callback(self._abandon, reservation)
+        count_of(reservation.num_keys, keys, self._store)
+        self._gather(child, [window[i] for i in reservation.missing], reservation, ready)
+        return reservation
+
+    def _take(
+        self,
+        child: ChildJob,
+        window: Sequence[Value],
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> Verified:
+        """Borrows and verifies values and starts to scatter the whole blocks of those."""
+        with contextlib.ExitStack() as held:
+            loan, read = self._borrow(child, held, window)
+            value_at = loan.places.value
+            read = self._verify(child, window, value_at, read)
+            usable = self._whole(window, read)
+            if usable:
+
+                def copied() -> None:
+                    self._confirm(loan, usable, loaded)
+
+                copies = self._copies_to(usable, value_at, first_token)
+                self._scatter(child, copies, ready, copied, held.pop_all())
+            return read
 
     def _wait_for_memory(self, child: ChildJob) -> None:
         """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""

@@ -185,13 +185,16 @@ class Mover(ABC):
         self, values: Sequence[Value], view: Callable[[int], memoryview], first_token: int
     ) -> list[BlockCopy]:
         """Returns the copies that write `values` to the paged cache from `first_token` on."""
-        first_block, tokens = first_token // self._block_tokens, self._block_tokens
         return [
-            value.block_copy(
-                view(i), first_token - value.number * tokens if value.number == first_block else 0
-            )
+            value.block_copy(view(i), self._tokens_before(value, first_token))
             for i, value in enumerate(values)
         ]
+
+    def _tokens_before(self, value: Value, first_token: int) -> int:
+        """Returns how many tokens of a value's block come before `first_token`, if it is in it."""
+        block_tokens = self._block_tokens
+        is_in_it = value.number == first_token // block_tokens
+        return first_token - value.number * block_tokens if is_in_it else 0
 
     def _scatter(
         self,

@@ -11,14 +11,16 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
-from pdstore.store.in_place import InPlace
+from pdstore.store.in_place import InPlace, NativeInPlace
 from pdstore.store.seal import seal_store
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Mover
+from pdstore.worker.native_mover import NativeMover
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import Swap
+from pdstore.worker.swap.native import NativeSwap
 
 log = logging.getLogger(__name__)
 
@@ -70,4 +72,7 @@ def _in_place(
         return None
     undo.callback(memory.close)
     log.info("%s: values are copied in its own memory, without staging", store.label)
+    native = find_optional(store, NativeInPlace)
+    if native is not None and isinstance(swap, NativeSwap):
+        return NativeMover(layout, swap, store, metrics, native, memory, range_bytes)
     return InPlaceMover(layout, swap, store, metrics, in_place, memory, range_bytes)

@@ -75,6 +75,7 @@ class PromptBlocks:
     def __init__(self, layout: Layout, keys: PromptKeys, tables: BlockTables) -> None:
         self.layout, self.keys, self.tables = layout, keys, tables
         self._per_block = layout.block_tokens // layout.engine_block_tokens
+        self._shapes: dict[int, list[_Shape]] = {}  # by a block's tokens; of each owned part
 
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> list[Value]:
         """The values of some blocks, in key order; of one layer range, or of all layers.
@@ -106,7 +107,7 @@ class PromptBlocks:
     def _values(self, blocks: BlockRange, num_tokens: int, layer_range: int | None) -> list[Value]:
         """The values of blocks that all have `num_tokens` tokens."""
         layout, keys = self.layout, self.keys
-        shapes = [self._shape(part, num_tokens) for part in layout.owned_parts]
+        shapes = self._shapes_of(num_tokens)
         wanted = [
             layer_range is None or layout.range_of_part(part) == layer_range
             for part in layout.owned_parts
@@ -142,6 +143,14 @@ class PromptBlocks:
                     leads = False
                 counts = False
         return values
+
+    def _shapes_of(self, num_tokens: int) -> list[_Shape]:
+        """The shapes of all owned parts; they are kept, because each share of a job asks again."""
+        shapes = self._shapes.get(num_tokens)
+        if shapes is None:
+            shapes = [self._shape(part, num_tokens) for part in self.layout.owned_parts]
+            self._shapes[num_tokens] = shapes
+        return shapes
 
     def _shape(self, part: Part, num_tokens: int) -> _Shape:
         layout = self.layout

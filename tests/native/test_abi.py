@@ -26,11 +26,13 @@ HEADER = native_kit.SOURCES / "pdstore.h"
         ("pds_stats", abi.Stats),
         ("pds_arena_value", abi.ArenaValue),
         ("pds_live", native_kit.Live),
+        ("pds_values", abi.Values),
         ("pds_info_t", abi.Info),
     ],
 )
 def test_structs_are_those_of_the_header(name, struct):
     text = re.sub(r"//.*", "", HEADER.read_text())
+    text = re.sub(r"const \w+ \*(\w+)", r"uint64_t \1", text)  # an address, as wide
     body = next(
         m.group(1)
         for m in re.finditer(r"typedef struct \{(.*?)\} (\w+);", text, re.S)
@@ -39,7 +41,7 @@ def test_structs_are_those_of_the_header(name, struct):
     fields = []
     for line in filter(str.strip, body.split(";")):
         kind, names = line.split(None, 1)
-        fields += [(kind, n.strip()) for n in names.split(",")]
+        fields += [(kind, n.strip(" *")) for n in names.split(",")]
     widths = {"int32_t": 4, "int64_t": 8, "uint64_t": 8}
     seen = []
     for field, kind in struct._fields_:

@@ -21,7 +21,7 @@ from pdstore.outcome import Direction
 from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
-from tests.support.kv import caches_of
+from tests.support.kv import caches_of, eventually
 from tests.support.swap_case import (
     PLAIN,
     POISON,
@@ -215,3 +215,25 @@ def test_a_number_that_is_no_direction_is_an_error_and_copies_nothing(library, d
     assert engine.submit(0, bytes(item), ids).wait(10)
     engine.close()
     assert (cache, payload) == (b"c" * 64, b"c" * 16)
+
+
+def test_close_waits_for_a_call_that_was_lent_the_engine_and_refuses_new_ones(library):
+    bench = SwapBench(library, "cpu", CopyPath.BATCH)
+    engine = bench.swap.engine
+
+    def is_refused() -> bool:
+        try:
+            engine.stats(0)
+        except SwapError:
+            return True
+        return False
+
+    with engine.lent():
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        eventually(is_refused)
+        assert closer.is_alive()
+    closer.join(10)
+    assert not closer.is_alive()
+    with pytest.raises(SwapError, match="closed"), engine.lent():
+        pass

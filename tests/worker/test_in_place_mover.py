@@ -25,6 +25,8 @@ class Spied(InPlace):
         self.before_still_there = lambda loan: None
 
     def __getattr__(self, name):
+        if name in ("fill", "take"):  # then it is no `NativeInPlace`, and all is done step by step
+            raise AttributeError(name)
         return getattr(self._arena, name)
 
     @property

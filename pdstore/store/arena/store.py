@@ -8,7 +8,6 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ByteSize
@@ -19,10 +18,18 @@ from pdstore.format.namespace import prefix_of
 from pdstore.native.arena import ArenaCounts, NativeArena, SlotArrays
 from pdstore.native.arena_times import ArenaTimes
 from pdstore.native.library import Library, address_of, load_library
+from pdstore.native.value_batch import ValueBatch
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file
+from pdstore.store.arena.places import (
+    ArenaLoan,
+    check_sizes,
+    lent_here,
+    reservation_of,
+    reserved_here,
+)
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
-from pdstore.store.in_place import Loan, Places, Reservation
+from pdstore.store.in_place import Loan, Places, Reservation, Taken
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
@@ -36,16 +43,6 @@ REST_S = 5.0
 LOCK_TIMEOUT_S = 5.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
-
-
-@dataclass(frozen=True)
-class _Reservation(Reservation):
-    arrays: SlotArrays
-
-
-@dataclass(frozen=True)
-class _Loan(Loan):
-    arrays: SlotArrays
 
 
 class ArenaStore(Store):
@@ -185,35 +182,48 @@ class ArenaStore(Store):
 
     def reserve(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Reservation:
         memory = self._enter()
-        _check_sizes(keys, sizes)
+        check_sizes(keys, sizes)
         arrays, covered = SlotArrays(0), 0
         if keys:
             arrays, covered = self._arena.reserve(keys, _kinds(keys), sizes)
-        missing = [i for i, slot in enumerate(arrays.slots[:covered]) if slot >= 0]
-        chosen = arrays.of(missing)
-        places = Places(memory, list(chosen.offsets), [sizes[i] for i in missing])
-        return _Reservation(covered, missing, places, chosen)
+        return reservation_of(memory, arrays, covered, sizes)
 
     def publish(self, reservation: Reservation, count: int) -> int:
         self._enter()
-        return self._arena.publish(_reserved_here(reservation, count), count)
+        return self._arena.publish(reserved_here(reservation, count), count)
 
     def abandon(self, reservation: Reservation) -> None:
         self._enter()
-        self._arena.abandon(_reserved_here(reservation, 0))
+        self._arena.abandon(reserved_here(reservation, 0))
 
     def borrow(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Loan:
         memory = self._enter()
-        _check_sizes(keys, sizes)
+        check_sizes(keys, sizes)
         arrays, found = self._arena.borrow(keys, sizes) if keys else (SlotArrays(0), 0)
-        return _Loan(Places(memory, arrays.offsets[:found], sizes[:found]), arrays)
+        return ArenaLoan(Places(memory, arrays.offsets[:found], sizes[:found]), arrays)
 
     def still_there(self, loan: Loan) -> int:
         self._enter()
-        return self._arena.still_there(_lent_here(loan), len(loan))
+        return self._arena.still_there(lent_here(loan), len(loan))
 
     def release(self, loan: Loan) -> None:
-        _lent_here(loan)
+        lent_here(loan)
+
+    def fill(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Reservation | None:
+        memory = self._enter()
+        arrays = batch.fill(self._arena, address_of(memory), keys, _kinds(keys))
+        if arrays is None:
+            return None
+        return reservation_of(memory, arrays, len(keys), memoryview(batch.sizes).cast("q"))
+
+    def take(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Taken | None:
+        memory = self._enter()
+        taken = batch.take(self._arena, address_of(memory), keys)
+        if taken is None:
+            return None
+        arrays, copies = taken
+        sizes = memoryview(batch.sizes).cast("q")
+        return Taken(ArenaLoan(Places(memory, arrays.offsets[:], sizes), arrays), copies)
 
     def counts(self) -> ArenaCounts:
         """Counts the slots; it looks at all of them."""
@@ -274,21 +284,3 @@ def _kinds(keys: Sequence[BlockKey]) -> bytes:
 def _addresses(slots: Slots) -> list[int]:
     base = address_of(slots.view)
     return [base + number * slots.slot_bytes for number in slots.numbers]
-
-
-def _check_sizes(keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
-    check_call(keys)
-    if len(sizes) != len(keys) or min(sizes, default=1) < 1:
-        raise ValueError(f"{len(keys)} keys and {len(sizes)} sizes, or a size below 1")
-
-
-def _reserved_here(reservation: Reservation, count: int) -> SlotArrays:
-    if not isinstance(reservation, _Reservation) or not 0 <= count <= len(reservation):
-        raise ValueError("no reservation of an arena, or a count that it has not")
-    return reservation.arrays
-
-
-def _lent_here(loan: Loan) -> SlotArrays:
-    if not isinstance(loan, _Loan):
-        raise ValueError("no loan of an arena")
-    return loan.arrays

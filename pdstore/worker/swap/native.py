@@ -6,7 +6,7 @@ import contextlib
 import logging
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +37,15 @@ class Packed(NamedTuple):
 
     items: bytes
     ids: bytes
+
+
+class UnplacedCopy(NamedTuple):
+    """A `BlockCopy` without its payload."""
+
+    part: Part
+    block_ids: Sequence[int]
+    num_tokens: int
+    first_token: int
 
 
 class RelaxedCudaApi(CudaApi):
@@ -93,8 +102,15 @@ class NativeSwap(Swap):
         regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
         self._engine = Engine(library, options, shapes, regions)
 
+    @property
+    def engine(self) -> Engine:
+        """The library's engine, for other calls that copy with it."""
+        return self._engine
+
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns a CUDA event, which the device waits for; blocks for any other."""
+        if ready is None:
+            return None
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
         return ready if is_cuda else super().to_follow(ready)
 
@@ -107,7 +123,7 @@ class NativeSwap(Swap):
     def start_scatter(
         self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
     ) -> Callable[[], None]:
-        return partial(self._finish, self._begin(Direction.LOAD, copies, ready))
+        return partial(self.finish, self._begin(Direction.LOAD, copies, ready))
 
     def start(
         self,
@@ -143,6 +159,16 @@ class NativeSwap(Swap):
             at += _ITEM.size
             ids += block_ids
         return Packed(bytes(items), array("q", ids).tobytes())
+
+    def pack_unplaced(self, copies: Iterable[UnplacedCopy]) -> Packed:
+        """Packs copies of parts that this rank owns, for a call that sets their payloads itself."""
+        ids: list[int] = []
+        items = []
+        for part, block_ids, num_tokens, first_token in copies:
+            number = self._parts[part]
+            items.append(_ITEM.pack(0, number, num_tokens, first_token, len(block_ids)))
+            ids += block_ids
+        return Packed(b"".join(items), array("q", ids).tobytes())
 
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
@@ -213,17 +239,20 @@ class NativeSwap(Swap):
     def _copy(
         self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
     ) -> None:
-        self._finish(self._begin(direction, copies, ready))
+        self.finish(self._begin(direction, copies, ready))
 
     def _begin(
         self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
     ) -> Ticket:
-        event = self.to_follow(ready)
-        handle = event.cuda_event if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
-        return self.start(direction, copies, ready=handle)
+        return self.start(direction, copies, ready=self.handle_of(ready))
 
-    def _finish(self, ticket: Ticket) -> None:
-        """Waits without a bound: until the end the device may write to the payloads."""
+    def handle_of(self, ready: ReadyEvent | None) -> int:
+        """Returns a CUDA event's handle; blocks for any other event and returns 0."""
+        event = self.to_follow(ready)
+        return int(event.cuda_event) if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
+
+    def finish(self, ticket: Ticket) -> None:
+        """Waits for a copy, without a bound: until the end the device may write to the payloads."""
         while not ticket.wait(_WAIT_S):
             log.warning("a block copy is still running after %d s", _WAIT_S)
 

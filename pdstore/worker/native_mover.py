@@ -1,0 +1,141 @@
+"""NativeMover: moves all values of a share in place, in one call of the library."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Sequence
+from functools import partial
+
+from pdstore.format.keys import BlockKey
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.native.value_batch import ValueBatch
+from pdstore.store.base import Store
+from pdstore.store.in_place import NativeInPlace, Reservation, Taken
+from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.in_place_mover import InPlaceMover
+from pdstore.worker.mapped_memory import MappedMemory
+from pdstore.worker.mover import Loaded, Verified
+from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
+from pdstore.worker.values import Value
+
+
+class NativeMover(InPlaceMover):
+    """Reserves, gathers and seals in one call; borrows, verifies and begins to scatter in one.
+
+    All Python that a worker runs keeps the engine's thread from Python's lock, so it runs little.
+    When the library cannot do all of a call, `InPlaceMover` does it step by step and finds out why.
+
+    in_place: the same store.
+    memory, window_bytes: as `InPlaceMover` takes them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        swap: NativeSwap,
+        store: Store,
+        metrics: Metrics,
+        in_place: NativeInPlace,
+        memory: MappedMemory,
+        window_bytes: int = RANGE_BYTES,
+    ) -> None:
+        super().__init__(layout, swap, store, metrics, in_place, memory, window_bytes)
+        self._native_swap, self._native = swap, in_place
+
+    def _fill(
+        self,
+        child: ChildJob,
+        undo: contextlib.ExitStack,
+        window: Sequence[Value],
+        ready: ReadyEvent | None,
+    ) -> Reservation:
+        self._wait_for_memory(child)
+        batch = self._batch(window, 0, ready)
+        with child.copying(), child.in_store_call():
+            reservation = self._native.fill(_keys_of(window), batch)
+            if reservation is not None:
+                undo.callback(self._abandon, reservation)
+        if reservation is None:
+            return super()._fill(child, undo, window, ready)
+        return reservation
+
+    def _take(
+        self,
+        child: ChildJob,
+        window: Sequence[Value],
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> Verified:
+        self._wait_for_memory(child)
+        batch = self._batch(window, first_token, ready)
+        with contextlib.ExitStack() as held:
+            child.begin_copy()
+            held.callback(child.end_copy)
+            taken = self._start(child, held, window, batch)
+            if taken is not None:
+                finish = partial(self._finish, taken, held.pop_all(), window, loaded)
+                child.follow(finish)
+                return Verified(len(window))
+        return super()._take(child, window, first_token, ready, loaded)
+
+    def _start(
+        self,
+        child: ChildJob,
+        held: contextlib.ExitStack,
+        window: Sequence[Value],
+        batch: ValueBatch,
+    ) -> Taken | None:
+        """Starts copies that nobody waits for yet; `held` gives back what they need.
+
+        Raises JobError, and has waited for the copies, if the job ended meanwhile.
+        """
+        with contextlib.ExitStack() as undo:
+            with child.in_store_call():
+                taken = self._native.take(_keys_of(window), batch)
+                if taken is not None:
+                    held.callback(self._native.release, taken.loan)
+                    undo.callback(self._native_swap.finish, taken.copies)
+            undo.pop_all()
+        return taken
+
+    def _finish(
+        self,
+        taken: Taken,
+        held: contextlib.ExitStack,
+        window: Sequence[Value],
+        loaded: Loaded,
+    ) -> None:
+        """Waits for copies and counts the values that were theirs all the time."""
+        with held:
+            self._native_swap.finish(taken.copies)
+            self._confirm(taken.loan, window, loaded)
+
+    def _batch(
+        self, window: Sequence[Value], first_token: int, ready: ReadyEvent | None
+    ) -> ValueBatch:
+        packed = self._native_swap.pack_unplaced(
+            UnplacedCopy(
+                value.part,
+                value.block_ids,
+                value.num_cells,
+                self._tokens_before(value, first_token),
+            )
+            for value in window
+        )
+        return ValueBatch(
+            sizes=array("q", [value.size for value in window]).tobytes(),
+            starts=b"".join([value.start for value in window]),
+            engine=self._native_swap.engine,
+            items=packed.items,
+            ids=packed.ids,
+            ready=self._native_swap.handle_of(ready),
+        )
+
+
+def _keys_of(window: Sequence[Value]) -> list[BlockKey]:
+    return [value.key for value in window]

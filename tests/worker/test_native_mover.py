@@ -1,0 +1,207 @@
+"""NativeMover: a share in one call of the library; what that cannot do is done step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore import JobResult, LayerSpec
+from pdstore.format import block
+from pdstore.outcome import Reason
+from pdstore.store import open_store
+from pdstore.store.in_place import NativeInPlace
+from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
+
+STEPS = ("reserve", "borrow")
+CALLS = ("fill", "take")
+
+
+class Spied(NativeInPlace):
+    """Passes every call to an arena, notes it, and can do something before or after it."""
+
+    def __init__(self, arena):
+        self._arena = arena
+        self.calls: list[str] = []
+        self.before = dict.fromkeys(("fill", "take", "still_there"), lambda: None)
+        self.after_take = lambda: None
+
+    def __getattr__(self, name):
+        return getattr(self._arena, name)
+
+    @property
+    def span_bytes(self):
+        return self._arena.span_bytes
+
+    def _call(self, name, *args):
+        self.calls.append(name)
+        self.before.get(name, lambda: None)()
+        return getattr(self._arena, name)(*args)
+
+    def memory(self):
+        return self._arena.memory()
+
+    def reserve(self, keys, sizes):
+        return self._call("reserve", keys, sizes)
+
+    def publish(self, reservation, count):
+        return self._call("publish", reservation, count)
+
+    def abandon(self, reservation):
+        self._call("abandon", reservation)
+
+    def borrow(self, keys, sizes):
+        return self._call("borrow", keys, sizes)
+
+    def still_there(self, loan):
+        return self._call("still_there", loan)
+
+    def release(self, loan):
+        self._call("release", loan)
+
+    def fill(self, keys, batch):
+        return self._call("fill", keys, batch)
+
+    def take(self, keys, batch):
+        taken = self._call("take", keys, batch)
+        self.after_take()
+        return taken
+
+
+@pytest.fixture
+def arena(tmp_path, library):
+    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def store(arena):
+    return Spied(arena)
+
+
+def keys_of(p, num_tokens):
+    return p.cache.keys(range(num_tokens)).store_keys(p.layout.parts)
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200, 320])
+def test_a_prompt_goes_and_comes_without_a_single_step(instance, store, num_tokens, workers):
+    p, d = (instance(fill=f, workers=workers, range_bytes=2 * BLOCK_BYTES) for f in (None, POISON))
+    assert save(p, range(num_tokens)) == JobResult(num_tokens)
+    assert load(d, range(num_tokens)) == JobResult(num_tokens)
+    assert_loaded(p, d, num_tokens)
+    assert not set(STEPS) & set(store.calls)
+    assert store.calls.count("fill") == store.calls.count("abandon")
+    assert store.calls.count("take") == store.calls.count("release")
+
+
+def test_values_and_their_headers_are_those_of_the_steps(instance, arena, tmp_path):
+    """A process that reads step by step finds the same bytes, whichever way they were stored."""
+    p, steps = instance(), open_store(f"shm://other?size=8MiB&dir={tmp_path}", settings_of())
+    save(p, range(200))
+    other = instance(over=steps, native="off")
+    for mine, theirs in zip(p.caches, other.caches, strict=True):
+        theirs.copy_(mine)
+    save(other, range(200))
+    for key in keys_of(p, 200):
+        size = block.HEADER_BYTES + (BLOCK_BYTES if ":partial:" not in key else BLOCK_BYTES // 8)
+        a, b = (store.borrow([key], [size]).places.value(0) for store in (arena, steps))
+        assert bytes(a) == bytes(b)
+    steps.close()
+
+
+def test_parts_of_two_groups_and_shards_and_a_first_token_come_back(instance):
+    layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
+    p, d = (instance(fill=f, kv_shards=2, layers=layers) for f in (None, POISON))
+    assert save(p, range(200)).num_tokens == 200
+    job = d.pool.load(d.cache.keys(range(200)), D_BLOCKS, first_token=80)
+    assert job.wait(10).num_tokens == 200
+    there = p.tokens(P_BLOCKS)[80:200]
+    assert d.tokens(D_BLOCKS)[80:200].equal(there)
+    assert (d.tokens(D_BLOCKS)[:80] == POISON).all()
+
+
+def test_what_is_stored_is_not_copied_again(instance, store):
+    first, second = instance(), instance()
+    save(first, range(200))
+    attempt, _ = second.cache.announce(second.cache.keys(range(200)))
+    assert save(second, range(200), handoff=attempt).num_tokens == 200
+    assert not set(STEPS) & set(store.calls)
+
+
+def test_a_value_that_is_damaged_is_found_step_by_step_and_removed(instance, store, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    key = keys_of(p, 200)[1]
+    size = block.HEADER_BYTES + BLOCK_BYTES
+    arena.borrow([key], [size]).places.value(0)[100] ^= 1
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.CORRUPT)
+    assert "borrow" in store.calls
+    assert arena.match([key]) == 0
+    assert (d.tokens(D_BLOCKS)[64:] == POISON).all()
+
+
+def test_a_value_of_another_key_is_never_copied(instance, store, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    first, second = keys_of(p, 200)[:2]
+    size = block.HEADER_BYTES + BLOCK_BYTES
+    places = [arena.borrow([key], [size]).places.value(0) for key in (first, second)]
+    places[1][:] = places[0]
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.FOREIGN)
+    assert (d.tokens(D_BLOCKS)[64:] == POISON).all()
+
+
+def test_a_value_that_is_missing_leaves_those_before_it(instance, store, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    arena.remove([keys_of(p, 200)[2]])
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (128, Reason.LOST)
+    assert_loaded(p, d, 128)
+
+
+def test_a_value_that_went_away_during_the_copy_does_not_count(instance, store, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    store.before["still_there"] = lambda: arena.remove([keys_of(p, 200)[1]])
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.LOST)
+
+
+def test_an_arena_without_room_for_all_takes_what_fits(instance, tmp_path, library):
+    small = open_store(f"shm://small?size=128KiB&slab=64KiB&dir={tmp_path}", settings_of())
+    p = instance(over=Spied(small))
+    result = save(p, range(320))
+    assert result.reason is Reason.STORE_FULL
+    assert small.counts().reserved == 0
+    assert 0 < small.match(keys_of(p, 320)) < 5
+    p.close()
+    small.close()
+
+
+def test_a_load_that_is_cancelled_in_the_call_ends_after_its_copies(instance, store):
+    p, d = instance(), instance(fill=POISON)
+    save(p, range(200))
+    jobs = []
+    store.before["take"] = lambda: eventually(lambda: jobs)
+    store.after_take = lambda: jobs[0].cancel()
+    jobs.append(d.pool.load(d.cache.keys(range(200)), D_BLOCKS))
+    assert jobs[0].wait(10).reason is Reason.CANCELLED
+    eventually(lambda: store.calls.count("release") == store.calls.count("take"))
+
+
+def test_a_save_that_is_cancelled_in_the_call_stores_nothing_more(instance, store, arena):
+    p, jobs = instance(), []
+
+    def cancel():
+        eventually(lambda: jobs)
+        jobs[0].cancel()
+
+    store.before["fill"] = cancel
+    jobs.append(p.pool.save(p.cache.keys(range(200)), P_BLOCKS))
+    assert jobs[0].wait(10).reason is Reason.CANCELLED
+    eventually(lambda: store.calls.count("abandon") == store.calls.count("fill"))
+    assert arena.counts().reserved == arena.match(keys_of(p, 200)) == 0
