@@ -7,7 +7,7 @@
   x LayoutError (ValueError)          KV tensors, block ids or token counts do not fit the layout
   x DeviceError (RuntimeError)        a thread could not be put on its device
   x SwapError (RuntimeError)          a block copy failed, or host memory could not be pinned
-  x StoreError                        about the store; a missing block is a number, never an error
+  x StoreError                        the store failed; a missing block is a number, never an error
     + StoreUnavailable (ConnectionError)
     + StoreTimeout (TimeoutError)
     + StoreFull
@@ -16,8 +16,8 @@
     + BadValue                        a stored value must not be used, and is to be removed
       - WrongLength                   not as long as its key says
       - OtherSeal                     encrypted with a key that this instance lacks, or not at all
-      - Forged                        what its seal key does not confirm: damaged, moved or made up
-  x JobError                          why a save or a load ended early
+      - Forged                        not confirmed by its seal key: damaged, moved or made up
+  x JobError                          a save or a load ended before its work was done
     + JobDeadline (TimeoutError)
     + JobCancelled
     + QueueFull
@@ -92,7 +92,7 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreFull(StoreError):
-    """No room, and nothing could be evicted."""
+    """The store has no room for a value and can evict nothing for it."""
 
 
 class StoreDenied(StoreError, PermissionError):
@@ -104,7 +104,7 @@ class StoreClosed(StoreError):
 
 
 class BadValue(StoreError):
-    """The value after the first `num_done` must not be used; once removed, it heals."""
+    """The value behind the first `num_done` must not be used; removed, it is saved anew."""
 
 
 class WrongLength(BadValue):

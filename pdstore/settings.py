@@ -18,9 +18,9 @@ _NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other 
 _DAY_S = 86_400.0
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
-"""A time that may be 0: not to wait at all."""
+"""A time in seconds; 0 means not to wait."""
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S, allow_inf_nan=False)]
-"""A time that must pass."""
+"""A time in seconds, above 0."""
 
 
 def _default_workers() -> int:
@@ -187,7 +187,7 @@ def read_settings(**overrides: object) -> Settings:
 def _refuse_slips() -> None:
     """Raises ConfigError for a variable that can only be a misspelt one of these settings.
 
-    A misspelt switch would be a pool that nobody uses, without a word.
+    A misspelt switch would silently leave the pool unused.
     """
     known = {variable_of(field): field for field in Settings.model_fields}
     for name in os.environ:

@@ -33,7 +33,7 @@ def call_or(function: Callable[[], T], otherwise: T) -> T:
 
 
 class Latch:
-    """An event that happens once. Also a signal handler may set it and wait for it.
+    """An event that happens once. A signal handler may set it, and wait for it.
 
     `threading.Event` holds a lock while it works, so a handler that interrupts its own thread there
     waits for ever. Here the lock is the state itself: it is free from `set` on.

@@ -72,7 +72,7 @@ class Adapter:
         with self._degrading(request):
             timer = pdstore.RequestTimer()
             timer.begin("wait")
-            is_prefill = self._is_prefill_of(request)
+            is_prefill = self.cache.is_prefill(request.kv_transfer_params)
             keys = self.cache.keys(request.prompt)
             lookup = self.cache.follow(keys, None if is_prefill else request.kv_transfer_params)
             tracker = self._trackers[request] = Tracker(keys, lookup, timer)
@@ -133,8 +133,9 @@ class Adapter:
 
     def lost(self, request: Request) -> str | None:
         """Returns why a hand-off fell short, if PDSTORE_ON_MISS says that its request must fail."""
-        has_handoff = pdstore.Handoff.of(request.kv_transfer_params) is not None
-        if self._settings.on_miss != "fail" or self._is_prefill_of(request) or not has_handoff:
+        params = request.kv_transfer_params
+        expects = pdstore.Handoff.of(params) is not None and not self.cache.is_prefill(params)
+        if self._settings.on_miss != "fail" or not expects:
             return None
         tracker = self._trackers.get(request)
         found = tracker.lookup.poll() if tracker else None
@@ -254,13 +255,6 @@ class Adapter:
         tracker.saves.append(save.job)
         tracker.num_saved = chunk.stop
         return save
-
-    def _is_prefill_of(self, request: Request) -> bool:
-        """Returns whether this instance publishes the prompt for another one."""
-        params = request.kv_transfer_params or {}
-        return self._settings.role == "prefill" or (
-            self._settings.role == "both" and params.get("do_remote_decode") is True
-        )
 
     @contextlib.contextmanager
     def _degrading(self, request: Request) -> Iterator[None]:

@@ -15,7 +15,7 @@ PEAK_TFLOPS = {
     **{"A100": 312, "A800": 312, "A10": 125, "L4": 121, "L40S": 362, "4090": 165},
     **{"H20": 148, "H100": 989, "H800": 989, "H200": 989, "GH200": 989, "B200": 2250},
 }
-"""Dense bf16, as their makers state it."""
+"""Dense bf16 operations, from the makers' data sheets."""
 DEFAULT_MFU = 0.5
 
 
@@ -40,7 +40,7 @@ class Machine(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Operations in a second. Raises ConfigError for a GPU that nobody has named."""
+        """Operations per second. Raises ConfigError for an unknown GPU."""
         peak = PEAK_TFLOPS.get(self.gpu.upper().removeprefix("RTX"))
         if peak is None:
             raise ConfigError(f"--gpu {self.gpu}: known are {', '.join(PEAK_TFLOPS)}")

@@ -15,11 +15,11 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer, as far as its KV and its floating-point operations go.
+    """The numbers of a decoder-only transformer that its KV and its prefill time follow from.
 
     kv_elements: of one token in one layer, K and V together; for MLA the latent with its rope part.
     qk_dim, v_dim: elements of a query and of a value, per head.
-    active_params: that a token passes, the input embedding left out, as it is a look-up.
+    active_params: parameters that a token passes, without the input embedding, which is a look-up.
     """
 
     name: str
@@ -103,7 +103,7 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
 
 
 def _mlp_params(config: Mapping[str, Any]) -> int:
-    """Parameters of all layers' MLPs that a token passes: of experts, only those it is sent to."""
+    """Parameters of all layers' MLPs that a token passes; of the experts, those that it is sent to."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts")
     dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers

@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 class OpenPool(NamedTuple):
-    """A store with its listing, which is of values as they are stored: perhaps encrypted."""
+    """A store with its listing, which shows values as they are stored, encrypted ones too."""
 
     settings: Settings
     store: Store

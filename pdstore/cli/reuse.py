@@ -26,7 +26,7 @@ def read_trace(path: str) -> list[list[int]]:
 
 
 class ReuseDistances:
-    """For each repeated block, how many other blocks were used since its last use.
+    """Reuse distances: for each repeated block, the number of other blocks used since its last use.
 
     A pool that drops the least recently used block hits exactly those whose distance is less than
     its size: one pass over the trace answers for every size.
@@ -49,7 +49,7 @@ class ReuseDistances:
 
     @property
     def best(self) -> float:
-        """The hit rate of a pool without end."""
+        """The hit rate of an unbounded pool."""
         return len(self._sorted) / max(1, self.num_blocks)
 
     def hit_rate(self, num_blocks: int) -> float:
@@ -57,7 +57,7 @@ class ReuseDistances:
         return bisect_left(self._sorted, num_blocks) / max(1, self.num_blocks)
 
     def blocks_for(self, hit_rate: float) -> int | None:
-        """Returns the least room, in blocks, that reaches a hit rate; None if none does."""
+        """Returns the smallest pool, in blocks, that reaches a hit rate; None if none does."""
         needed = -int(-hit_rate * self.num_blocks // 1)
         if needed > len(self._sorted):
             return None

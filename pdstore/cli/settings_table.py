@@ -1,4 +1,4 @@
-"""The table of docs/settings.md, made from the settings class."""
+"""Makes the table of docs/settings.md from the settings class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StoredKey: what a key says of its value, read back from the text."""
+"""StoredKey: the parts of a block key, read back from its text."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pdstore.store.optional import StoredValue
 
 @dataclass
 class NamespaceUse:
-    """Count of what a namespace has in the pool.
+    """The values of one namespace in the pool, counted.
 
     youngest_s, oldest_s: seconds since the last use; None where the store does not tell.
     sample: the key of one whole block, from which the block size can be read.
@@ -44,7 +44,7 @@ class NamespaceUse:
 
 
 def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
-    """Counts values by namespace, the largest first; the pool's own id is none's."""
+    """Counts values by namespace, the largest first; the pool's own id belongs to none."""
     uses: dict[str, NamespaceUse] = {}
     for value in values:
         key = StoredKey.of(value.key)

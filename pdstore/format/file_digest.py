@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 SCHEME = 2
-"""Changes with the way in which digests are made, so that remembered ones are not mixed up."""
+"""Version of the method: remembered digests of another version do not count."""
 
 WHOLE_UP_TO = 1 << 30
 _SAMPLE_BYTES = 16 << 10
@@ -54,7 +54,7 @@ def digest_of_files(files: Iterable[tuple[str, int, str]]) -> str:
 def samples_of(tensor: Span, count: int) -> list[Span]:
     """Returns `count` even samples of a tensor, the first and the last bytes among them.
 
-    One span with all of it if the samples would not be less.
+    One span with the whole tensor if samples would cover as much.
     """
     length = tensor.end - tensor.begin
     if length <= count * _SAMPLE_BYTES:
@@ -64,7 +64,7 @@ def samples_of(tensor: Span, count: int) -> list[Span]:
 
 
 def _spans_of(file: BinaryIO, size: int) -> list[Span]:
-    """Returns what to read of a large file: samples of safetensors, else all of it."""
+    """Returns the spans to read of a large file: samples of safetensors, else all of it."""
     data_at, tensors = _tensors_of(file, size)
     if not tensors:
         return [Span(0, size)]

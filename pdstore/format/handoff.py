@@ -39,7 +39,7 @@ class HandoffId(NamedTuple):
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")
 
     def failed(self, namespace: Namespace) -> BlockKey:
-        """Returns the key that is stored when some shard will not come."""
+        """Returns the key that P stores when a shard will not be saved."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
 
     def started_marker(self, namespace: Namespace, num_shards: int, num_tokens: int) -> Header:

@@ -22,7 +22,7 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 MAX_RANGES = 4
 RANGE_BYTES = 1 << 20
-"""Unless the user says how many, a block has at most four layer ranges, of 1 MiB or more each."""
+"""Bounds of the default: a block has at most four layer ranges, of 1 MiB or more each."""
 
 Order = Literal["token", "head", "page"]
 

@@ -1,4 +1,4 @@
-"""MultimodalItem: an image, a video or a sound in a prompt, and what it adds to blocks' hashes."""
+"""MultimodalItem: an image, a video or a sound in a prompt, and its share in blocks' hashes."""
 
 from __future__ import annotations
 

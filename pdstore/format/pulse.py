@@ -1,4 +1,4 @@
-"""Beats of an instance that saves hand-offs: their keys, and Pulse, what another instance hears.
+"""Pulse: the beats of an instance that saves hand-offs, as another instance sees them.
 
 A store can neither replace a value nor say how old one is. So the beats go round a ring of keys:
 beat n is put under key n modulo RING, and beat n - 2 is removed after it. Whoever looks sees the
@@ -16,9 +16,9 @@ from pdstore.format.namespace import Namespace
 
 RING = 4
 PERIOD_S = 1.0
-"""Between two beats. A hand-off that is saved sooner costs none."""
+"""Seconds between two beats. A hand-off that is saved sooner costs no beat."""
 SILENCE_S = 1.35
-"""After so long without a beat an instance counts as dead."""
+"""Seconds without a beat after which an instance counts as dead."""
 _MOST_GAP_S = 0.6  # between two looks; after a longer one nothing is known of the time between
 _SUFFIX = ":beat"
 
@@ -81,5 +81,5 @@ class Pulse:
         return self._asked_at - self._heard_at > self._silence_s
 
     def _newest_of(self, found: list[int]) -> int:
-        """Returns the one of these beats that none of the others follows."""
+        """Returns the last of these beats: the one that no other follows."""
         return next((n for n in found if (n + 1) % RING not in found), found[-1])

@@ -36,10 +36,10 @@ _LOOKS_PER_FAILED = 3  # it is rare
 
 
 class HandoffWatcher:
-    """Ends each lookup when P's markers for all shards are there, at P's failure or death, or late.
+    """Ends each lookup when P's markers are all there, P has failed or died, or its time is up.
 
-    One that follows ends when P has started or answered, with a match that names the hand-off; but
-    where all is stored by then, with an ordinary one.
+    One that follows ends as soon as P has started or answered. Its match names the hand-off, unless
+    all is stored by then.
 
     All waits are one call of the store each time where it can look for many keys (`FindsKeys`).
     Where the store tells of changes (`TellsChanges`), it is asked then; else it is polled.
@@ -185,7 +185,7 @@ class HandoffWatcher:
             return set()
 
     def _look_at_each(self) -> None:
-        """After a look that raised what no store may: finds out which wait makes it do so."""
+        """Finds the wait whose keys make the store raise what no store may, and ends it."""
         for wait in self._waits:
             found = call_or(partial(self._search_for, wait.wanted(with_failed=True)), None)
             if found is None:
@@ -240,7 +240,7 @@ class HandoffWatcher:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Around every call of the store: `is_stuck` looks at its time."""
+        """Surrounds every call of the store, so that `is_stuck` knows how long it takes."""
         self._call_deadline = Deadline(self._patience_s)
         try:
             yield

@@ -34,7 +34,7 @@ class Match:
 
     @classmethod
     def miss(cls, keys: PromptKeys, reason: Reason, error: Exception | None = None) -> Match:
-        """Returns the match of a prompt of which nothing was found."""
+        """Returns the match of a prompt that was not found."""
         return cls(keys.prefix(0), 0, reason, error=error)
 
     @classmethod
@@ -90,7 +90,7 @@ class Lookup:
         self._ended = Latch()
 
     def poll(self) -> Match | None:
-        """Returns the match, or None: ask again later. Never blocks; no None after the deadline."""
+        """Returns the match, or None while there is none, which ends at the deadline. Never blocks."""
         if not self._answers and self._deadline.is_over():
             self.finish(Match.miss(self.keys, Reason.DEADLINE))
         return self._answers[0] if self._answers else None
@@ -105,7 +105,7 @@ class Lookup:
         return found
 
     def cancel(self) -> None:
-        """Ends the lookup unless it has ended: its request needs no answer any more."""
+        """Ends the lookup, because its request needs no answer any more."""
         self.finish(Match.miss(self.keys, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:

@@ -1,4 +1,4 @@
-"""MarkerWait: the markers that one lookup waits for, what they say, and whether P still beats."""
+"""MarkerWait: one lookup's wait for P's markers, which ends early if P stops beating."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdstore.scheduler.lookup import Lookup
 
 
 class Verdict(enum.Enum):
-    """Why a wait for markers is over."""
+    """Ways in which a wait for markers ends."""
 
     DONE = "P has stored the whole prompt"
     FAILED = "some of it will not come"
@@ -41,7 +41,7 @@ class MarkerWait:
         return self._wanted + started + ([self._failed] if with_failed else []) + beats
 
     def listen(self, stored: set[BlockKey], asked_at: float) -> bool:
-        """Takes note of P's beats, if a look that began then found any. Whether one is new."""
+        """Takes note of the beats of P that a look found. True if one of them is new."""
         return self._pulse is not None and self._pulse.note(stored, asked_at)
 
     @property

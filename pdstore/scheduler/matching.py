@@ -1,4 +1,4 @@
-"""Matches: how much of a prompt a store has that an engine can go on from."""
+"""find: the leading blocks of a prompt that a store has and an engine can continue from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_GAPS = 8
 def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match:
     """Returns how much of the prompt the store has; an error of the store is a miss.
 
-    because: why the prompt may not be whole, if that is known.
+    because: the known reason why the prompt may be incomplete.
     """
     try:
         num_blocks = num_usable(store, keys)

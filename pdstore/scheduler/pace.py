@@ -10,7 +10,7 @@ _SHARE = 4  # of four seconds, one at most is spent in calls of the store
 
 
 class Pace:
-    """Asks soon after news and then ever later, and keeps within a rate of calls.
+    """Pauses briefly after news and then ever longer, and keeps within a rate of calls.
 
     first_s, last_s: the shortest and the longest pause.
     calls_per_s: the most calls on average; None for a store that costs no round trip.

@@ -1,4 +1,4 @@
-"""PoolIdentity: which pool a store leads to, so that P and D on different ones are told apart."""
+"""PoolIdentity: the id of a store's pool, by which P and D notice that they use different ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdstore.threads import Deadline
 
 
 class PoolIdentity:
-    """The id of the pool behind a store, asked for again every `age_s` seconds.
+    """Keeps the id of the pool behind a store, and asks for it again every `age_s` seconds.
 
     A store that came back empty is another pool. The other instance may notice that later, so the
     former id still counts for twice that time.

@@ -139,6 +139,16 @@ class PrefixCacheManager:
         """
         return self._start(keys, params, follows=True)
 
+    def is_prefill(self, params: Mapping[str, Json] | None) -> bool:
+        """True if this instance is P for a request: it announces and publishes the prompt.
+
+        params: the request's `kv_transfer_params`; they decide where PDSTORE_ROLE is `both`.
+        """
+        role = self._settings.role
+        return role == "prefill" or (
+            role == "both" and (params or {}).get("do_remote_decode") is True
+        )
+
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None
     ) -> tuple[HandoffId, dict[str, Json]]:
@@ -246,7 +256,7 @@ class PrefixCacheManager:
             self._warn_of_absence(handoff, found)
 
     def _warn_of_absence(self, handoff: Handoff | None, found: Match) -> None:
-        """Tells of a prompt that should be in the pool: ordinary prompts need not be."""
+        """Warns of a prompt that should be in the pool; an ordinary one need not be."""
         if handoff is not None and handoff.num_tokens is not None:
             self._mismatches.warn(_EVICTED.format(self._store.label))
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:

@@ -56,7 +56,7 @@ class Store(ABC):
       `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
     - The caller's memory is the caller's again when the call returns or raises: nothing is kept,
       nothing comes late.
-    - How long a value stays depends on its key's kind (`pdstore.format.keys.kind_of`). A store
+    - The life of a value depends on its key's kind (`pdstore.format.keys.kind_of`). A store
       without a clock says so and relies on its eviction; a pool key is never evicted.
     - Constructing a store does little; a store that is down raises at the calls, so that an engine
       can start first.
@@ -71,7 +71,7 @@ class Store(ABC):
 
     @property
     def lease_s(self) -> float:
-        """For how many seconds a matched key is safe from eviction; 0: nothing is promised."""
+        """Seconds for which a matched key is safe from eviction; 0: nothing is promised."""
         return 0.0
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Store(ABC):
         """
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Memory that this store moves fastest: writable, zeroed, page-aligned; views keep it."""
+        """Returns writable, zeroed, page-aligned memory that this store moves fastest; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Store(ABC):
 
 
 class Lifecycle:
-    """The time in which a store may be used: until `end`, and never in the child of a fork."""
+    """The life of a store: it may be used until `end`, and never in the child of a fork."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -146,7 +146,7 @@ class Lifecycle:
 
 
 def check_call(keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
-    """The argument checks that every store makes first. Raises ValueError."""
+    """Checks the arguments of a call, as every store does first. Raises ValueError."""
     if len(set(keys)) != len(keys):
         raise ValueError("the keys of one call must be distinct")
     _check_names(keys)

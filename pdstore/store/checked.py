@@ -1,4 +1,4 @@
-"""Counts that stores answer with, checked before anything relies on them.
+"""Checks of the counts that stores answer with, before anything relies on them.
 
 A count decides which slots are verified and scattered, so an impossible one is an error of the
 store and never a number to work with.

@@ -10,12 +10,12 @@ from pdstore.errors import BadValue, StoreClosed, StoreError, StoreFull, StoreUn
 from pdstore.store.base import Store
 from pdstore.store.wrappers import A, CallWrapper, R, WrapperStore
 
-# These are about one block, one budget or one closed object: the store itself is well.
+# Errors about one block, one budget or one closed object: the store itself is well.
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 
 
 class CircuitBreaker(CallWrapper):
-    """One retry after a broken connection, and a breaker.
+    """Retries once after a broken connection, and stops calling a store that fails.
 
     After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
     once. After `open_s` one call is let through as a probe; if it fails the pause doubles, up to
@@ -77,7 +77,7 @@ class CircuitBreaker(CallWrapper):
             self._leave(healthy, is_probe)
 
     def _with_retry(self, function: Callable[[], R]) -> R:
-        """A connection that broke while idle shows at its next use only: one retry tells."""
+        """Tries again once: a connection that broke while idle shows it at its next use only."""
         try:
             return function()
         except StoreUnavailable:

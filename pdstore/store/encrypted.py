@@ -48,7 +48,7 @@ class Encrypted(WrapperStore):
         return self._in_batches(keys, slots, self._put)
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Plain memory: the other store never sees it."""
+        """Returns plain memory: the other store never sees it."""
         return Store.allocate(self, num_bytes)
 
     def _in_batches(

@@ -84,7 +84,7 @@ class InPlace(Protocol):
         finally:
             store.abandon(reservation)
 
-    - These calls and the five of `Store` see one and the same set of values: what is published
+    - These calls and those of `Store` see the same set of values: what is published
       here is found by `match` and `get`, and what was `put` can be borrowed.
     - No lock is held while bytes move. So a borrowed value may be evicted or removed under its
       reader, and its memory be filled with another value. That is why bytes are verified where

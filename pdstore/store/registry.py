@@ -43,7 +43,7 @@ _OWN = {
     "shm": _Own("pdstore.store.arena.store", "ArenaStore", None),
 }
 _AROUND_OTHERS = {"faulty+": _Own("pdstore.testing.faulty", "Faulty", "test")}
-"""Of stores around the store of the rest of the URL, by how their scheme begins."""
+"""Prefixes of schemes that wrap the store of the rest of the URL."""
 
 
 def open_store(url: str, settings: Settings) -> Store:

@@ -40,7 +40,7 @@ def read_seal_keys(path: Path) -> list[bytes]:
 
 def _text_of(path: Path) -> str:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a link is fine: secrets are mounted so
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # links are how secrets are mounted
     except OSError as error:
         raise ConfigError(
             f"{_NAME}: cannot read {path} ({error.strerror}); make a key with {_MAKE}"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY, Kind, PromptKeys, int32_bytes, kind_of
 from pdstore.format.multimodal import MultimodalItem
-from pdstore.format.namespace import Namespace, Part, prefix_of
+from pdstore.format.namespace import Namespace, Part
 
 ROOT = Path(__file__).parents[2]
 VECTORS = Path(__file__).parent / "vectors" / "keys.json"
@@ -209,29 +209,6 @@ def test_kinds():
     assert [kind_of(k) for k in keys] == [Kind.BLOCK, Kind.TAIL]
     assert kind_of(HandoffId.new().done(NAMESPACE, 0)) is Kind.HANDOFF
     assert kind_of(POOL_ID_KEY) is Kind.POOL
-
-
-def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
-    prefix = prefix_of(NAMESPACE.hex)
-    keys = PromptKeys(NAMESPACE).extend(range(100)).store_keys(NAMESPACE.parts)
-    keys += [HandoffId.new().done(NAMESPACE, 3), HandoffId.new().failed(NAMESPACE)]
-    assert all(key.startswith(prefix) for key in keys)
-    assert not POOL_ID_KEY.startswith(prefix)
-
-
-def test_equal_fields_in_another_order_are_one_namespace():
-    a = Namespace({"a": 1, "b": [1, 2]}, PARTS, 4)
-    b = Namespace({"b": [1, 2], "a": 1}, PARTS, 4)
-    assert a.digest == b.digest
-
-
-def test_differences_name_the_fields_and_never_the_salt():
-    a = Namespace({"weights": "x", "dtype": "float32", "salt": "a" * 64}, PARTS, 4)
-    b = Namespace({"weights": "y", "dtype": "float32", "salt": "b" * 64}, PARTS, 4)
-    lines = a.differences(b.describe())
-    assert [line.split(":")[0] for line in lines] == ["salt", "weights"]
-    assert "aaaa" not in str(a.describe())
-    assert a.differences(a.describe()) == []
 
 
 @pytest.mark.parametrize("item", [None, MultimodalItem(2, 3, b"one"), MultimodalItem(5, 4, b"two")])

@@ -19,26 +19,6 @@ from tests.support.kv import Instance, eventually, settings_of
 BLOCKS = list(range(20))
 
 
-@pytest.fixture
-def store():
-    store = open_store("memory://", settings_of())
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def instance(store):
-    made = []
-
-    def instance(over=None, **changes) -> Instance:
-        made.append(Instance(over or store, **changes))
-        return made[-1]
-
-    yield instance
-    for one in made:
-        one.close()
-
-
 def publish(p, tokens):
     keys = p.cache.keys(tokens)
     handoff, params = p.cache.announce(keys)
@@ -393,3 +373,19 @@ def test_in_the_child_of_a_fork_every_verb_ends_at_once(instance):
     for _ in range(20):  # whatever the threads of the parent hold
         assert exit_code_of(child) == 0
     assert waiting.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "expected"),
+    [
+        ("prefill", None, True),
+        ("decode", {"do_remote_decode": True}, False),
+        ("both", {"do_remote_decode": True}, True),
+        ("both", {"do_remote_decode": False}, False),
+        ("both", None, False),
+    ],
+)
+def test_an_instance_publishes_prompts_by_its_role_and_the_request(
+    instance, role, params, expected
+):
+    assert instance(role=role).cache.is_prefill(params) is expected

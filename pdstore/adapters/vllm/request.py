@@ -122,14 +122,6 @@ def is_keyed(request: Any, has_pages: bool) -> bool:
     )
 
 
-def is_prefill_of(request: Any, settings: Settings) -> bool:
-    """True if this instance is P for the request and publishes its prompt."""
-    params = request.kv_transfer_params or {}
-    return settings.role == "prefill" or (
-        settings.role == "both" and params.get("do_remote_decode") is True
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def _lora_digest(number: int, path: str) -> bytes | None:
     """A digest of an adapter's files as of its first request, when vLLM has just loaded them."""

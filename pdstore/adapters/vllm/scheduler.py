@@ -20,7 +20,7 @@ from pdstore.adapters.vllm.messages import (
     StepReport,
 )
 from pdstore.adapters.vllm.prompt_steps import PromptSteps
-from pdstore.adapters.vllm.request import RequestTracker, is_keyed, is_prefill_of, keys_of
+from pdstore.adapters.vllm.request import RequestTracker, is_keyed, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
@@ -92,7 +92,7 @@ class PDStoreConnectorScheduler:
         )
 
     def bind(self, block_pool: Any) -> None:
-        """Takes vLLM's BlockPool, in which saves hold their blocks."""
+        """Takes vLLM's BlockPool, whose reference counts hold the blocks of saves."""
         self._refs = BlockRefs(block_pool, self._num_ranks)
         self._plan_saves()
 
@@ -109,7 +109,7 @@ class PDStoreConnectorScheduler:
         tracker = RequestTracker(request, keys)
         self._requests[request.request_id] = tracker
         params = request.kv_transfer_params
-        is_prefill = is_prefill_of(request, self._settings)
+        is_prefill = self._cache.is_prefill(params)
         if is_prefill:
             tracker.handoff, tracker.answer = self._cache.announce(keys, params)
             tracker.is_concurrent = Handoff.of(params) is not None

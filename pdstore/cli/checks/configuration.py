@@ -1,4 +1,4 @@
-"""Checks of the settings: what is set and by whom, and what no engine can use."""
+"""Checks of the settings: values, their origins, and combinations that no engine can use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def set_values(settings: Settings, arguments: frozenset[str]) -> dict[str, tuple
 def check_settings(
     settings: Settings, arguments: frozenset[str], engine_block: int
 ) -> Iterator[Finding]:
-    """Yields what is set, and what of it cannot work."""
+    """Yields the settings, and those that cannot work."""
     for variable, (shown, origin) in set_values(settings, arguments).items():
         yield info(variable, f"{shown} ({origin})")
     if not settings.pd_transfer_via_storage:

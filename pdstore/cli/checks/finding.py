@@ -1,4 +1,4 @@
-"""Finding: one thing that the doctor looked at, and what to do about it."""
+"""Finding: the result of one check, and its remedy."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 
 
 def check_native(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
-    """Yields what copies blocks on this host."""
+    """Yields the way in which blocks are copied on this host."""
     num_gpus = count_gpus()
     what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
     try:

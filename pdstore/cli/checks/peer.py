@@ -15,7 +15,7 @@ _PATH = "/pdstore"
 
 
 class Peer(NamedTuple):
-    """Answer of an instance about itself.
+    """Answer of an instance to a question about its pool and namespace.
 
     fields: its namespace, as `Namespace.describe` has it.
     pool: the id of its pool.
@@ -42,7 +42,7 @@ class _Status(BaseModel):
 
 
 def read_peer(url: str) -> Peer | Finding:
-    """Asks an instance; a finding says why it could not be."""
+    """Asks an instance for its status; returns a finding if it does not answer."""
     address = url.rstrip("/")
     address = address if address.endswith(_PATH) else address + _PATH
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

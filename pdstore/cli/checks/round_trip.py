@@ -35,7 +35,7 @@ class RoundTrip:
         self.speed: Speed | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yields what a store does with a small value, then with large ones. Raises no StoreError:
+        """Yields how a store fares with a small value, then with large ones. Raises no StoreError:
         the first step that fails is the last finding.
         """
         step = "connect"

@@ -26,7 +26,7 @@ _READ_BYTES = 64 << 10
 
 
 class Bell:
-    """One process's end. Any thread may ring and wait. `close` ends no wait before its time."""
+    """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / "bells"

@@ -1,4 +1,4 @@
-"""Errors of the system as errors of the store."""
+"""Turns the system's errors into the store's."""
 
 from __future__ import annotations
 

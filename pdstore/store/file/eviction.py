@@ -95,7 +95,7 @@ class Evictor:
             self._delete(file)
 
     def look_again(self) -> None:
-        """Says that room was made in another way: the next put looks before it is refused."""
+        """Notes that others made room: the next put looks at the disk before it is refused."""
         self._full_until = 0.0
         if self._used + self._step > self.budget:
             self._put_since_scan = self.budget
@@ -153,7 +153,7 @@ class Evictor:
         return used, freed
 
     def _delete(self, file: StoredFile) -> int:
-        """Returns how many bytes that freed: none if the value was leased meanwhile."""
+        """Deletes a value unless it was leased meanwhile; returns the bytes that this freed."""
         return _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
 
     def _is_past(self, kind: Kind, file: StoredFile, now: int) -> bool:

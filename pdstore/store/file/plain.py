@@ -14,7 +14,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put 
 
 
 class Ended(NamedTuple):
-    """The end of reading or writing some files in turn.
+    """The result of reading or writing some files in turn.
 
     num_done: number of files that were read or written.
     why: 0 after the last; else the errno of the next one, or OTHER_LENGTH.
@@ -53,7 +53,7 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
 
 
 def _read(path: str, piece: memoryview, spare: bytearray) -> int:
-    """Reads a file into `piece`. Returns its length, or something above that of `piece`.
+    """Reads a file into `piece`. Returns its length, or a larger number than `piece` has bytes.
 
     `spare` is one byte more, which only a longer file reaches: it saves a look at the length.
     """

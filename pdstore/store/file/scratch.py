@@ -51,7 +51,7 @@ class Scratch:
     def close(self) -> None:
         """Deletes the directory, unless a put is still at work there: then the next sweep does.
 
-        To be called once.
+        Call it once.
         """
         with contextlib.suppress(OSError):
             if os.listdir(self._path) == [_LOCK]:

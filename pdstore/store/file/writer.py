@@ -1,4 +1,4 @@
-"""Writer: puts values into a pool's directory, and mends what keeps it from doing so."""
+"""Writer: puts values into a pool's directory; makes room and missing directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WriteValues = Callable[[str, Sequence[str], Slots], Ended]
 
 
 class Writer:
-    """Asks the evictor for room, writes, and tries again what a mend may have made possible."""
+    """Asks the evictor for room, writes, and tries again after each mend."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Closing: the library's objects are closed in time, at exit and on SIGTERM, or set aside."""
+"""Closes the library's objects in time, at exit and on SIGTERM, or sets them aside."""
 
 from __future__ import annotations
 

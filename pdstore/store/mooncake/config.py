@@ -172,7 +172,7 @@ def _parse(name: str, value: Value, origin: str) -> object:
 
 
 def _choose_topology(parsed: dict[str, object], origins: dict[str, str]) -> None:
-    """Derives the topology from other programs' settings if `topology` is not given."""
+    """Derives the topology from other programs' settings where `topology` is not given."""
     mode, standalone = parsed.pop("mode", None), parsed.pop("standalone", False)
     if "topology" in parsed:
         if parsed["topology"] != "embedded" and origins.get("segment") != "URL":

@@ -36,7 +36,7 @@ _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-
 
 
 class Library:
-    """Mooncake's module, and the objects that it makes.
+    """Imports Mooncake's module and makes its objects.
 
     Raises MissingExtra, with the command that installs what is missing.
     """

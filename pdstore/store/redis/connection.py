@@ -93,7 +93,7 @@ def _endpoint(url: StoreURL) -> dict[str, object]:
 
 
 def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> StoreError:
-    """Returns the store's error for one of redis-py's that ended a call at `key`."""
+    """Returns the store's error for the error of redis-py that ended a call at `key`."""
     if isinstance(error, _CLUSTER):
         why = "is a node of a Redis Cluster, and only single servers can be used"
         return StoreError(f"{label} {why}: {error}", num_done=num_done)
@@ -123,7 +123,7 @@ def _connect_and_ping(connection: redis.SSLConnection) -> None:
 
 
 def _without_client_info() -> dict[str, None]:
-    """Keeps redis-py from CLIENT SETINFO, which few users may call; releases differ in how."""
+    """Returns the options that keep redis-py from CLIENT SETINFO, which few users may call."""
     if hasattr(redis, "DriverInfo"):
         return {"driver_info": None}
     return {"lib_name": None, "lib_version": None}

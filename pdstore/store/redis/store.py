@@ -60,7 +60,7 @@ class RedisStore(Store):
 
     @property
     def lease_s(self) -> float:
-        """Is 0 until the first match has asked the server whether it evicts."""
+        """Seconds of a lease; 0 until the first match has asked the server whether it evicts."""
         return self._lease_s or 0.0
 
     def match(self, keys: Sequence[BlockKey]) -> int:
@@ -128,7 +128,7 @@ class RedisStore(Store):
             self._run(pipe, keys, range(1))
 
     def clear(self, namespace: str) -> None:
-        """Forgets a namespace, and of what is stored meanwhile that which its scan still meets."""
+        """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         for found in self._pages(prefix):

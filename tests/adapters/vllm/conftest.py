@@ -13,6 +13,7 @@ import pytest
 from tests.adapters.vllm.asking import assert_idle
 from tests.adapters.vllm.gate import Gate
 from tests.adapters.vllm.servers import Launcher, Server
+from tests.support.instances import store as store
 from tests.support.redis_server import RedisServer
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore import Layout
-from pdstore.adapters.vllm.request import RequestTracker, is_keyed, is_prefill_of
+from pdstore.adapters.vllm.request import RequestTracker, is_keyed
 from pdstore.format.keys import PromptKeys
 from tests.support.kv import LAYERS, settings_of
 
@@ -68,18 +68,3 @@ def test_a_prompt_of_tokens_is_keyed():
 )
 def test_what_tokens_do_not_name_is_not_keyed(changes):
     assert not is_keyed(request(**changes), has_pages=True)
-
-
-@pytest.mark.parametrize(
-    ("role", "params", "expected"),
-    [
-        ("prefill", None, True),
-        ("decode", {"do_remote_decode": True}, False),
-        ("both", {"do_remote_decode": True}, True),
-        ("both", {"do_remote_decode": False}, False),
-        ("both", None, False),
-    ],
-)
-def test_an_instance_publishes_prompts_by_its_role_and_the_request(role, params, expected):
-    asked = request(kv_transfer_params=params)
-    assert is_prefill_of(asked, settings_of(role=role)) is expected

@@ -6,19 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdstore import open_store
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from tests.support.kv import Instance, eventually, settings_of
 
 IDS = list(range(1, 21))
-
-
-@pytest.fixture
-def store():
-    store = open_store("memory://", settings_of())
-    yield store
-    store.close()
 
 
 @pytest.fixture
