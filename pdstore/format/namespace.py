@@ -76,8 +76,8 @@ class Namespace:
     def describe(self) -> dict[str, str]:
         """Returns each field in at most 40 characters, fit to be sent to the other instance.
 
-        Equal layers in a row are shown once with their number; what is still too long, as a digest. Of
-        the salt only 16 bits show: enough to see a difference, not to guess it.
+        Equal layers in a row are shown once with their number, and what is still too long as a
+        digest. Of the salt only 16 bits show: enough to see a difference, not to guess it.
         """
         described = {}
         for name, value in self.fields.items():

@@ -90,7 +90,7 @@ class Lookup:
         self._ended = Latch()
 
     def poll(self) -> Match | None:
-        """Returns the match, or None while there is none, which ends at the deadline. Never blocks."""
+        """Returns the match; None while there is none, at most until the deadline. Never blocks."""
         if not self._answers and self._deadline.is_over():
             self.finish(Match.miss(self.keys, Reason.DEADLINE))
         return self._answers[0] if self._answers else None

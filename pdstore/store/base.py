@@ -110,7 +110,7 @@ class Store(ABC):
         """
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns writable, zeroed, page-aligned memory that this store moves fastest; views keep it."""
+        """Returns the memory that this store moves fastest: zeroed, page-aligned; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
     @abstractmethod
