@@ -103,7 +103,7 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
 
 
 def _mlp_params(config: Mapping[str, Any]) -> int:
-    """Parameters of all layers' MLPs that a token passes; of the experts, those that it is sent to."""
+    """Parameters of all layers' MLPs that a token passes; of the experts, those it is sent to."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts")
     dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers
