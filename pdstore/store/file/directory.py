@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from pdstore.store.file.scratch import Scratch, open_folder, sweep, try_lock
 
 FAN_OUT = 256
 _LOCK = "pool.lock"
+_EMPTY_S = 60.0
 _NOT_OURS = frozenset({"lost+found"})  # an empty file system has it
 
 
@@ -131,8 +133,16 @@ class PoolDirectory:
             return try_lock(f"{self.root}/{_LOCK}")
 
     def sweep(self) -> None:
-        """Deletes the unfinished values of writers that are dead."""
+        """Deletes the unfinished values of dead writers, and directories that stay empty.
+
+        A put that looked into such a directory just before makes it again; a new one is left alone,
+        so that this happens to no put twice.
+        """
         sweep(self._tmp)
+        for place in self._places:
+            with contextlib.suppress(OSError):  # missing, in use again; a link is not followed
+                if os.lstat(place).st_mtime < time.time() - _EMPTY_S:
+                    os.rmdir(place)
 
     def close(self) -> None:
         """Deletes this process's directory of unfinished values; twice is fine."""

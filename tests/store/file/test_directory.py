@@ -9,11 +9,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pdstore.errors import ConfigError, StoreDenied
+from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.store import FileStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import put
@@ -41,6 +43,53 @@ def test_keys_spread_over_256_directories(tmp_path):
     counts = [len(list(place.iterdir())) for place in root_of(store).glob("??")]
     assert len(counts) == 256
     assert max(counts) < 40
+
+
+@pytest.fixture
+def emptied(store):
+    """Keys whose directories have been empty for two minutes."""
+    keys = fill(store, 10)
+    store.clear(keys[0].split(":")[1])
+    for place in root_of(store).glob("??"):
+        os.utime(place, (time.time() - 120,) * 2)
+    return keys
+
+
+def places_of(store):
+    return {place.name for place in root_of(store).glob("??")}
+
+
+def test_directories_that_stay_empty_are_deleted(store, emptied):
+    [key] = fill(store, 1)
+    for place in root_of(store).glob("??"):
+        os.utime(place, (time.time() - 120,) * 2)
+    FileStore(root_of(store)).close()
+    assert places_of(store) == {path_of(store, key).parent.name}
+    put(store, emptied, [b"x"] * 10)
+    assert store.match([key, *emptied]) == 11
+
+
+def test_a_directory_that_was_just_emptied_stays(store):
+    keys = fill(store, 10)
+    store.clear(keys[0].split(":")[1])
+    before = places_of(store)
+    FileStore(root_of(store)).close()
+    assert places_of(store) == before != set()
+
+
+def test_a_put_makes_a_directory_again_that_goes_before_its_value_is_there(
+    store, emptied, monkeypatch
+):
+    link, sweeper = os.link, PoolDirectory(root_of(store))
+
+    def link_after_a_sweep(*args):
+        sweeper.sweep()
+        link(*args)
+
+    monkeypatch.setattr(os, "link", link_after_a_sweep)
+    assert put(store, emptied, [b"x"] * 10) == 10
+    assert store.match(emptied) == 10
+    sweeper.close()
 
 
 @pytest.mark.parametrize("what", ["tmp", "??", "*"])
