@@ -21,6 +21,7 @@ from examples.router import intake
 from examples.router.calls import Calls
 from examples.router.counts import CountedApp, Counts
 from examples.router.exchange import ConcurrentExchange, Exchange
+from examples.router.health import Health
 from examples.router.intake import Asked, Limits
 from examples.router.refusal import Refusal
 from examples.router.spliced_exchange import SplicedExchange
@@ -127,33 +128,35 @@ class Front:
         raise Refusal.of(503, "no instance can be reached")
 
     async def health(self, request: Request) -> Response:
-        """Returns 200 while a D can answer; `degraded` if D would have to compute every prompt."""
+        """Returns 200 while a D can answer; `degraded`, and why, if not all is as it should be."""
         upstreams = self._calls.prefills.upstreams + self._calls.decodes.upstreams
-        errors: dict[str, str | None] = {}
+        states: dict[str, Health] = {}
         async with anyio.create_task_group() as group:
             for upstream in upstreams:
-                group.start_soon(self._probe, upstream, errors)
-        alive = {upstream.role for upstream in upstreams if errors[upstream.url] is None}
-        status = "down" if "decode" not in alive else "ok" if "prefill" in alive else "degraded"
-        states = [
-            {"url": u.url, "role": u.role, "ok": errors[u.url] is None, "error": errors[u.url]}
+                group.start_soon(self._probe, upstream, states)
+        alive = {upstream.role for upstream in upstreams if states[upstream.url].error is None}
+        reasons = [
+            f"{u.role} {u.url}: {state.error or state.problem}"
             for u in upstreams
+            if (state := states[u.url]).error or state.problem
         ]
-        code = 503 if status == "down" else 200
-        return JSONResponse({"status": status, "upstreams": states}, code)
+        status = "down" if "decode" not in alive else "degraded" if reasons else "ok"
+        shown = [{"url": u.url, "role": u.role, **states[u.url].as_json()} for u in upstreams]
+        body = {"status": status, "reasons": reasons, "upstreams": shown}
+        return JSONResponse(body, 503 if status == "down" else 200)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._calls.counts.text(), media_type="text/plain; version=0.0.4")
 
-    async def _probe(self, upstream: Upstream, errors: dict[str, str | None]) -> None:
+    async def _probe(self, upstream: Upstream, states: dict[str, Health]) -> None:
         try:
             answer = await self._calls.client.get(upstream.url + "/health", timeout=_PROBE_S)
         except httpx.TransportError as error:
             upstream.went_down()
-            errors[upstream.url] = repr(error)
+            states[upstream.url] = Health(error=repr(error))
             return
         upstream.came_back()
-        errors[upstream.url] = None if answer.is_success else f"HTTP {answer.status_code}"
+        states[upstream.url] = Health.of(answer)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import httpx
 
@@ -14,6 +15,11 @@ from examples.router.upstreams import Rotation, Upstream
 
 log = logging.getLogger("router")
 
+_QUIET_S = 60.0
+_NO_PARAMS = (
+    "answers without kv_transfer_params, so D computes its prompts: start it with"
+    " PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1"
+)
 _JSON = {"content-type": "application/json"}
 
 
@@ -30,6 +36,7 @@ class Calls:
     ) -> None:
         self.client, self.prefills, self.decodes = client, prefills, decodes
         self.counts, self._prefill_timeout = counts, prefill_timeout
+        self._quiet_until = 0.0
 
     async def prefill(self, asked: Asked, params: Json) -> Json | None:
         """Prefills on one P. Returns its `kv_transfer_params`; None if D must compute the prompt.
@@ -58,7 +65,10 @@ class Calls:
                 continue
             if answer.status_code < 500:
                 upstream.came_back()
-                return _json_of(answer)
+                given = _json_of(answer)
+                if params_of(given) is None:
+                    self._tell_of_no_params(upstream)
+                return given
             self._refused(upstream, asked, answer.status_code)
         self.counts.degraded.inc()
         log.warning("%s: no P could prefill it, D computes", asked.request_id)
@@ -93,6 +103,12 @@ class Calls:
                 upstream.came_back()
                 return answer
         raise Refusal.of(503, "no decode instance can be reached")
+
+    def _tell_of_no_params(self, upstream: Upstream) -> None:
+        """Warns, once in a while, of a P that hands nothing over."""
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + _QUIET_S
+            log.warning("%s %s %s", upstream.role, upstream.url, _NO_PARAMS)
 
     def _failed(self, upstream: Upstream, asked: Asked, error: httpx.TransportError) -> None:
         if not isinstance(error, httpx.ReadTimeout):

@@ -29,7 +29,8 @@ class Staging:
     allocate: where the memory comes from (`Store.allocate`).
     num_bytes: what the user allows; as many whole slots as fit are made.
     registrar: pins the memory, from now on; no slot is lent before. None: it stays as it is.
-    Raises ConfigError, with the size needed, when fewer than 16 fit.
+    Raises ConfigError, with the size needed, when fewer than 16 fit; and when the host has not as
+    much memory.
     """
 
     def __init__(
@@ -48,7 +49,13 @@ class Staging:
                 f"PDSTORE_STAGING of {num_bytes >> 20} MiB holds {self.num_slots} slots of"
                 f" {self.slot_bytes} bytes, and {MIN_SLOTS} are needed: set it to {need}MiB or more"
             )
-        self.view = allocate(self.num_slots * self.slot_bytes)
+        try:
+            self.view = allocate(self.num_slots * self.slot_bytes)
+        except (OSError, MemoryError) as error:
+            raise ConfigError(
+                f"PDSTORE_STAGING of {num_bytes >> 20} MiB: this host does not give so much memory"
+                f" ({error}): set it to less"
+            ) from error
         self._pinned: PinnedMemory | None = None
         if registrar is not None:
             spans = spans_of(address_of(self.view), len(self.view), self.slot_bytes, span_bytes)

@@ -73,6 +73,7 @@ class Fake:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
+        self.health_body: dict[str, str] | None = None
         self.reply = reply or says({"id": "x"})
         self.was_cancelled = anyio.Event()
         self.app = Starlette(
@@ -94,6 +95,8 @@ class Fake:
         return JSONResponse({"data": [{"id": "m"}]})
 
     async def health(self, request: Request) -> Response:
+        if self.health_body is not None:
+            return JSONResponse(self.health_body)
         return PlainTextResponse("")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 
 import pytest
@@ -104,3 +105,8 @@ def test_many_borrowers_never_share_a_slot():
         thread.join(30)
     assert not wrong
     assert staging.num_lent == 0
+
+
+def test_more_memory_than_the_host_gives_is_a_setting_to_change():
+    with pytest.raises(ConfigError, match=r"PDSTORE_STAGING of \d+ MiB: .* set it to less"):
+        Staging(lambda n: memoryview(mmap.mmap(-1, n)), SLOT, 1 << 60)

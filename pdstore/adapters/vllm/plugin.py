@@ -27,6 +27,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    _log_where_vllm_logs()
     version = _vllm_version()
     first, last = VERSIONS
     if not first <= version <= last:
@@ -43,6 +44,15 @@ def _register() -> None:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     if not hasattr(EngineArgs.create_engine_config, "_is_pdstores"):
         EngineArgs.create_engine_config = _with_switch(EngineArgs.create_engine_config)
+
+
+def _log_where_vllm_logs() -> None:
+    """Prints pdstore's own lines with vLLM's handlers, unless the user has set up handlers."""
+    ours, theirs = logging.getLogger("pdstore"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = theirs.handlers
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
 
 
 def _with_switch(create_engine_config: Any) -> Any:

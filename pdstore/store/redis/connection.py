@@ -10,6 +10,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
+    InvalidResponse,
     MovedError,
     NoPermissionError,
     OutOfMemoryError,
@@ -100,8 +101,23 @@ def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> Sto
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
-    hint = _UNKNOWN_AUTHORITY if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+    hint = _hint(label, error)
     return next(kinds, StoreError)(f"{label}: {error}: {key}{hint}", num_done=num_done)
+
+
+def _hint(label: str, error: RedisError) -> str:
+    """Returns what to change in the URL, where an error tells."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return _UNKNOWN_AUTHORITY
+    if isinstance(error, InvalidResponse) or "reply type byte" in str(error):
+        return "; what answers there is no redis server: is the port right?"
+    is_lost = isinstance(error, redis.TimeoutError | redis.ConnectionError)
+    if label.startswith("rediss:") and is_lost:
+        return (
+            "; rediss:// speaks TLS: a server without it is redis://, and one that asks its clients"
+            " for a certificate takes ?cert= and ?key="
+        )
+    return ""
 
 
 def _database(url: StoreURL) -> int:

@@ -113,3 +113,16 @@ def test_a_misspelt_setting_ends_the_start(monkeypatch, configured):
     monkeypatch.setenv("PDSTORE_STOER", "redis://there")
     with pytest.raises(ConfigError, match="PDSTORE_STORE"):
         configured()
+
+
+def test_pdstores_own_lines_come_out_where_vllms_do(monkeypatch):
+    ours, theirs, heard = logging.getLogger("pdstore"), logging.getLogger("vllm"), []
+    for name, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
+        monkeypatch.setattr(ours, name, value)
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    plugin.register()
+    logging.getLogger("pdstore.telemetry.journal").info("request r-1")
+    assert heard == ["request r-1"]

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import redis
@@ -123,6 +124,23 @@ def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, certi
     assert said == [True, False]
     with opened(url.format("") + mutual) as stranger, pytest.raises(StoreDenied):
         stranger.match([block])
+
+
+def test_tls_to_a_server_without_it_says_so(redis_server):
+    url = f"rediss://127.0.0.1:{redis_server().port}?timeout=0.5"
+    says_so = pytest.raises(StoreError, match="a server without it is redis://")
+    with opened(url) as store, says_so:
+        store.match(fresh_keys(1))
+
+
+def test_a_server_that_is_no_redis_is_called_that(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        end = start_background(server.serve_forever)
+        says_so = pytest.raises(StoreError, match="no redis server: is the port right")
+        with opened(f"redis://127.0.0.1:{server.server_port}") as store, says_so:
+            store.match(fresh_keys(1))
+        server.shutdown()
+        end(10.0)
 
 
 def test_opening_does_not_connect_and_calls_say_who_does_not_answer():
