@@ -27,6 +27,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
+from pdstore.store.room_watch import RoomWatch
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class PrefixCacheManager:
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
         self.metrics.describe(settings.role, namespace.hex, self._store.label)
+        self._room = RoomWatch(self._store, self.metrics)
         self._identity = PoolIdentity(self._store)
         self._instance = new_id()
         self._mismatches = MismatchLog()
@@ -214,6 +216,7 @@ class PrefixCacheManager:
         self._closed = True
         if os.getpid() != self._pid:
             return
+        self._room.close()
         self._queue.close()
         self._watcher.close()
         if self._owns_store:

@@ -1,0 +1,58 @@
+"""RoomWatch: how full a store is becomes metrics, and a store that errs changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.errors import StoreUnavailable
+from pdstore.metrics import Metrics
+from pdstore.store.optional import Room
+from pdstore.store.room_watch import RoomWatch
+from tests.support.kv import eventually
+from tests.support.scripted_store import Scripted
+
+
+class Telling(Scripted):
+    """A store that tells these rooms one after the other, and errs at the end."""
+
+    def __init__(self, *rooms):
+        super().__init__()
+        self.rooms = list(rooms)
+
+    def room(self):
+        if not self.rooms:
+            raise StoreUnavailable("gone")
+        return self.rooms.pop(0)
+
+
+@pytest.fixture
+def watch():
+    made = []
+
+    def watch(store, metrics):
+        made.append(RoomWatch(store, metrics, every_s=0.001))
+        return made[-1]
+
+    yield watch
+    for one in made:
+        one.close()
+
+
+def shown(metrics, name):
+    return metrics.registry.get_sample_value(f"pdstore_store_{name}")
+
+
+def test_evictions_count_from_the_first_look_on_and_errors_keep_the_last_numbers(watch):
+    metrics = Metrics()
+    store = Telling(Room("k", 5, 10, 100, "lru"), Room("k", 7, 10, 103, "lru"))
+    watch(store, metrics)
+    eventually(lambda: not store.rooms)
+    eventually(lambda: shown(metrics, "evictions_total") == 3)
+    assert (shown(metrics, "used_bytes"), shown(metrics, "capacity_bytes")) == (7, 10)
+
+
+def test_what_a_store_does_not_tell_is_zero(watch):
+    metrics = Metrics()
+    watch(Telling(Room("k", None, None, None, "")), metrics)
+    watch(Scripted(), metrics)
+    assert shown(metrics, "capacity_bytes") == 0
