@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes sure that the system has what pip cannot install, before anything else is done.
 #
-#   scripts/system_packages.sh [NEED]...     venv, compiler, redis, mooncake; without one: all
+#   scripts/system_packages.sh [NEED]...     venv, compiler, redis, mooncake; without one: these
+#                                            also monitoring and browser, for tests that skip else
 #
 # Does nothing where all is there. Installs what is missing by apt-get as root or by a sudo that
 # asks for no password; elsewhere says in one sentence what to install, and exits with 1.
@@ -20,6 +21,9 @@ redis     redis-server  has_program redis-server
 mooncake  libibverbs1   has_library libibverbs.so.1
 mooncake  libcurl4      has_library libcurl.so.4
 mooncake  libnuma1      has_library libnuma.so.1
+monitoring  prometheus               has_program prometheus
+monitoring  prometheus-alertmanager  has_program prometheus-alertmanager
+browser     chromium                 has_program chromium
 '
 
 has_venv() { "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; }

@@ -1,0 +1,96 @@
+"""Dashboard and alerts: promtool tests the rules; a real Prometheus answers every query."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pdstore.telemetry.metric_table import METRICS, Kind
+from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+    ask,
+    checkpoints_fixture,
+    open_engine_fixture,
+    prompt_of,
+    until,
+)
+from tests.support.monitoring import Monitoring
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "pdstore.rules.yaml"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "pdstore.json").read_text())
+QUERIES = [t["expr"] for panel in DASHBOARD["panels"] for t in panel["targets"]]
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("promtool") and shutil.which("prometheus")),
+    reason="needs Debian's package prometheus",
+)
+needs_alertmanager = pytest.mark.skipif(
+    not shutil.which("prometheus-alertmanager"),
+    reason="needs Debian's package prometheus-alertmanager",
+)
+
+
+def shown_names() -> set[str]:
+    kinds = {Kind.HISTOGRAM: ("", "_bucket", "_sum", "_count")}
+    return {m.shown_name + end for m in METRICS.values() for end in kinds.get(m.kind, ("",))}
+
+
+TEXTS = {"rules": RULES.read_text(), "dashboard": "\n".join(QUERIES)}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_only_metrics_of_the_table_are_named(text):
+    assert set(re.findall(r"\bpdstore_\w+", text)) <= shown_names()
+
+
+def test_every_metric_but_the_codes_of_one_store_is_on_the_dashboard():
+    text = "\n".join(QUERIES)
+    missing = {m.name for m in METRICS.values() if m.shown_name not in text}
+    assert missing == {"store_codes"}
+
+
+@needs_prometheus
+def test_every_alert_fires_for_its_cause():
+    for verb, file in (("check", RULES), ("test", RULES.with_name("pdstore.test.yaml"))):
+        command = ["promtool", verb, "rules", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
+@needs_alertmanager
+@pytest.mark.redis
+@pytest.mark.slow
+def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_server, tmp_path):
+    redis = redis_server()
+    url = f"redis://127.0.0.1:{redis.port}/0?timeout=0.5"
+    pd = {"pd_transfer_via_storage": True, "store": url, "staging": "8MiB"}
+    p = open_engine("llama", {**pd, "role": "prefill"})
+    d = open_engine("llama", {**pd, "role": "decode"})
+
+    def hand_over(seed):
+        prompt = prompt_of(100, seed)
+        params = {"do_remote_decode": True}
+        asked = ask(p, prompt, max_tokens=1, kv_transfer_params=params).wait()
+        ask(d, prompt, max_tokens=2, kv_transfer_params=asked.request.answer_params).wait()
+
+    with Monitoring(tmp_path, RULES, {"p": p.counters.registry, "d": d.counters.registry}) as seen:
+        hand_over(0)
+        until(lambda: seen.query("pdstore_info"))
+        waiting = set(QUERIES)
+        seeds = iter(range(1, 1000))
+
+        def have_data():
+            hand_over(next(seeds))
+            waiting.difference_update([q for q in waiting if seen.query(q)])
+            return not waiting
+
+        until(have_data)
+        assert len(seen.query("pdstore_info")) == 2
+        redis.stop()
+        until(lambda: hand_over(next(seeds)) or "PdstoreStoreDown" in seen.alerts())
