@@ -153,6 +153,12 @@ class Settings(BaseSettings):
     handoff_ttl_s: int = Field(
         600, ge=1, description="Life of tails and hand-off markers, in stores that keep a clock."
     )
+    status_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port on 127.0.0.1 of a page about this instance; 0: a free one. Unset: none.",
+    )
     breaker_failures: int = Field(
         3,
         ge=1,
@@ -162,6 +168,16 @@ class Settings(BaseSettings):
         1.0, description="First pause of the breaker before it lets a probe through; it doubles."
     )
     breaker_max_s: Seconds = Field(10.0, description="Longest pause of the breaker.")
+
+
+def origin_of(settings: Settings, field: str) -> str:
+    """Returns where a field's value comes from: "environment", "argument" or "default".
+
+    An argument that repeats its variable counts as the environment's.
+    """
+    if field not in settings.model_fields_set:
+        return "default"
+    return "environment" if variable_of(field) in os.environ else "argument"
 
 
 def variable_of(field: str) -> str:

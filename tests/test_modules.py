@@ -17,7 +17,7 @@ FLOORS = (
     ("metrics", "async_runner"),
     ("format", "native"),
     ("store",),
-    ("scheduler", "worker"),
+    ("scheduler", "worker", "status"),
     ("adapters", "testing", "cli", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -19,6 +19,8 @@ from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request, State
 from examples.mini_engine.tracker import Tracker
+from pdstore.status.server import StatusServer
+from pdstore.status.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,11 @@ class Adapter:
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self.journal = pdstore.Journal()
         self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
+        self.status: StatusServer | None = None
+        if settings.status_port is not None:
+            shown = Snapshot(settings, namespace.hex, metrics, self.journal, lambda: self.problem)
+            self.status = StatusServer(settings.status_port, shown.take)
+            log.info("status on %s", self.status.url)
         self._trackers: dict[Request, Tracker] = {}
 
     def ready(self) -> None:
@@ -205,6 +212,8 @@ class Adapter:
 
     def close(self) -> None:
         """Gives running jobs the drain time, then ends them. May be called twice."""
+        if self.status is not None:
+            self.status.close()
         self.pool.close()
         self.cache.close()
 

@@ -1,0 +1,80 @@
+"""StatusServer: `/pdstore` and a page of it, on this host alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.resources import files
+
+from pdstore.errors import ConfigError
+from pdstore.threads import Ticker
+
+_HOST = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost")  # of Host: a page of another site cannot read this one
+_TURN_S = 0.2
+_READ_S = 2.0
+
+
+class StatusServer:
+    """Serves the page at `/` and the JSON object that `take` returns at `/pdstore`.
+
+    One thread answers one request after the other: it is for a few people.
+
+    port: 0 for a free one. Raises ConfigError for one that is taken.
+    """
+
+    def __init__(self, port: int, take: Callable[[], dict[str, object]]) -> None:
+        page = files("pdstore.status").joinpath("page.html").read_bytes()
+        try:
+            self._server = HTTPServer((_HOST, port), partial(_Handler, page, take))
+        except OSError as error:
+            raise ConfigError(f"PDSTORE_STATUS_PORT={port}: {error}") from error
+        self._server.timeout = _TURN_S
+        self._thread = Ticker("pdstore-status", self._turn)
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        return f"http://{_HOST}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stops the server. Twice is fine."""
+        if self._thread.stop(_TURN_S + _READ_S):
+            self._server.server_close()
+
+    def _turn(self) -> float:
+        self._server.handle_request()
+        return 0.0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _READ_S
+
+    def __init__(
+        self, page: bytes, take: Callable[[], dict[str, object]], *arguments: object
+    ) -> None:
+        self._page, self._take = page, take
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
+            self.send_error(403, "this page is for this host alone")
+        elif self.path == "/":
+            self._answer("text/html; charset=utf-8", self._page)
+        elif self.path == "/pdstore":
+            self._answer("application/json", json.dumps(self._take()).encode())
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Says nothing: the page asks every second."""
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)

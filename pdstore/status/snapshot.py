@@ -1,0 +1,89 @@
+"""Snapshot: the state of an instance now, as one JSON object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pdstore
+from pdstore.metrics import Metrics
+from pdstore.settings import Settings, origin_of, variable_of
+from pdstore.store.url import StoreURL
+from pdstore.telemetry.advice import ADVICE
+from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.metric_table import METRICS, Kind
+
+Json: TypeAlias = dict[str, object]
+
+
+class Snapshot:
+    """Makes the object that `/pdstore` shows. No secret is in it.
+
+    namespace: as `Namespace.hex`.
+    problem: returns the trouble of the pool now, or None.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: str,
+        metrics: Metrics,
+        journal: Journal,
+        problem: Callable[[], str | None],
+    ) -> None:
+        self._settings, self._namespace, self._metrics = settings, namespace, metrics
+        self._journal, self._problem = journal, problem
+
+    def take(self) -> Json:
+        """Returns the state as it is now."""
+        numbers = _numbers_of(self._metrics)
+        return {
+            "time": time.time(),
+            "version": pdstore.__version__,
+            "role": self._settings.role,
+            "store": StoreURL.of(self._settings.store).label,
+            "namespace": self._namespace,
+            "problem": self._problem(),
+            "settings": settings_of(self._settings),
+            "metrics": numbers,
+            "reasons": _reasons_of(numbers),
+            "requests": [record.as_json() for record in self._journal.last()],
+        }
+
+
+def settings_of(settings: Settings) -> list[Json]:
+    """Returns each setting with its variable, its value without secrets, and its origin."""
+    shown: list[Json] = []
+    for field in Settings.model_fields:
+        value = getattr(settings, field)
+        text = StoreURL.of(value).label if field == "store" else str(value)
+        origin = origin_of(settings, field)
+        shown.append({"name": variable_of(field), "value": text, "origin": origin})
+    return shown
+
+
+def _numbers_of(metrics: Metrics) -> dict[str, float]:
+    """Returns counters and gauges by name and labels: `tokens_total|loaded`."""
+    found = {}
+    for family in metrics.registry.collect():
+        metric = METRICS.get(family.name.removeprefix("pdstore_"))
+        if metric is None or metric.kind is Kind.HISTOGRAM or metric.name == "info":
+            continue
+        for sample in family.samples:
+            if sample.name == metric.shown_name:
+                labels = [sample.labels[name] for name in metric.labels]
+                found["|".join((sample.name.removeprefix("pdstore_"), *labels))] = sample.value
+    return found
+
+
+def _reasons_of(numbers: dict[str, float]) -> Json:
+    """Returns the reasons that came up, with their counts and what to look at."""
+    found: Json = {}
+    for reason, advice in ADVICE.items():
+        misses = numbers.get(f"misses_total|{reason.value}", 0.0)
+        drops = numbers.get(f"drops_total|{reason.value}", 0.0)
+        if misses or drops:
+            look_at = advice.look_at.replace("`", "")
+            found[reason.value] = {"misses": misses, "drops": drops, "look_at": look_at}
+    return found

@@ -1,0 +1,103 @@
+"""StatusServer: JSON and a page on this host alone; a real browser shows what happens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import httpx
+import pytest
+
+from pdstore.errors import ConfigError
+from pdstore.status.server import StatusServer
+from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+    ask,
+    checkpoints_fixture,
+    open_engine_fixture,
+    prompt_of,
+    until,
+)
+
+
+@pytest.fixture
+def serve():
+    made = []
+
+    def serve(take, port=0):
+        made.append(StatusServer(port, take))
+        return made[-1]
+
+    yield serve
+    for one in made:
+        one.close()
+        one.close()
+
+
+def get(url, **headers):
+    return httpx.get(url, headers=headers, trust_env=False, timeout=10)
+
+
+def test_the_page_and_the_json(serve):
+    url = serve(lambda: {"role": "decode"}).url
+    assert get(url).text.startswith("<!doctype html>")
+    assert get(f"{url}/pdstore").json() == {"role": "decode"}
+    assert get(f"{url}/else").status_code == 404
+
+
+def test_a_page_of_another_site_cannot_read_it(serve):
+    assert get(f"{serve(dict).url}/pdstore", host="evil.example:80").status_code == 403
+
+
+def test_a_port_that_is_taken_names_the_setting(serve):
+    port = int(serve(dict).url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"PDSTORE_STATUS_PORT={port}"):
+        StatusServer(port, dict)
+
+
+def shown(url, tmp_path, *more) -> str:
+    """Returns the page as a real browser shows it after its scripts have run."""
+    command = [
+        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", *more),
+    ]
+    return subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's package chromium")
+def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis_server, tmp_path):
+    redis = redis_server()
+    pd = {
+        "pd_transfer_via_storage": True,
+        "store": f"redis://:secret-word@127.0.0.1:{redis.port}/0?timeout=0.5",
+        "staging": "8MiB",
+    }
+    with redis.client() as client:
+        client.config_set("requirepass", "secret-word")
+    p = open_engine("llama", {**pd, "role": "prefill"})
+    d = open_engine("llama", {**pd, "role": "decode", "status_port": 0})
+
+    def hand_over(seed):
+        prompt = prompt_of(100, seed)
+        params = {"do_remote_decode": True}
+        asked = ask(p, prompt, max_tokens=1, kv_transfer_params=params).wait()
+        params = asked.request.answer_params
+        ask(d, prompt, max_tokens=2, kv_transfer_params=params, id=f"req-{seed}").wait()
+
+    for seed in range(5):
+        hand_over(seed)
+    url = d.adapter.status.url
+    page = shown(url, tmp_path)
+    assert "the store is well" in page
+    assert "req-4" in page
+    assert "var(--load)" in page
+    redis.stop()
+    for seed in range(5, 8):
+        hand_over(seed)
+    until(lambda: d.problem)
+    page = shown(url, tmp_path)
+    assert "degraded: " in page
+    assert "store_down" in page
+    assert "secret-word" not in page + json.dumps(get(f"{url}/pdstore").json())

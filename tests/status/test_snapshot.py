@@ -1,0 +1,37 @@
+"""Snapshot: settings with their origins, counts and reasons, and no secret."""
+
+from __future__ import annotations
+
+import json
+
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.settings import read_settings
+from pdstore.status.snapshot import Snapshot, settings_of
+from pdstore.telemetry.journal import Journal
+from tests.telemetry.test_request_record import RECORD
+
+
+def test_settings_have_origins_and_no_secrets(monkeypatch):
+    monkeypatch.setenv("PDSTORE_SALT", "tenant-secret")
+    settings = read_settings(store="redis://me:password@there/0")
+    shown = {one["name"]: one for one in settings_of(settings)}
+    assert shown["PDSTORE_SALT"]["origin"] == "environment"
+    assert shown["PDSTORE_STORE"]["origin"] == "argument"
+    assert shown["PDSTORE_WORKERS"]["origin"] == "default"
+    assert "secret" not in json.dumps(shown)
+    assert "password" not in json.dumps(shown)
+
+
+def test_a_snapshot_is_json_with_requests_counts_and_reasons():
+    metrics, journal = Metrics(), Journal()
+    metrics.miss(Reason.LOST)
+    metrics.tokens.labels("loaded").inc(64)
+    journal.add(RECORD)
+    taken = Snapshot(read_settings(), "ab" * 16, metrics, journal, lambda: "down").take()
+    said = json.loads(json.dumps(taken))
+    assert said["problem"] == "down"
+    assert said["metrics"]["tokens_total|loaded"] == 64
+    assert said["metrics"]["queue_jobs|load"] == 0
+    assert set(said["reasons"]) == {"lost"}
+    assert said["requests"][0]["request_id"] == "r-1"
