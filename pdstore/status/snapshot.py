@@ -57,7 +57,9 @@ def settings_of(settings: Settings) -> list[Json]:
     shown: list[Json] = []
     for field in Settings.model_fields:
         value = getattr(settings, field)
-        text = StoreURL.of(value).label if field == "store" else str(value)
+        text = str(int(value) if isinstance(value, bool) else value)  # as a variable is written
+        if field == "store":
+            text = StoreURL.of(text).label
         origin = origin_of(settings, field)
         shown.append({"name": variable_of(field), "value": text, "origin": origin})
     return shown
