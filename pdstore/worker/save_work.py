@@ -96,10 +96,15 @@ class SaveWork(Work):
         values = self._prompt.values(piece.blocks, piece.layer_range)
         if self._handoff is None:
             values = values[self._mover.num_stored(child, values) :]
-        if values:
-            return self._mover.save(child, values, ready, partial(self._note_gathered, child))
-        self._note_gathered(child)
-        return None
+        if not values:
+            self._note_gathered(child)
+            return None
+        reason = self._mover.save(child, values, ready, partial(self._note_gathered, child))
+        if reason is None and self._handoff is not None:
+            self._mover.num_stored(
+                child, values
+            )  # a lease: D comes for them, also when all is late
+        return reason
 
     def _note_gathered(self, child: ChildJob) -> None:
         """Counts the pieces that are copied; a hand-off's may be needed again."""

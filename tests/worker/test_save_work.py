@@ -11,9 +11,12 @@ import torch
 
 from pdstore import Job, JobResult, KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys
 from pdstore.errors import LayoutError, StoreFull
+from pdstore.format.block import HEADER_BYTES
 from pdstore.outcome import Direction, Reason
+from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
-from tests.support.kv import POISON, caches_of, eventually, settings_of
+from pdstore.testing.values import fresh_keys, put
+from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 
@@ -50,6 +53,35 @@ def test_a_block_lost_before_the_check_is_saved_again(store, instance):
     assert_loaded(p, d, 200)
 
 
+def test_a_handoffs_blocks_are_leased_as_soon_as_they_are_stored(instance):
+    """Others fill the pool while the rest of the hand-off is still on its way."""
+    now, size = [0.0], HEADER_BYTES + BLOCK_BYTES
+    small = MemoryStore(budget=4 * size, lease_s=10.0, clock=lambda: now[0])
+
+    class Crowded(WrapperStore):
+        is_crowded = False
+
+        def put(self, keys, slots):
+            if not self.is_crowded and small.which_stored(first) == [True]:
+                self.is_crowded = True
+                for key in fresh_keys(4):
+                    now[0] += 2.0  # no value is fresh any more, and no lease is over
+                    put(small, [key], [bytes(size)])
+            return super().put(keys, slots)
+
+    crowded = Crowded(small)
+    p = instance(over=crowded, workers=2, range_bytes=1)  # one of them saves, block after block
+    keys = p.cache.keys(range(128))
+    names = keys.store_keys(p.layout.parts)
+    first = names[:1]
+    handoff, _ = p.cache.announce(keys)
+    saved = p.pool.metrics.registry.get_sample_value
+    assert p.pool.save(keys, P_BLOCKS, handoff=handoff).wait(10).reason is None
+    assert crowded.is_crowded
+    assert small.which_stored(names) == [True, True]
+    assert saved("pdstore_tokens_total", {"verb": "saved"}) == 128  # none of them twice
+
+
 def test_a_handoffs_blocks_are_not_captured_before_it_is_over(store, instance):
     """Blocks that were lost are copied again from the same place, which must not be reused."""
 
@@ -70,7 +102,7 @@ def test_a_handoffs_blocks_are_not_captured_before_it_is_over(store, instance):
     job = p.pool.save(keys.prefix(0), P_BLOCKS)
     job = p.pool.save(keys, P_BLOCKS, handoff=attempt, after=[job])
     assert job.wait(10).reason is None
-    assert watched.captured == (False, False)
+    assert watched.captured == (False, False, False)
     load(d, range(200))
     assert_loaded(p, d, 200)
 
