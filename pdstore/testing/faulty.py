@@ -6,12 +6,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ErrorCodes
 from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
@@ -30,6 +33,8 @@ class Faulty(WrapperStore):
     corrupt_rate: chance that one bit of a value that was read is flipped.
     bytes_per_s: bytes a second for all reads together (in the URL a size, such as `100MB`); 0: no
       bound.
+
+    The metric `pdstore_store_codes_total` counts what it did, by kind (`codes`).
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Faulty(WrapperStore):
         self._random_lock = threading.Lock()
         self.error_rate, self.miss_rate, self.corrupt_rate = error_rate, miss_rate, corrupt_rate
         self._bytes_per_s, self._read_until = bytes_per_s, 0.0
+        self._counts: Counter[str] = Counter()
         self._open = threading.Event()
         self._open.set()
         self.num_held = 0
@@ -62,6 +68,11 @@ class Faulty(WrapperStore):
         store.label = url.label
         log.warning("%s fails on purpose: seed %d, %s", url.label, seed, rates)
         return store
+
+    def codes(self) -> Mapping[str, int]:
+        """Returns how often it failed on purpose, by kind, beside the codes of the other store."""
+        theirs = find_optional(self.wrapped, ErrorCodes)
+        return {**(theirs.codes() if theirs else {}), **self._counts}
 
     def hold(self) -> None:
         """Lets calls hang from now on."""
@@ -82,6 +93,7 @@ class Faulty(WrapperStore):
             if self._chance(self.corrupt_rate):
                 piece = slots.value(i)
                 piece[self._below(len(piece))] ^= 1 << self._below(8)
+                self._counts["faulty_corrupt"] += 1
         self._slow_down(sum(slots.sizes[:n]))
         return n
 
@@ -103,6 +115,7 @@ class Faulty(WrapperStore):
             self._open.wait(60)
             self.num_held -= 1
         if self._chance(self.error_rate):
+            self._counts["faulty_error"] += 1
             raise StoreUnavailable(f"{self.label}: {verb} failed on purpose")
 
     def _slow_down(self, num_bytes: int) -> None:
@@ -115,7 +128,10 @@ class Faulty(WrapperStore):
         time.sleep(max(0.0, end - time.monotonic()))
 
     def _shortened(self, n: int) -> int:
-        return self._below(n) if n and self._chance(self.miss_rate) else n
+        if not n or not self._chance(self.miss_rate):
+            return n
+        self._counts["faulty_miss"] += 1
+        return self._below(n)
 
     def _chance(self, rate: float) -> bool:
         with self._random_lock:

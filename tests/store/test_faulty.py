@@ -11,6 +11,9 @@ import pytest
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ErrorCodes
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 
@@ -60,6 +63,29 @@ def test_it_fails_now_and_then_without_being_told_how_often():
                 store.match(fresh_keys(1))
                 failed -= 1
     assert 10 < failed < 100
+
+
+def test_it_counts_what_it_did_by_kind():
+    keys, failed = fresh_keys(1), 0
+    url = "faulty+memory://?error_rate=0.3&miss_rate=0.3&corrupt_rate=0.3"
+    with opened(url) as store:
+        for _ in range(100):
+            failed += 1
+            with contextlib.suppress(StoreUnavailable):
+                put(store, keys, [b"x" * 64])
+                failed -= 1
+        assert store.codes()["faulty_error"] == failed
+        for _ in range(100):
+            with contextlib.suppress(StoreUnavailable):
+                get(store, keys, [64])
+        assert store.codes().keys() == {"faulty_error", "faulty_miss", "faulty_corrupt"}
+        shown = connected_codes(store)
+    assert shown == store.codes()
+
+
+def connected_codes(store) -> dict:
+    """The codes that an engine's metrics show of its store."""
+    return dict(find_optional(CircuitBreaker(store), ErrorCodes).codes())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The chaos campaign: P, D, a router and stores as real processes, hurt at random moments."""

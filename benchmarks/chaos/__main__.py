@@ -1,0 +1,81 @@
+"""P and D under faults: kill -9, stops, bad links, full disks, lost directories, clocks that jump.
+
+    make chaos SEED=7 MINUTES=10
+    python -m benchmarks.chaos --seed 7 --minutes 10 --json chaos.json
+    python -m benchmarks.chaos --seed 7 --round 12    # that round again
+
+The instances are mini engines, and every answer is compared with one instance's, ids and
+probabilities. After each round all must be back: requests, blocks, slots, threads, fds, temporary
+files, keys. Each round's faults follow from the seed and its number; their moments in the code do
+not. The exit status is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.chaos.campaign import Campaign
+from benchmarks.chaos.pools import POOLS
+from pdstore.cli.report import machine
+
+
+def main() -> int:
+    given = parse()
+    seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    say(f"seed {seed}")
+    with tempfile.TemporaryDirectory(prefix="pdstore-chaos-", ignore_cleanup_errors=True) as name:
+        campaign = Campaign(
+            Path(name),
+            seed=seed,
+            pools=given.stores,
+            round_s=given.round_s,
+            num_prompts=given.prompts,
+            first_round=given.round or 0,
+            say=say,
+        )
+        asyncio.run(campaign.run(60 * given.minutes if given.round is None else 0.001))
+        if campaign.tally.failures and given.keep_logs:
+            Path(name, "logs").rename(given.keep_logs)
+    result = {"seed": seed, "minutes": given.minutes, "machine": machine()}
+    result |= campaign.tally.result()
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    counts = {name: result[name] for name in ("wrong", "hang", "lost", "died", "leaks")}
+    say(f"seed {seed}: {result['num_faults']} faults, {counts}")
+    for failure in campaign.tally.failures:
+        say(f"FAILED {failure}")
+    return 1 if campaign.tally.failures else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seed", type=int, help="of all faults (a random one, which is printed)")
+    add("--minutes", type=float, default=5.0, help="begin no round after this time (%(default)s)")
+    add("--round", type=int, help="run this round alone")
+    add("--round-s", type=float, default=3.0, help="seconds of faults in a round (%(default)s)")
+    add("--stores", nargs="+", choices=list(POOLS), default=list(POOLS), help="default: all")
+    add("--prompts", type=int, default=40, help="different prompts (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    add("--keep-logs", type=Path, metavar="DIR", help="move the instances' logs there on failure")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Audit: after a round everything must be back: requests, blocks, slots, threads, fds, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import NamedTuple
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.chaos.plan import INSTANCES
+from benchmarks.chaos.spawner import Child
+from benchmarks.chaos.stage import NUM_BLOCKS, Stage
+from pdstore.errors import StoreError
+
+_BACK_S = 15.0
+_MORE_FDS = 20  # connections that are kept for a while: the router's, the store's, the clients'
+_NUM_STORES = 4  # P and D open one for lookups and one for jobs
+_IDLE = {
+    "mini_engine_free_blocks": float(NUM_BLOCKS),
+    "mini_engine_requests": 0.0,
+    "pdstore_jobs_alive": 0.0,
+    "pdstore_hung_store_calls": 0.0,
+    "pdstore_slots_lent": 0.0,
+}
+
+
+class Footprint(NamedTuple):
+    """The threads and file descriptors of a process."""
+
+    num_threads: int
+    num_fds: int
+
+    @classmethod
+    def of(cls, child: Child) -> Footprint:
+        return cls(child.num_threads, child.num_fds)
+
+
+class Audit:
+    """Looks at one stage after each round.
+
+    in_process: faults that `faulty+` made, by kind; those of killed instances since their last
+      audit are missing.
+    peak_bytes: the most memory that each instance ever had.
+    """
+
+    def __init__(self, stage: Stage, namespace: str) -> None:
+        self._stage, self._namespace = stage, namespace
+        self._first: dict[int, Footprint] = {}
+        self._codes: dict[int, dict[str, float]] = {}
+        self.peak_bytes: dict[str, int] = {}
+
+    @property
+    def in_process(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for codes in self._codes.values():
+            for code, count in codes.items():
+                total[code] = total.get(code, 0) + int(count)
+        return total
+
+    async def leaks(self) -> list[str]:
+        """Returns what is not back within some seconds, in words."""
+        deadline = time.monotonic() + _BACK_S
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+            while (found := await self._look(client)) and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        for name, child in self._stage.children.items():
+            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), child.peak_bytes)
+            self._first.setdefault(child.pid, Footprint.of(child))
+        return found or await self._leaks_of_pool()
+
+    async def _look(self, client: httpx.AsyncClient) -> list[str]:
+        found: list[str] = []
+        for name in INSTANCES:
+            child = self._stage.children[name]
+            first, now = self._first.get(child.pid), Footprint.of(child)
+            if first is not None and now.num_threads > first.num_threads:
+                found.append(f"{name}: {now.num_threads} threads, {first.num_threads} before")
+            if first is not None and now.num_fds > first.num_fds + _MORE_FDS:
+                found.append(f"{name}: {now.num_fds} fds, {first.num_fds} before")
+            if name != "router":
+                found += await self._busy(client, name, child.pid)
+        return found
+
+    async def _busy(self, client: httpx.AsyncClient, name: str, pid: int) -> list[str]:
+        """Returns the gauges that are not those of an idle engine."""
+        found: list[str] = []
+        text = (await client.get(self._stage.url_of(name) + "/metrics")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                wanted = _IDLE.get(sample.name)
+                if wanted is not None and sample.value != wanted:
+                    found.append(f"{name}: {sample.name}{sample.labels} is {sample.value:g}")
+                if sample.name == "pdstore_store_codes_total":
+                    code = sample.labels["code"]
+                    if code.startswith("faulty"):
+                        self._codes.setdefault(pid, {})[code] = sample.value
+        return found
+
+    async def _leaks_of_pool(self) -> list[str]:
+        """Clears the namespace and returns what is left in the pool."""
+        deadline, found = time.monotonic() + _BACK_S, ["the pool cannot be cleared"]
+        while found and time.monotonic() < deadline:
+            with contextlib.suppress(StoreError):
+                await asyncio.to_thread(self._clear)
+                found = await self._stage.pool.leftovers(_NUM_STORES)
+            await asyncio.sleep(0.05 if found else 0.0)
+        return found
+
+    def _clear(self) -> None:
+        with contextlib.closing(self._stage.pool.open_store()) as store:
+            store.clear(self._namespace)

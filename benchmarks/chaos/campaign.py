@@ -1,0 +1,142 @@
+"""Campaign: rounds on one stage after the other, each from its number and the seed alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.chaos.asking import Answer, ask
+from benchmarks.chaos.audit import Audit
+from benchmarks.chaos.disk import open_disk
+from benchmarks.chaos.injector import Injector
+from benchmarks.chaos.plan import Scene, plan_round
+from benchmarks.chaos.pools import POOLS, Pool
+from benchmarks.chaos.prompts import make_checkpoint, make_prompts
+from benchmarks.chaos.round import Round
+from benchmarks.chaos.spawner import Spawner, open_spawner
+from benchmarks.chaos.stage import Options, Stage, open_stage
+from benchmarks.chaos.tally import Tally
+
+ROUNDS_PER_STAGE = 8
+_FAULTS_PER_S = 20.0
+_VARIANTS = (
+    Options(),
+    Options(mode="concurrent"),
+    Options(faulty="seed={seed}&error_rate=0.02&miss_rate=0.05&corrupt_rate=0.05"),
+)
+
+Say = Callable[[str], None]
+
+
+class Campaign:
+    """All rounds of one seed.
+
+    first_round: to begin with; rounds are numbered from 0, whatever the time that they take.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        *,
+        seed: int,
+        pools: Sequence[str],
+        round_s: float,
+        num_prompts: int,
+        first_round: int,
+        say: Say,
+    ) -> None:
+        self._scratch, self._seed, self._pools = scratch, seed, pools
+        self._round_s, self._say = round_s, say
+        self._number = first_round
+        self._prompts = make_prompts(seed, num_prompts)
+        self._answers: list[Answer] = []
+        self._model = scratch / "model"
+        self._namespace = ""
+        self.tally = Tally()
+
+    async def run(self, seconds: float) -> None:
+        """Runs rounds until the time is up; the last stage ends whole."""
+        make_checkpoint(self._model)
+        with open_spawner(self._scratch) as spawner:
+            await self._ask_one_instance(spawner)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                await self._run_stage(spawner, deadline)
+
+    async def _ask_one_instance(self, spawner: Spawner) -> None:
+        """Answers all prompts by a pair without faults whose D finds nothing: it computes."""
+        options = Options(env={"PD_TRANSFER_VIA_STORAGE": "0"})
+        with open_disk(self._scratch / "quiet") as disk:
+            pool = POOLS["file"](spawner, disk, "")
+            async with (
+                open_stage(spawner, pool, self._model, options, "") as stage,
+                httpx.AsyncClient(trust_env=False, timeout=60) as client,
+            ):
+                for prompt in self._prompts:
+                    self._answers.append(await ask(client, stage.url_of("decode"), prompt))
+        self._say(f"one instance has answered {len(self._prompts)} prompts")
+
+    async def _run_stage(self, spawner: Spawner, deadline: float) -> None:
+        index = self._number // ROUNDS_PER_STAGE
+        kind = self._pools[index % len(self._pools)]
+        variant = _VARIANTS[index // len(self._pools) % len(_VARIANTS)]
+        seed = f"{self._seed} stage {index}"
+        options = Options(variant.mode, variant.faulty.format(seed=self._seed + index))
+        with open_disk(self._scratch / f"disk-{index}") as disk:
+            pool = POOLS[kind](spawner, disk, seed)
+            async with open_stage(spawner, pool, self._model, options, seed) as stage:
+                self._say(f"stage {index}: {kind} {options.mode} {options.faulty}")
+                audit = Audit(stage, await self._warm_up(stage))
+                self.tally.failures += [f"at the start: {each}" for each in await audit.leaks()]
+                stop = (index + 1) * ROUNDS_PER_STAGE
+                while self._number < stop and time.monotonic() < deadline:
+                    await self._run_round(stage, pool, audit)
+                self._number = max(self._number, stop) if time.monotonic() < deadline else stop
+                self.tally.add_stage(kind, audit)
+
+    async def _warm_up(self, stage: Stage) -> str:
+        """Asks as often at once as a round does. Returns the namespace that the pair uses."""
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            await asyncio.gather(*(ask(client, stage.url, p) for p in self._prompts[:8]))
+            body = {"prompt": self._prompts[0], "max_tokens": 1}
+            said = await client.post(stage.url_of("prefill") + "/v1/completions", json=body)
+        return str(said.json()["kv_transfer_params"]["pdstore"]["namespace"])
+
+    async def _run_round(self, stage: Stage, pool: Pool, audit: Audit) -> None:
+        number, self._number = self._number, self._number + 1
+        seed = f"{self._seed} round {number}"
+        scene = Scene(
+            servers=list(pool.servers),
+            links=list(pool.links),
+            has_disk=pool.has_disk,
+            can_vanish=pool.kind == "file",
+            is_slow=pool.is_slow,
+            is_sheltered=number % 2 == 1,
+        )
+        faults = plan_round(seed, scene, self._round_s, _FAULTS_PER_S)
+        injector = Injector(stage, seed)
+        one = Round(stage, injector, self._prompts, self._answers, seed)
+        began = time.monotonic()
+        with contextlib.suppress(asyncio.CancelledError):
+            await one.run(faults, self._round_s)
+        leaks = [f"leak: {each}" for each in await audit.leaks()]
+        failures = one.outcome.failures + leaks
+        self.tally.add_round(one.outcome, injector.counts, leaks)
+        self._say(
+            f"round {number}: {sum(injector.counts.values())} faults, {one.outcome.right} right,"
+            f" {one.outcome.loaded} of them loaded, {one.outcome.refused} refused,"
+            f" {one.outcome.left} left, slowest {one.outcome.slowest_s:.1f} s,"
+            f" healed in {one.outcome.heal_s:.1f} s, calm {one.outcome.calm_s:.1f} s,"
+            f" {time.monotonic() - began:.1f} s in all"
+        )
+        if failures:
+            plan = "\n".join(f"  {fault}" for fault in faults)
+            self._say(f"FAILED round {number}; its plan:\n{plan}")
+            for failure in failures:
+                self._say(f"FAILED round {number}: {failure}")
+                self.tally.failures.append(f"round {number} ({pool.kind}): {failure}")

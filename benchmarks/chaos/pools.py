@@ -1,0 +1,259 @@
+"""Pools: the stores of a campaign, each with its servers, its links and what can happen to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import httpx
+
+from benchmarks.chaos.disk import Disk
+from benchmarks.chaos.proxy import Proxy
+from benchmarks.chaos.spawner import Child, Spawner
+from examples.demo.processes import free_ports
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.settings import read_settings
+from pdstore.store import Store, open_store
+from pdstore.store.arena.store import ArenaStore
+
+_START_S = 20.0
+_QUICK_MOONCAKE = {
+    "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
+}
+
+
+class Pool(ABC):
+    """A store, and the processes and links that it consists of.
+
+    servers: its processes, by name; a fault may stop or kill them.
+    links: proxies between an instance and a server.
+    env: what the instances need to use it.
+    is_slow: recovering takes seconds.
+    """
+
+    kind: ClassVar[str]
+    is_slow: ClassVar[bool] = False
+
+    def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
+        self._spawner, self.disk, self._seed = spawner, disk, seed
+        self.servers: dict[str, Child] = {}
+        self.links: dict[str, Proxy] = {}
+        self.env: dict[str, str] = {}
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The URL for the driver, without a proxy."""
+
+    def url_for(self, role: str) -> str:
+        """Returns the URL for P or D."""
+        return self.url
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether its values lie on the small disk."""
+        return False
+
+    async def open(self) -> None:  # noqa: B027 - some have neither servers nor links
+        """Starts its servers and links."""
+
+    def restart(self, name: str) -> None:  # noqa: B027
+        """Starts a server that was killed."""
+
+    def vanish(self) -> bool:
+        """Deletes what it lies in. Returns whether it did."""
+        return False
+
+    async def leftovers(self, num_stores: int) -> list[str]:
+        """Returns what is there although the pool was cleared, in words.
+
+        num_stores: those that the instances have open.
+        """
+        return []
+
+    def open_store(self) -> Store:
+        return open_store(self.url, read_settings())
+
+    async def close(self) -> None:
+        for link in self.links.values():
+            await link.close()
+        for server in self.servers.values():
+            server.kill()
+
+
+class FilePool(Pool):
+    """Files on the small disk, with a budget that evicts."""
+
+    kind = "file"
+
+    @property
+    def url(self) -> str:
+        return f"file://{self._root}?budget=4MiB&lease=1"
+
+    @property
+    def has_disk(self) -> bool:
+        return self.disk.is_small
+
+    @property
+    def _root(self) -> Path:
+        return self.disk.path / "pool"
+
+    def vanish(self) -> bool:
+        with contextlib.suppress(OSError):  # somebody repairs it meanwhile
+            shutil.rmtree(self._root)
+        return True
+
+    async def leftovers(self, num_stores: int) -> list[str]:
+        values = [path for path in self._root.glob("??/*") if path.name != POOL_ID_KEY]
+        scratches = list((self._root / "tmp").glob("*"))
+        unfinished = [path for each in scratches for path in each.glob("*") if path.name != "lock"]
+        found = [f"value {path.name}" for path in values]
+        found += [f"temporary file {path}" for path in unfinished]
+        num_bells = len(list((self._root / "bells").glob("*")))
+        if num_bells > num_stores:
+            found.append(f"{num_bells} bells of {num_stores} open stores")
+        if len(scratches) > num_stores:
+            found.append(f"{len(scratches)} scratch directories of {num_stores} open stores")
+        return found
+
+
+class ArenaPool(Pool):
+    """Shared memory on the small disk."""
+
+    kind = "arena"
+
+    @property
+    def url(self) -> str:
+        return f"shm://chaos?size=8MiB&lease=1&dir={self.disk.path}"
+
+    @property
+    def has_disk(self) -> bool:
+        return self.disk.is_small
+
+    async def leftovers(self, num_stores: int) -> list[str]:
+        store = self.open_store()
+        assert isinstance(store, ArenaStore)
+        with contextlib.closing(store):
+            counts = store.counts()
+        found = [] if counts.stored <= 1 else [f"{counts.stored} values"]  # the pool's id stays
+        return found + ([f"{counts.reserved} reserved slots"] if counts.reserved else [])
+
+
+class RedisPool(Pool):
+    """A redis-server, with a proxy to it for each instance."""
+
+    kind = "redis"
+
+    def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
+        super().__init__(spawner, disk, seed)
+        (self._port,) = free_ports(1)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self._port}/0?timeout=1"
+
+    def url_for(self, role: str) -> str:
+        return f"redis://127.0.0.1:{self.links[f'{role}-store'].port}/0?timeout=1"
+
+    async def open(self) -> None:
+        for role in ("prefill", "decode"):
+            link = self.links[f"{role}-store"] = Proxy(role, self._port, f"{self._seed}{role}")
+            await link.open()
+        self.restart("redis")
+        await wait_for_port(self._port)
+
+    def restart(self, name: str) -> None:
+        options = f"--bind 127.0.0.1 --port {self._port} --appendonly no --maxmemory 16mb".split()
+        command = ["redis-server", *options, "--save", "", "--maxmemory-policy", "volatile-lru"]
+        self.servers["redis"] = self._spawner.spawn("redis", command)
+
+    async def leftovers(self, num_stores: int) -> list[str]:
+        with socket.create_connection(("127.0.0.1", self._port), 2.0) as connection:
+            connection.sendall(b"DBSIZE\r\n")
+            count = int(connection.recv(64).strip()[1:])
+        return [f"{count} keys"] if count > 1 else []
+
+
+class MooncakePool(Pool):
+    """A master and a holder; values go straight to the holder, the master is behind proxies."""
+
+    kind = "mooncake"
+    is_slow = True
+
+    def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
+        super().__init__(spawner, disk, seed)
+        self._rpc, self._metrics, self._holder = free_ports(3)
+        self.env = dict(_QUICK_MOONCAKE)
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://127.0.0.1:{self._rpc}?lease=3&discard=3"
+
+    def url_for(self, role: str) -> str:
+        return f"mooncake://127.0.0.1:{self.links[f'{role}-store'].port}?lease=3&discard=3"
+
+    async def open(self) -> None:
+        for role in ("prefill", "decode"):
+            link = self.links[f"{role}-store"] = Proxy(role, self._rpc, f"{self._seed}{role}")
+            await link.open()
+        for name, port in (("master", self._rpc), ("holder", self._holder)):
+            self.restart(name)
+            await wait_for_port(port)
+
+    def restart(self, name: str) -> None:
+        commands = {"master": self._master, "holder": self._lender}
+        self.servers[name] = self._spawner.spawn(name, commands[name](), _QUICK_MOONCAKE)
+
+    async def leftovers(self, num_stores: int) -> list[str]:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            text = (await client.get(f"http://127.0.0.1:{self._metrics}/metrics")).text
+        lines = (line.split() for line in text.splitlines() if line.startswith("master_key_count"))
+        count = sum(float(line[-1]) for line in lines)
+        return [f"{count:.0f} keys"] if count > 1 else []
+
+    def _master(self) -> Sequence[str]:
+        return [
+            *(_program("mooncake_master"), f"--rpc_port={self._rpc}", "--rpc_address=127.0.0.1"),
+            *(f"--metrics_port={self._metrics}", "--metrics_host=127.0.0.1"),
+            *("--default_kv_lease_ttl=3000", "--client_ttl=4"),
+            *("--put_start_discard_timeout_sec=3", "--put_start_release_timeout_sec=4"),
+        ]
+
+    def _lender(self) -> Sequence[str]:
+        return [
+            *(_program("mooncake_client"), "--host=127.0.0.1", f"--port={self._holder}"),
+            *("--global_segment_size=64MB", f"--master_server_address=127.0.0.1:{self._rpc}"),
+            *("--metadata_server=P2PHANDSHAKE", "--protocol=tcp"),
+        ]
+
+
+def _program(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+async def wait_for_port(port: int) -> None:
+    """Returns when somebody listens. Raises TimeoutError."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            return
+        await asyncio.sleep(0.02)
+    raise TimeoutError(f"nobody listens on port {port} after {_START_S:g} s")
+
+
+POOLS: dict[str, type[Pool]] = {
+    pool.kind: pool for pool in (FilePool, RedisPool, ArenaPool, MooncakePool)
+}

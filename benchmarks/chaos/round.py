@@ -1,0 +1,132 @@
+"""Round: some seconds of clients and faults; then calm, in which everything must work again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from benchmarks.chaos.asking import Answer, NoAnswerError, ask
+from benchmarks.chaos.injector import Injector
+from benchmarks.chaos.plan import Fault
+from benchmarks.chaos.stage import BLOCK_TOKENS, Stage
+
+DEADLINE_S = 20.0
+"""No request may take longer: P has 3 s, D's waits and jobs 3.5 s, and stops last 1.5 s each."""
+NUM_CLIENTS = 6
+_NUM_CALM = 3
+_JOIN_S = 20.0
+
+
+@dataclass
+class Outcome:
+    """The end of a round's requests.
+
+    refused: error answers while a fault was on their way; failures: everything that must not be.
+    """
+
+    right: int = 0
+    loaded: int = 0
+    refused: int = 0
+    left: int = 0
+    slowest_s: float = 0.0
+    heal_s: float = 0.0
+    calm_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class Round:
+    """One round on a stage.
+
+    prompts, answers: each prompt with one instance's answer to it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        injector: Injector,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Answer],
+        seed: str,
+    ) -> None:
+        self._stage, self._injector = stage, injector
+        self._prompts, self._answers, self._seed = prompts, answers, seed
+        self.outcome = Outcome()
+        self._is_over = False
+
+    async def run(self, faults: Sequence[Fault], seconds: float) -> None:
+        """Asks while the faults happen, heals the stage, and asks in calm."""
+        timeout = httpx.Timeout(DEADLINE_S)
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
+            clients = [
+                asyncio.create_task(self._ask_on(client, f"{self._seed} client {n}"))
+                for n in range(NUM_CLIENTS)
+            ]
+            await asyncio.gather(self._injector.run(faults), asyncio.sleep(seconds))
+            self._is_over, began = True, time.monotonic()
+            died = await self._stage.heal()
+            self.outcome.failures += [f"died by itself: {each}" for each in died]
+            await asyncio.gather(*clients)
+            self.outcome.heal_s = time.monotonic() - began
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
+            began = time.monotonic()
+            await self._ask_in_calm(client)
+            self.outcome.calm_s = time.monotonic() - began
+
+    async def _ask_on(self, client: httpx.AsyncClient, seed: str) -> None:
+        draw = random.Random(seed)
+        while not self._is_over:
+            number, streams = draw.randrange(len(self._prompts)), draw.random() < 0.3
+            asked = asyncio.create_task(self._ask(client, number, streams=streams))
+            leaving = asyncio.create_task(self._injector.leaving.wait())
+            await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            if not asked.done():
+                asked.cancel()
+                self.outcome.left += 1
+            await asyncio.gather(asked, return_exceptions=True)
+            await asyncio.sleep(draw.uniform(0.0, 0.02))
+
+    async def _ask(self, client: httpx.AsyncClient, number: int, *, streams: bool) -> Answer | None:
+        began = time.monotonic()
+        try:
+            answer = await asyncio.wait_for(
+                ask(client, self._stage.url, self._prompts[number], streams=streams), DEADLINE_S
+            )
+        except NoAnswerError as error:
+            if self._injector.may_have_cost(began, time.monotonic()):
+                self.outcome.refused += 1
+            else:
+                self.outcome.failures.append(f"lost: prompt {number}: {error}")
+            await asyncio.sleep(0.05)
+            return None
+        except (httpx.TimeoutException, asyncio.TimeoutError):
+            self.outcome.failures.append(f"hang: prompt {number} after {DEADLINE_S:g} s")
+            return None
+        self.outcome.slowest_s = max(self.outcome.slowest_s, time.monotonic() - began)
+        self._compare(number, answer)
+        return answer
+
+    def _compare(self, number: int, answer: Answer) -> None:
+        if answer.is_like(self._answers[number]):
+            self.outcome.right += 1
+            self.outcome.loaded += answer.num_loaded > 0
+        else:
+            self.outcome.failures.append(
+                f"wrong: prompt {number}: {answer}, and one instance says {self._answers[number]}"
+            )
+
+    async def _ask_in_calm(self, client: httpx.AsyncClient) -> None:
+        """Asks until D loads again. No fault excuses anything now."""
+        draw = random.Random(f"{self._seed} calm")
+        long = [n for n, p in enumerate(self._prompts) if len(p) > 2 * BLOCK_TOKENS]
+        deadline, num_loaded = time.monotonic() + _JOIN_S, 0
+        while num_loaded < _NUM_CALM and time.monotonic() < deadline:
+            answer = await self._ask(client, draw.choice(long), streams=False)
+            num_loaded += answer is not None and answer.num_loaded > 0
+        if num_loaded < _NUM_CALM and not self._stage.options.faulty:
+            self.outcome.failures.append(f"D does not load again within {_JOIN_S:g} s")

@@ -1,0 +1,177 @@
+"""Stage: P, D and a router in front of one pool, with proxies between all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks.chaos.plan import INSTANCES
+from benchmarks.chaos.pools import Pool
+from benchmarks.chaos.proxy import Proxy
+from benchmarks.chaos.spawner import Child, Spawner
+from benchmarks.chaos.wall_clock import WallClock
+from examples.demo.processes import free_ports
+
+NUM_BLOCKS = 192
+BLOCK_TOKENS = 16
+_READY_S = 60.0
+_ENVIRONMENT = {
+    "PD_TRANSFER_VIA_STORAGE": "1",
+    "PDSTORE_WEIGHTS": "chaos",
+    "PDSTORE_BLOCK_TOKENS": str(BLOCK_TOKENS),
+    "PDSTORE_STAGING": "4MiB",
+    "PDSTORE_WORKERS": "3",
+    "PDSTORE_HANDOFF_WAIT_S": "1",
+    "PDSTORE_SAVE_DEADLINE_S": "1",
+    "PDSTORE_LOAD_DEADLINE_S": "1",
+    "PDSTORE_LOOKUP_WAIT_S": "0.5",
+    "PDSTORE_BREAKER_OPEN_S": "0.1",
+    "PDSTORE_BREAKER_MAX_S": "0.5",
+    "PDSTORE_DRAIN_S": "1",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a stage differs from another one.
+
+    mode: the router's. faulty: "" or the options of `faulty+`, with which P and D fail on purpose.
+    """
+
+    mode: str = "relay"
+    faulty: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class Stage:
+    """The instances of one pool. Its URL for clients is `url`."""
+
+    def __init__(
+        self, spawner: Spawner, pool: Pool, model: Path, options: Options, seed: str
+    ) -> None:
+        self.pool, self.options = pool, options
+        self._spawner, self._model, self._seed = spawner, model, seed
+        self._ports = dict(zip(INSTANCES, free_ports(len(INSTANCES)), strict=True))
+        self.children: dict[str, Child] = {}
+        self.links: dict[str, Proxy] = {}
+        self.clocks: dict[str, WallClock] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.links['client-router'].port}"
+
+    def url_of(self, name: str) -> str:
+        """Returns an instance's own URL, which no proxy is in front of."""
+        return f"http://127.0.0.1:{self._ports[name]}"
+
+    async def open(self) -> None:
+        await self.pool.open()
+        for link, target in (
+            ("client-router", "router"),
+            ("router-prefill", "prefill"),
+            ("router-decode", "decode"),
+        ):
+            self.links[link] = Proxy(link, self._ports[target], f"{self._seed} {link}")
+            await self.links[link].open()
+        self.links |= self.pool.links
+        for name in INSTANCES:
+            self.start(name)
+        await self.ready()
+
+    def start(self, name: str) -> None:
+        """Starts an instance, or starts it again."""
+        clock = None
+        if name != "router":
+            path = self._model.parent / "clocks"
+            number = INSTANCES.index(name)
+            self.clocks[name] = WallClock.create(path, number)
+            clock = (path, number)
+        argv, env = self._command(name), {**_ENVIRONMENT, **self.pool.env, **self.options.env}
+        self.children[name] = self._spawner.spawn(name, argv, env, clock)
+
+    async def ready(self) -> None:
+        """Waits until all instances answer. Raises TimeoutError, with the end of a log."""
+        deadline = time.monotonic() + _READY_S
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+            for name, child in self.children.items():
+                while not await _answers(client, self.url_of(name), name == "router"):
+                    if time.monotonic() > deadline or not child.is_alive:
+                        raise TimeoutError(f"{name} is not ready\n{tail_of(child.log)}")
+                    await asyncio.sleep(0.02)
+
+    async def heal(self) -> list[str]:
+        """Makes everything whole again. Returns the instances that had died by themselves."""
+        died: list[str] = []
+        for link in self.links.values():
+            await link.be("pass")
+        self.pool.disk.empty()
+        for clock in self.clocks.values():
+            clock.shift(0.0)
+        for child in (*self.children.values(), *self.pool.servers.values()):
+            child.go_on()
+        for name, child in self.pool.servers.items():
+            if not child.is_alive:
+                died.append(name)
+        for name, child in self.children.items():
+            if not child.is_alive:
+                died.append(f"{name}\n{tail_of(child.log)}")
+                self.start(name)
+        await self.ready()
+        return died
+
+    async def close(self) -> None:
+        for child in self.children.values():
+            child.kill()
+        for link in self.links.values():
+            await link.close()
+        await self.pool.close()
+
+    def _command(self, name: str) -> list[str]:
+        port = str(self._ports[name])
+        if name == "router":
+            command = ["-m", "examples.router", "--port", port, "--mode", self.options.mode]
+            for role in ("prefill", "decode"):
+                link = self.links[f"router-{role}"]
+                command += [f"--{role}", f"http://127.0.0.1:{link.port}"]
+            return [*command, "--prefill-timeout", "3", "--read-timeout", "8"]
+        url = self.pool.url_for(name)
+        if self.options.faulty:
+            url = f"faulty+{url}{'&' if '?' in url else '?'}{self.options.faulty}"
+        return [
+            *("-m", "examples.mini_engine", "--model", str(self._model), "--port", port),
+            *("--role", name, "--store", url, "--num-blocks", str(NUM_BLOCKS)),
+            *("--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
+            *("--served-model-name", "chaos"),
+        ]
+
+
+@contextlib.asynccontextmanager
+async def open_stage(
+    spawner: Spawner, pool: Pool, model: Path, options: Options, seed: str
+) -> AsyncIterator[Stage]:
+    stage = Stage(spawner, pool, model, options, seed)
+    try:
+        await stage.open()
+        yield stage
+    finally:
+        await stage.close()
+
+
+async def _answers(client: httpx.AsyncClient, url: str, is_router: bool) -> bool:
+    """Whether an instance serves; a router says 503 while it sees no D."""
+    try:
+        return (await client.get(url + "/health")).status_code == 200 or is_router
+    except httpx.TransportError:
+        return False
+
+
+def tail_of(log: Path, num_lines: int = 30) -> str:
+    """Returns the end of a log under its name."""
+    lines = log.read_text(errors="replace").splitlines()[-num_lines:]
+    return "\n".join([f"--- end of {log.name}:", *lines])
