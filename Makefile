@@ -8,6 +8,8 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 STORE ?=
 ENGINE ?= mini
+SEED ?=
+MINUTES ?= 5
 PIP_ARGS ?=
 PROCESSORS ?=
 ARGS ?=
@@ -18,7 +20,7 @@ DEMO_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
 DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
-.PHONY: help packages setup setup-vllm native demo test test-vllm nightly check bench release
+.PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check bench release
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +53,10 @@ test-vllm: setup-vllm ## The tests with vLLM
 
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)
+
+chaos: setup ## Hurt P, D and their stores for MINUTES, from a SEED, and check every answer
+	@$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) \
+	  $(addprefix --round ,$(ROUND)) $(if $(QUICK),--quick) $(if $(STORES),--stores $(STORES))
 
 check: setup ## Lint, format, spelling, types, and the files of deploy/
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/typos

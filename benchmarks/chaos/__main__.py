@@ -21,9 +21,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.chaos.campaign import Campaign
+from benchmarks.chaos.campaign import Campaign, Shape
 from benchmarks.chaos.pools import POOLS
 from pdstore.cli.report import machine
+
+QUICK = Shape(round_s=2.0, rounds_per_stage=1, num_prompts=12)
 
 
 def main() -> int:
@@ -40,12 +42,12 @@ def main() -> int:
             Path(name),
             seed=seed,
             pools=given.stores,
-            round_s=given.round_s,
-            num_prompts=given.prompts,
+            shape=QUICK if given.quick else Shape(),
             first_round=given.round or 0,
             say=say,
         )
-        asyncio.run(campaign.run(60 * given.minutes if given.round is None else 0.001))
+        seconds = 0.0 if given.round is not None else 60 * given.minutes
+        asyncio.run(campaign.run(seconds, len(given.stores) if given.quick else None))
         if campaign.tally.failures and given.keep_logs:
             Path(name, "logs").rename(given.keep_logs)
     result = {"seed": seed, "minutes": given.minutes, "machine": machine()}
@@ -69,9 +71,8 @@ def parse() -> argparse.Namespace:
     add("--seed", type=int, help="of all faults (a random one, which is printed)")
     add("--minutes", type=float, default=5.0, help="begin no round after this time (%(default)s)")
     add("--round", type=int, help="run this round alone")
-    add("--round-s", type=float, default=3.0, help="seconds of faults in a round (%(default)s)")
+    add("--quick", action="store_true", help="one short round on each store, for CI")
     add("--stores", nargs="+", choices=list(POOLS), default=list(POOLS), help="default: all")
-    add("--prompts", type=int, default=40, help="different prompts (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")
     add("--keep-logs", type=Path, metavar="DIR", help="move the instances' logs there on failure")
     return parser.parse_args()

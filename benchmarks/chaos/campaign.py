@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -19,10 +21,10 @@ from benchmarks.chaos.pools import POOLS, Pool
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
 from benchmarks.chaos.round import Round
 from benchmarks.chaos.spawner import Spawner, open_spawner
-from benchmarks.chaos.stage import Options, Stage, open_stage
+from benchmarks.chaos.stage import Options, Stage, engine_command, open_stage, wait_ready
 from benchmarks.chaos.tally import Tally
+from examples.demo.processes import free_ports
 
-ROUNDS_PER_STAGE = 8
 _FAULTS_PER_S = 20.0
 _VARIANTS = (
     Options(),
@@ -33,9 +35,18 @@ _VARIANTS = (
 Say = Callable[[str], None]
 
 
+class Shape(NamedTuple):
+    """The size of a campaign's rounds and stages."""
+
+    round_s: float = 4.0
+    rounds_per_stage: int = 8
+    num_prompts: int = 40
+
+
 class Campaign:
     """All rounds of one seed.
 
+    shape: how long a round is, and how many of them a stage has; with the seed it gives the faults.
     first_round: to begin with; rounds are numbered from 0, whatever the time that they take.
     """
 
@@ -45,44 +56,44 @@ class Campaign:
         *,
         seed: int,
         pools: Sequence[str],
-        round_s: float,
-        num_prompts: int,
+        shape: Shape,
         first_round: int,
         say: Say,
     ) -> None:
         self._scratch, self._seed, self._pools = scratch, seed, pools
-        self._round_s, self._say = round_s, say
+        self._shape, self._say = shape, say
         self._number = first_round
-        self._prompts = make_prompts(seed, num_prompts)
+        self._prompts = make_prompts(seed, shape.num_prompts)
         self._answers: list[Answer] = []
         self._model = scratch / "model"
         self._namespace = ""
         self.tally = Tally()
 
-    async def run(self, seconds: float) -> None:
-        """Runs rounds until the time is up; the last stage ends whole."""
+    async def run(self, seconds: float, num_stages: int | None = None) -> None:
+        """Runs rounds until the time is up, or on so many stages; begun rounds end whole."""
         make_checkpoint(self._model)
-        with open_spawner(self._scratch) as spawner:
+        with open_spawner(self._scratch, self._model) as spawner:
             await self._ask_one_instance(spawner)
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
+            stages = itertools.count() if num_stages is None else range(num_stages)
+            for _ in stages:
                 await self._run_stage(spawner, deadline)
+                if time.monotonic() > deadline:
+                    return
 
     async def _ask_one_instance(self, spawner: Spawner) -> None:
-        """Answers all prompts by a pair without faults whose D finds nothing: it computes."""
-        options = Options(env={"PD_TRANSFER_VIA_STORAGE": "0"})
-        with open_disk(self._scratch / "quiet") as disk:
-            pool = POOLS["file"](spawner, disk, "")
-            async with (
-                open_stage(spawner, pool, self._model, options, "") as stage,
-                httpx.AsyncClient(trust_env=False, timeout=60) as client,
-            ):
-                for prompt in self._prompts:
-                    self._answers.append(await ask(client, stage.url_of("decode"), prompt))
+        """Lets an instance without a pool answer all prompts, one after the other."""
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        alone = spawner.spawn("alone", engine_command(self._model, str(port)))
+        await wait_ready(alone, url)
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            self._answers = [await ask(client, url, prompt) for prompt in self._prompts]
+        alone.kill()
         self._say(f"one instance has answered {len(self._prompts)} prompts")
 
     async def _run_stage(self, spawner: Spawner, deadline: float) -> None:
-        index = self._number // ROUNDS_PER_STAGE
+        index = self._number // self._shape.rounds_per_stage
         kind = self._pools[index % len(self._pools)]
         variant = _VARIANTS[index // len(self._pools) % len(_VARIANTS)]
         seed = f"{self._seed} stage {index}"
@@ -93,10 +104,10 @@ class Campaign:
                 self._say(f"stage {index}: {kind} {options.mode} {options.faulty}")
                 audit = Audit(stage, await self._warm_up(stage))
                 self.tally.failures += [f"at the start: {each}" for each in await audit.leaks()]
-                stop = (index + 1) * ROUNDS_PER_STAGE
+                stop = (index + 1) * self._shape.rounds_per_stage
+                await self._run_round(stage, pool, audit)
                 while self._number < stop and time.monotonic() < deadline:
                     await self._run_round(stage, pool, audit)
-                self._number = max(self._number, stop) if time.monotonic() < deadline else stop
                 self.tally.add_stage(kind, audit)
 
     async def _warm_up(self, stage: Stage) -> str:
@@ -118,12 +129,12 @@ class Campaign:
             is_slow=pool.is_slow,
             is_sheltered=number % 2 == 1,
         )
-        faults = plan_round(seed, scene, self._round_s, _FAULTS_PER_S)
+        faults = plan_round(seed, scene, self._shape.round_s, _FAULTS_PER_S)
         injector = Injector(stage, seed)
         one = Round(stage, injector, self._prompts, self._answers, seed)
         began = time.monotonic()
         with contextlib.suppress(asyncio.CancelledError):
-            await one.run(faults, self._round_s)
+            await one.run(faults, self._shape.round_s)
         leaks = [f"leak: {each}" for each in await audit.leaks()]
         failures = one.outcome.failures + leaks
         self.tally.add_round(one.outcome, injector.counts, leaks)

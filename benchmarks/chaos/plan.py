@@ -57,7 +57,13 @@ def plan_round(seed: str, scene: Scene, seconds: float, per_s: float) -> list[Fa
 def _draw_fault(draw: random.Random, scene: Scene, seconds: float) -> Fault:
     at_s = draw.uniform(0.0, seconds)
     for_s = draw.uniform(0.01, 0.2) if draw.random() < 0.9 else draw.uniform(0.3, 1.5)
-    kinds = {"kill": 1, "stop": 12, "link": 40, "clock": 8, "fill": 6 * scene.has_disk}
+    kinds: dict[str, float] = {
+        "kill": 1,
+        "stop": 12,
+        "link": 40,
+        "clock": 8,
+        "fill": 6 * scene.has_disk,
+    }
     kinds |= {"vanish": 3 * scene.can_vanish, "leave": 3}
     if scene.servers:
         kinds |= {"kill-server": 0.2 if scene.is_slow else 3, "stop-server": 6}

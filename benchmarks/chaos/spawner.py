@@ -75,13 +75,16 @@ class Child:
 
 
 class Spawner:
-    """A zygote and its children, which all end with it."""
+    """A zygote and its children, which all end with it.
 
-    def __init__(self, scratch: Path, nice: int = 0) -> None:
+    model: the checkpoint that the instances serve.
+    """
+
+    def __init__(self, scratch: Path, model: Path) -> None:
         self._logs = scratch / "logs"
         self._logs.mkdir(exist_ok=True)
         self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.chaos.zygote"],
+            [sys.executable, "-m", "benchmarks.chaos.zygote", str(model)],
             cwd=ROOT,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -122,8 +125,8 @@ class Spawner:
 
 
 @contextlib.contextmanager
-def open_spawner(scratch: Path) -> Iterator[Spawner]:
-    spawner = Spawner(scratch)
+def open_spawner(scratch: Path, model: Path) -> Iterator[Spawner]:
+    spawner = Spawner(scratch, model)
     try:
         yield spawner
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -46,7 +46,14 @@ class Options:
 
     mode: str = "relay"
     faulty: str = ""
-    env: dict[str, str] = field(default_factory=dict)
+
+
+def engine_command(model: Path, port: str) -> list[str]:
+    return [
+        *("-m", "examples.mini_engine", "--model", str(model), "--port", port),
+        *("--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", "8"),
+        *("--max-num-batched-tokens", "64", "--served-model-name", "chaos"),
+    ]
 
 
 class Stage:
@@ -92,18 +99,13 @@ class Stage:
             number = INSTANCES.index(name)
             self.clocks[name] = WallClock.create(path, number)
             clock = (path, number)
-        argv, env = self._command(name), {**_ENVIRONMENT, **self.pool.env, **self.options.env}
+        argv, env = self._command(name), {**_ENVIRONMENT, **self.pool.env}
         self.children[name] = self._spawner.spawn(name, argv, env, clock)
 
     async def ready(self) -> None:
         """Waits until all instances answer. Raises TimeoutError, with the end of a log."""
-        deadline = time.monotonic() + _READY_S
-        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
-            for name, child in self.children.items():
-                while not await _answers(client, self.url_of(name), name == "router"):
-                    if time.monotonic() > deadline or not child.is_alive:
-                        raise TimeoutError(f"{name} is not ready\n{tail_of(child.log)}")
-                    await asyncio.sleep(0.02)
+        for name, child in self.children.items():
+            await wait_ready(child, self.url_of(name))
 
     async def heal(self) -> list[str]:
         """Makes everything whole again. Returns the instances that had died by themselves."""
@@ -143,12 +145,7 @@ class Stage:
         url = self.pool.url_for(name)
         if self.options.faulty:
             url = f"faulty+{url}{'&' if '?' in url else '?'}{self.options.faulty}"
-        return [
-            *("-m", "examples.mini_engine", "--model", str(self._model), "--port", port),
-            *("--role", name, "--store", url, "--num-blocks", str(NUM_BLOCKS)),
-            *("--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
-            *("--served-model-name", "chaos"),
-        ]
+        return [*engine_command(self._model, port), "--role", name, "--store", url]
 
 
 @contextlib.asynccontextmanager
@@ -163,8 +160,18 @@ async def open_stage(
         await stage.close()
 
 
-async def _answers(client: httpx.AsyncClient, url: str, is_router: bool) -> bool:
-    """Whether an instance serves; a router says 503 while it sees no D."""
+async def wait_ready(child: Child, url: str) -> None:
+    """Returns when an instance serves. Raises TimeoutError, with the end of its log."""
+    deadline = time.monotonic() + _READY_S
+    async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
+        while not await _serves(client, url, is_router=child.name == "router"):
+            if time.monotonic() > deadline or not child.is_alive:
+                raise TimeoutError(f"{child.name} is not ready\n{tail_of(child.log)}")
+            await asyncio.sleep(0.02)
+
+
+async def _serves(client: httpx.AsyncClient, url: str, *, is_router: bool) -> bool:
+    """Whether an instance answers; a router says 503 while it sees no D."""
     try:
         return (await client.get(url + "/health")).status_code == 200 or is_router
     except httpx.TransportError:

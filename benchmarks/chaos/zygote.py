@@ -25,6 +25,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main() -> None:
     import_all()
+    load_model(sys.argv[1])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead need not be waited for
     print("ready", flush=True)
     for line in sys.stdin:
@@ -42,6 +43,16 @@ def import_all() -> None:
     import pdstore.store.redis.store  # noqa: F401
 
     torch.set_num_threads(1)
+
+
+def load_model(model: str) -> None:
+    """Loads the checkpoint once, since that imports the most; each instance loads it again."""
+    from examples.mini_engine.config import parse
+    from examples.mini_engine.model import Model
+
+    Model(parse(["--model", model]))
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("a thread was started, which no fork would have")
 
 
 def become(order: dict[str, Any]) -> None:
