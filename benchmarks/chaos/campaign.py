@@ -19,11 +19,11 @@ from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Scene, plan_round
 from benchmarks.chaos.pools import POOLS, Pool
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
+from benchmarks.chaos.reference import answers_of_one
 from benchmarks.chaos.round import Round
 from benchmarks.chaos.spawner import Spawner, open_spawner
-from benchmarks.chaos.stage import Options, Stage, engine_command, open_stage, wait_ready
+from benchmarks.chaos.stage import Options, Stage, open_stage
 from benchmarks.chaos.tally import Tally
-from examples.demo.processes import free_ports
 
 _FAULTS_PER_S = 20.0
 _VARIANTS = (
@@ -73,24 +73,14 @@ class Campaign:
         """Runs rounds until the time is up, or on so many stages; begun rounds end whole."""
         make_checkpoint(self._model)
         with open_spawner(self._scratch, self._model) as spawner:
-            await self._ask_one_instance(spawner)
+            self._answers = await answers_of_one(spawner, self._model, self._prompts)
+            self._say(f"one instance has answered {len(self._prompts)} prompts")
             deadline = time.monotonic() + seconds
             stages = itertools.count() if num_stages is None else range(num_stages)
             for _ in stages:
                 await self._run_stage(spawner, deadline)
                 if time.monotonic() > deadline:
                     return
-
-    async def _ask_one_instance(self, spawner: Spawner) -> None:
-        """Lets an instance without a pool answer all prompts, one after the other."""
-        (port,) = free_ports(1)
-        url = f"http://127.0.0.1:{port}"
-        alone = spawner.spawn("alone", engine_command(self._model, str(port)))
-        await wait_ready(alone, url)
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            self._answers = [await ask(client, url, prompt) for prompt in self._prompts]
-        alone.kill()
-        self._say(f"one instance has answered {len(self._prompts)} prompts")
 
     async def _run_stage(self, spawner: Spawner, deadline: float) -> None:
         index = self._number // self._shape.rounds_per_stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -41,11 +41,16 @@ _ENVIRONMENT = {
 class Options:
     """How a stage differs from another one.
 
-    mode: the router's. faulty: "" or the options of `faulty+`, with which P and D fail on purpose.
+    mode: the router's.
+    faulty: the options of `faulty+`, with which P and D fail on purpose; "" for neither.
+    env: more of P's and D's environment.
+    router: more of the router's command line.
     """
 
     mode: str = "relay"
     faulty: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    router: Sequence[str] = ()
 
 
 def engine_command(model: Path, port: str) -> list[str]:
@@ -99,7 +104,7 @@ class Stage:
             number = INSTANCES.index(name)
             self.clocks[name] = WallClock.create(path, number)
             clock = (path, number)
-        argv, env = self._command(name), {**_ENVIRONMENT, **self.pool.env}
+        argv, env = self._command(name), {**_ENVIRONMENT, **self.pool.env, **self.options.env}
         self.children[name] = self._spawner.spawn(name, argv, env, clock)
 
     async def ready(self) -> None:
@@ -141,7 +146,8 @@ class Stage:
             for role in ("prefill", "decode"):
                 link = self.links[f"router-{role}"]
                 command += [f"--{role}", f"http://127.0.0.1:{link.port}"]
-            return [*command, "--prefill-timeout", "3", "--read-timeout", "8"]
+            command += ["--prefill-timeout", "3", "--read-timeout", "8"]
+            return [*command, *self.options.router]
         url = self.pool.url_for(name)
         if self.options.faulty:
             url = f"faulty+{url}{'&' if '?' in url else '?'}{self.options.faulty}"

@@ -1,0 +1,28 @@
+"""The answers that all others are compared with: one instance's, without a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.chaos.asking import Answer, ask
+from benchmarks.chaos.spawner import Spawner
+from benchmarks.chaos.stage import engine_command, wait_ready
+from examples.demo.processes import free_ports
+
+
+async def answers_of_one(
+    spawner: Spawner, model: Path, prompts: Sequence[Sequence[int]]
+) -> list[Answer]:
+    """Starts an instance that answers all prompts, one after the other."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    alone = spawner.spawn("alone", engine_command(model, str(port)))
+    try:
+        await wait_ready(alone, url)
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            return [await ask(client, url, prompt) for prompt in prompts]
+    finally:
+        alone.kill()
