@@ -31,7 +31,7 @@ from benchmarks.chaos.pools import POOLS
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
 from benchmarks.chaos.reference import answers_of_one
 from benchmarks.chaos.spawner import open_spawner
-from benchmarks.chaos.stage import Options, Stage, open_stage
+from benchmarks.chaos.stage import Options, Stage, open_stage, tail_of
 from pdstore.cli.report import machine
 
 _TIGHT = Options(
@@ -40,6 +40,7 @@ _TIGHT = Options(
         **{"PDSTORE_STAGING": "256KiB", "PDSTORE_BREAKER_FAILURES": "1000"},
     },
     router=("--prefill-timeout", "120", "--read-timeout", "120"),
+    is_direct=True,
 )
 _NUM_PROMPTS = 100
 _TIMEOUT_S = 300.0
@@ -88,9 +89,9 @@ class Overload:
 
     async def _ask_all(self, count: int) -> None:
         self._numbers = [n % len(self._prompts) for n in range(count)]
-        async with httpx.AsyncClient(
-            trust_env=False, timeout=_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
-        ) as client:
+        # a connection that is kept may be closed by the other side as it is used again
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S, limits=limits) as client:
             await asyncio.gather(*(self._ask_on(client) for _ in range(self._asked_at_once)))
 
     async def _ask_on(self, client: httpx.AsyncClient) -> None:
@@ -101,6 +102,7 @@ class Overload:
                 answer = await ask(client, self._stage.url, self._prompts[number])
             except (NoAnswerError, httpx.TimeoutException) as error:
                 print(f"lost: {error!r}", file=sys.stderr)
+                print(tail_of(self._stage.children["router"].log), file=sys.stderr)
                 self._counts["lost"] += 1
                 continue
             self._seconds.append(time.monotonic() - began)

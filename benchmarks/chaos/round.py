@@ -19,7 +19,6 @@ DEADLINE_S = 20.0
 """No request may take longer: P has 3 s, D's waits and jobs 3.5 s, and stops last 1.5 s each."""
 NUM_CLIENTS = 6
 _NUM_CALM = 3
-_JOIN_S = 20.0
 
 
 @dataclass
@@ -43,6 +42,7 @@ class Round:
     """One round on a stage.
 
     prompts, answers: each prompt with one instance's answer to it.
+    join_s: how long D may need to load again once all is whole.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class Round:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Answer],
         seed: str,
+        join_s: float = 20.0,
     ) -> None:
+        self._join_s = join_s
         self._stage, self._injector = stage, injector
         self._prompts, self._answers, self._seed = prompts, answers, seed
         self.outcome = Outcome()
@@ -124,9 +126,9 @@ class Round:
         """Asks until D loads again. No fault excuses anything now."""
         draw = random.Random(f"{self._seed} calm")
         long = [n for n, p in enumerate(self._prompts) if len(p) > 2 * BLOCK_TOKENS]
-        deadline, num_loaded = time.monotonic() + _JOIN_S, 0
+        deadline, num_loaded = time.monotonic() + self._join_s, 0
         while num_loaded < _NUM_CALM and time.monotonic() < deadline:
             answer = await self._ask(client, draw.choice(long), streams=False)
             num_loaded += answer is not None and answer.num_loaded > 0
         if num_loaded < _NUM_CALM and not self._stage.options.faulty:
-            self.outcome.failures.append(f"D does not load again within {_JOIN_S:g} s")
+            self.outcome.failures.append(f"D does not load again within {self._join_s:g} s")

@@ -21,6 +21,11 @@ from examples.demo.processes import free_ports
 NUM_BLOCKS = 192
 BLOCK_TOKENS = 16
 _READY_S = 60.0
+_LINKS = (
+    ("client-router", "router"),
+    ("router-prefill", "prefill"),
+    ("router-decode", "decode"),
+)
 _ENVIRONMENT = {
     "PD_TRANSFER_VIA_STORAGE": "1",
     "PDSTORE_WEIGHTS": "chaos",
@@ -39,18 +44,20 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a stage differs from another one.
+    """The differences between two stages of one pool.
 
     mode: the router's.
     faulty: the options of `faulty+`, with which P and D fail on purpose; "" for neither.
     env: more of P's and D's environment.
     router: more of the router's command line.
+    is_direct: whether there are no proxies between clients, the router, P and D.
     """
 
     mode: str = "relay"
     faulty: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     router: Sequence[str] = ()
+    is_direct: bool = False
 
 
 def engine_command(model: Path, port: str) -> list[str]:
@@ -76,19 +83,21 @@ class Stage:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.links['client-router'].port}"
+        return self._url_through("client-router", "router")
 
     def url_of(self, name: str) -> str:
         """Returns an instance's own URL, which no proxy is in front of."""
         return f"http://127.0.0.1:{self._ports[name]}"
 
+    def _url_through(self, link: str, target: str) -> str:
+        """Returns an instance's URL for one side: a proxy's, if there are any."""
+        if self.options.is_direct:
+            return self.url_of(target)
+        return f"http://127.0.0.1:{self.links[link].port}"
+
     async def open(self) -> None:
         await self.pool.open()
-        for link, target in (
-            ("client-router", "router"),
-            ("router-prefill", "prefill"),
-            ("router-decode", "decode"),
-        ):
+        for link, target in () if self.options.is_direct else _LINKS:
             self.links[link] = Proxy(link, self._ports[target], f"{self._seed} {link}")
             await self.links[link].open()
         self.links |= self.pool.links
@@ -144,8 +153,7 @@ class Stage:
         if name == "router":
             command = ["-m", "examples.router", "--port", port, "--mode", self.options.mode]
             for role in ("prefill", "decode"):
-                link = self.links[f"router-{role}"]
-                command += [f"--{role}", f"http://127.0.0.1:{link.port}"]
+                command += [f"--{role}", self._url_through(f"router-{role}", role)]
             command += ["--prefill-timeout", "3", "--read-timeout", "8"]
             return [*command, *self.options.router]
         url = self.pool.url_for(name)

@@ -1,0 +1,112 @@
+"""Rounds of the chaos campaign: an answer that is wrong, lost or late does not go unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from benchmarks.chaos.asking import Answer
+from benchmarks.chaos.round import Round
+
+PROMPT, RIGHT = list(range(40)), Answer([5, 6], [-0.5, -0.25], 39)
+
+
+@contextlib.contextmanager
+def serving(status: int, ids: list[int], logprobs: list[float]):
+    """An instance that answers everything in one way."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
+            usage = {"pdstore": {"loaded_tokens": 39}}
+            body = json.dumps({"choices": [choice], "usage": usage}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class Calm:
+    """An injector without faults."""
+
+    def __init__(self):
+        self.leaving = asyncio.Event()
+
+    def may_have_cost(self, began, ended):
+        return False
+
+    async def run(self, faults):
+        pass
+
+
+async def nothing_died():
+    return []
+
+
+def failures_of(url: str) -> set[str]:
+    """Runs a short round; returns the kinds of failures that it reports."""
+
+    async def run():
+        options = types.SimpleNamespace(faulty="yes")
+        stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options)
+        one = Round(stage, Calm(), [PROMPT], [RIGHT], "1", join_s=0.2)
+        await one.run([], 0.05)
+        assert one.outcome.right or one.outcome.failures
+        return {failure.partition(":")[0] for failure in one.outcome.failures}
+
+    return asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize(
+    ("status", "ids", "logprobs", "kinds"),
+    [
+        (200, RIGHT.ids, RIGHT.logprobs, set()),
+        (200, RIGHT.ids, [-0.5, -0.2501], set()),
+        (200, [5, 7], RIGHT.logprobs, {"wrong"}),
+        (200, [5], [-0.5], {"wrong"}),
+        (200, RIGHT.ids, [-0.5, -0.27], {"wrong"}),
+        (500, RIGHT.ids, RIGHT.logprobs, {"lost"}),
+    ],
+)
+def test_a_round_reports_what_is_not_right(status, ids, logprobs, kinds):
+    with serving(status, ids, logprobs) as url:
+        assert failures_of(url) == kinds
+
+
+def test_a_wall_clock_jumps_and_comes_back(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from benchmarks.chaos.wall_clock import WallClock
+path = Path(sys.argv[1])
+ours, theirs = WallClock.create(path, 1), WallClock.join(path, 0)
+real = time.time
+began = real()
+ours.install()
+theirs.shift(7200)
+assert time.time() - began < 60
+ours.shift(3600)
+assert 3590 < time.time() - began < 3700 and abs(time.time_ns() / 1e9 - time.time()) < 60
+ours.shift(0)
+assert time.time() - began < 60
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "clocks")], check=True, timeout=60)
