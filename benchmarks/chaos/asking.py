@@ -22,7 +22,7 @@ class Answer(NamedTuple):
     num_loaded: int
 
     def is_like(self, other: Answer) -> bool:
-        """Whether both have the same tokens with the same probabilities."""
+        """True if both have the same tokens with the same probabilities."""
         if self.ids != other.ids or len(self.logprobs) != len(other.logprobs):
             return False
         pairs = zip(self.logprobs, other.logprobs, strict=True)

@@ -76,7 +76,8 @@ class Audit:
         for name in INSTANCES:
             child = self._stage.children[name]
             first, now = self._first.get(child.pid), Footprint.of(child)
-            if first is not None and now.num_threads > first.num_threads:
+            late = self._stage.pool.late_threads
+            if first is not None and now.num_threads > first.num_threads + late:
                 found.append(f"{name}: {now.num_threads} threads, {first.num_threads} before")
             if first is not None and now.num_fds > first.num_fds + _MORE_FDS:
                 found.append(f"{name}: {now.num_fds} fds, {first.num_fds} before")

@@ -36,7 +36,7 @@ class Injector:
         await asyncio.gather(*(self._happen(fault, began) for fault in faults))
 
     def may_have_cost(self, began: float, ended: float) -> bool:
-        """Whether a fault on the way of answers happened between these moments, or just before."""
+        """True if a fault on the way of answers happened between these moments, or just before."""
         return any(start < ended and began < end + _GRACE_S for start, end in self._costly)
 
     async def _happen(self, fault: Fault, began: float) -> None:

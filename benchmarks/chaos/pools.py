@@ -42,10 +42,12 @@ class Pool(ABC):
     links: proxies between an instance and a server.
     env: what the instances need to use it.
     is_slow: recovering takes seconds.
+    late_threads: those that the store's library starts when it first needs them.
     """
 
     kind: ClassVar[str]
     is_slow: ClassVar[bool] = False
+    late_threads: ClassVar[int] = 0
 
     def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
         self._spawner, self.disk, self._seed = spawner, disk, seed
@@ -64,7 +66,7 @@ class Pool(ABC):
 
     @property
     def has_disk(self) -> bool:
-        """Whether its values lie on the small disk."""
+        """True if its values lie on the small disk."""
         return False
 
     async def open(self) -> None:  # noqa: B027 - some have neither servers nor links
@@ -193,6 +195,7 @@ class MooncakePool(Pool):
 
     kind = "mooncake"
     is_slow = True
+    late_threads = 1  # after calls of the master that failed
 
     def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
         super().__init__(spawner, disk, seed)

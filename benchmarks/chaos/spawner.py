@@ -27,7 +27,7 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended; a stopped process is alive."""
+        """True if it has not ended; a stopped process is alive."""
         return self._fd is not None and not select.select([self._fd], [], [], 0)[0]
 
     def send(self, number: signal.Signals) -> None:

@@ -185,7 +185,7 @@ async def wait_ready(child: Child, url: str) -> None:
 
 
 async def _serves(client: httpx.AsyncClient, url: str, *, is_router: bool) -> bool:
-    """Whether an instance answers; a router says 503 while it sees no D."""
+    """True if an instance answers; a router says 503 while it sees no D."""
     try:
         return (await client.get(url + "/health")).status_code == 200 or is_router
     except httpx.TransportError:

@@ -89,7 +89,11 @@ METRICS: dict[str, Metric] = {
         _counter("misses", "lookups and loads that brought less than was asked", reason=REASONS),
         _counter("drops", "saves not made or not finished", reason=REASONS),
         _counter("store_calls", "calls of the store", verb=VERBS, outcome=("ok",)),
-        _counter("store_codes", "error codes of the store's library (Mooncake)", code=()),
+        _counter(
+            "store_codes",
+            "error codes of the store's library; faults by `faulty+`",
+            code=(),
+        ),
         _counter("store_evictions", "values that the store evicted, where it tells"),
         _seconds("store_seconds", "time of a store call", verb=VERBS),
         _seconds("job_seconds", "time of a job, with its wait in the queue", direction=DIRECTIONS),
