@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from examples.mini_engine.protocol import Body
+from examples.mini_engine.protocol import ChatBody, Options
 from examples.mini_engine.request import Request, Token
 
 Json = dict[str, Any]
@@ -20,8 +20,10 @@ _CONTEXT_TOKENS = 4
 class Answer:
     """The answer to one request: `add` takes tokens, `part` returns those since the last part."""
 
+    prefix = "cmpl"
+
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, model: str, body: Body, request: Request
+        self, tokenizer: PreTrainedTokenizerBase, model: str, body: Options, request: Request
     ) -> None:
         self._tokenizer = tokenizer
         self._body = body
@@ -35,8 +37,8 @@ class Answer:
         self._num_chars = 0  # of earlier parts
         self._is_first = True
         self._head: Json = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.kind,
             "created": int(time.time()),
             "model": model,
         }
@@ -57,8 +59,7 @@ class Answer:
         """
         if finish_reason is not None:
             self._text += self._new_text()
-        choice: Json = {"index": 0, "text": self._text, "finish_reason": finish_reason}
-        choice["logprobs"] = None if self._body.logprobs is None else self._logprobs()
+        choice: Json = {"index": 0, "finish_reason": finish_reason, **self._content()}
         if self._body.return_token_ids:
             choice["token_ids"] = [token.id for token in self._tokens]
             choice["prompt_token_ids"] = self._request.prompt if self._is_first else None
@@ -68,6 +69,11 @@ class Answer:
         self._num_chars += len(self._text)
         self._text, self._tokens, self._offsets, self._is_first = "", [], [], False
         return part
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's name of the answer's form."""
+        return "text_completion"
 
     @property
     def is_stream(self) -> bool:
@@ -81,6 +87,11 @@ class Answer:
             return [{**usage, **last}]
         options = self._body.stream_options
         return [last, usage] if options and options.include_usage else [last]
+
+    def _content(self) -> Json:
+        """Returns the part of a choice that holds the text since the last part."""
+        wants_logprobs = self._request.num_logprobs is not None
+        return {"text": self._text, "logprobs": self._logprobs() if wants_logprobs else None}
 
     def _usage(self) -> Json:
         request = self._request
@@ -128,3 +139,25 @@ class Answer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class ChatAnswer(Answer):
+    """The answer to a conversation: the next message, whole or in parts."""
+
+    prefix = "chatcmpl"
+
+    @property
+    def kind(self) -> str:
+        return "chat.completion.chunk" if self.is_stream else "chat.completion"
+
+    def _content(self) -> Json:
+        said = {"role": "assistant", "content": self._text}
+        return {"delta" if self.is_stream else "message": said, "logprobs": None}
+
+
+def answer_of(
+    tokenizer: PreTrainedTokenizerBase, model: str, body: Options, request: Request
+) -> Answer:
+    """Returns the answer that a body asks for."""
+    kind = ChatAnswer if isinstance(body, ChatBody) else Answer
+    return kind(tokenizer, model, body, request)

@@ -1,10 +1,11 @@
-"""Body: the fields of a request to /v1/completions."""
+"""Body and ChatBody: the fields of a request to /v1/completions and to /v1/chat/completions."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 
@@ -27,17 +28,15 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Body(BaseModel):
+class Options(BaseModel):
     """OpenAI's fields with vLLM's additions. Sampling options are refused: answers are greedy."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = None
-    prompt: str | list[int] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -45,14 +44,11 @@ class Body(BaseModel):
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
     n: Literal[1] | None = None
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    suffix: None = None
     stop: None = None
     logit_bias: None = None
 
     @classmethod
-    def of(cls, data: bytes) -> Body:
+    def of(cls, data: bytes) -> Self:
         """Returns the body in this JSON. Raises RefusedError with the first field that is wrong."""
         try:
             return cls.model_validate_json(data)
@@ -65,3 +61,29 @@ class Body(BaseModel):
             if field == "temperature":
                 message = "temperature must be 0 or left out: this engine's answers are greedy"
             raise RefusedError(message, param=field) from error
+
+
+class Body(Options):
+    """A request to complete a text or token ids."""
+
+    prompt: str | list[int] = Field(min_length=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+
+class ChatBody(Options):
+    """A request to answer a conversation. What the messages may hold, the chat template decides."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False] | None = None
+    tools: None = None
+    response_format: None = None
+
+    @model_validator(mode="after")
+    def _take_new_name(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self

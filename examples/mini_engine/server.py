@@ -20,9 +20,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.mini_engine.answer import Answer, Json
+from examples.mini_engine.answer import Answer, Json, answer_of
 from examples.mini_engine.engine import Engine, EngineError
-from examples.mini_engine.protocol import Body, RefusedError
+from examples.mini_engine.prompt import prompt_of
+from examples.mini_engine.protocol import Body, ChatBody, RefusedError
 from examples.mini_engine.request import Finish, Request, Token
 
 Events = asyncio.Queue[Token | Finish]
@@ -42,6 +43,7 @@ def app_of(engine: Engine) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/completions", handlers.completions, methods=["POST"]),
+            Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
             Route("/v1/models", handlers.models),
             Route("/health", handlers.health),
             Route("/metrics", handlers.metrics),
@@ -81,12 +83,17 @@ class Handlers:
         self._name = engine.config.name
 
     async def completions(self, http: HttpRequest) -> Response:
-        body = Body.of(await _read(http))
+        return await self._answer(http, Body.of(await _read(http)))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        return await self._answer(http, ChatBody.of(await _read(http)))
+
+    async def _answer(self, http: HttpRequest, body: Body | ChatBody) -> Response:
         events: Events = asyncio.Queue()
         request = self._request_of(body, _sink_of(events))
         request.id = http.headers.get("x-request-id") or uuid.uuid4().hex
         request.traceparent = http.headers.get("traceparent")
-        answer = Answer(self._model.tokenizer, self._name, body, request)
+        answer = answer_of(self._model.tokenizer, self._name, body, request)
         parts = self._parts(request, answer, events)
         async with self._aborting_when_gone(http, request):
             first = await anext(parts)  # an error before the first token gets its status
@@ -113,14 +120,12 @@ class Handlers:
         text = generate_latest(self._engine.counters.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    def _request_of(self, body: Body, sink: Callable[[Token | Finish], None]) -> Request:
+    def _request_of(self, body: Body | ChatBody, sink: Callable[[Token | Finish], None]) -> Request:
         """Returns a body's request. Raises RefusedError if the engine can never answer it."""
         if body.model not in (None, self._name):
             message = f"the model {body.model!r} does not exist: this is {self._name!r}"
             raise RefusedError(message, status=404, param="model", code="model_not_found")
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = self._model.tokenizer(prompt)["input_ids"]
+        prompt = prompt_of(self._model.tokenizer, body)
         if not all(0 <= token < self._model.vocab_size for token in prompt):
             message = f"prompt: a token id is not in [0, {self._model.vocab_size})"
             raise RefusedError(message, param="prompt")
@@ -129,7 +134,7 @@ class Handlers:
             max_tokens=body.max_tokens,
             sink=sink,
             ignore_eos=bool(body.ignore_eos),
-            num_logprobs=body.logprobs,
+            num_logprobs=body.logprobs if isinstance(body, Body) else None,
             kv_transfer_params=body.kv_transfer_params,
         )
         try:

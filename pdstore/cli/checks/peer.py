@@ -1,4 +1,4 @@
-"""Checks of P and D through their status endpoints: one pool, one namespace, field by field."""
+"""Checks of P and D by what they say of themselves: one pool, one namespace, field by field."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from pdstore.cli.checks.finding import Finding, bad, info, ok, warn
+from pdstore.cli.metrics_page import MetricsPage
+from pdstore.errors import StoreUnavailable
 
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
@@ -17,7 +19,7 @@ _PATH = "/pdstore"
 class Peer(NamedTuple):
     """Answer of an instance to a question about its pool and namespace.
 
-    fields: its namespace, as `Namespace.describe` has it.
+    fields: its namespace, as `Namespace.describe` has it, or what its metrics tell.
     pool: the id of its pool.
     """
 
@@ -42,7 +44,24 @@ class _Status(BaseModel):
 
 
 def read_peer(url: str) -> Peer | Finding:
-    """Asks an instance for its status; returns a finding if it does not answer."""
+    """Asks an instance: its status, else `pdstore_info` of its metrics, which has only the digest.
+
+    A finding says why there is neither.
+    """
+    found = _status_of(url)
+    return found if isinstance(found, Peer) else _metrics_of(url) or found
+
+
+def _metrics_of(url: str) -> Peer | None:
+    try:
+        page = MetricsPage.read(url)
+    except StoreUnavailable:
+        return None
+    said = {name: next(iter(page.by("pdstore_info", name)), "") for name in ("namespace", "store")}
+    return Peer(url, said, None) if said["namespace"] else None
+
+
+def _status_of(url: str) -> Peer | Finding:
     address = url.rstrip("/")
     address = address if address.endswith(_PATH) else address + _PATH
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -55,8 +74,8 @@ def read_peer(url: str) -> Peer | Finding:
     except (OSError, ValueError) as error:
         return warn(
             f"peer {url}",
-            f"{address} gives no status: {error}",
-            "start the instance with its status endpoint on (docs/settings.md), and name its URL",
+            f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
+            "start the instance with PD_TRANSFER_VIA_STORAGE=1, and name the URL of its API",
         )
     return Peer(url, said.namespace.fields, said.pool.id)
 

@@ -8,9 +8,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from prometheus_client import start_http_server
 
 from pdstore.cli.checks.finding import Level
 from pdstore.cli.checks.peer import check_peers
+from pdstore.metrics import Metrics
 
 FIELDS = {"dtype": '"bfloat16"', "block_tokens": "64", "salt": "null"}
 
@@ -75,6 +77,22 @@ def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, sta
     [finding] = compare(status)
     assert finding.level is Level.WARN
     assert finding.remedy
+
+
+def test_an_instance_with_metrics_alone_is_compared_by_its_digest(monkeypatch):
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for digest in ("aa", "aa", "bb"):
+            metrics = Metrics()
+            metrics.info.labels("1", "prefill", digest, "file:///pool").set(1)
+            server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
+            stack.callback(thread.join)
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            urls.append(f"http://127.0.0.1:{server.server_port}")
+        found = list(check_peers(urls))
+    assert [f.subject for f in found if f.level is Level.OK] == ["namespace"]
+    assert [f.subject for f in found if f.level is Level.BAD] == ["namespace: namespace"]
 
 
 def test_nobody_there_is_yellow():

@@ -1,0 +1,35 @@
+"""prompt_of: the token ids of a request, from text, ids, or a conversation."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from examples.mini_engine.protocol import Body, ChatBody, RefusedError
+
+
+def prompt_of(tokenizer: PreTrainedTokenizerBase, body: Body | ChatBody) -> list[int]:
+    """Returns a body's token ids. Raises RefusedError for messages that the template refuses."""
+    if isinstance(body, ChatBody):
+        return _chat_ids(tokenizer, body)
+    if isinstance(body.prompt, str):
+        return cast("list[int]", tokenizer(body.prompt)["input_ids"])
+    return body.prompt
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
+    if not tokenizer.chat_template:
+        raise RefusedError(
+            "this checkpoint has no chat template: ask /v1/completions, or serve a chat model",
+            param="messages",
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            body.messages, add_generation_prompt=True, tokenize=False
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RefusedError(f"messages: {error}", param="messages") from error
+    # the template has written the special tokens already
+    return cast("list[int]", tokenizer(str(text), add_special_tokens=False)["input_ids"])

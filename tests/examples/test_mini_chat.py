@@ -1,0 +1,84 @@
+"""The mini engine's chat completions: the checkpoint's own template, and OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from examples.make_checkpoint import make_checkpoint
+from tests.examples.test_mini_server import Serving
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "A block is stored under"}]
+PROMPT = "user: A block is stored under\nassistant: "
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("chat") / "tiny", steps=12)
+    serving = Serving(checkpoint)
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def chat(serving):
+    """Asks with the template; without it where a test takes it away."""
+    tokenizer = serving.engine.model.tokenizer
+    tokenizer.chat_template = TEMPLATE
+
+    def asked(**body):
+        body = {"messages": MESSAGES, "max_tokens": 6, **body}
+        return serving.client.post("/v1/chat/completions", json=body)
+
+    yield asked
+    tokenizer.chat_template = None
+
+
+def test_a_conversation_is_answered_as_its_text_would_be(serving, chat):
+    answer = chat().json()
+    [choice] = answer["choices"]
+    plain = serving.ask(prompt=PROMPT, max_tokens=6)
+    assert answer["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": plain["choices"][0]["text"]}
+    assert choice["finish_reason"] == plain["choices"][0]["finish_reason"]
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+def test_a_stream_has_the_message_in_parts(chat):
+    whole = chat().json()["choices"][0]["message"]["content"]
+    lines = [line for line in chat(stream=True).text.splitlines() if line.startswith("data: ")]
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == whole
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_the_new_name_of_max_tokens_is_taken(chat):
+    assert chat(max_completion_tokens=2).json()["usage"]["completion_tokens"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages: no tools"),
+        ({"tools": [{}]}, "tools: "),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_its_field(chat, body, said):
+    response = chat(**body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(said)
+
+
+def test_a_checkpoint_without_a_template_says_what_to_do(serving, chat):
+    serving.engine.model.tokenizer.chat_template = None
+    response = chat()
+    assert response.status_code == 400
+    assert "no chat template: ask /v1/completions" in response.json()["error"]["message"]
