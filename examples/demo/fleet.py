@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from examples.demo.client import Answer, ask, counters, is_healthy
+from examples.demo.conversation import ANSWER_TOKENS, Conversation
 from examples.demo.engines import Counters, Engine
 from examples.demo.processes import DemoError, Process, Processes, free_ports
-from examples.demo.prompts import Prompt
-from examples.demo.report import Row, Run, Runs
+from examples.demo.prompts import Prompt, first_turn, question, whole_blocks
+from examples.demo.report import Run, Runs
+from examples.demo.row import Row
 from examples.demo.status import say, show
 
 SWITCH = "PD_TRANSFER_VIA_STORAGE"
@@ -22,6 +24,7 @@ MAX_TOKENS = 16
 WARM_UP = "Once upon a time"
 
 _STAGING = "64MiB"
+_SAVED_S, _POLL_S = 5.0, 0.05
 
 
 class Fleet:
@@ -44,12 +47,31 @@ class Fleet:
         self._wait_ready(begin, who, "alone", "prefill", "decode")
         alone = self._ask_all("alone", prompts)
         on, plain = (self._measure(front, prompts, alone) for front in ("router", "proxy"))
+        turns = self._converse(first_turn(self._model))
         self._processes.stop(*pair)
         begin = time.monotonic()
         for name in ("prefill", "decode"):
             self._start(name, is_on=False)
         self._wait_ready(begin, "P and D, switched off,", "prefill", "decode")
-        return Runs(on, plain, off=self._measure("router", prompts, alone))
+        return Runs(on, plain, self._measure("router", prompts, alone), turns)
+
+    def _converse(self, prompt: list[int]) -> Conversation:
+        """Asks two turns; what D decoded in the first is in the pool before the second."""
+        before = self._count("decode")
+        answer, alone = self._ask_both("turn 1", prompt, ANSWER_TOKENS)
+        known = prompt + answer.token_ids
+        expected = whole_blocks(len(known) - 1) - whole_blocks(len(prompt))
+        deadline = time.monotonic() + _SAVED_S
+        while self._saved_by_d(before) < expected and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        p_before = self._count("prefill")
+        again, again_alone = self._ask_both("turn 2", known + question(self._model), MAX_TOKENS)
+        p = _since(p_before, self._count("prefill"))
+        rows = [Row.of(answer, alone), Row.of(again, again_alone)]
+        return Conversation(rows, len(known), int(p.get("pdstore_tokens_total:loaded", 0)))
+
+    def _saved_by_d(self, before: Counters) -> float:
+        return _since(before, self._count("decode")).get("pdstore_tokens_total:saved", 0)
 
     def _measure(self, front: str, prompts: Sequence[Prompt], alone: Sequence[Answer]) -> Run:
         p_before, d_before = self._count("prefill"), self._count("decode")
@@ -65,19 +87,27 @@ class Fleet:
         )
 
     def _ask_all(self, name: str, prompts: Sequence[Prompt]) -> list[Answer]:
-        answers = []
-        for number, prompt in enumerate(prompts, 1):
-            show(f"asking {name}: prompt {number} of {len(prompts)}")
-            try:
-                before = self._count("decode")
-                answer = ask(self._url(name), prompt, MAX_TOKENS)
-                self._engine.explain(answer, _since(before, self._count("decode")))
-            except DemoError as error:
-                self._processes.check()
-                tails = self._processes.tails(name, "prefill", "decode")
-                raise DemoError(f"prompt {number}: {error}\n{tails}") from error
-            answers.append(answer)
-        return answers
+        return [
+            self._ask(name, f"prompt {number} of {len(prompts)}", prompt, MAX_TOKENS)
+            for number, prompt in enumerate(prompts, 1)
+        ]
+
+    def _ask_both(self, what: str, prompt: Prompt, max_tokens: int) -> tuple[Answer, Answer]:
+        """Asks P and D behind the router, and the instance that works alone."""
+        through = self._ask("router", what, prompt, max_tokens)
+        return through, self._ask("alone", what, prompt, max_tokens)
+
+    def _ask(self, name: str, what: str, prompt: Prompt, max_tokens: int) -> Answer:
+        show(f"asking {name}: {what}")
+        try:
+            before = self._count("decode")
+            answer = ask(self._url(name), prompt, max_tokens)
+            self._engine.explain(answer, _since(before, self._count("decode")))
+        except DemoError as error:
+            self._processes.check()
+            tails = self._processes.tails(name, "prefill", "decode")
+            raise DemoError(f"{what}: {error}\n{tails}") from error
+        return answer
 
     def _count(self, name: str) -> Counters:
         return counters(self._url(name))
@@ -91,6 +121,7 @@ class Fleet:
         env.pop(SWITCH, None)
         if is_on:
             env[SWITCH] = "1"
+            env.setdefault("PDSTORE_SAVE_DECODED", str(int(name == "decode")))
         command = self._engine.command(self._model, role, self._ports[name])
         is_ready = partial(is_healthy, self._url(name))
         log = name if is_on or name == "alone" else f"{name}-off"

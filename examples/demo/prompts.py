@@ -36,7 +36,7 @@ SENTENCES = (
 def make_prompts(checkpoint: Path) -> list[Prompt]:
     """Returns short prompts, whole blocks, long ones with a tail, and two with a common prefix."""
     text = " ".join(SENTENCES)
-    tokens = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
+    tokens = _tokens_of(checkpoint, text)
     beginning = " ".join(SENTENCES[4:12])
     return [
         "The store is",
@@ -49,3 +49,23 @@ def make_prompts(checkpoint: Path) -> list[Prompt]:
         beginning + " In short, a prefill instance",
         beginning + " For the decode instance this means that",
     ]
+
+
+def first_turn(checkpoint: Path) -> list[int]:
+    """Returns the first turn of a conversation: 200 tokens."""
+    return _tokens_of(checkpoint, " ".join(reversed(SENTENCES)))[:200]
+
+
+def question(checkpoint: Path) -> list[int]:
+    """Returns what the second turn adds to the first and its answer: three tokens."""
+    return _tokens_of(checkpoint, " And what then?")[:3]
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """Returns how many of the first tokens are in whole blocks."""
+    return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _tokens_of(checkpoint: Path, text: str) -> list[int]:
+    tokens: list[int] = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
+    return tokens

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from examples.demo.client import Answer
+from examples.demo.conversation import Conversation
+from examples.demo.row import Json, Row
 
-Json: TypeAlias = dict[str, object]
-
-MAX_LOGPROB_DIFF = 1e-3
 MAX_COMPUTED_TOKENS = 1
 
-_TEXT_WIDTH = 16
 _HEADINGS = (
     "prompt tokens",
     "D loaded",
@@ -24,57 +20,6 @@ _HEADINGS = (
     "logprob diff",
     "answer",
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One prompt: the tokens that D loaded and computed, and the comparison of its answer."""
-
-    prompt_tokens: int
-    loaded_tokens: int
-    computed_tokens: int
-    ttft_s: float
-    same_ids: bool
-    max_logprob_diff: float
-    reason: str | None = None
-    text: str = ""
-
-    @classmethod
-    def of(cls, answer: Answer, alone: Answer) -> Row:
-        """Returns the row of D's answer and of the answer of an instance that works alone."""
-        return cls(
-            prompt_tokens=answer.prompt_tokens,
-            loaded_tokens=answer.loaded_tokens,
-            computed_tokens=answer.computed_tokens,
-            ttft_s=answer.ttft_s,
-            same_ids=bool(answer.token_ids) and answer.token_ids == alone.token_ids,
-            max_logprob_diff=_max_diff(answer.logprobs, alone.logprobs),
-            reason=answer.reason,
-            text=answer.text,
-        )
-
-    @property
-    def is_same(self) -> bool:
-        return self.same_ids and self.max_logprob_diff <= MAX_LOGPROB_DIFF
-
-    def cells(self) -> tuple[str, ...]:
-        """Returns the cells of one line of the table."""
-        return (
-            str(self.prompt_tokens),
-            str(self.loaded_tokens),
-            str(self.computed_tokens),
-            f"{self.ttft_s * 1000:.0f} ms",
-            "yes" if self.is_same else "NO",
-            f"{self.max_logprob_diff:.0e}",
-            " ".join(self.text.split())[:_TEXT_WIDTH],
-        )
-
-    def as_json(self) -> Json:
-        """Returns its numbers; an infinite difference (other lengths, NaN) becomes null."""
-        shown = {name: value for name, value in asdict(self).items() if name != "text"}
-        if math.isinf(self.max_logprob_diff):
-            shown["max_logprob_diff"] = None
-        return shown
 
 
 @dataclass(frozen=True)
@@ -102,26 +47,25 @@ class Run:
 
 
 class Runs(NamedTuple):
-    """The runs. on: with the switch on, behind the router. plain: behind the plain proxy. off."""
+    """The runs. on: with the switch on, behind the router. plain: behind the plain proxy. off.
+
+    turns: two turns of a conversation, with the switch on.
+    """
 
     on: Run
     plain: Run
     off: Run
-
-
-def _max_diff(some: Sequence[float], others: Sequence[float]) -> float:
-    diffs = [abs(a - b) for a, b in zip(some, others, strict=False)]
-    is_number = diffs and len(some) == len(others) and not any(map(math.isnan, diffs))
-    return max(diffs) if is_number else math.inf
+    turns: Conversation
 
 
 def problems_of(runs: Runs) -> list[str]:
     """Returns a sentence for each promise that the hand-off broke; none if it kept them all."""
-    on, plain, off = runs
+    on, plain, off, turns = runs
     found = _handoff_problems(on)
     if not on.saved:
         found.append("P's counters say that it saved nothing to the pool")
     found += [f"plain proxy: {problem}" for problem in _handoff_problems(plain)]
+    found += turns.problems
     checks = (
         (off.used == 0, f"pdstore counted {off.used:.0f} on P and D instead of 0"),
         (
@@ -165,11 +109,12 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def lines(runs: Runs) -> tuple[str, str]:
+def lines(runs: Runs) -> tuple[str, str, str]:
     """Returns a line for each run that the table does not show."""
-    _, plain, off = runs
+    _, plain, off, turns = runs
     return (
         f"plain proxy: {_summary(plain)}",
+        turns.line,
         f"switch off: {_summary(off)}; pdstore counted {off.used:.0f}",
     )
 
@@ -194,11 +139,12 @@ def verdict(on: Run, problems: Sequence[str]) -> str:
 
 def as_json(runs: Runs, problems: Sequence[str]) -> Json:
     """Returns the object that `--json` writes."""
-    requests = {name: [row.as_json() for row in run.rows] for name, run in runs._asdict().items()}
+    requests = [[row.as_json() for row in run.rows] for run in (runs.on, runs.plain, runs.off)]
     return {
         "ok": not problems,
         "problems": list(problems),
-        "requests": requests["on"],
-        "plain_proxy": {"requests": requests["plain"]},
-        "control": {"pdstore_counters": runs.off.used, "requests": requests["off"]},
+        "requests": requests[0],
+        "conversation": runs.turns.as_json(),
+        "plain_proxy": {"requests": requests[1]},
+        "control": {"pdstore_counters": runs.off.used, "requests": requests[2]},
     }

@@ -18,9 +18,11 @@ import pytest
 from examples.demo import pools, processes, prompts
 from examples.demo.__main__ import main
 from examples.demo.client import Answer
+from examples.demo.conversation import Conversation
 from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
-from examples.demo.report import Row, Run, Runs, as_json, lines, problems_of, table, verdict
+from examples.demo.report import Run, Runs, as_json, lines, problems_of, table, verdict
+from examples.demo.row import Row
 from tests.support.child import child
 from tests.support.redis_server import need_redis_server
 
@@ -31,6 +33,11 @@ GOOD = Row(130, 129, 1, 0.02, True, 2e-7)
 ON = Run(rows=[GOOD, GOOD], used=900, saved=130, loaded=260, computed=2)
 PLAIN = replace(ON, saved=0)
 OFF = Run([replace(GOOD, loaded_tokens=0, computed_tokens=130)] * 2, 0, 0, 0, 260)
+TURNS = Conversation([GOOD, GOOD], known=350, loaded_on_p=320)
+
+
+def runs_of(on: Run = ON, plain: Run = PLAIN, off: Run = OFF, turns: Conversation = TURNS) -> Runs:
+    return Runs(on, plain, off, turns)
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
@@ -65,7 +72,7 @@ def signal_handlers() -> Iterator[None]:
 
 
 def test_runs_that_keep_the_promise_have_no_problems() -> None:
-    assert problems_of(Runs(ON, PLAIN, OFF)) == []
+    assert problems_of(runs_of(ON, PLAIN, OFF)) == []
     assert verdict(ON, []) == (
         "OK: 2 of 2 answers are those of one instance alone; D computed 2 of 260 prompt tokens"
     )
@@ -84,22 +91,30 @@ def test_runs_that_keep_the_promise_have_no_problems() -> None:
     ],
 )
 def test_whatever_breaks_the_promise_is_said(on: Run, problem: str) -> None:
-    (found,) = problems_of(Runs(on, PLAIN, OFF))
+    (found,) = problems_of(runs_of(on, PLAIN, OFF))
     assert problem in found
     assert verdict(on, [found]).startswith("FAILED: 1 ")
     assert problem in verdict(on, [found])
-    (found_behind_proxy,) = problems_of(Runs(ON, on, OFF))
+    (found_behind_proxy,) = problems_of(runs_of(ON, on, OFF))
     assert found_behind_proxy == f"plain proxy: {found}"
 
 
 @pytest.mark.parametrize(
     ("runs", "problem"),
     [
-        (Runs(replace(ON, saved=0), PLAIN, OFF), "saved nothing"),
-        (Runs(ON, PLAIN, replace(OFF, used=1)), "pdstore counted 1"),
-        (Runs(ON, PLAIN, replace(OFF, computed=259)), "D did not compute every prompt token"),
-        (Runs(ON, PLAIN, replace(OFF, rows=[OFF.rows[0], GOOD])), "D did not compute every prompt"),
-        (Runs(ON, PLAIN, replace(OFF, rows=[replace(OFF.rows[0], same_ids=False)] * 2)), "differs"),
+        (runs_of(replace(ON, saved=0), PLAIN, OFF), "saved nothing"),
+        (runs_of(turns=replace(TURNS, loaded_on_p=192)), "P loaded 192 of the 350 tokens"),
+        (runs_of(turns=replace(TURNS, rows=[GOOD, replace(GOOD, same_ids=False)])), "turn 2"),
+        (runs_of(off=replace(OFF, used=1)), "pdstore counted 1"),
+        (runs_of(off=replace(OFF, computed=259)), "D did not compute every prompt token"),
+        (
+            runs_of(ON, PLAIN, replace(OFF, rows=[OFF.rows[0], GOOD])),
+            "D did not compute every prompt",
+        ),
+        (
+            runs_of(ON, PLAIN, replace(OFF, rows=[replace(OFF.rows[0], same_ids=False)] * 2)),
+            "differs",
+        ),
     ],
 )
 def test_what_only_one_run_promises_is_said_too(runs: Runs, problem: str) -> None:
@@ -124,12 +139,12 @@ def test_the_table_is_aligned_and_fits_a_terminal() -> None:
     assert max(len(heading), len(good), len(bad)) < 100
     assert (good.split()[5], bad.split()[5]) == ("yes", "NO")
     many = replace(OFF, rows=OFF.rows * 5, computed=1300)
-    assert max(map(len, lines(Runs(many, many, many)))) < 100
+    assert max(map(len, lines(runs_of(many, many, many)))) < 100
 
 
 def test_the_json_has_one_entry_a_prompt() -> None:
     off = replace(OFF, rows=[replace(GOOD, max_logprob_diff=math.inf)])
-    result = as_json(Runs(ON, PLAIN, off), [])
+    result = as_json(runs_of(ON, PLAIN, off), [])
     assert result["ok"] is True
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert result["requests"][0] == {
@@ -142,7 +157,7 @@ def test_the_json_has_one_entry_a_prompt() -> None:
         "reason": None,
     }
     assert result["plain_proxy"]["requests"] == result["requests"]
-    assert as_json(Runs(ON, PLAIN, OFF), ["x"])["ok"] is False
+    assert as_json(runs_of(ON, PLAIN, OFF), ["x"])["ok"] is False
 
 
 def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
