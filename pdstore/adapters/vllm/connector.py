@@ -15,6 +15,7 @@ from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
@@ -63,6 +64,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             fails = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
+            if settings.on_miss == "fail" and not fails:
+                raise ConfigError("PDSTORE_ON_MISS=fail needs kv_load_failure_policy=fail")
             if fails:
                 log.warning("kv_load_failure_policy is fail: a lost block fails its request")
             num_ranks = vllm_config.parallel_config.world_size

@@ -80,7 +80,7 @@ def _config_of_switch() -> Any:
         kv_connector=NAME,
         kv_connector_module_path=MODULE,
         kv_role=_KV_ROLES[settings.role],
-        kv_load_failure_policy="recompute",
+        kv_load_failure_policy="fail" if settings.on_miss == "fail" else "recompute",
     )
 
 

@@ -116,6 +116,8 @@ class PDStoreConnectorScheduler:
         if not getattr(request, "skip_reading_prefix_cache", False):
             find = self._cache.follow if self._may_follow else self._cache.lookup
             tracker.lookup = find(keys, None if is_prefill else params)
+            is_handed_over = not is_prefill and Handoff.of(params) is not None
+            tracker.must_load = is_handed_over and self._settings.on_miss == "fail"
         return tracker
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -129,6 +131,8 @@ class PDStoreConnectorScheduler:
         tracker.num_computed = num_computed
         if num_computed >= request.num_tokens - 1:
             return 0  # vLLM computes the last token anyway, and would ask for it again and again
+        if tracker.must_load and found.reason is not None:
+            return int(request.num_tokens) - 1 - num_computed  # for blocks whose load can fail
         usable = max(num_computed, _usable(found, request))
         decision = self._break_even.decide(
             request.request_id, start=num_computed, found=usable, num_tokens=request.num_tokens
@@ -140,6 +144,11 @@ class PDStoreConnectorScheduler:
         tracker = self._requests[request.request_id]
         found = tracker.lookup.poll() if tracker.lookup else None
         assert found is not None
+        if tracker.must_load and found.reason is not None:
+            reason = found.reason.value
+            log.warning("%s fails: its hand-off fell short: %s", request.request_id, reason)
+            self.fail_load(request.request_id, block_ids, num_external)
+            return
         first, keys = tracker.num_computed, found.keys
         end = first + num_external  # vLLM may take fewer tokens than it was offered
         if end < _usable(found, request) or self._blocks_of(keys.num_tokens) > len(block_ids[0]):

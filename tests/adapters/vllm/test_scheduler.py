@@ -237,3 +237,16 @@ def test_auto_leaves_a_part_of_the_second_prompt_to_be_computed_to_learn_its_rat
     num_found = found_of(scheduler, second)
     assert 0 < num_found < len(PROMPT)
     assert num_found % BLOCK == 0
+
+
+def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_computed(
+    scheduler_of,
+):
+    strict = {"role": "decode", "on_miss": "fail", "may_follow": False, "handoff_wait_s": 0.05}
+    d, theirs = scheduler_of(**strict), request(Handoff(HandoffId.new()).params())
+    num_found = found(d, theirs)
+    assert num_found == len(PROMPT) - 1
+    d.load(theirs, [TABLE], num_found)
+    [spec] = d.take_metadata().loads
+    assert spec.keys is None
+    assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
