@@ -24,6 +24,11 @@ class Counts:
             "Requests that D had to compute because no P could prefill them.",
             registry=self.registry,
         )
+        self.spliced = Counter(
+            "router_spliced",
+            "Answers that began with P's first token (--first-token prefill).",
+            registry=self.registry,
+        )
         self.lost = Counter(
             "router_lost_handoffs",
             "Hand-offs whose request D refused to compute (PDSTORE_ON_MISS=fail).",

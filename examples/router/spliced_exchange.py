@@ -39,6 +39,7 @@ class SplicedExchange(Exchange):
         first = FirstToken.of(asked.body, answer)
         if first is None:
             return await self._decode(asked, params)
+        self._calls.counts.spliced.inc()
         if asked.body.get("stream"):
             return OpenAnswer(200, _EVENT_STREAM, self._stream(first, params))
         return await self._whole(first, params)

@@ -45,6 +45,7 @@ async def test_d_answers_behind_ps_token() -> None:
     p, d = Fake(says(FIRST)), Fake(says(d))
     async with spliced(p, d) as client:
         got = await client.post("/v1/completions", json=BODY)
+        assert await metric(client, "router_spliced_total") == 1
     assert got.json()["choices"][0]["text"] == " a b"
     assert got.json()["id"] == "p"
     assert p.bodies[0]["max_tokens"] == 1
