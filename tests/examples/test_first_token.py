@@ -50,7 +50,8 @@ class Answers:
     @property
     def cost(self) -> dict[str, Any]:
         """The cost of the answer to D, by its own words."""
-        return next(part["usage"]["pdstore"] for part in self.spliced if part.get("usage"))
+        cost = next(part["usage"]["pdstore"] for part in self.spliced if part.get("usage"))
+        return {name: cost[name] for name in ("loaded_tokens", "computed_tokens", "reason")}
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:
