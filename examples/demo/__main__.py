@@ -26,6 +26,7 @@ from examples.demo.processes import (
     tail_of,
 )
 from examples.demo.prompts import make_prompts
+from examples.demo.row import Json
 from examples.demo.status import say
 
 
@@ -62,7 +63,7 @@ def _run(given: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _write(given: argparse.Namespace, result: report.Json) -> None:
+def _write(given: argparse.Namespace, result: Json) -> None:
     """Writes the file of `--json`; it names the store without its address and password."""
     if given.json:
         head = {"store": (given.store or "").split(":")[0], "engine": given.engine}
