@@ -139,6 +139,7 @@ class LibraryLoader:
     def __init__(self, find: Callable[..., Path] = find_library) -> None:
         self._find = find
         self._loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
+        self._missing: dict[bool, str] = {}  # why there is none: another try would fail as slowly
         self._warned: set[str] = set()
 
     def load(self, settings: Settings, *, for_gpu: bool) -> Library | None:
@@ -164,10 +165,17 @@ class LibraryLoader:
             return None
 
     def _load(self, for_gpu: bool) -> Library:
-        """Loads a form once; where the one for GPUs is loaded, it serves host memory too."""
+        """Looks for a form once in a process; that for GPUs serves host memory too."""
         library = self._loaded.get(True) or self._loaded.get(for_gpu)
-        if library is None:
+        if library is not None:
+            return library
+        if for_gpu in self._missing:
+            raise NativeError(self._missing[for_gpu])
+        try:
             library = self._loaded[for_gpu] = Library(self._find(with_cuda=for_gpu))
+        except NativeError as error:
+            self._missing[for_gpu] = str(error)
+            raise
         return library
 
 

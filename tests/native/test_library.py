@@ -34,6 +34,21 @@ def test_off_looks_for_no_library():
     assert LibraryLoader(missing).load(settings_of(native="off"), for_gpu=False) is None
 
 
+def test_a_library_that_cannot_be_had_is_looked_for_once_and_its_reason_is_kept():
+    """Each look may be a build that fails, and a store asks at every call."""
+    looks = []
+
+    def find(*, with_cuda):
+        looks.append(with_cuda)
+        raise NativeError("no compiler")
+
+    loader = LibraryLoader(find)
+    assert [loader.load(settings_of(), for_gpu=False) for _ in range(3)] == [None] * 3
+    with pytest.raises(ConfigError, match="no compiler"):
+        loader.load(settings_of(native="require"), for_gpu=False)
+    assert looks == [False]
+
+
 def test_a_form_is_found_and_loaded_once():
     path, found = native_kit.open_library().path, []
 
