@@ -79,3 +79,9 @@ def test_a_second_call_wakes_another_one_also_before_the_first_has_woken_up(slee
 
 def test_all_wake_at_the_end(sleepers):
     assert sleepers.after(sleepers.idle.wake_all, 5) == set(range(5))
+
+
+def test_a_second_wake_of_those_that_are_awake_already_reaches_nobody(sleepers):
+    sleepers.after(sleepers.idle.wake_all, 5)
+    assert sleepers.after(lambda: sleepers.idle.wake(Direction.SAVE, 5), 5) == set(range(5))
+    assert len(sleepers.woken) == 5
