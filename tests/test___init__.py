@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,10 @@ def test_a_star_import_gives_the_public_names():
 def test_a_name_that_is_not_public_is_an_error():
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         pdstore.Nothing  # noqa: B018
+
+
+def test_ci_looks_at_a_wheels_public_names_and_not_only_at_the_package():
+    root = Path(__file__).parent.parent
+    assert (
+        "import pdstore; print(pdstore.__file__, pdstore.KVPool)" in (root / ".ci/run").read_text()
+    )
