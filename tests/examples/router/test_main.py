@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from examples.router.__main__ import main
 from tests.support.child import child
 from tests.support.listeners import addresses_of
 from tests.support.router_kit import (
@@ -38,3 +39,10 @@ async def test_the_process_is_there_for_this_host_alone_and_stops_cleanly(
         _, rest = process.communicate(timeout=DEADLINE_S)
     assert "Traceback" not in rest
     assert process.returncode == 0
+
+
+def test_p_s_first_token_needs_d_to_be_asked_behind_p(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prefill", "http://p", "--decode", "http://d", "--mode", "concurrent"]
+    with pytest.raises(SystemExit):
+        main([*options, "--first-token", "prefill"])
+    assert "needs --mode relay" in capsys.readouterr().err
