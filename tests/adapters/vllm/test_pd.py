@@ -42,7 +42,9 @@ def alone_since(server, prompt):
 
 
 def of_the_pool(since):
-    return [name for name in since.all() if name.startswith("pdstore_")]
+    """What a request did with the pool, at whose id and room an instance looks now and then."""
+    names = tuple(f"pdstore_{name}_total" for name in ("tokens", "jobs", "misses", "drops"))
+    return [name for name in since.all() if name.startswith(names)]
 
 
 def test_each_of_forty_prompts_one_after_the_other_is_loaded_whole(pair):
