@@ -27,7 +27,7 @@ def test_a_hook_that_fails_answers_as_a_miss_and_is_counted():
     connector = Connector()
     assert connector.hook(None) == (7, True)
     assert connector.hook(ValueError("a bug")) == (0, False)
-    assert connector.metrics.take().data["counters"] == {"pdstore_misses|fault": 1}
+    assert connector.metrics.take().data["counters"] == {"misses|fault": 1}
     assert connector.hook.__doc__ == "A hook's docstring."
 
 
