@@ -42,7 +42,7 @@ def alone_since(server, prompt):
 
 
 def of_the_pool(since):
-    """What a request did with the pool, at whose id and room an instance looks now and then."""
+    """Counts of a request alone: an instance looks at the pool's id and room by itself."""
     names = tuple(f"pdstore_{name}_total" for name in ("tokens", "jobs", "misses", "drops"))
     return [name for name in since.all() if name.startswith(names)]
 
