@@ -56,7 +56,7 @@ class Adapter:
         self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
         self.status: StatusServer | None = None
         if settings.status_port is not None:
-            shown = Snapshot(settings, namespace.hex, metrics, self.journal, lambda: self.problem)
+            shown = Snapshot(settings, namespace, metrics, self.journal, lambda: self.problem)
             self.status = StatusServer(settings.status_port, shown.take)
             log.info("status on %s", self.status.url)
         self._trackers: dict[Request, Tracker] = {}

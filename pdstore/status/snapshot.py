@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import pdstore
+from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings, origin_of, variable_of
 from pdstore.store.url import StoreURL
@@ -20,14 +21,14 @@ Json: TypeAlias = dict[str, object]
 class Snapshot:
     """Makes the object that `/pdstore` shows. No secret is in it.
 
-    namespace: as `Namespace.hex`.
+    namespace: of the instance; its fields show as `Namespace.describe` has them.
     problem: returns the trouble of the pool now, or None.
     """
 
     def __init__(
         self,
         settings: Settings,
-        namespace: str,
+        namespace: Namespace,
         metrics: Metrics,
         journal: Journal,
         problem: Callable[[], str | None],
@@ -43,7 +44,10 @@ class Snapshot:
             "version": pdstore.__version__,
             "role": self._settings.role,
             "store": StoreURL.of(self._settings.store).label,
-            "namespace": self._namespace,
+            "namespace": {
+                "hex": self._namespace.hex,
+                "fields": self._namespace.describe(),
+            },
             "problem": self._problem(),
             "settings": settings_of(self._settings),
             "metrics": numbers,

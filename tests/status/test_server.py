@@ -9,6 +9,8 @@ import subprocess
 import httpx
 import pytest
 
+from pdstore.cli.checks.finding import Level
+from pdstore.cli.checks.peer import check_peers
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
 from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
@@ -101,3 +103,15 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
     assert "degraded: " in page
     assert "store_down" in page
     assert "secret-word" not in page + json.dumps(get(f"{url}/pdstore").json())
+
+
+def test_doctor_compares_two_instances_field_by_field(open_engine, tmp_path):
+    pd = {"pd_transfer_via_storage": True, "store": f"file://{tmp_path}/pool", "status_port": 0}
+    alike = [open_engine("llama", {**pd, "role": role}) for role in ("prefill", "decode")]
+    other = open_engine("llama", {**pd, "salt": "another-tenant"})
+    urls = [engine.adapter.status.url for engine in (*alike, other)]
+    *_, last = check_peers(urls[:2])
+    assert last.level is Level.OK
+    wrong = [found for found in check_peers(urls[1:]) if found.level is Level.BAD]
+    assert [found.subject for found in wrong] == ["namespace: salt"]
+    assert "another-tenant" not in wrong[0].said

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.status.snapshot import Snapshot, settings_of
 from pdstore.telemetry.journal import Journal
 from tests.telemetry.test_request_record import RECORD
+
+NAMESPACE = Namespace({"weights": "w"}, (Part(0, 0),), block_tokens=16)
 
 
 def test_settings_have_origins_and_no_secrets(monkeypatch):
@@ -28,10 +31,11 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(64)
     journal.add(RECORD)
-    taken = Snapshot(read_settings(), "ab" * 16, metrics, journal, lambda: "down").take()
+    taken = Snapshot(read_settings(), NAMESPACE, metrics, journal, lambda: "down").take()
     said = json.loads(json.dumps(taken))
     assert said["problem"] == "down"
     assert said["metrics"]["tokens_total|loaded"] == 64
     assert said["metrics"]["queue_jobs|load"] == 0
+    assert said["namespace"] == {"hex": NAMESPACE.hex, "fields": {"weights": '"w"'}}
     assert set(said["reasons"]) == {"lost"}
     assert said["requests"][0]["request_id"] == "r-1"
