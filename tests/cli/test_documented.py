@@ -22,6 +22,7 @@ from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.connect import read_pool_id
 from tests.cli.published import MODELS
+from tests.support.child import child
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS = [
@@ -71,14 +72,9 @@ def test_a_command_of_the_page_runs(line, place, instance, monkeypatch, capsys):
 
 def test_the_servers_of_the_page_start():
     [line] = [line for line in COMMANDS if " up " in line]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *shlex.split(line)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    command = [sys.executable, "-m", *shlex.split(line)]
+    with child(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().startswith("export PDSTORE_STORE=")
-    finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 0

@@ -13,6 +13,7 @@ from prometheus_client import start_http_server
 
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
+from tests.support.child import child
 from tests.support.command import run, run_json
 
 
@@ -50,18 +51,18 @@ def test_an_instance_that_is_away_is_red_and_status_1():
 def test_on_a_terminal_it_goes_on_until_ctrl_c(instance):
     _, url = instance
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
+    with child(
         [sys.executable, "-m", "pdstore", "top", url, "--every", "0.1"],
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=subprocess.PIPE,
         env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(theirs)
-    seen = b""
-    while seen.count(b"instance") < 3:
-        seen += os.read(ours, 65536)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"instance") < 3:
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
     os.close(ours)
     assert (process.returncode, err) == (0, b"")

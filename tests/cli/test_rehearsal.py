@@ -14,24 +14,20 @@ from pdstore.errors import ConfigError, StoreError
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.testing.values import fresh_keys, put
+from tests.support.child import child
 from tests.support.redis_server import need_redis_server
 
 
 def use(kind, end):
     """Starts a pool, puts a value, ends it by a signal; returns its URL and exit status."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pdstore", "up", kind, "--memory", "64MiB"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    command = [sys.executable, "-m", "pdstore", "up", kind, "--memory", "64MiB"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with child(command, **pipes) as process:
         line = process.stdout.readline()
         [url] = re.findall(r"^export PDSTORE_STORE='(.+)'$", line)
         store = open_store(url, read_settings())
         assert put(store, fresh_keys(1), [b"x" * 100]) == 1
         store.close()
-    finally:
         process.send_signal(end)
         out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
