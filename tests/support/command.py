@@ -1,13 +1,15 @@
-"""The command `pdstore` in a child process, and pools for it to look into."""
+"""The command `pdstore` in this process, and pools for it to look into."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import subprocess
-import sys
 from typing import Any, NamedTuple
+from unittest import mock
 
+from pdstore.cli.main import main
 from pdstore.format import block
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
@@ -29,17 +31,16 @@ class Ran(NamedTuple):
 
 
 def run(*arguments: str, **variables: str) -> Ran:
-    """Runs `python -m pdstore` with settings of its own."""
+    """Runs the command with settings of its own; `tests/cli/test_main.py` starts the program."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("PDSTORE_", "PD_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "pdstore", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**own, **variables},
-        check=False,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {**own, **variables}, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = main(arguments)
+    return Ran(status, out.getvalue(), err.getvalue())
 
 
 def run_json(*arguments: str, **variables: str) -> Any:
