@@ -32,6 +32,7 @@ def test_it_is_an_ordinary_checkpoint_with_two_kv_heads(tmp_path, monkeypatch, c
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.nightly
 def test_training_again_gives_the_same_bytes(tmp_path):
     paths = [maker.make_checkpoint(tmp_path / name, steps=3) for name in "ab"]
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
@@ -68,6 +69,7 @@ def test_an_interrupted_training_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_of_two_at_once_one_trains_and_both_have_it(tmp_path):
     command = [sys.executable, "-m", "examples.make_checkpoint", "--steps", "1", "--out"]
     both = [

@@ -306,7 +306,9 @@ def test_a_hand_off_goes_through_the_answer(checkpoint):
     d.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_the_process_cleanly(checkpoint, number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
