@@ -38,28 +38,32 @@ def calc(
     columns = [">prompt", ">KV", f">compute on {machine.num_gpus} {machine.gpu}", ">break-even"]
     if gb_per_s is not None:
         columns.append(f"at {gb_per_s:g} GB/s")
-    return Answer(
-        {
-            "model": shape.name,
-            "active_params": shape.active_params,
-            "kv_bytes_per_token": kv_bytes,
-            "block16_bytes": 16 * kv_bytes,
-            "million_tokens_bytes": 1_000_000 * kv_bytes,
-            "machine": dict(machine._asdict()),
-            "break_even": [dict(row._asdict()) for row in found],
-        },
-        [
-            heading(
-                f"{shape.name}: {size(kv_bytes)} of KV a token, {kv_bytes * 1e6 / _GB:.3g} GB a"
-                f" million; {shape.active_params / 1e9:.3g} B parameters active"
-            ),
-            table(columns, [_row(row, gb_per_s) for row in found]),
-            muted(
-                f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
-                " and concurrent loads share the bandwidth"
-            ),
-        ],
+    title = (
+        f"{shape.name}: {size(kv_bytes)} of KV a token, {kv_bytes * 1e6 / _GB:.3g} GB a"
+        f" million; {shape.active_params / 1e9:.3g} B parameters active"
     )
+    note = (
+        f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
+        " and concurrent loads share the bandwidth"
+    )
+    return Answer(
+        _document(shape, kv_bytes, machine, found),
+        [heading(title), table(columns, [_row(row, gb_per_s) for row in found]), muted(note)],
+    )
+
+
+def _document(
+    shape: ModelShape, kv_bytes: int, machine: Machine, found: Sequence[BreakEven]
+) -> dict[str, Json]:
+    return {
+        "model": shape.name,
+        "active_params": shape.active_params,
+        "kv_bytes_per_token": kv_bytes,
+        "block16_bytes": 16 * kv_bytes,
+        "million_tokens_bytes": 1_000_000 * kv_bytes,
+        "machine": dict(machine._asdict()),
+        "break_even": [dict(row._asdict()) for row in found],
+    }
 
 
 def pool_for(config: str, trace: str, hit_rate: float | None) -> Answer:
