@@ -20,7 +20,7 @@ DEMO_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
 DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
-.PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check bench release
+.PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check docs bench release
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,11 +58,15 @@ chaos: setup ## Hurt P, D and their stores for MINUTES, from a SEED, and check e
 	@$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) \
 	  $(addprefix --round ,$(ROUND)) $(if $(QUICK),--quick) $(if $(STORES),--stores $(STORES))
 
-check: setup ## Lint, format, spelling, types, and the files of deploy/
+check: setup ## Lint, format, spelling, types, the files of deploy/, the site
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/typos
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 	$(BIN)/mypy
 	PATH=$(BIN):$$PATH scripts/check_deploy.sh
+	@$(MAKE) --no-print-directory docs
+
+docs: setup ## The documents as a site, in site/index.html; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup ## How fast keys are computed and blocks put and got
 	@$(BIN)/python -m benchmarks.keys && $(BIN)/python -m benchmarks.stores
@@ -73,7 +77,7 @@ release: .venv-release/.stamp ## Build and check the sources and the wheels (PRO
 $(VENV)/.stamp: pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
-	  -e '.[redis,$(MOONCAKE),seal,cli,examples,test,dev]'
+	  -e '.[redis,$(MOONCAKE),seal,cli,examples,test,dev,docs]'
 	@touch $@
 
 $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from examples.mini_engine.config import Config, parse
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
 from pdstore import PDStoreError, read_settings
+from tests.docs.commands import commands
 from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
 
@@ -80,6 +82,15 @@ def serving(checkpoint):
     serving = Serving(checkpoint)
     yield serving
     serving.close()
+
+
+def test_the_request_of_the_quickstart_is_answered(serving):
+    [line] = [c.line for c in commands() if c.line.startswith("curl ")]
+    url, *options = shlex.split(line)[1:]
+    headers = dict([option.split(": ") for option in options if ": " in option][:1])
+    path = url.removeprefix("http://127.0.0.1:8000")
+    answer = serving.client.post(path, content=options[-1], headers=headers)
+    assert answer.json()["usage"]["completion_tokens"] == 24
 
 
 def test_an_answer_says_what_it_cost(serving):

@@ -1,0 +1,81 @@
+"""Draws the hand-off and load-or-compute pictures of docs/benchmarks.md from their raw files.
+
+    python -m benchmarks.plots
+
+Needs matplotlib (extra `bench`).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parent.parent
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+AT_ONCE, TOKENS = 16, 8192
+
+
+def main() -> None:
+    matplotlib.rcParams.update({"svg.hashsalt": "pdstore", "font.size": 9})
+    plot_handoff(DOCS / "handoff_exposed.svg")
+    plot_decisions(DOCS / "decide.svg")
+
+
+def plot_handoff(target: Path) -> None:
+    """Draws what a client waits for because there is a hand-off, over the prompt's length."""
+    found = _read("h200_x2_handoff.json")
+    alone = {int(n): statistics.median(s) for n, s in found["alone_prefill_s"].items()}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, store in zip(axes, ("shm", "file"), strict=True):
+        axis.plot(list(alone), list(alone.values()), "k--", label="computing it again")
+        for mode in ("relayed", "settled", "concurrent"):
+            rows = [r for r in found["rows"] if (r["store"], r["mode"]) == (store, mode)]
+            tokens = [row["tokens"] for row in rows]
+            axis.plot(tokens, [row["exposed_s"] for row in rows], "-o", label=mode)
+            low, high = zip(*(row["exposed_s_range"] for row in rows), strict=True)
+            axis.fill_between(tokens, low, high, alpha=0.15)
+        _finish(axis, f"{store}://", "tokens of the prompt", sorted(alone))
+    axes[0].set_ylabel("seconds from P's answer to D's first token")
+    _save(figure, target)
+
+
+def plot_decisions(target: Path) -> None:
+    """Draws the time to a prompt's KV over the store's rate, for each way to get it."""
+    ways = {"load_p99_s": "always loaded", "compute_p99_s": "computed", "auto_p99_s": "auto"}
+    wanted = (AT_ONCE, TOKENS)
+    rows = [r for r in _read("decide.json")["rows"] if (r["at_once"], r["tokens"]) == wanted]
+    figure, axis = plt.subplots(figsize=(6, 4))
+    rates = [row["store_gb_s"] for row in rows]
+    for name, label in ways.items():
+        style = "-o" if label == "auto" else "--"
+        axis.plot(rates, [row[name] for row in rows], style, label=label)
+    _finish(axis, f"{AT_ONCE} prompts of {TOKENS:,} tokens at once", "GB/s of the store", rates)
+    axis.set_ylabel("seconds to the KV, p99")
+    _save(figure, target)
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _finish(axis: Any, title: str, of_x: str, ticks: Sequence[float]) -> None:
+    axis.set(xscale="log", yscale="log", title=title, xlabel=of_x)
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _save(figure: Any, target: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(target, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The runbook has a section for each reason and alert; the page of the API has every name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+import pdstore.public
+from pdstore import errors
+from pdstore.outcome import Reason
+from scripts.site_docstrings import listed
+from tests.docs.commands import ROOT
+
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "pdstore.rules.yaml").read_text())
+
+
+def sections_of(title: str) -> list[str]:
+    """The headings of the runbook below one of its parts."""
+    part = RUNBOOK.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^### (\w+)\n\n\S", part, re.MULTILINE)
+
+
+def test_each_reason_has_a_section_in_the_order_of_the_code():
+    assert sections_of("By reason") == [reason.value for reason in Reason]
+
+
+def test_each_alert_has_a_section_in_the_order_of_the_rules():
+    names = [rule["alert"] for group in RULES["groups"] for rule in group["rules"]]
+    assert sections_of("By alert") == names
+
+
+def test_an_alert_leads_to_each_reason_that_it_watches():
+    for group in RULES["groups"]:
+        for rule in group["rules"]:
+            section = RUNBOOK.partition(f"### {rule['alert']}\n")[2].partition("\n### ")[0]
+            for watched in re.findall(r'reason=~?"([\w|]+)"', rule["expr"]):
+                for reason in watched.split("|"):
+                    assert f"(#{reason})" in section, rule["alert"]
+
+
+def test_the_page_of_the_api_has_every_public_name_once():
+    text = (ROOT / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: pdstore\.(\w+)$", text, re.MULTILINE)
+    of_errors = {name for name in pdstore.public.__all__ if hasattr(errors, name)}
+    assert sorted([*shown, *of_errors]) == sorted([*pdstore.public.__all__, "errors"])
+
+
+@pytest.mark.parametrize("page", ["benchmarks", "comparison", "fleet"])
+def test_every_raw_file_that_a_page_names_is_there(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    named = set(re.findall(r"\b(\w+\.json)\b", text))
+    assert named
+    assert not {name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()}
+
+
+def test_names_in_a_docstring_become_a_list():
+    text = "Moves blocks.\n\nids: of blocks, in\n  order.\nsize: in bytes.\nThen it returns."
+    assert listed(text) == (
+        "Moves blocks.\n\n\n- **ids**: of blocks, in\n    order.\n- **size**: in bytes.\n\n"
+        "Then it returns."
+    )
+
+
+@pytest.mark.parametrize("text", ["Returns x.", "Raises A: no.", "a:b"])
+def test_other_lines_of_a_docstring_stay(text):
+    assert listed(text) == text
