@@ -77,13 +77,13 @@ release: .venv-release/.stamp ## Build and check the sources and the wheels (PRO
 $(VENV)/.stamp: pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
-	  -e '.[redis,$(MOONCAKE),seal,cli,examples,test,dev,docs]'
+	  -e '.[redis,$(MOONCAKE),seal,cli,otel,examples,test,dev,docs]'
 	@touch $@
 
 $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 	$(call make_venv,$(VLLM_VENV))
 	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
-	  -e '.[redis,mooncake-cpu,seal,cli,vllm,examples,test]'
+	  -e '.[redis,mooncake-cpu,seal,cli,otel,vllm,examples,test]'
 	@touch $@
 
 .venv-release/.stamp: pyproject.toml | packages

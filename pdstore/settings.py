@@ -159,6 +159,11 @@ class Settings(BaseSettings):
         le=65535,
         description="Port on 127.0.0.1 of a page about this instance; 0: a free one. Unset: none.",
     )
+    traces: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="URL of an OTLP receiver: a span for each request (extra `otel`). Unset: none.",
+    )
     breaker_failures: int = Field(
         3,
         ge=1,

@@ -19,8 +19,7 @@ from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request, State
 from examples.mini_engine.tracker import Tracker
-from pdstore.status.server import StatusServer
-from pdstore.status.snapshot import Snapshot
+from pdstore.status.reporting import Reporting
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +51,10 @@ class Adapter:
         self._metrics = metrics
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
-        self.journal = pdstore.Journal()
         self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
-        self.status: StatusServer | None = None
-        if settings.status_port is not None:
-            shown = Snapshot(settings, namespace, metrics, self.journal, lambda: self.problem)
-            self.status = StatusServer(settings.status_port, shown.take)
-            log.info("status on %s", self.status.url)
+        registries = [metrics.registry]
+        self.reporting = Reporting(settings, namespace, registries, lambda: self.problem)
+        self.journal = self.reporting.journal
         self._trackers: dict[Request, Tracker] = {}
 
     def ready(self) -> None:
@@ -212,10 +208,9 @@ class Adapter:
 
     def close(self) -> None:
         """Gives running jobs the drain time, then ends them. May be called twice."""
-        if self.status is not None:
-            self.status.close()
         self.pool.close()
         self.cache.close()
+        self.reporting.close()
 
     def _note_computed(self, chunk: Chunk) -> None:
         tracker = self._trackers.get(chunk.request)

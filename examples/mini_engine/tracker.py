@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pdstore
 from examples.mini_engine.request import Request
-from pdstore.telemetry.request_record import plain
+from pdstore.telemetry.request_record import Phase, plain
 
 
 @dataclass
@@ -72,5 +72,10 @@ class Tracker:
             num_saved=max((result.num_tokens for result in results), default=0),
             reason=cut or missed,
             phases=self.timer.phases(),
+            in_store=self._in_store("load", [self.load]) + self._in_store("save", self.saves),
             traceparent=request.traceparent,
         )
+
+    def _in_store(self, name: str, jobs: Sequence[pdstore.Job | None]) -> tuple[Phase, ...]:
+        calls = [job.in_store for job in jobs if job is not None and job.in_store is not None]
+        return self.timer.between(name, calls)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
+
+from prometheus_client import CollectorRegistry
 
 import pdstore
 from pdstore.format.namespace import Namespace
-from pdstore.metrics import Metrics
 from pdstore.settings import Settings, origin_of, variable_of
 from pdstore.store.url import StoreURL
 from pdstore.telemetry.advice import ADVICE
 from pdstore.telemetry.journal import Journal
-from pdstore.telemetry.metric_table import METRICS, Kind
+from pdstore.telemetry.metric_table import METRICS, Across, Kind
 
 Json: TypeAlias = dict[str, object]
 
@@ -22,6 +24,7 @@ class Snapshot:
     """Makes the object that `/pdstore` shows. No secret is in it.
 
     namespace: of the instance; its fields show as `Namespace.describe` has them.
+    registries: hold its metrics; each number is shown as all of them have it together.
     problem: returns the trouble of the pool now, or None.
     """
 
@@ -29,16 +32,16 @@ class Snapshot:
         self,
         settings: Settings,
         namespace: Namespace,
-        metrics: Metrics,
+        registries: Sequence[CollectorRegistry],
         journal: Journal,
         problem: Callable[[], str | None],
     ) -> None:
-        self._settings, self._namespace, self._metrics = settings, namespace, metrics
+        self._settings, self._namespace, self._registries = settings, namespace, registries
         self._journal, self._problem = journal, problem
 
     def take(self) -> Json:
         """Returns the state as it is now."""
-        numbers = _numbers_of(self._metrics)
+        numbers = _numbers_of(self._registries)
         return {
             "time": time.time(),
             "version": pdstore.__version__,
@@ -69,17 +72,20 @@ def settings_of(settings: Settings) -> list[Json]:
     return shown
 
 
-def _numbers_of(metrics: Metrics) -> dict[str, float]:
+def _numbers_of(registries: Sequence[CollectorRegistry]) -> dict[str, float]:
     """Returns counters and gauges by name and labels: `tokens_total|loaded`."""
-    found = {}
-    for family in metrics.registry.collect():
+    found: dict[str, float] = {}
+    for family in itertools.chain.from_iterable(each.collect() for each in registries):
         metric = METRICS.get(family.name.removeprefix("pdstore_"))
         if metric is None or metric.kind is Kind.HISTOGRAM or metric.name == "info":
             continue
         for sample in family.samples:
             if sample.name == metric.shown_name:
                 labels = [sample.labels[name] for name in metric.labels]
-                found["|".join((sample.name.removeprefix("pdstore_"), *labels))] = sample.value
+                key = "|".join((sample.name.removeprefix("pdstore_"), *labels))
+                before = found.get(key, 0.0)
+                is_sum = metric.across is Across.SUM
+                found[key] = before + sample.value if is_sum else max(before, sample.value)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class RequestRecord:
     num_tokens: of the prompt; of these so many were matched in the pool, loaded, computed, and so
       many are durable in the pool because this instance has them saved.
     reason: why less than all was matched, loaded or saved; None if nothing was missing.
+    in_store: of a phase of the same name, from its first call of the store to the last one's end.
     traceparent: the W3C trace context that came with the request.
     """
 
@@ -49,6 +50,7 @@ class RequestRecord:
     num_saved: int
     reason: Reason | None
     phases: tuple[Phase, ...] = ()
+    in_store: tuple[Phase, ...] = ()
     traceparent: str | None = None
 
     def seconds(self, name: str) -> float | None:
@@ -72,9 +74,9 @@ class RequestRecord:
     def as_json(self) -> dict[str, object]:
         """Returns the record as a JSON object."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        phases = [phase._asdict() for phase in self.phases]
-        reason = self.reason.value if self.reason else None
-        return fields | {"phases": phases, "reason": reason}
+        for name in ("phases", "in_store"):
+            fields[name] = [phase._asdict() for phase in getattr(self, name)]
+        return fields | {"reason": self.reason.value if self.reason else None}
 
 
 def plain(text: object) -> str:
@@ -105,6 +107,13 @@ class RequestTimer:
         """Ends a phase that has begun; of several calls the last one counts."""
         if name in self._begins:
             self._ends[name] = self.clock() - self._zero
+
+    def between(self, name: str, instants: Sequence[tuple[float, float]]) -> tuple[Phase, ...]:
+        """Returns a phase from the first begin to the last end of the clock's instants, if any."""
+        if not instants:
+            return ()
+        begin, end = min(i[0] for i in instants), max(i[1] for i in instants)
+        return (Phase(name, begin - self._zero, end - self._zero),)
 
     def phases(self) -> tuple[Phase, ...]:
         """Returns the phases in the order of their beginnings; one that still runs ends now."""

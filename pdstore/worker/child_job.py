@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -91,11 +92,13 @@ class ChildJob:
     def in_store_call(self) -> Iterator[None]:
         """Surrounds a call of the store. Raises JobError before or after it if the job ended."""
         self.check()
+        begin = time.monotonic()
         self._is_in_store = True
         try:
             yield
         finally:
             self._is_in_store = False
+            self._run.job.note_store_call(begin, time.monotonic())
         self.check()
 
     def follow(self, finish: Callable[[], None]) -> None:

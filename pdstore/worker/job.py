@@ -34,6 +34,7 @@ class Job:
         self._result: JobResult | None = None
         self._watchers: collections.deque[Callable[[Job], None]] = collections.deque()
         self._captured = False
+        self._store_calls: tuple[float, float] | None = None
 
     @property
     def done(self) -> bool:
@@ -55,6 +56,11 @@ class Job:
     def result(self) -> JobResult | None:
         """The outcome; None before the job has ended."""
         return self._result if self.done else None
+
+    @property
+    def in_store(self) -> tuple[float, float] | None:
+        """The first begin and the last end of its calls of the store, in monotonic seconds."""
+        return self._store_calls
 
     def wait(self, timeout_s: float) -> JobResult:
         """Waits for the end. Raises TimeoutError if the job still runs after the time."""
@@ -80,6 +86,11 @@ class Job:
     def set_captured(self) -> None:
         """The run says: the source blocks are copied."""
         self._captured = True
+
+    def note_store_call(self, begin: float, end: float) -> None:
+        """The run says that a call of the store has ended. Of two at once, one may be left out."""
+        before = self._store_calls
+        self._store_calls = (before[0] if before else begin, end)
 
     def settle(self, result: JobResult) -> None:
         """The run says how the job ended; only the first call counts."""

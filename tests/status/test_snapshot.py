@@ -31,7 +31,7 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(64)
     journal.add(RECORD)
-    taken = Snapshot(read_settings(), NAMESPACE, metrics, journal, lambda: "down").take()
+    taken = Snapshot(read_settings(), NAMESPACE, [metrics.registry], journal, lambda: "down").take()
     said = json.loads(json.dumps(taken))
     assert said["problem"] == "down"
     assert said["metrics"]["tokens_total|loaded"] == 64

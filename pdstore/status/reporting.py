@@ -1,0 +1,65 @@
+"""Reporting: where an instance tells of its requests: the log, a page, spans."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from pdstore.format.namespace import Namespace
+from pdstore.settings import Settings
+from pdstore.status.server import StatusServer
+from pdstore.status.snapshot import Snapshot
+from pdstore.store.url import StoreURL
+from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.spans import Spans
+
+log = logging.getLogger(__name__)
+
+
+class Reporting:
+    """Opens what the settings ask for: a page with PDSTORE_STATUS_PORT, spans with PDSTORE_TRACES.
+
+    registries: hold the instance's metrics, for the page; those of several are added up.
+    problem: returns the trouble of the pool now, or None.
+    number: of this instance among those that share one environment; its page's port is so much
+      higher.
+    Raises ConfigError for a port that is taken, MissingExtra.
+
+    journal: takes the records of requests that are over.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        registries: Sequence[CollectorRegistry],
+        problem: Callable[[], str | None],
+        number: int = 0,
+    ) -> None:
+        self.journal = Journal()
+        self._spans: Spans | None = None
+        self._server: StatusServer | None = None
+        if settings.traces is not None:
+            store = StoreURL.of(settings.store).label
+            self._spans = Spans.to(
+                settings.traces, settings.role, namespace=namespace.hex, store=store
+            )
+            self.journal.listen(self._spans.add)
+        if settings.status_port is not None:
+            shown = Snapshot(settings, namespace, registries, self.journal, problem)
+            port = settings.status_port and settings.status_port + number
+            self._server = StatusServer(port, shown.take)
+            log.info("status on %s", self._server.url)
+
+    @property
+    def url(self) -> str | None:
+        """The page's address; None without one."""
+        return self._server.url if self._server else None
+
+    def close(self) -> None:
+        """Stops the page and sends the last spans. Twice is fine."""
+        for opened in (self._server, self._spans):
+            if opened is not None:
+                opened.close()

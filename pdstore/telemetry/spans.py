@@ -1,0 +1,126 @@
+"""Spans: the records of requests as OpenTelemetry spans, in the traces that came with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from pdstore.errors import MissingExtra
+from pdstore.telemetry.request_record import Phase, RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+_PATH = "/v1/traces"  # OTLP's, where the URL of a receiver has none
+_EXPORT_S = 3.0  # a receiver that is away costs a stop no more
+_NS = 1_000_000_000
+
+
+def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
+    """Returns a provider whose spans go to an OTLP receiver, in batches, over HTTP.
+
+    The SDK's own thread sends them; a receiver that is away costs spans and nothing else.
+
+    url: PDSTORE_TRACES.
+    service: OpenTelemetry's name of this process, unless OTEL_SERVICE_NAME gives one.
+    resource: further attributes of every span.
+    Raises MissingExtra.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"traces need a package that is not installed ({error.name}):"
+            " pip install 'pdstore[otel]'"
+        ) from error
+    attributes = Resource.create({"service.name": service, **resource})
+    provider = TracerProvider(
+        resource=attributes.merge(OTELResourceDetector().detect()),
+        shutdown_on_exit=False,  # whoever opens it closes it
+    )
+    exporter = OTLPSpanExporter(endpoint=_endpoint(url), timeout=_EXPORT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+class Spans:
+    """Makes the spans of a request when it is over; `Journal.listen` takes `add`. From any thread.
+
+    A request is one span with one for each of its phases, and in those one for the store, from the
+    first of its calls to the end of the last. They belong to the trace in the record's
+    `traceparent`; a request without one begins a trace.
+
+    provider: closed by `close`.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("pdstore")
+        self._traces = TraceContextTextMapPropagator()
+
+    @classmethod
+    def to(cls, url: str, role: str, *, namespace: str, store: str) -> Spans:
+        """Opens the spans of an instance. Raises MissingExtra.
+
+        url: of an OTLP receiver. role: PDSTORE_ROLE. store: its label.
+        """
+        named = {"pdstore.role": role, "pdstore.namespace": namespace, "pdstore.store": store}
+        return cls(open_provider(url, f"pdstore-{role}", **named))
+
+    def add(self, record: RequestRecord) -> None:
+        """Makes the spans of one request."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        headers = {"traceparent": record.traceparent} if record.traceparent else {}
+        whole = self._tracer.start_span(
+            "pdstore.request",
+            context=self._traces.extract(headers, context=Context()),
+            kind=SpanKind.SERVER,
+            attributes=_attributes(record),
+            start_time=_instant(record, 0.0),
+        )
+        for phase in record.phases:
+            span = self._begin(whole, f"pdstore.{phase.name}", record, phase)
+            for part in record.in_store:
+                if part.name == phase.name:
+                    self._begin(span, "pdstore.store", record, part).end(
+                        _instant(record, part.end_s)
+                    )
+            span.end(_instant(record, phase.end_s))
+        last = max((phase.end_s for phase in record.phases), default=0.0)
+        whole.end(_instant(record, last))
+
+    def close(self) -> None:
+        """Sends what is left, for some seconds at most."""
+        self._provider.shutdown()
+
+    def _begin(self, parent: Span, name: str, record: RequestRecord, phase: Phase) -> Span:
+        from opentelemetry.trace import set_span_in_context
+
+        begin = _instant(record, phase.begin_s)
+        return self._tracer.start_span(name, set_span_in_context(parent), start_time=begin)
+
+
+def _attributes(record: RequestRecord) -> dict[str, str | int]:
+    numbers = ("num_tokens", "num_matched", "num_loaded", "num_computed", "num_saved")
+    said = {"request_id": record.request_id, "handoff": record.handoff, "role": record.role}
+    said["reason"] = record.reason.value if record.reason else None
+    found: dict[str, str | int] = {f"pdstore.{name}": getattr(record, name) for name in numbers}
+    return found | {f"pdstore.{name}": text for name, text in said.items() if text is not None}
+
+
+def _instant(record: RequestRecord, seconds: float) -> int:
+    """Returns nanoseconds since the epoch of an instant after the request's arrival."""
+    return int((record.arrived_at + seconds) * _NS)
+
+
+def _endpoint(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url

@@ -1,0 +1,64 @@
+"""Reporting: nothing unless it is asked for; a page with a port of its own; spans to a receiver."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.settings import read_settings
+from pdstore.status.reporting import Reporting
+from tests.status.test_snapshot import NAMESPACE
+from tests.support.otlp_receiver import receiving
+from tests.support.redis_server import free_port
+from tests.telemetry.test_request_record import RECORD
+
+
+@pytest.fixture
+def report():
+    made = []
+
+    def report(registries=(), number=0, **settings):
+        asked = read_settings(store="memory://", **settings)
+        made.append(Reporting(asked, NAMESPACE, registries, lambda: None, number))
+        return made[-1]
+
+    yield report
+    for one in made:
+        one.close()
+        one.close()
+
+
+def test_without_the_settings_there_is_no_page(report):
+    assert report().url is None
+
+
+def test_instances_of_one_environment_have_pages_beside_each_other(report):
+    port = free_port()
+    assert report(status_port=port, number=1).url == f"http://127.0.0.1:{port + 1}"
+    assert report(status_port=0, number=1).url is not None
+
+
+def test_the_page_adds_up_the_numbers_of_several_registries(report):
+    scheduler, worker = Metrics(), Metrics()
+    scheduler.miss(Reason.LOST)
+    worker.miss(Reason.LOST)
+    for each in (scheduler, worker):
+        each.store_used_bytes.set(7)
+        each.jobs_alive.set(2)
+    page = report([scheduler.registry, worker.registry], status_port=0)
+    shown = httpx.get(f"{page.url}/pdstore", trust_env=False).json()["metrics"]
+    assert shown["misses_total|lost"] == 2
+    assert shown["jobs_alive"] == 4
+    assert shown["store_used_bytes"] == 7, "both look at the same store"
+
+
+def test_records_become_spans(report):
+    with receiving() as receiver:
+        one = report(traces=receiver.url, role="decode")
+        one.journal.add(RECORD)
+        one.close()
+    assert {span.name for span in receiver.spans} == {
+        *("pdstore.request", "pdstore.wait", "pdstore.load"),
+    }

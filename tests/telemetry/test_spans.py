@@ -1,0 +1,113 @@
+"""Spans: a record becomes a request's span with its phases; without the setting nothing loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pdstore.errors import MissingExtra
+from pdstore.telemetry.request_record import Phase
+from pdstore.telemetry.spans import Spans
+from tests.support.otlp_receiver import receiving
+from tests.telemetry.test_request_record import RECORD
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACED = dataclasses.replace(
+    RECORD,
+    in_store=(Phase("load", 0.3, 0.4),),
+    traceparent=f"00-{TRACE}-{PARENT}-01",
+)
+
+
+@pytest.fixture
+def made():
+    """Adds records; returns their spans by name."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = Spans(provider)
+
+    def add(record):
+        exporter.clear()
+        spans.add(record)
+        return {span.name: span for span in exporter.get_finished_spans()}
+
+    yield add
+    spans.close()
+
+
+def test_a_request_is_a_span_of_its_clients_trace_with_one_for_each_phase(made):
+    found = made(TRACED)
+    request, load, store = (found[f"pdstore.{n}"] for n in ("request", "load", "store"))
+    assert {format(span.context.trace_id, "032x") for span in found.values()} == {TRACE}
+    assert format(request.parent.span_id, "016x") == PARENT
+    assert (load.parent.span_id, store.parent.span_id) == (
+        request.context.span_id,
+        load.context.span_id,
+    )
+    assert found["pdstore.wait"].parent.span_id == request.context.span_id
+    assert [(s.start_time, s.end_time) for s in (request, load, store)] == [
+        (1000_000_000_000, 1000_500_000_000),
+        (1000_250_000_000, 1000_500_000_000),
+        (1000_300_000_000, 1000_400_000_000),
+    ]
+
+
+def test_the_requests_span_says_what_its_line_says(made):
+    said = made(TRACED)["pdstore.request"].attributes
+    assert said["pdstore.request_id"] == RECORD.request_id
+    assert said["pdstore.handoff"] == RECORD.handoff
+    assert (said["pdstore.num_tokens"], said["pdstore.num_loaded"]) == (100, 64)
+    assert said["pdstore.reason"] == "lost"
+
+
+@pytest.mark.parametrize("given", [None, "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_request_without_a_trace_begins_one(made, given):
+    request = made(dataclasses.replace(RECORD, traceparent=given))["pdstore.request"]
+    assert request.parent is None
+    assert request.context.trace_id
+
+
+def test_a_trace_that_its_client_does_not_sample_has_no_spans(made):
+    assert made(dataclasses.replace(TRACED, traceparent=f"00-{TRACE}-{PARENT}-00")) == {}
+
+
+def test_spans_go_to_the_receiver_when_an_instance_ends():
+    with receiving() as receiver:
+        spans = Spans.to(receiver.url, "decode", namespace="ab" * 16, store="memory://x")
+        spans.add(TRACED)
+        spans.close()
+    assert {span.service for span in receiver.spans} == {"pdstore-decode"}
+    assert len(receiver.spans) == 4
+
+
+def test_a_receiver_that_is_away_costs_a_stop_some_seconds_at_most():
+    with receiving() as receiver:
+        away = receiver.url
+    spans = Spans.to(away, "decode", namespace="ab" * 16, store="memory://x")
+    spans.add(TRACED)
+    begin = time.monotonic()
+    spans.close()
+    assert time.monotonic() - begin < 30
+
+
+def test_without_the_extra_the_error_has_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[otel\]'"):
+        Spans.to("http://127.0.0.1:4318", "decode", namespace="", store="")
+
+
+def test_nothing_of_it_is_loaded_without_the_setting():
+    code = (
+        "import sys, pdstore; pdstore.KVPool; import pdstore.status.reporting;"
+        "import examples.mini_engine.adapter, examples.router.app;"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
