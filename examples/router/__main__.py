@@ -13,6 +13,8 @@ import uvicorn
 
 from examples.router.app import Options, make_app
 from examples.router.intake import Limits
+from pdstore.errors import PDStoreError
+from pdstore.telemetry.spans import open_provider
 
 _DRAIN_S = 5
 
@@ -28,14 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         retries=given.retries,
         prefill_timeout_s=given.prefill_timeout,
         read_timeout_s=given.read_timeout,
+        status_port=given.status,
         limits=Limits(body_bytes=given.max_body << 20, body_timeout_s=given.body_timeout),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)  # uvicorn restores it at its end, and raises the signal again
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        provider = open_provider(given.traces, "pdstore-router") if given.traces else None
+        app = make_app(options, provider)
+    except PDStoreError as error:
+        sys.exit(f"router: {error}")
     uvicorn.run(
-        make_app(options),
+        app,
         host=given.host,
         port=given.port,
         access_log=False,
@@ -79,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
+    add("--status", type=int, metavar="PORT", help="of a page on 127.0.0.1 about this router")
+    add("--traces", type=_url, help="URL of an OTLP receiver for spans; the same PDSTORE_TRACES")
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     return parser

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import httpx
@@ -25,15 +26,24 @@ from examples.router.health import Health
 from examples.router.intake import Asked, Limits
 from examples.router.refusal import Refusal
 from examples.router.spliced_exchange import SplicedExchange
+from examples.router.status import RouterStatus
+from examples.router.tracing import traced
 from examples.router.upstreams import Rotation, Upstream
+from pdstore.status.server import StatusServer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 Mode = Literal["relay", "concurrent"]
 FirstTokenOf = Literal["prefill", "decode"]
+
+log = logging.getLogger("router")
 
 CONNECT_S = 2.0
 _PROBE_S = 2.0
 # Shorter than a server's own keep-alive (5 s in uvicorn): no call meets a connection just closed.
 _KEEPALIVE_S = 2.0
+_RETRIES = 2  # at once, and after half a second
 
 
 @dataclass(frozen=True)
@@ -48,16 +58,15 @@ class Options:
     prefill_timeout_s: float = 60.0
     read_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
+    status_port: int | None = None
 
 
-def make_app(options: Options) -> ASGIApp:
-    """Returns the router as an ASGI application."""
-    client = httpx.AsyncClient(
-        timeout=httpx.Timeout(options.read_timeout_s, connect=CONNECT_S),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
-        headers={"accept-encoding": "identity"},
-        trust_env=False,
-    )
+def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIApp:
+    """Returns the router as an ASGI application.
+
+    provider: of the spans of requests and of calls, if there are to be any; its end closes it.
+    """
+    client = _client_of(options)
     counts = Counts()
     calls = Calls(
         client,
@@ -66,12 +75,17 @@ def make_app(options: Options) -> ASGIApp:
         counts,
         httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S),
     )
+    status = _open_status(options, calls)
     front = Front(calls, partial(_exchange_of(options), retries=options.retries), options.limits)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
+        if status is not None:
+            await anyio.to_thread.run_sync(status.close)
+        if provider is not None:
+            await anyio.to_thread.run_sync(provider.shutdown)
 
     app = Starlette(
         routes=[
@@ -88,7 +102,31 @@ def make_app(options: Options) -> ASGIApp:
         },
         lifespan=lifespan,
     )
-    return CountedApp(app, counts)
+    counted = CountedApp(app, counts)
+    return counted if provider is None else traced(counted, client, provider)
+
+
+def _client_of(options: Options) -> httpx.AsyncClient:
+    """Returns the HTTP client of all calls. A D that is the only one is tried again to connect."""
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
+    transport = partial(httpx.AsyncHTTPTransport, limits=limits, trust_env=False)
+    is_alone = len(options.decode) == 1  # else another one is asked
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(options.read_timeout_s, connect=CONNECT_S),
+        transport=transport(),
+        mounts={options.decode[0]: transport(retries=_RETRIES)} if is_alone else None,
+        headers={"accept-encoding": "identity"},
+        trust_env=False,
+    )
+
+
+def _open_status(options: Options, calls: Calls) -> StatusServer | None:
+    """Opens the page about the router. Raises ConfigError for a port that is taken."""
+    if options.status_port is None:
+        return None
+    server = StatusServer(options.status_port, RouterStatus(options, calls).take)
+    log.info("status on %s", server.url)
+    return server
 
 
 def _exchange_of(options: Options) -> type[Exchange]:

@@ -11,6 +11,7 @@ from examples.router.bodies import Json, decode_body, encode, parse, prefill_bod
 from examples.router.counts import Counts
 from examples.router.intake import Asked
 from examples.router.refusal import Refusal
+from examples.router.timeline import Timeline
 from examples.router.upstreams import Rotation, Upstream
 
 log = logging.getLogger("router")
@@ -36,18 +37,14 @@ class Calls:
     ) -> None:
         self.client, self.prefills, self.decodes = client, prefills, decodes
         self.counts, self._prefill_timeout = counts, prefill_timeout
+        self.timeline = Timeline()
         self._quiet_until = 0.0
 
-    async def prefill(self, asked: Asked, params: Json) -> Json | None:
-        """Prefills on one P. Returns its `kv_transfer_params`; None if D must compute the prompt.
-
-        None comes when P gave no parameters, or when no P could be asked or could do it. Raises
-        Refusal with P's answer when P says that the request itself is wrong (4xx).
-        """
-        return params_of(await self.prefill_answer(asked, params))
-
     async def prefill_answer(self, asked: Asked, params: Json) -> Json | None:
-        """Prefills as `prefill` does. Returns P's whole answer; None if no P gave one."""
+        """Prefills on one P. Returns P's answer; None if no P could be asked or could do it.
+
+        Raises Refusal with P's answer when P says that the request itself is wrong (4xx).
+        """
         content = _content(prefill_body(asked.body, params))
         for upstream in self.prefills.in_turn():
             try:

@@ -53,6 +53,30 @@ class Counts:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def cards(self) -> dict[str, float]:
+        """Returns the totals that the router's page shows."""
+        shown = {
+            "answers": "router_requests_total",
+            "computed by D for want of P": "router_degraded_total",
+            "began with P's token": "router_spliced_total",
+            "lost hand-offs": "router_lost_handoffs_total",
+            "failed calls": "router_upstream_failures_total",
+            "clients that left": "router_disconnects_total",
+        }
+        return {text: sum(self._values(name).values()) for text, name in shown.items()}
+
+    def failed_calls(self) -> dict[tuple[str, ...], float]:
+        """Returns the calls of instances that failed, by role and reason."""
+        return self._values("router_upstream_failures_total")
+
+    def _values(self, name: str) -> dict[tuple[str, ...], float]:
+        return {
+            tuple(sample.labels.values()): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == name
+        }
+
 
 class CountedApp:
     """Wraps an application and counts its answers by status, whichever layer gave them."""

@@ -12,10 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from examples.router.bodies import REMOTE_DECODE, Json
-from examples.router.calls import Calls, reason_of
+from examples.router.calls import Calls, params_of, reason_of
 from examples.router.intake import Asked
 from examples.router.open_answer import OpenAnswer, close
 from examples.router.refusal import Refusal
+from examples.router.timeline import Routed
 
 log = logging.getLogger("router")
 
@@ -32,6 +33,7 @@ class Exchange:
     def __init__(self, calls: Calls, asked: Asked, retries: int = 0) -> None:
         self._calls, self._asked, self._retries = calls, asked, retries
         self._begin = time.monotonic()
+        self.routed = Routed(asked.request_id)
         self._is_begun = False
         self._is_ended = False
 
@@ -43,6 +45,8 @@ class Exchange:
                 await self._exchange(group, scope, receive, send)
             finally:
                 watch.cancel()
+                self.routed.timer.end("answer")
+                self._calls.timeline.add(self.routed)
 
     async def _exchange(
         self, group: anyio.abc.TaskGroup, scope: Scope, receive: Receive, send: Send
@@ -52,6 +56,7 @@ class Exchange:
         except Refusal as refusal:
             self._observe_first_byte()
             self._is_ended = True
+            self.routed.reason = f"HTTP {refusal.status}"
             headers = {"x-request-id": self._asked.request_id, "content-type": refusal.media_type}
             await Response(refusal.body, refusal.status, headers)(scope, receive, send)
             return
@@ -60,14 +65,29 @@ class Exchange:
         except httpx.TransportError as error:
             # Unfinished, so the server cuts the connection: the client sees a broken answer.
             self._calls.counts.failures.labels("decode", reason_of(error)).inc()
+            self.routed.reason = "D broke off"
             log.warning("%s: D broke off in its answer: %r", self._asked.request_id, error)
         finally:
             await answer.close()
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         """Asks D when P is done, with the parameters of P's answer. Raises Refusal."""
-        params = await self._calls.prefill(self._asked, REMOTE_DECODE)
+        params = await self._prefilled(self._asked, REMOTE_DECODE)
         return await self._decode(self._asked, params)
+
+    async def _prefilled(self, asked: Asked, params: Json) -> Json | None:
+        """Prefills on P; returns the parameters of its answer, None if D has to compute."""
+        return params_of(await self._prefill_answer(asked, params))
+
+    async def _prefill_answer(self, asked: Asked, params: Json) -> Json | None:
+        """Prefills on P; returns its whole answer, None if no P gave one."""
+        self.routed.timer.begin("prefill")
+        try:
+            answer = await self._calls.prefill_answer(asked, params)
+        finally:
+            self.routed.timer.end("prefill")
+        self.routed.note_handoff(params_of(answer))
+        return answer
 
     async def _decode(self, asked: Asked, params: Json | None) -> OpenAnswer:
         """Returns D's answer when its first bytes are there. Raises Refusal.
@@ -83,11 +103,12 @@ class Exchange:
             self._calls.counts.lost.inc()
             log.warning("%s: D could not use the hand-off: %s", asked.request_id, lost)
             if retries_left:
-                params = await self._calls.prefill(asked, REMOTE_DECODE)
+                params = await self._prefilled(asked, REMOTE_DECODE)
         raise Refusal.of(502, lost or "")
 
     async def _begun(self, asked: Asked, params: Json | None) -> OpenAnswer:
         """Returns D's answer when its first bytes are there: vLLM sends its headers before."""
+        self.routed.timer.begin("decode")
         response = await self._calls.decode(asked, params)
         try:
             chunks = response.aiter_raw()
@@ -99,10 +120,12 @@ class Exchange:
         except BaseException:
             await close(response)
             raise
+        self.routed.timer.end("decode")
         return OpenAnswer.of_response(response, first, chunks)
 
     async def _pass_on(self, answer: OpenAnswer, send: Send) -> None:
         headers = [(b"x-request-id", self._asked.request_id.encode()), *answer.headers]
+        self.routed.timer.begin("answer")
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         async for chunk in answer.chunks:
             self._observe_first_byte()
@@ -117,6 +140,7 @@ class Exchange:
             while (await receive())["type"] != "http.disconnect":
                 pass
             if not self._is_ended:
+                self.routed.reason = "the client left"
                 self._calls.counts.disconnects.inc()
                 log.info("%s: the client left", self._asked.request_id)
                 everything.cancel()
@@ -141,6 +165,7 @@ class ConcurrentExchange(Exchange):
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         params: Json = {"pdstore": {"attempt": secrets.token_hex(16)}}
+        self.routed.note_handoff(params)
         with anyio.CancelScope() as following:
             group.start_soon(self._prefill, params, following)
             return await self._decode(self._asked, params)
@@ -151,7 +176,7 @@ class ConcurrentExchange(Exchange):
     async def _prefill(self, params: Json, following: anyio.CancelScope) -> None:
         """Prefills on P; ends D's call if P refused the request or published nothing."""
         try:
-            published = await self._calls.prefill(self._asked, REMOTE_DECODE | params)
+            published = await self._prefilled(self._asked, REMOTE_DECODE | params)
         except Refusal as refusal:
             self._refusal = refusal
             log.info("%s: P refused it: HTTP %d", self._asked.request_id, refusal.status)

@@ -13,6 +13,7 @@ from examples.router.bodies import Json, parse
 from examples.router.refusal import Refusal
 
 MAX_REQUEST_ID_CHARS = 256
+_PASSED_ON = ("authorization", "traceparent", "tracestate")
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,12 @@ async def read(request: Request, limits: Limits) -> Asked:
 
 
 def passed_headers(request: Request) -> dict[str, str]:
-    """Returns the headers that go on to the instances: one request id for both, the client's key.
+    """Returns the headers that go on: one request id for P and D, the client's key and its trace.
 
     Raises Refusal (400) for a value that HTTP clients could not send or logs could not show.
     """
     headers = {"x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex}
-    if "authorization" in request.headers:
-        headers["authorization"] = request.headers["authorization"]
+    headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
             raise Refusal.of(400, f"the header {name} must be printable ASCII")

@@ -32,7 +32,7 @@ class SplicedExchange(Exchange):
         asked = self._asked
         if not can_continue(asked.path, asked.body):
             return await super()._answer(group)
-        answer = await self._calls.prefill_answer(
+        answer = await self._prefill_answer(
             Asked(asked.path, first_body(asked.body), asked.headers), REMOTE_DECODE
         )
         params = params_of(answer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 
 import httpx
 import pytest
@@ -13,6 +11,7 @@ from pdstore.cli.checks.finding import Level
 from pdstore.cli.checks.peer import check_peers
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
+from tests.support.browser import needs_browser, shown
 from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
     ask,
     checkpoints_fixture,
@@ -57,18 +56,9 @@ def test_a_port_that_is_taken_names_the_setting(serve):
         StatusServer(port, dict)
 
 
-def shown(url, tmp_path, *more) -> str:
-    """Returns the page as a real browser shows it after its scripts have run."""
-    command = [
-        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", *more),
-    ]
-    return subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True).stdout
-
-
 @pytest.mark.slow
 @pytest.mark.redis
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's package chromium")
+@needs_browser
 def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis_server, tmp_path):
     redis = redis_server()
     pd = {
@@ -90,9 +80,9 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
 
     for seed in range(5):
         hand_over(seed)
-    url = d.adapter.status.url
+    url = d.adapter.reporting.url
     page = shown(url, tmp_path)
-    assert "the store is well" in page
+    assert "all is well" in page
     assert "req-4" in page
     assert "var(--load)" in page
     redis.stop()
@@ -109,7 +99,7 @@ def test_doctor_compares_two_instances_field_by_field(open_engine, tmp_path):
     pd = {"pd_transfer_via_storage": True, "store": f"file://{tmp_path}/pool", "status_port": 0}
     alike = [open_engine("llama", {**pd, "role": role}) for role in ("prefill", "decode")]
     other = open_engine("llama", {**pd, "salt": "another-tenant"})
-    urls = [engine.adapter.status.url for engine in (*alike, other)]
+    urls = [engine.adapter.reporting.url for engine in (*alike, other)]
     *_, last = check_peers(urls[:2])
     assert last.level is Level.OK
     wrong = [found for found in check_peers(urls[1:]) if found.level is Level.BAD]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import anyio
 import httpx
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.support.router_kit import (
     BODY,
@@ -20,6 +22,7 @@ from tests.support.router_kit import (
     nobody,
     routed,
     says,
+    url_of,
 )
 
 pytestmark = pytest.mark.anyio
@@ -81,6 +84,33 @@ async def test_an_unreachable_d_is_replaced_by_another() -> None:
         async with routed([Fake()], [gone, d]) as client:
             for _ in range(2):
                 assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
+
+
+async def test_the_only_d_is_reached_when_it_listens_a_moment_later() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        servers: list[asyncio.Server] = []
+
+        async def prefill(body: dict[str, Any]) -> Response:
+            async def listen() -> None:
+                await anyio.sleep(0.1)  # D's first call is refused
+                servers.append(await asyncio.start_server(answer, sock=sock))
+
+            group.start_soon(listen)
+            return JSONResponse({"kv_transfer_params": PARAMS})
+
+        async with (
+            anyio.create_task_group() as group,
+            routed([Fake(prefill)], [url_of(sock)]) as client,
+        ):
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+            assert await metric(client, "router_upstream_failures_total") == 0
+        servers[0].close()
 
 
 async def test_no_d_is_a_503_in_openai_s_form() -> None:

@@ -1,0 +1,62 @@
+"""RouterStatus: the state of the router now, as one JSON object for the page."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+
+import pdstore
+from examples.router.bodies import Json
+from examples.router.calls import Calls
+from examples.router.upstreams import Upstream
+
+_LOOK_AT = {
+    "connect": "whether it runs, and listens there",
+    "timeout": "its load, and its log",
+    "broken": "its log: it ended in the middle of an answer",
+    "status": "its log: it answered with an error of its own",
+}
+
+
+class RouterStatus:
+    """Makes the object that `/pdstore` shows. Any thread may call it.
+
+    options: a dataclass, shown field by field.
+    """
+
+    def __init__(self, options: object, calls: Calls) -> None:
+        self._options, self._calls = options, calls
+
+    def take(self) -> Json:
+        """Returns the state as it is now."""
+        calls = self._calls
+        prefills, decodes = calls.prefills.upstreams, calls.decodes.upstreams
+        return {
+            "time": time.time(),
+            "version": pdstore.__version__,
+            "role": "router",
+            "store": f"{len(prefills)} P, {len(decodes)} D",
+            "problem": _problem([*prefills, *decodes]),
+            "settings": self._settings(),
+            "cards": calls.counts.cards(),
+            "reasons": {
+                f"{role}: {reason}": {"misses": count, "drops": 0, "look_at": _LOOK_AT[reason]}
+                for (role, reason), count in calls.counts.failed_calls().items()
+            },
+            "requests": calls.timeline.last(),
+        }
+
+    def _settings(self) -> list[Json]:
+        shown: list[Json] = []
+        for each in fields(self._options):  # type: ignore[arg-type]
+            value = getattr(self._options, each.name)
+            origin = "default" if value == each.default else "argument"
+            text = " ".join(value) if isinstance(value, tuple) else str(value)
+            shown.append({"name": each.name, "value": text, "origin": origin})
+        return shown
+
+
+def _problem(upstreams: list[Upstream]) -> str | None:
+    """Returns which instances could not be reached when they were last asked; None if all could."""
+    away = [f"{each.role} {each.url}" for each in upstreams if each.down_until]
+    return f"cannot reach {', '.join(away)}" if away else None
