@@ -1,14 +1,15 @@
 // The swap engine of one device and one layout: checks a job, then gives it to a pump.
 //
-// Decision: everything a copy needs belongs to this object and is freed with it: two threads, four
-// streams, four device rings of a fixed size. What a caller gave is copied before the call returns.
-// Ids and addresses are checked before anything moves.
+// Decision: everything a copy needs belongs to this object and is freed with it: two threads and a
+// crew, four streams, four device rings of a fixed size. What a caller gave is copied before the
+// call returns. Ids and addresses are checked before anything moves.
 #pragma once
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "crew.h"
 #include "pump.h"
 
 namespace pds {
@@ -31,6 +32,7 @@ class Engine {
     return plan_of(layout_, part, num_tokens, device_->has_batch());
   }
   const Layout &layout() const { return layout_; }
+  Crew &crew() { return crew_; }
   pds_stats stats(Direction direction) { return pump(direction).stats(); }
   bool is_of_this_process() const;
 
@@ -50,6 +52,7 @@ class Engine {
   mutable std::mutex mutex_;                          // guards hosts_
   std::vector<std::pair<uint64_t, uint64_t>> hosts_;  // registered ranges, sorted by begin
   int32_t process_ = 0;
+  Crew crew_;
 };
 
 }  // namespace pds

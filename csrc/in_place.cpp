@@ -5,6 +5,7 @@
 // the wait for the copies of a share of a load. Only what goes well is done here: if any value is
 // missing, wrong or has no room, or the lock is not free soon, then nothing is done, and the caller
 // goes step by step to find out which and why.
+#include <atomic>
 #include <cstring>
 #include <new>
 
@@ -112,11 +113,11 @@ int32_t fill(Arena &arena, pds::Engine &engine, const pds_values &values, const 
   *error = copies.submit(engine, pds::Direction::kOut, &ticket);
   if (error->code == PDS_OK) *error = ended(*ticket);
   if (error->code != PDS_OK) return refuse(error->code);
-  for (int64_t i = 0; i < values.count; ++i) {
-    if (places.slots[i] < 0) continue;
+  engine.crew().each(values.count, [&](int64_t i) {
+    if (places.slots[i] < 0) return;
     seal(pointer(values.memory) + places.offsets[i], values.sizes[i],
          values.starts + i * kSummedOfHeader);
-  }
+  });
   return PDS_OK;
 }
 
@@ -126,12 +127,15 @@ int32_t take(Arena &arena, pds::Engine &engine, const pds_values &values, const 
   const int32_t code = arena.borrow(keys, values.sizes, places, &found, values.lock_ns);
   if (code != PDS_OK) return code;
   if (found < values.count) return PDS_ERR_VALUE;
-  for (int64_t i = 0; i < values.count; ++i) {
-    if (!is_right(pointer(values.memory) + places.offsets[i], values.sizes[i],
-                  values.starts + i * kSummedOfHeader)) {
-      return PDS_ERR_VALUE;
+  std::atomic<bool> all_right{true};
+  engine.crew().each(values.count, [&](int64_t i) {
+    if (!all_right || is_right(pointer(values.memory) + places.offsets[i], values.sizes[i],
+                               values.starts + i * kSummedOfHeader)) {
+      return;
     }
-  }
+    all_right = false;
+  });
+  if (!all_right) return PDS_ERR_VALUE;
   Copies copies(values, places);
   if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
   *error = copies.submit(engine, pds::Direction::kIn, ticket);
@@ -144,6 +148,7 @@ int32_t with_values(pds_arena *arena, pds_engine *engine, const pds_values *valu
                     pds_error *error, Body body) {
   if (!arena || !engine || !values || !error) return PDS_ERR_ARGUMENT;
   *error = {};
+  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
   if (!values->memory || !values->starts || !values->items || values->num_ids < 0 ||
       (values->num_ids > 0 && !values->ids) ||
       !pds::arena::are_sizes(values->sizes, values->count)) {

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "crew.h"
 #include "pdstore.h"
 
 namespace {
@@ -173,9 +174,25 @@ void files_from_many_threads() {
   expect(rmdir(directory) == 0, "nothing else was left");
 }
 
+void a_crew_does_each_piece_once() {
+  pds::Crew crew(3);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&crew, caller] {
+      for (int round = 0; round < 300; ++round) {
+        std::vector<int> done((caller + round) % 17);  // no lock: each piece is one thread's
+        crew.each(done.size(), [&](int64_t i) { ++done[i]; });
+        expect(done == std::vector<int>(done.size(), 1), "a piece was not done once");
+      }
+    });
+  }
+  for (std::thread &caller : callers) caller.join();
+}
+
 }  // namespace
 
 int main() {
+  a_crew_does_each_piece_once();
   files_from_many_threads();
   for (const int32_t path : {PDS_PATH_AUTO, PDS_PATH_BATCH, PDS_PATH_STRIDED, PDS_PATH_STAGE}) {
     copies_from_many_threads(path, PDS_TOKEN_MAJOR);

@@ -9,7 +9,6 @@ RANGE_BYTES = 32 << 20
 """About how much a worker takes at a time of much. Smaller ranges lose to Python's lock, larger
 ones leave the cores' caches."""
 _MANY = 8
-"""Where there is less, it is split for this many workers: what is waited for is the longest."""
 
 
 class BlockRange(NamedTuple):
@@ -19,16 +18,35 @@ class BlockRange(NamedTuple):
     stop: int
 
 
-def ranges_of(
-    first: int, stop: int, num_bytes: int, range_bytes: int = RANGE_BYTES
-) -> list[BlockRange]:
-    """Splits the blocks first..stop, which have `num_bytes` bytes, into even ranges.
+class Split(NamedTuple):
+    """The way in which a job's blocks are split into ranges, and how early a save begins.
 
-    Ranges have about `range_bytes`; less than eight of these are split into eight, but into none
-    below an eighth of `range_bytes`.
+    range_bytes: about how much is one range.
+    many: less than so many ranges are split into so many, for what is waited for is the slowest
+      worker; but into none below that part of `range_bytes`. 1: the library spreads the work of one
+      range over the processors.
+    early_ranges: of how many ranges a layer range must be, to be saved during the forward. Each
+      takes Python's lock from the thread that launches the forward; smaller ones wait for its end.
     """
-    least_bytes = max(1, range_bytes // _MANY)
-    wanted = max(num_bytes // range_bytes, min(_MANY, num_bytes // least_bytes))
-    count = max(1, min(wanted, stop - first))
-    ends = [first + (stop - first) * i // count for i in range(count + 1)]
-    return [BlockRange(*ends) for ends in pairwise(ends)]
+
+    range_bytes: int = RANGE_BYTES
+    many: int = _MANY
+    early_ranges: int = 4
+
+    @classmethod
+    def native(cls, range_bytes: int) -> Split:
+        """The way for a mover that has little to do in Python for a range."""
+        return cls(range_bytes, many=1, early_ranges=1)
+
+    @property
+    def early_bytes(self) -> int:
+        """Bytes of a layer range that is saved during the forward."""
+        return self.early_ranges * self.range_bytes
+
+    def ranges(self, first: int, stop: int, num_bytes: int) -> list[BlockRange]:
+        """Splits the blocks first..stop, which have `num_bytes` bytes, into even ranges."""
+        least_bytes = max(1, self.range_bytes // self.many)
+        wanted = max(num_bytes // self.range_bytes, min(self.many, num_bytes // least_bytes))
+        count = max(1, min(wanted, stop - first))
+        ends = [first + (stop - first) * i // count for i in range(count + 1)]
+        return [BlockRange(*ends) for ends in pairwise(ends)]

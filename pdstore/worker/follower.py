@@ -18,7 +18,7 @@ from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
 from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Ticker
-from pdstore.worker.block_range import ranges_of
+from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.values import PromptBlocks, bytes_of
@@ -58,7 +58,7 @@ class _Lane:
             self._at += found
         return self._at > before
 
-    def release(self, work: LoadWork, range_bytes: int) -> None:
+    def release(self, work: LoadWork, split: Split) -> None:
         """Releases the blocks that are whole in this layer range."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
@@ -67,7 +67,7 @@ class _Lane:
             return
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
         num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
-        work.release(ranges_of(first, stop, num_bytes, range_bytes), self._layer_range)
+        work.release(split.ranges(first, stop, num_bytes), self._layer_range)
         self._released = stop
 
 
@@ -91,7 +91,7 @@ class Follow:
         handoff: HandoffId,
         *,
         stall_s: float,
-        range_bytes: int,
+        split: Split,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,7 +106,7 @@ class Follow:
         self._has_asked = handoff.instance is not None
         if handoff.instance is not None:
             self._pulse = Pulse(namespace, handoff.instance, clock=clock)
-        self._stall_s, self._range_bytes = stall_s, range_bytes
+        self._stall_s, self._split = stall_s, split
         self._lanes = [_Lane(prompt, first_block, n) for n in range(prompt.layout.num_ranges)]
         for n in range(len(self._lanes)):
             work.release([], n)  # no token counts before all of its layer ranges are loaded
@@ -133,7 +133,7 @@ class Follow:
             # P stores a block's layer ranges in order: more of one may mean more of the next
             if cut is not None or moved or lane.missing in stored:
                 moved |= lane.advance(store)
-            lane.release(self._work, self._range_bytes)
+            lane.release(self._work, self._split)
         silence = self._silence(stored, asked_at, moved=moved)
         if all(lane.is_complete for lane in self._lanes):
             self._work.close()
@@ -180,11 +180,11 @@ class Follower:
     while nothing appears.
 
     stall_s: a load ends when nothing more is stored for so long.
-    range_bytes: about how much a worker takes at a time.
+    split: how blocks are shared out among the workers.
     """
 
-    def __init__(self, store: Store, stall_s: float, range_bytes: int) -> None:
-        self._store, self._stall_s, self._range_bytes = store, stall_s, range_bytes
+    def __init__(self, store: Store, stall_s: float, split: Split) -> None:
+        self._store, self._stall_s, self._split = store, stall_s, split
         self._finder = find_optional(store, FindsKeys)
         self._arrivals: deque[Follow] = deque()
         self._follows: list[Follow] = []
@@ -213,7 +213,7 @@ class Follower:
             first_block,
             handoff,
             stall_s=self._stall_s,
-            range_bytes=self._range_bytes,
+            split=self._split,
             wake=wake,
         )
         self._arrivals.append(follow)

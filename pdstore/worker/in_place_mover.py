@@ -14,7 +14,7 @@ from pdstore.outcome import Reason
 from pdstore.store.base import Slots, Store
 from pdstore.store.checked import count_of
 from pdstore.store.in_place import InPlace, Loan, Reservation
-from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Loaded, Mover, Verified
@@ -32,7 +32,7 @@ class InPlaceMover(Mover):
 
     in_place: the same store.
     memory: its memory, which is being registered with the device; jobs wait for that.
-    window_bytes: values that are reserved or borrowed together are about this large.
+    split: values that are reserved or borrowed together are about one range of it.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class InPlaceMover(Mover):
         metrics: Metrics,
         in_place: InPlace,
         memory: MappedMemory,
-        window_bytes: int = RANGE_BYTES,
+        split: Split,
     ) -> None:
-        super().__init__(layout, swap, store, metrics, memory)
+        super().__init__(layout, swap, store, metrics, memory, split)
         self._in_place, self._mapped = in_place, memory
         largest = block.HEADER_BYTES + layout.largest_payload_bytes
-        self._window = max(self._num_parts, -(-window_bytes // largest))
+        self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
     def save(
         self,

@@ -17,6 +17,7 @@ from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Store
 from pdstore.store.checked import count_of, num_done_of
 from pdstore.store.circuit_breaker import problem_of
+from pdstore.worker.block_range import Split
 from pdstore.worker.block_tables import tables_of
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
@@ -53,11 +54,20 @@ class Mover(ABC):
 
     Values come and go whole blocks first to last. Nothing that was not verified is written to the
     paged cache.
+
+    split: how jobs are shared out to suit this mover.
     """
 
     def __init__(
-        self, layout: Layout, swap: Swap, store: Store, metrics: Metrics, memory: HostMemory
+        self,
+        layout: Layout,
+        swap: Swap,
+        store: Store,
+        metrics: Metrics,
+        memory: HostMemory,
+        split: Split,
     ) -> None:
+        self.split = split
         self._num_parts = len(layout.owned_parts)
         self._block_tokens = layout.block_tokens
         self._swap, self._store, self._metrics = swap, store, metrics

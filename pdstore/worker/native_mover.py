@@ -13,7 +13,7 @@ from pdstore.metrics import Metrics
 from pdstore.native.value_batch import ValueBatch
 from pdstore.store.base import Store
 from pdstore.store.in_place import NativeInPlace, Reservation, Taken
-from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.block_range import RANGE_BYTES, Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
@@ -30,7 +30,8 @@ class NativeMover(InPlaceMover):
     When the library cannot do all of a call, `InPlaceMover` does it step by step and finds out why.
 
     in_place: the same store.
-    memory, window_bytes: as `InPlaceMover` takes them.
+    memory: as `InPlaceMover` takes it.
+    range_bytes: about how much one call moves; all processors sum it.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class NativeMover(InPlaceMover):
         metrics: Metrics,
         in_place: NativeInPlace,
         memory: MappedMemory,
-        window_bytes: int = RANGE_BYTES,
+        range_bytes: int = RANGE_BYTES,
     ) -> None:
-        super().__init__(layout, swap, store, metrics, in_place, memory, window_bytes)
+        split = Split.native(range_bytes)
+        super().__init__(layout, swap, store, metrics, in_place, memory, split)
         self._native_swap, self._native = swap, in_place
 
     def _fill(

@@ -13,6 +13,7 @@ from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, NativeInPlace
 from pdstore.store.seal import seal_store
+from pdstore.worker.block_range import Split
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Mover
@@ -51,7 +52,7 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    return StagedMover(layout, swap, store, metrics, staging, range_bytes)
+    return StagedMover(layout, swap, store, metrics, staging, Split(range_bytes))
 
 
 def _in_place(
@@ -75,4 +76,4 @@ def _in_place(
     native = find_optional(store, NativeInPlace)
     if native is not None and isinstance(swap, NativeSwap):
         return NativeMover(layout, swap, store, metrics, native, memory, range_bytes)
-    return InPlaceMover(layout, swap, store, metrics, in_place, memory, range_bytes)
+    return InPlaceMover(layout, swap, store, metrics, in_place, memory, Split(range_bytes))

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdstore.worker.block_range import ranges_of
+from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import PromptBlocks, bytes_of
-
-EARLY_SHARES = 4
-"""Layer ranges are saved during the forward as soon as they hold so many shares of a worker. The
-work for smaller ones would take Python's lock from the thread that launches the forward, and
-costs more than it saves: all of them together are stored in some milliseconds behind it."""
 
 
 class OpenSave:
@@ -22,7 +17,7 @@ class OpenSave:
     One thread at a time calls `layers_done`. Layer ranges are saved when the last layer of one is
     said to be done and they hold enough together, else with the ranges behind them.
 
-    range_bytes: about how much a worker takes at a time.
+    split: how blocks are shared out, and when layer ranges are saved early.
     order: records an event behind what the calling thread's stream has queued.
     wake: tells the queue that there is more to do.
     """
@@ -32,12 +27,12 @@ class OpenSave:
         job: Job,
         work: SaveWork,
         prompt: PromptBlocks,
-        range_bytes: int,
+        split: Split,
         order: Callable[[], ReadyEvent | None],
         wake: Callable[[], None],
     ) -> None:
         self.job = job
-        self._work, self._prompt, self._range_bytes = work, prompt, range_bytes
+        self._work, self._prompt, self._split = work, prompt, split
         self._order, self._wake = order, wake
         self._num_released = 0
 
@@ -69,10 +64,10 @@ class OpenSave:
         num_bytes = sum(
             bytes_of(layout, keys, first, number) for number in range(self._num_released, num_whole)
         )
-        return num_bytes < EARLY_SHARES * self._range_bytes
+        return num_bytes < self._split.early_bytes
 
     def _release(self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool) -> None:
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
         num_bytes = bytes_of(layout, keys, first, layer_range)
-        ranges = ranges_of(first, len(keys), num_bytes, self._range_bytes)
+        ranges = self._split.ranges(first, len(keys), num_bytes)
         self._work.release(ranges, ready, layer_range=layer_range, is_last=is_last)

@@ -18,7 +18,7 @@ from pdstore.outcome import Direction
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
-from pdstore.worker.block_range import RANGE_BYTES, ranges_of
+from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.block_tables import check_windows, tables_of
 from pdstore.worker.caller_stream import behind_caller
 from pdstore.worker.follower import Follower
@@ -68,7 +68,7 @@ class KVPool:
     ) -> None:
         self.layout, self.namespace = layout, namespace
         self.metrics = metrics or Metrics()
-        self._settings, self._range_bytes = settings, range_bytes
+        self._settings = settings
         self._saves = SaveLedger()
         with contextlib.ExitStack() as undo:
             self._swap = swap = swap or open_swap(settings, layout, kv_caches)
@@ -81,7 +81,7 @@ class KVPool:
             log_start(settings, namespace, store, swap, self._mover)
             self._queue = JobQueue(settings, DevicePin(swap.device, swap.device_api), self.metrics)
             undo.callback(self._queue.close, 0.0)
-            self._follower = Follower(store, settings.handoff_wait_s, range_bytes)
+            self._follower = Follower(store, settings.handoff_wait_s, self._mover.split)
             undo.callback(self._follower.close)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close)
@@ -172,7 +172,7 @@ class KVPool:
                 self._heartbeat.begin(handoff)
                 job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
-        return OpenSave(run.job, work, prompt, self._range_bytes, order, wake)
+        return OpenSave(run.job, work, prompt, self._mover.split, order, wake)
 
     def load(
         self,
@@ -264,7 +264,7 @@ class KVPool:
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
         if follow is None:
-            work.release(ranges_of(first_block, len(prompt.keys), num_bytes, self._range_bytes))
+            work.release(self._mover.split.ranges(first_block, len(prompt.keys), num_bytes))
             work.close()
             return self._queue.submit(run)
         job = self._queue.submit(run)

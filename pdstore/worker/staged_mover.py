@@ -18,7 +18,7 @@ from pdstore.store.checked import count_of
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ChecksumReader, ChecksumWriter
 from pdstore.threads import Deadline
-from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mover import Loaded, Mover, Verified
 from pdstore.worker.staging import Staging
@@ -32,7 +32,7 @@ class StagedMover(Mover):
     A child job holds two windows at most, one that is filled and one whose copy is under way. It
     waits for slots only while it holds none, so that no two jobs wait for each other.
 
-    window_bytes: values that are read, verified and copied together are about this large.
+    split: values that are read, verified and copied together are about one range of it.
     Raises LayoutError when a block's parts do not fit staging.
     """
 
@@ -43,9 +43,9 @@ class StagedMover(Mover):
         store: Store,
         metrics: Metrics,
         staging: Staging,
-        window_bytes: int = RANGE_BYTES,
+        split: Split,
     ) -> None:
-        super().__init__(layout, swap, store, metrics, staging)
+        super().__init__(layout, swap, store, metrics, staging, split)
         self._staging = staging
         self._reader = find_optional(store, ChecksumReader)
         self._writer = find_optional(store, ChecksumWriter)
@@ -55,7 +55,7 @@ class StagedMover(Mover):
                 f"a block has {self._num_parts} parts on this rank and staging has"
                 f" {staging.num_slots} slots: raise PDSTORE_STAGING"
             )
-        window = -(-window_bytes // staging.slot_bytes)
+        window = -(-split.range_bytes // staging.slot_bytes)
         self._window = max(self._num_parts, min(window, largest))
 
     def save(

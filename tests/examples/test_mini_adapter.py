@@ -74,7 +74,7 @@ def test_d_loads_what_p_has_saved_while_p_computes_the_rest(
 def test_the_first_layers_are_stored_while_the_model_computes_the_next(
     open_instance, url, monkeypatch
 ):
-    monkeypatch.setattr("pdstore.worker.open_save.EARLY_SHARES", 0)  # this model's are small
+    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # this model's are small
     p = open_instance("prefill", pd={"layer_ranges": 2})
     prompt, forward = prompt_of(64), p.model.forward
     keys = [value.key for value in stored(p, prompt)]

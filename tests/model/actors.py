@@ -22,7 +22,7 @@ from pdstore.scheduler.marker_wait import MarkerWait, Verdict
 from pdstore.scheduler.matching import find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.block_range import ranges_of
+from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.follower import Follow
 from pdstore.worker.job_run import JobRun
@@ -156,7 +156,7 @@ class Actors:
         run = JobRun(Direction.SAVE, work, num_bytes=1, seconds=60)
         last = self.shape.num_ranges - 1
         for n in range(last + 1):
-            pieces = ranges_of(0, len(self.keys), 2, 1)
+            pieces = Split(1).ranges(0, len(self.keys), 2)
             work.release(pieces, None, layer_range=n if last else None, is_last=n == last)
         result = carry(run)
         assert result is not None
@@ -195,7 +195,7 @@ class Actors:
         work = LoadWork(self._mover(self._decode_rank, store), prompt, 0, None)
         run = JobRun(Direction.LOAD, work, num_bytes=1, seconds=60)
         if found.follow is None:
-            work.release(ranges_of(0, len(found.keys), 2, 1))
+            work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
         else:
             self._follow(store, run, work, prompt)
@@ -214,7 +214,7 @@ class Actors:
             0,
             HANDOFF,
             stall_s=STALL_S,
-            range_bytes=1,
+            split=Split(1),
             wake=lambda: None,
             clock=clock,
         )
@@ -234,7 +234,7 @@ class Actors:
 
     def _mover(self, rank: Rank, store: Store) -> StagedMover:
         kind = StagedMover if self.rules.verifies else TrustingMover
-        return kind(rank.layout, rank.swap, store, self._metrics, rank.staging, window_bytes=1)
+        return kind(rank.layout, rank.swap, store, self._metrics, rank.staging, split=Split(1))
 
     def _mark(self, mover: StagedMover, key: BlockKey) -> None:
         marker = HANDOFF.marker(self.namespace, 0, self.namespace.num_shards, 0)

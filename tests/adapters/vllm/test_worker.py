@@ -92,7 +92,7 @@ def ranged(store):
 
 
 def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store, monkeypatch):
-    monkeypatch.setattr("pdstore.worker.open_save.EARLY_SHARES", 0)  # these ranges are small
+    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
     worker, instance = ranged
     keys = instance.cache.keys(range(128))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])

@@ -1,0 +1,58 @@
+// Crew: threads that help a caller with work that is many equal pieces.
+//
+// Decision: values are summed by these and not by more of Python's threads. Whoever calls from
+// Python then makes one call for much, and takes Python's lock from the engine once. All pieces of
+// the oldest caller come first: what is summed first can be copied while the rest is summed.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace pds {
+
+class Crew {
+ public:
+  // Threads are started when they are first wanted.
+  explicit Crew(int32_t num_threads = suited_threads()) : num_threads_(num_threads) {}
+  ~Crew();
+  Crew(const Crew &) = delete;
+  Crew &operator=(const Crew &) = delete;
+
+  // Half the processors, for the other instance and the engine need some; at most 15.
+  static int32_t suited_threads();
+
+  // Calls piece(0) to piece(count - 1), each once, on the caller's thread and the crew's, and
+  // returns when all have returned. Any number of threads may call; `piece` throws nothing.
+  void each(int64_t count, const std::function<void(int64_t)> &piece);
+
+ private:
+  struct Task {
+    const std::function<void(int64_t)> &piece;
+    const int64_t count;
+    std::atomic<int64_t> next{0};
+    int32_t num_busy = 0;  // guarded by the crew's mutex
+
+    bool is_taken() const { return next >= count; }
+    void carry() {
+      for (int64_t i = next++; i < count; i = next++) piece(i);
+    }
+  };
+
+  void start();
+  void loop();
+  Task *oldest();
+
+  const int32_t num_threads_;
+  std::mutex mutex_;  // guards all below
+  std::condition_variable has_task_, has_left_;
+  std::deque<Task *> tasks_;
+  std::vector<std::thread> threads_;
+  bool stopping_ = false, is_started_ = false;
+};
+
+}  // namespace pds
