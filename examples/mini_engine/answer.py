@@ -60,10 +60,11 @@ class Answer:
         if finish_reason is not None:
             self._text += self._new_text()
         choice: Json = {"index": 0, "finish_reason": finish_reason, **self._content()}
+        part: Json = {**self._head, "choices": [choice]}
         if self._body.return_token_ids:
             choice["token_ids"] = [token.id for token in self._tokens]
-            choice["prompt_token_ids"] = self._request.prompt if self._is_first else None
-        part: Json = {**self._head, "choices": [choice]}
+            prompt = self._request.prompt if self._is_first else None
+            self._place_of_prompt(part)["prompt_token_ids"] = prompt
         if finish_reason is not None and self._request.answer_params is not None:
             part["kv_transfer_params"] = self._request.answer_params
         self._num_chars += len(self._text)
@@ -92,6 +93,11 @@ class Answer:
         """Returns the part of a choice that holds the text since the last part."""
         wants_logprobs = self._request.num_logprobs is not None
         return {"text": self._text, "logprobs": self._logprobs() if wants_logprobs else None}
+
+    def _place_of_prompt(self, part: Json) -> Json:
+        """Returns the object that shows the prompt's ids: as in vLLM, the choice."""
+        choice: Json = part["choices"][0]
+        return choice
 
     def _usage(self) -> Json:
         request = self._request
@@ -152,7 +158,23 @@ class ChatAnswer(Answer):
 
     def _content(self) -> Json:
         said = {"role": "assistant", "content": self._text}
-        return {"delta" if self.is_stream else "message": said, "logprobs": None}
+        logprobs = None if self._request.num_logprobs is None else self._logprobs()
+        return {"delta" if self.is_stream else "message": said, "logprobs": logprobs}
+
+    def _place_of_prompt(self, part: Json) -> Json:
+        return part
+
+    def _logprobs(self) -> Json:
+        told = [
+            self._told(token.id, token.logprob)
+            | {"top_logprobs": [self._told(*likely) for likely in token.top]}
+            for token in self._tokens
+        ]
+        return {"content": told}
+
+    def _told(self, id: int, logprob: float) -> Json:
+        text = self._decode([id])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def answer_of(

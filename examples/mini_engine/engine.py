@@ -93,6 +93,11 @@ class Engine:
             self._told_of_switch = True
             log.warning("%s", _SWITCH_IS_OFF)
 
+    def room_behind(self, num_tokens: int) -> int:
+        """Returns how many tokens can follow a prompt of so many, at least 1."""
+        room = self.cache.num_blocks * self.cache.block_size
+        return max(1, min(self.model.max_model_len, room) - num_tokens)
+
     def submit(self, request: Request) -> None:
         """Takes a request that passed `check`. Raises EngineError after `drain`."""
         with self._ending:

@@ -34,7 +34,6 @@ class Options(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = None
-    max_tokens: int = Field(16, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -67,18 +66,26 @@ class Body(Options):
     """A request to complete a text or token ids."""
 
     prompt: str | list[int] = Field(min_length=1)
+    max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest tokens to tell with each; None for no logprobs at all."""
+        return self.logprobs
 
 
 class ChatBody(Options):
     """A request to answer a conversation. What the messages may hold, the chat template decides."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: None = None
     response_format: None = None
 
@@ -87,3 +94,8 @@ class ChatBody(Options):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest tokens to tell with each; None for no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None

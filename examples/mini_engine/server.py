@@ -131,10 +131,10 @@ class Handlers:
             raise RefusedError(message, param="prompt")
         request = Request(
             prompt=prompt,
-            max_tokens=body.max_tokens,
+            max_tokens=body.max_tokens or self._engine.room_behind(len(prompt)),
             sink=sink,
             ignore_eos=bool(body.ignore_eos),
-            num_logprobs=body.logprobs if isinstance(body, Body) else None,
+            num_logprobs=body.num_logprobs,
             kv_transfer_params=body.kv_transfer_params,
         )
         try:

@@ -51,10 +51,14 @@ def prefill_body(body: Json, params: Json) -> Json:
     return asked
 
 
-def decode_body(body: Json, params: Json | None) -> Json:
-    """Returns D's request: the client's, with these parameters and never the client's own."""
+def decode_body(body: Json, params: Json | None, prompt_ids: list[int] | None = None) -> Json:
+    """Returns D's request: the client's, with these parameters and never the client's own.
+
+    prompt_ids: the ids of a chat's prompt, which engines take in the parameters.
+    """
     asked = {name: body[name] for name in body if name != "kv_transfer_params"}
-    return asked | {"kv_transfer_params": params} if params else asked
+    given = {**(params or {}), **({"prompt_token_ids": prompt_ids} if prompt_ids else {})}
+    return asked | {"kv_transfer_params": given} if given else asked
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -25,7 +25,10 @@ _JSON = {"content-type": "application/json"}
 
 
 class Calls:
-    """Asks Ps and Ds over one HTTP client; every call is bounded in time."""
+    """Asks Ps and Ds over one HTTP client; every call is bounded in time.
+
+    takes_ids: True if D takes a chat's prompt as token ids; None before a D was asked.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Calls:
         self.client, self.prefills, self.decodes = client, prefills, decodes
         self.counts, self._prefill_timeout = counts, prefill_timeout
         self.timeline = Timeline()
+        self.takes_ids: bool | None = None
         self._quiet_until = 0.0
 
     async def prefill_answer(self, asked: Asked, params: Json) -> Json | None:
@@ -78,7 +82,7 @@ class Calls:
         because of this request, which must not take the others down too. Raises Refusal if D did
         not answer (502, 504) or none could be reached (503).
         """
-        content = _content(decode_body(asked.body, params))
+        content = _content(decode_body(asked.body, params, asked.prompt_ids))
         for upstream in self.decodes.in_turn():
             request = self.client.build_request(
                 "POST",

@@ -68,7 +68,7 @@ class Exchange:
             self.routed.reason = "D broke off"
             log.warning("%s: D broke off in its answer: %r", self._asked.request_id, error)
         finally:
-            await answer.close()
+            await answer.aclose()
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         """Asks D when P is done, with the parameters of P's answer. Raises Refusal."""
@@ -99,7 +99,7 @@ class Exchange:
             lost = answer.lost if params is not None else None
             if lost is None:
                 return answer
-            await answer.close()
+            await answer.aclose()
             self._calls.counts.lost.inc()
             log.warning("%s: D could not use the hand-off: %s", asked.request_id, lost)
             if retries_left:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+from typing_extensions import Self
 
 from examples.router.bodies import Json
+from examples.router.intake import Asked
 
 Part: TypeAlias = dict[str, Any]
 
 _HALF_CHARACTER = "\ufffd"
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's, where a completion's body has none
 
 _CONTINUED = {
-    *("model", "prompt", "max_tokens", "min_tokens", "stream", "ignore_eos", "user", "priority"),
+    *("model", "max_tokens", "min_tokens", "stream", "ignore_eos", "user", "priority"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids"),
     *("logprobs", "return_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
     *("cache_salt", "request_id", "add_special_tokens", "kv_transfer_params"),
@@ -27,25 +29,24 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "stop": ([], ""),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
     "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
 }
 """Other fields, and the values with which they change nothing."""
 
 
-def can_continue(path: str, body: Json) -> bool:
-    """Returns whether P's token and D's continuation of it are what one instance would answer.
+def changes_nothing(body: Json, known: Iterable[str] = ()) -> bool:
+    """True if P's token and D's continuation of it are what one instance would answer.
 
     They may not be where an answer's first token counts for the later ones otherwise than as a part
     of the prompt (`stop`, penalties, `seed`, structured answers), or where there are several
-    answers. A field that is not known here may do anything.
+    answers. A field that is neither in a list here nor in `known` may do anything.
     """
-    return (
-        path == "/v1/completions"
-        and _is_one_prompt(body.get("prompt"))
-        and all(
-            value is None or name in _CONTINUED or value in _NEUTRAL.get(name, ())
-            for name, value in body.items()
-        )
+    return all(
+        value is None or name in _CONTINUED or name in known or value in _NEUTRAL.get(name, ())
+        for name, value in body.items()
     )
 
 
@@ -56,7 +57,7 @@ def first_body(body: Json) -> Json:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The first token of an answer, as P gave it.
+    """The first token of a completion, as P gave it.
 
     body: the client's.
     answer: P's, to the same prompt with one token to answer; one choice.
@@ -67,40 +68,45 @@ class FirstToken:
     answer: Part
     prompt: list[int]
 
+    default_max_tokens: ClassVar[int | None] = 16
+    """OpenAI's, where a completion's body has none."""
+
+    @staticmethod
+    def can_continue(body: Json) -> bool:
+        """True if the answer to this request may begin with P's token."""
+        return _is_one_prompt(body.get("prompt")) and changes_nothing(body, ("prompt",))
+
     @classmethod
-    def of(cls, body: Json, answer: Json | None) -> FirstToken | None:
+    def of(cls, body: Json, answer: Json | None) -> Self | None:
         """Returns the first token; None if D has to give it, because P's answer does not do.
 
         A token that is half a character or has no text can only be told with those behind it.
         """
         match answer:
             case {"choices": [{"token_ids": [int()], "prompt_token_ids": [*prompt], "text": text}]}:
-                first = cls(body, dict(answer or {}), prompt)
-            case _:
-                return None
+                return cls(body, dict(answer or {}), prompt).if_told(text)
+        return None
+
+    def if_told(self, text: str) -> Self | None:
+        """Returns this token if its text can be told by itself or ends the answer, else None."""
         is_told = bool(text) and _HALF_CHARACTER not in text
-        return first if is_told or first.is_last else None
+        return self if is_told or self.is_last else None
 
     @property
     def is_last(self) -> bool:
         """True if the answer ends with it."""
         return self._choice["finish_reason"] != "length" or self._max_tokens == 1
 
-    def body_of_rest(self) -> Json:
-        """Returns the body that asks for the rest of the answer: its prompt is a token longer."""
-        rest = self.body | {"prompt": [*self.prompt, *self._choice["token_ids"]]}
-        if self._max_tokens is not None:
-            rest["max_tokens"] = self._max_tokens - 1
-        min_tokens = self.body.get("min_tokens")
-        if isinstance(min_tokens, int) and min_tokens > 0:
-            rest["min_tokens"] = min_tokens - 1
-        return rest
+    def rest_of(self, asked: Asked) -> Asked:
+        """Returns the request for the rest of the answer: its prompt is a token longer."""
+        return replace(asked, body=self._body_of_rest() | {"prompt": self._prompt_of_rest})
 
     def parts(self) -> list[Part]:
         """Returns the parts of a stream with this token: what comes before D's, or all if last."""
-        head = {name: self.answer[name] for name in self.answer if name not in _OF_THE_WHOLE}
+        head = self._head()
         end = self._choice["finish_reason"] if self.is_last else None
-        parts = [head | {"choices": [self._asked_for(self._choice | {"finish_reason": end})]}]
+        choice = self._as_part(self._asked_for(self._choice | {"finish_reason": end}))
+        parts = [head | {"choices": [choice]}]
         options = self.body.get("stream_options")
         if self.is_last and isinstance(options, dict) and options.get("include_usage"):
             parts.append(head | {"choices": [], "usage": self.answer["usage"]})
@@ -109,7 +115,7 @@ class FirstToken:
     def whole(self) -> Part:
         """Returns the answer that consists of this token."""
         answer = {name: self.answer[name] for name in self.answer if name != "kv_transfer_params"}
-        return answer | {"choices": [self._asked_for(self._choice)]}
+        return self._asked_for(answer) | {"choices": [self._asked_for(self._choice)]}
 
     def next_part(self, part: Part) -> Part:
         """Returns a part of D's stream as it reads behind this token."""
@@ -117,9 +123,8 @@ class FirstToken:
         return self._counted(part) | {"choices": choices}
 
     def with_rest(self, rest: Part) -> Part:
-        """Returns the answer that consists of this token and D's answer to `body_of_rest`."""
-        choice = self._behind(rest["choices"][0], self.prompt)
-        choice["text"] = self._choice["text"] + choice["text"]
+        """Returns the answer that consists of this token and D's answer to `rest_of`."""
+        choice = self._with_text(self._behind(rest["choices"][0], self.prompt))
         if choice.get("token_ids") is not None:
             choice["token_ids"] = self._choice["token_ids"] + choice["token_ids"]
         ours, theirs = self._choice.get("logprobs"), choice.get("logprobs")
@@ -130,21 +135,48 @@ class FirstToken:
             }
         return self._counted(rest) | {"choices": [choice]}
 
+    def _body_of_rest(self) -> Json:
+        rest = {name: self.body[name] for name in self.body if name != "max_completion_tokens"}
+        if self._max_tokens is not None:
+            rest["max_tokens"] = self._max_tokens - 1
+        min_tokens = self.body.get("min_tokens")
+        if isinstance(min_tokens, int) and min_tokens > 0:
+            rest["min_tokens"] = min_tokens - 1
+        return rest
+
+    def _head(self) -> Part:
+        """Returns the fields of P's answer that every part of a stream repeats."""
+        return {name: self.answer[name] for name in self.answer if name not in _OF_THE_WHOLE}
+
+    def _as_part(self, choice: Part) -> Part:
+        """Returns P's choice in the form that it has in a stream."""
+        return choice
+
+    def _with_text(self, choice: Part) -> Part:
+        """Returns D's choice with this token's text before its own."""
+        return choice | {"text": self._choice["text"] + choice["text"]}
+
     @property
     def _choice(self) -> Part:
         choice: Part = self.answer["choices"][0]
         return choice
 
     @property
+    def _prompt_of_rest(self) -> list[int]:
+        return [*self.prompt, *self._choice["token_ids"]]
+
+    @property
     def _max_tokens(self) -> int | None:
-        given = self.body.get("max_tokens", _DEFAULT_MAX_TOKENS)
+        given = self.body.get("max_completion_tokens")
+        if given is None:
+            given = self.body.get("max_tokens", self.default_max_tokens)
         return given if isinstance(given, int) else None
 
-    def _asked_for(self, choice: Part) -> Part:
-        """Returns P's choice without what only the router asked for."""
+    def _asked_for(self, answer: Part) -> Part:
+        """Returns an answer or a choice without what only the router asked for."""
         if self.body.get("return_token_ids"):
-            return choice
-        return {name: value for name, value in choice.items() if name not in _IDS}
+            return answer
+        return {name: value for name, value in answer.items() if name not in _IDS}
 
     def _behind(self, choice: Part, prompt: list[int] | None) -> Part:
         """Returns D's choice with its offsets, and with the ids of the client's own prompt."""

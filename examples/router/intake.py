@@ -26,11 +26,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Asked:
-    """One client request: its path, its body, and the headers that go to P and D alike."""
+    """One client request: its path, its body, and the headers that go to P and D alike.
+
+    prompt_ids: a chat's prompt in token ids, which D takes instead of making one of the messages.
+    """
 
     path: str
     body: Json
     headers: Mapping[str, str]
+    prompt_ids: list[int] | None = None
 
     @property
     def request_id(self) -> str:

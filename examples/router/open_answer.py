@@ -60,7 +60,7 @@ class OpenAnswer:
             return "D could not load what P saved: its log and its metric pdstore_misses say why"
         return None
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Closes the chunks and the response behind them."""
         with anyio.CancelScope(shield=True):
             aclose = getattr(self.chunks, "aclose", None)

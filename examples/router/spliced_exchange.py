@@ -11,7 +11,8 @@ import anyio
 from examples.router.bodies import REMOTE_DECODE, Json, encode, parse
 from examples.router.calls import params_of
 from examples.router.exchange import Exchange
-from examples.router.first_token import FirstToken, can_continue, first_body
+from examples.router.first_chat_token import FirstChatToken
+from examples.router.first_token import FirstToken, first_body
 from examples.router.intake import Asked
 from examples.router.open_answer import OpenAnswer
 from examples.router.refusal import Refusal
@@ -19,36 +20,52 @@ from examples.router.refusal import Refusal
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = [(b"content-type", b"application/json")]
 _DATA, _DONE = b"data: ", b"data: [DONE]\n\n"
+_KINDS = {"/v1/completions": FirstToken, "/v1/chat/completions": FirstChatToken}
 
 
 class SplicedExchange(Exchange):
     """Answers with P's first token, and with what D decodes behind it.
 
     D gets the prompt and that token. P's hand-off is that of the prompt, so D computes the token
-    alone. What cannot be spliced (`can_continue`), or was not prefilled by P, goes as in Exchange.
+    alone. What cannot be spliced (`can_continue`), or was not prefilled by P, goes as in Exchange;
+    so do chats where D takes no token ids.
     """
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         asked = self._asked
-        if not can_continue(asked.path, asked.body):
+        kind = _KINDS.get(asked.path)
+        is_refused = kind is FirstChatToken and self._calls.takes_ids is False
+        if kind is None or is_refused or not kind.can_continue(asked.body):
             return await super()._answer(group)
         answer = await self._prefill_answer(
             Asked(asked.path, first_body(asked.body), asked.headers), REMOTE_DECODE
         )
         params = params_of(answer)
-        first = FirstToken.of(asked.body, answer)
-        if first is None:
+        first = kind.of(asked.body, answer)
+        if first is None or not await self._is_taken(first, params):
             return await self._decode(asked, params)
         self._calls.counts.spliced.inc()
         if asked.body.get("stream"):
             return OpenAnswer(200, _EVENT_STREAM, self._stream(first, params))
         return await self._whole(first, params)
 
+    async def _is_taken(self, first: FirstToken, params: Json | None) -> bool:
+        """True if D can go on behind this token. In the first chat D is asked, once for all."""
+        if first.is_last or not isinstance(first, FirstChatToken):
+            return True
+        if self._calls.takes_ids is None:
+            answer = await self._decode(first.probe(self._asked), params)
+            body = await _all_of(answer)
+            if answer.status != 200:
+                return False
+            self._calls.takes_ids = first.is_taken(parse(body))
+        return self._calls.takes_ids
+
     async def _whole(self, first: FirstToken, params: Json | None) -> OpenAnswer:
         if first.is_last:
             return OpenAnswer.of(200, _JSON, encode(first.whole()))
-        async with self._rest_of(first, params) as rest:
-            body = b"".join([chunk async for chunk in rest.chunks])
+        rest = await self._decode(first.rest_of(self._asked), params)
+        body = await _all_of(rest)
         if rest.status != 200:
             return OpenAnswer.of(rest.status, rest.headers, body)
         return OpenAnswer.of(200, _JSON, encode(first.with_rest(parse(body))))
@@ -61,7 +78,8 @@ class SplicedExchange(Exchange):
             yield _DONE
             return
         try:
-            async with self._rest_of(first, params) as rest:
+            rest = await self._decode(first.rest_of(self._asked), params)
+            async with contextlib.aclosing(rest):
                 if rest.status == 200:
                     async for line in _lines(rest.chunks):
                         yield _spliced(first, line)
@@ -72,14 +90,11 @@ class SplicedExchange(Exchange):
         yield _DATA + error.replace(b"\n", b" ") + b"\n\n"
         yield _DONE
 
-    @contextlib.asynccontextmanager
-    async def _rest_of(self, first: FirstToken, params: Json | None) -> AsyncIterator[OpenAnswer]:
-        asked = Asked(self._asked.path, first.body_of_rest(), self._asked.headers)
-        rest = await self._decode(asked, params)
-        try:
-            yield rest
-        finally:
-            await rest.close()
+
+async def _all_of(answer: OpenAnswer) -> bytes:
+    """Returns the body of an answer, and closes it."""
+    async with contextlib.aclosing(answer):
+        return b"".join([chunk async for chunk in answer.chunks])
 
 
 def _event(part: Json) -> bytes:

@@ -9,8 +9,9 @@ import anyio.to_thread
 import pytest
 
 from examples.make_checkpoint import make_checkpoint
+from tests.examples.test_mini_chat import TEMPLATE
 from tests.examples.test_mini_server import PROMPT, Serving
-from tests.support.router_kit import routed
+from tests.support.router_kit import metric, routed
 
 pytestmark = pytest.mark.anyio
 
@@ -29,6 +30,8 @@ def engines(tmp_path_factory):
     made = [
         Serving(checkpoint, pd) for pd in ({}, PD | {"role": "prefill"}, PD | {"role": "decode"})
     ]
+    for each in made:
+        each.engine.model.tokenizer.chat_template = TEMPLATE
     yield made
     for engine in made:
         engine.close()
@@ -41,8 +44,9 @@ def url_of(serving: Serving) -> str:
 class Answers:
     """The answers to one request, of the instance that works alone and through the router."""
 
-    def __init__(self, alone: str, spliced: str) -> None:
+    def __init__(self, alone: str, spliced: str, num_spliced: float) -> None:
         self.alone, self.spliced = map(_parsed, (alone, spliced))
+        self.num_spliced = num_spliced
 
     def assert_same(self) -> None:
         assert _plain(self.spliced) == _plain(self.alone)
@@ -69,13 +73,18 @@ def _plain(parts: list[dict[str, Any]]) -> dict[str, Any]:
     logprobs = [choice["logprobs"] or {} for choice in choices]
     usage = parts[-1]["usage"]
     return {
-        "text": "".join(choice["text"] for choice in choices),
+        "text": "".join(_text_of(choice) for choice in choices),
         "finish_reasons": [c["finish_reason"] for c in choices if c["finish_reason"]],
-        "prompt": next(choice.get("prompt_token_ids") for choice in choices),
+        "prompt": next(filter(None, (one.get("prompt_token_ids") for one in parts + choices)), 0),
         "ids": [id for choice in choices for id in choice.get("token_ids", ())],
         "logprobs": _rounded({name: _all(logprobs, name) for name in logprobs[0]}),
         "usage": [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")],
     }
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    said = choice.get("message") or choice.get("delta")
+    return str(said["content"] if said else choice["text"])
 
 
 def _all(logprobs: list[dict[str, Any]], name: str) -> list[Any]:
@@ -92,11 +101,20 @@ def _rounded(value: Any) -> Any:
 
 async def ask(engines, **body: Any) -> Answers:
     alone, p, d = engines
-    body = {"prompt": PROMPT, "max_tokens": 9} | body
-    expected = await anyio.to_thread.run_sync(lambda: alone.post(**body).text)
+    body = {"max_tokens": 9} | body
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if "messages" not in body:
+        body = {"prompt": PROMPT} | body
+    expected = await anyio.to_thread.run_sync(lambda: alone.client.post(path, json=body).text)
     async with routed([url_of(p)], [url_of(d)], first_token="prefill") as client:
-        got = await client.post("/v1/completions", json=body)
-    return Answers(expected, got.text)
+        got = await client.post(path, json=body)
+        num_spliced = await metric(client, "router_spliced_total")
+    return Answers(expected, got.text, num_spliced)
+
+
+def chat_of(num_words: int) -> dict[str, Any]:
+    said = " ".join(f"word{(num_words + i) % 10}" for i in range(num_words))
+    return {"messages": [{"role": "user", "content": said}]}
 
 
 def prompt_of(num_tokens: int) -> list[int]:
@@ -126,6 +144,18 @@ async def test_a_stream_is_that_of_one(engines, more, num_tokens):
     got = await ask(engines, prompt=prompt_of(num_tokens), ignore_eos=True, **STREAM, **more)
     got.assert_same()
     assert got.cost["computed_tokens"] == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}])
+@pytest.mark.parametrize("stream", [{}, STREAM])
+async def test_a_chat_is_answered_as_by_one(engines, stream, more):
+    num_spliced = 0
+    for num_words in (3, 10, 30):
+        got = await ask(engines, **chat_of(num_words), **stream, **more, return_token_ids=True)
+        got.assert_same()
+        assert got.cost["computed_tokens"] == 1
+        num_spliced += got.num_spliced
+    assert num_spliced > 0, "every first token was half a character"
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM])

@@ -59,6 +59,31 @@ def test_a_stream_has_the_message_in_parts(chat):
     assert lines[-1] == "data: [DONE]"
 
 
+def test_logprobs_are_those_of_the_text_in_a_chat_s_form(serving, chat):
+    told = chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    plain = serving.ask(prompt=PROMPT, max_tokens=6, logprobs=2)["choices"][0]["logprobs"]
+    assert [each["token"] for each in told] == plain["tokens"]
+    assert [each["logprob"] for each in told] == plain["token_logprobs"]
+    assert [bytes(each["bytes"]).decode() for each in told] == plain["tokens"]
+    tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told]
+    assert tops == plain["top_logprobs"]
+
+
+def test_a_prompt_in_token_ids_stands_for_the_messages(serving, chat):
+    ids = serving.engine.model.tokenizer("something else")["input_ids"]
+    params = {"prompt_token_ids": ids}
+    answer = chat(kv_transfer_params=params, return_token_ids=True).json()
+    assert answer["prompt_token_ids"] == ids
+    plain = serving.ask(prompt=ids, max_tokens=6)["choices"][0]["text"]
+    assert answer["choices"][0]["message"]["content"] == plain
+
+
+def test_without_a_limit_a_chat_may_fill_the_context(serving, chat):
+    answer = chat(max_tokens=None, ignore_eos=True).json()
+    room = min(serving.engine.model.max_model_len, 32 * serving.engine.cache.block_size)
+    assert answer["usage"]["total_tokens"] == room
+
+
 def test_the_new_name_of_max_tokens_is_taken(chat):
     assert chat(max_completion_tokens=2).json()["usage"]["completion_tokens"] <= 2
 
@@ -69,6 +94,7 @@ def test_the_new_name_of_max_tokens_is_taken(chat):
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages: no tools"),
         ({"tools": [{}]}, "tools: "),
+        ({"kv_transfer_params": {"prompt_token_ids": ["a"]}}, "prompt_token_ids: "),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_its_field(chat, body, said):

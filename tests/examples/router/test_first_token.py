@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from examples.router.first_token import FirstToken, can_continue
+from examples.router.first_token import FirstToken
+from examples.router.intake import Asked
 
-COMPLETIONS = "/v1/completions"
 LOGPROBS = {
     "tokens": [" a"],
     "token_logprobs": [-0.5],
@@ -43,7 +43,7 @@ def first_of(body: dict[str, Any], **more: Any) -> FirstToken:
     ],
 )
 def test_what_is_chosen_token_by_token_can_be_continued(more: dict[str, Any]) -> None:
-    assert can_continue(COMPLETIONS, {"model": "m", "prompt": "x", "max_tokens": 5} | more)
+    assert FirstToken.can_continue({"model": "m", "prompt": "x", "max_tokens": 5} | more)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,7 @@ def test_what_is_chosen_token_by_token_can_be_continued(more: dict[str, Any]) ->
     ],
 )
 def test_what_depends_on_the_answer_so_far_is_not(more: dict[str, Any]) -> None:
-    assert not can_continue(COMPLETIONS, {"prompt": "x", "max_tokens": 5} | more)
-    assert not can_continue("/v1/chat/completions", {"messages": []})
+    assert not FirstToken.can_continue({"prompt": "x", "max_tokens": 5} | more)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,8 @@ def test_d_is_asked_for_the_rest(body: dict[str, Any], rest: dict[str, Any]) -> 
     body |= {"prompt": "x", "model": "m"}
     first = first_of(body)
     assert not first.is_last
-    assert first.body_of_rest() == {"prompt": [1, 2, 3, 7], "model": "m"} | rest
+    asked = first.rest_of(Asked("/v1/completions", body, {}))
+    assert asked.body == {"prompt": [1, 2, 3, 7], "model": "m"} | rest
 
 
 def test_a_whole_answer_is_put_together() -> None:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from tests.examples.router.test_first_chat_token import answer as chat_answer
 from tests.examples.router.test_first_token import answer
 from tests.support.router_kit import (
     BODY,
@@ -172,3 +173,52 @@ async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:
     assert got.json()["choices"][0]["text"] == " a b"
     assert [body["prompt"] for body in p.bodies] == ["Hello", [1, 2, 3, 7]]
     assert d.bodies == [REST | {"kv_transfer_params": PARAMS}] * 2
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}
+IDS = [1, 2, 3, 7]
+
+
+def chatting(takes_ids: bool) -> Fake:
+    """A D that takes token ids in chats, or does not know them."""
+
+    async def reply(body: dict[str, Any]) -> Response:
+        ids = body["kv_transfer_params"].get("prompt_token_ids") if takes_ids else None
+        said = chat_answer(content=" b" if ids else " a b", finish_reason="stop")
+        return JSONResponse(said | {"id": "d", "prompt_token_ids": ids or [1, 2, 3]})
+
+    return Fake(reply)
+
+
+async def chat(client: Any) -> dict[str, Any]:
+    answered: dict[str, Any] = (await client.post("/v1/chat/completions", json=CHAT)).json()
+    assert answered["choices"][0]["message"]["content"] == " a b"
+    return answered
+
+
+async def test_a_chat_is_continued_in_token_ids_which_d_is_asked_for_once() -> None:
+    p, d = Fake(says(chat_answer() | {"kv_transfer_params": PARAMS})), chatting(takes_ids=True)
+    async with spliced(p, d) as client:
+        for _ in range(2):
+            assert (await chat(client))["id"] == "p"
+        assert await metric(client, "router_spliced_total") == 2
+    asked = [(body["max_tokens"], body["kv_transfer_params"]) for body in d.bodies]
+    given = PARAMS | {"prompt_token_ids": IDS}
+    assert asked == [(1, given), (8, given), (8, given)]
+
+
+async def test_where_d_takes_no_ids_chats_go_as_without() -> None:
+    p, d = Fake(says(chat_answer() | {"kv_transfer_params": PARAMS})), chatting(takes_ids=False)
+    async with spliced(p, d) as client:
+        for _ in range(2):
+            assert (await chat(client))["id"] == "d"
+        assert await metric(client, "router_spliced_total") == 0
+    assert [body["max_tokens"] for body in d.bodies] == [1, 9, 9]
+    assert [body.get("return_token_ids") for body in p.bodies] == [True, None]
+
+
+async def test_without_parameters_of_p_d_still_gets_the_ids() -> None:
+    p, d = Fake(says(chat_answer() | {"kv_transfer_params": None})), chatting(takes_ids=True)
+    async with spliced(p, d) as client:
+        await chat(client)
+    assert d.bodies[-1]["kv_transfer_params"] == {"prompt_token_ids": IDS}
