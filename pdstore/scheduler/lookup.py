@@ -110,6 +110,8 @@ class Lookup:
 
     def finish(self, found: Match) -> None:
         """Ends the lookup with this match unless it has ended."""
+        if self._answers:
+            return
         self._answers.append(found)  # atomic, so one of several threads is the first
         if self._answers[0] is found:
             self._ended.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -39,6 +40,15 @@ def test_the_first_answer_counts_and_is_counted_once():
     assert lookup.poll() is lookup.wait(0.0) is first
     assert lookup.is_over()
     assert counted == [first]
+
+
+def test_an_ended_lookup_keeps_no_other_answers():
+    lookup, late = lookup_of(), Match.miss(KEYS, Reason.ABSENT)
+    lookup.cancel()
+    kept = weakref.ref(late)
+    lookup.finish(late)
+    del late
+    assert kept() is None
 
 
 def test_a_lookup_without_an_answer_ends_at_its_deadline():

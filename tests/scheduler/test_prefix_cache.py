@@ -354,7 +354,7 @@ def test_a_signal_handler_may_look_up_cancel_and_close_whatever_it_interrupts(st
         lookup.cancel()
 
     assert ends_though_interrupted(use, use)
-    assert ends_though_interrupted(use, manager.close, timeout_s=60)
+    assert ends_though_interrupted(use, manager.close, timeout_s=30)
     assert manager.lookup(keys).poll().reason is Reason.CLOSED
     one.close()
 
