@@ -1,8 +1,8 @@
 """Pulse: the beats of an instance that saves hand-offs, as another instance sees them.
 
 A store can neither replace a value nor say how old one is. So the beats go round a ring of keys:
-beat n is put under key n modulo RING, and beat n - 2 is removed after it. Whoever looks sees the
-last two beats, and a new one where there was none.
+beat n is put under key n modulo RING, and those before beat n - 1 are removed after it. Whoever
+looks sees the last two beats, and each period others.
 """
 
 from __future__ import annotations
@@ -50,27 +50,23 @@ class Pulse:
     ) -> None:
         self._ring = [beat_key(namespace, instance, n) for n in range(RING)]
         self._silence_s = silence_s
-        self._newest: int | None = None
+        self._seen: set[BlockKey] = set()
         self._heard_at = self._asked_at = clock()
 
     def wanted(self) -> list[BlockKey]:
-        """Returns the keys to look for: those that are stored only after another beat."""
-        if self._newest is None:
-            return self._ring
-        return [self._ring[(self._newest + ahead) % RING] for ahead in (1, 2)]
+        """Returns the keys to look for."""
+        return self._ring
 
-    def note(self, stored: AbstractSet[BlockKey], asked_at: float) -> bool:
-        """Takes note of a look. Returns whether it found a beat, so that `wanted` is another.
+    def note(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
+        """Takes note of a look.
 
-        Only looks count: where D itself did not look for a while, P was not silent.
+        Any change on the ring is a beat. What a dead instance has left there, three beats or an old
+        one, does not change. Only looks count: where D itself did not look, P was not silent.
         """
-        has_beat = not stored.isdisjoint(self.wanted())
-        if has_beat:
-            self._newest = self._newest_of([n for n in range(RING) if self._ring[n] in stored])
-        if has_beat or asked_at - self._asked_at > _MOST_GAP_S:
+        seen = {key for key in self._ring if key in stored}
+        if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:
             self._heard_at = asked_at
-        self._asked_at = asked_at
-        return has_beat
+        self._seen, self._asked_at = seen, asked_at
 
     def hear(self, asked_at: float) -> None:
         """Counts anything else that the instance has stored as a beat."""
@@ -79,7 +75,3 @@ class Pulse:
     def is_silent(self) -> bool:
         """Returns whether the instance had stopped beating when the last look began."""
         return self._asked_at - self._heard_at > self._silence_s
-
-    def _newest_of(self, found: list[int]) -> int:
-        """Returns the last of these beats: the one that no other follows."""
-        return next((n for n in found if (n + 1) % RING not in found), found[-1])

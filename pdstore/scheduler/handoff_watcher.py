@@ -98,7 +98,7 @@ class HandoffWatcher:
         """Stops the threads and ends the lookups that wait."""
         if self._listener is not None:
             self._listener.close()
-        self._thread.stop(1.0)
+        is_stopped = self._thread.stop(1.0)
         waiting = [
             *self._arrivals,
             *(w.lookup for w in self._waits),
@@ -106,6 +106,10 @@ class HandoffWatcher:
         ]
         for lookup in waiting:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
+        if is_stopped:  # else a call of the store goes on, and they are the thread's
+            self._arrivals.clear()
+            self._answers.clear()
+            self._keep(lambda wait: False)
 
     def _turn(self) -> float | None:
         with self._asking():
@@ -158,8 +162,9 @@ class HandoffWatcher:
         if found is None:
             self._look_at_each()
         else:
-            if found or self._has_arrivals:
-                self._note(found)
+            news = {key for key in found if not is_beat(key)}
+            if news or self._has_arrivals:
+                self._note(news)
             if self._search.is_whole(len(keys)):
                 self._listen(found, started_at)
         self._has_arrivals = False
@@ -196,8 +201,8 @@ class HandoffWatcher:
 
     def _listen(self, found: set[BlockKey], asked_at: float) -> None:
         """Takes note of beats and ends the waits whose P has died."""
-        if any([wait.listen(found, asked_at) for wait in self._waits]):
-            self._keys.clear()
+        for wait in self._waits:
+            wait.listen(found, asked_at)
         dead = {wait for wait in self._waits if wait.is_dead}
         if dead:
             self._answers.extend((wait.lookup, Reason.HANDOFF_DEAD) for wait in dead)
@@ -205,7 +210,7 @@ class HandoffWatcher:
 
     def _note(self, found: set[BlockKey]) -> None:
         """Takes note of markers and ends the waits that they end."""
-        if not all(map(is_beat, found)):
+        if found:
             self._pace.hurry()
         over = {wait for wait in self._waits if self._is_ended(wait, found)}
         self._keep(lambda wait: wait not in over)

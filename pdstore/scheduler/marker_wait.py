@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Callable
 
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import BlockKey
@@ -23,16 +25,24 @@ class MarkerWait:
     """The markers that one lookup still waits for. It asks no store: `take` is told what is there.
 
     lookup, handoff: the hand-off is the lookup's.
+    clock: counts from when the wait began; `asked_at` goes by it.
     """
 
-    def __init__(self, lookup: Lookup, handoff: Handoff, namespace: Namespace) -> None:
+    def __init__(
+        self,
+        lookup: Lookup,
+        handoff: Handoff,
+        namespace: Namespace,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.lookup, self.handoff = lookup, handoff
         self._failed = handoff.id.failed(namespace)
         self._started = handoff.id.started(namespace)
         self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
         self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
         instance = handoff.id.instance
-        self._pulse = Pulse(namespace, instance) if instance is not None else None
+        self._pulse = Pulse(namespace, instance, clock=clock) if instance is not None else None
 
     def wanted(self, *, with_failed: bool) -> list[BlockKey]:
         """Returns the keys to look for next."""
@@ -40,9 +50,10 @@ class MarkerWait:
         beats = self._pulse.wanted() if self._pulse is not None else []
         return self._wanted + started + ([self._failed] if with_failed else []) + beats
 
-    def listen(self, stored: set[BlockKey], asked_at: float) -> bool:
-        """Takes note of the beats of P that a look found. True if one of them is new."""
-        return self._pulse is not None and self._pulse.note(stored, asked_at)
+    def listen(self, stored: set[BlockKey], asked_at: float) -> None:
+        """Takes note of the beats of P that a look found."""
+        if self._pulse is not None:
+            self._pulse.note(stored, asked_at)
 
     @property
     def is_dead(self) -> bool:

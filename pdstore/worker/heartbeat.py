@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from functools import partial
 
-from pdstore.errors import StoreError
-from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Namespace
-from pdstore.format.pulse import PERIOD_S, RING, beat_key
+from pdstore.format.pulse import PERIOD_S
 from pdstore.settings import Settings
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Store
 from pdstore.threads import Deadline, Ticker, call_or
+from pdstore.worker.beats import Beats
 
 
 class Heartbeat:
@@ -38,7 +35,7 @@ class Heartbeat:
         is_alone = len(layout.owned_shards) == layout.grid_shards
         self._linger_s = 0.0 if is_alone else settings.save_deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
-        self._numbers: dict[str, int] = {}  # of each instance's next beat
+        self._beats: dict[str, Beats] = {}
         self._due_at: float | None = None
         self._thread = Ticker("pdstore-heartbeat", self._turn)  # the last: it uses all of these
 
@@ -71,16 +68,10 @@ class Heartbeat:
             self._due_at = now + self._period_s
             for instance in {handoff.instance for handoff in self._ends.copy()}:
                 if instance is not None:
-                    call_or(partial(self._beat, instance), None)
+                    call_or(self._beats_of(instance).put_next, None)
         return max(0.0, self._due_at - time.monotonic())
 
-    def _beat(self, instance: str) -> None:
-        number = self._numbers.get(instance, 0)
-        slots = Slots(self._store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
-        id = bytes.fromhex(instance)
-        header = block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, self._namespace.digest, id)
-        block.seal(slots.value(0), header)
-        with contextlib.suppress(StoreError):  # the saves report it
-            self._store.put([beat_key(self._namespace, instance, number)], slots)
-            self._numbers[instance] = (number + 1) % RING
-            self._store.remove([beat_key(self._namespace, instance, number - 2)])
+    def _beats_of(self, instance: str) -> Beats:
+        if instance not in self._beats:
+            self._beats[instance] = Beats(self._store, self._namespace, instance)
+        return self._beats[instance]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pdstore.errors import StoreError
+from pdstore.format.block import Header
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
 from pdstore.format.layer_spec import LayerSpec
@@ -22,6 +23,7 @@ from pdstore.scheduler.marker_wait import MarkerWait, Verdict
 from pdstore.scheduler.matching import find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.beats import Beats
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.follower import Follow
@@ -35,11 +37,11 @@ from pdstore.worker.staging import Staging
 from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
 from tests.model.replay import Body, ReplayStore
-from tests.support.clock import Clock
+from tests.model.rules import Rules
+from tests.model.watch import STALL_S, Watch
 from tests.support.kv import POISON, settings_of
 
-HANDOFF = HandoffId("1" * 32)
-STALL_S = 10.0
+INSTANCE = "2" * 32
 BLOCK_IDS = [2, 0, 1]
 
 
@@ -51,26 +53,13 @@ class Taken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The rules of the hand-off; a test takes one away.
-
-    sees: what D makes of the markers that are there.
-    """
-
-    checks_chain: bool = True
-    verifies: bool = True
-    tells_failure: bool = True
-    minds_time: bool = True
-    sees: Callable[[set[BlockKey]], set[BlockKey]] = lambda found: found
-
-
-@dataclass(frozen=True)
 class Shape:
     """The size of a model.
 
     num_tokens: of the prompt; a block has two.
     follows: D loads while P saves.
     relayed: D has P's answer; else it waits for the marker that P has started.
+    num_beats: the most that P puts while it saves; without any D does not know who P is.
     """
 
     num_tokens: int = 2
@@ -78,6 +67,7 @@ class Shape:
     num_ranges: int = 1
     follows: bool = False
     relayed: bool = True
+    num_beats: int = 0
 
 
 class Rank:
@@ -123,18 +113,21 @@ class Actors:
             rope="",
         )
         self.namespace = one.namespace(settings, weights="w")
+        self._handoff = HandoffId("1" * 32, INSTANCE if shape.num_beats else None)
         self.keys = PromptKeys(self.namespace).extend(range(shape.num_tokens))
         self._right = torch.arange(2.0 * 3 * 2 * 2).view(2, 3, 1, 2, 2)
         self._prefills = [self._rank_of(one, n) for n in range(shape.num_ranks)]
         self._decode_rank = Rank(one, torch.full_like(self._right, POISON))
-        self.done = [HANDOFF.done(self.namespace, n) for n in range(self.namespace.num_shards)]
-        self.failed = HANDOFF.failed(self.namespace)
-        self._started = HANDOFF.started(self.namespace)
+        self.done = [
+            self._handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)
+        ]
+        self.failed = self._handoff.failed(self.namespace)
+        self._started = self._handoff.started(self.namespace)
 
     def bodies(self) -> dict[str, Body]:
-        """Returns the actors by name: P0, P1, D."""
+        """Returns the actors by name: P0, P1, P's heartbeat, D."""
         ranks = {f"P{n}": partial(self._prefill, n) for n in range(self.shape.num_ranks)}
-        return {**ranks, "D": self._decode}
+        return {**ranks, "beats": self._beat, "D": self._decode}
 
     def blocks_of(self, rank: int) -> set[BlockKey]:
         """Returns the keys of the blocks that a rank of P has to store."""
@@ -151,8 +144,9 @@ class Actors:
         rank = self._prefills[number]
         mover = self._mover(rank, store if self.rules.checks_chain else BlindStore(store))
         if number == 0 and not self.shape.relayed:
-            self._mark(mover, self._started)
-        work = SaveWork(mover, self._prompt(rank), 0, HANDOFF)
+            started = self._handoff.started_marker(self.namespace, self.namespace.num_shards, 0)
+            self._mark(mover, self._started, started)
+        work = SaveWork(mover, self._prompt(rank), 0, self._handoff)
         run = JobRun(Direction.SAVE, work, num_bytes=1, seconds=60)
         last = self.shape.num_ranges - 1
         for n in range(last + 1):
@@ -161,16 +155,26 @@ class Actors:
         result = carry(run)
         assert result is not None
         if result.reason is not None and self.rules.tells_failure:
-            self._mark(mover, self.failed)
+            self._mark(mover, self.failed, self._handoff.marker(self.namespace, 0, 1, 0))
         return result.reason
+
+    def _beat(self, store: Store) -> None:
+        beats = Beats(store, self.namespace, INSTANCE)
+        for _ in range(self.shape.num_beats * self.rules.beats):
+            beats.put_next()
 
     def _decode(self, store: ReplayStore) -> Taken:
         """Looks a hand-off up and loads it as D does."""
         for cache in self._decode_rank.caches:
             cache.fill_(POISON)
-        handoff = Handoff(HANDOFF, num_tokens=self.shape.num_tokens if self.shape.relayed else None)
+        handoff = Handoff(self._handoff, num_tokens=self.shape.num_tokens)
+        if not self.shape.relayed:
+            handoff = Handoff(HandoffId(self._handoff.hex))
         found = self._look_up(store, handoff)
-        result = self._load(store, found) if found.num_tokens else JobResult(0, found.reason)
+        result = JobResult(0)
+        if found.num_tokens:
+            result = self._load(store, found)
+        result = replace(result, reason=result.reason or found.reason)
         counted = slice(0, result.num_tokens)
         places = BLOCK_IDS[counted]
         caches = zip(self._decode_rank.caches, self._right, strict=True)
@@ -178,17 +182,23 @@ class Actors:
 
     def _look_up(self, store: ReplayStore, handoff: Handoff) -> Match:
         lookup = Lookup(self.keys, handoff, 60.0, lambda _: None, follows=self.shape.follows)
-        wait, verdict, is_late = MarkerWait(lookup, handoff, self.namespace), None, False
+        watch, verdict = Watch(store, self.rules), None
+        wait = MarkerWait(lookup, handoff, self.namespace, clock=watch.clock)
         try:
-            while verdict is None and not is_late:
-                stored, is_late = self._look(store, wait.wanted(with_failed=True))
-                verdict = wait.take(stored)
+            while not (verdict or watch.is_late or wait.is_dead):
+                wanted = wait.wanted(with_failed=True)
+                for stored in watch.looks(wanted):
+                    verdict = wait.take(stored)
+                    wait.listen(stored, watch.clock.now)
+                    if verdict or wait.wanted(with_failed=True) != wanted:
+                        break
         except StoreError as error:
             return Match.miss(self.keys, reason_of(error))
         if verdict is Verdict.BEGUN:
             return Match.following(self.keys, handoff)
+        late = Reason.HANDOFF_DEAD if wait.is_dead else Reason.HANDOFF_LATE
         because = {Verdict.DONE: None, Verdict.FAILED: Reason.HANDOFF_FAILED}
-        return find(store, self.keys, because.get(verdict, Reason.HANDOFF_LATE))
+        return find(store, self.keys, because.get(verdict, late))
 
     def _load(self, store: ReplayStore, found: Match) -> JobResult:
         prompt = self._prompt(self._decode_rank, found.keys)
@@ -198,36 +208,39 @@ class Actors:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
         else:
-            self._follow(store, run, work, prompt)
+            self._follow(store, run, work, prompt, found.follow)
         result = carry(run)
         assert result is not None
         return result
 
     def _follow(
-        self, store: ReplayStore, run: JobRun, work: LoadWork, prompt: PromptBlocks
+        self,
+        store: ReplayStore,
+        run: JobRun,
+        work: LoadWork,
+        prompt: PromptBlocks,
+        handoff: HandoffId,
     ) -> None:
-        clock = Clock()
+        watch = Watch(store, self.rules)
         follow = Follow(
             run.job,
             work,
             prompt,
             0,
-            HANDOFF,
+            handoff,
             stall_s=STALL_S,
             split=Split(1),
             wake=lambda: None,
-            clock=clock,
+            clock=watch.clock,
         )
         while not follow.is_over:
+            wanted = follow.wanted()
             with contextlib.suppress(StoreError):
-                stored, is_late = self._look(store, follow.wanted())
-                clock.now += 2 * STALL_S * is_late
-                follow.look(store, stored, clock.now)
+                for stored in watch.looks(wanted):
+                    follow.look(store, stored, watch.clock.now)
+                    if follow.is_over or follow.wanted() != wanted:
+                        break
             carry(run)
-
-    def _look(self, store: ReplayStore, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], bool]:
-        stored, is_late = store.look(keys)
-        return self.rules.sees(stored), is_late and self.rules.minds_time
 
     def _prompt(self, rank: Rank, keys: PromptKeys | None = None) -> PromptBlocks:
         return PromptBlocks(rank.layout, keys or self.keys, [BLOCK_IDS])
@@ -236,8 +249,7 @@ class Actors:
         kind = StagedMover if self.rules.verifies else TrustingMover
         return kind(rank.layout, rank.swap, store, self._metrics, rank.staging, split=Split(1))
 
-    def _mark(self, mover: StagedMover, key: BlockKey) -> None:
-        marker = HANDOFF.marker(self.namespace, 0, self.namespace.num_shards, 0)
+    def _mark(self, mover: StagedMover, key: BlockKey, marker: Header) -> None:
         carry(JobRun(Direction.SAVE, MarkWork(mover, {key: marker}), num_bytes=0, seconds=60))
 
 

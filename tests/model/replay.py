@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,23 @@ from pdstore.store.base import Slots, Store
 ERROR = "error"  # an answer: the call raises
 WHOLE, TORN = "whole", "torn"  # an answer of `get`: a value as it was put, or with a bit flipped
 Body = Callable[["ReplayStore"], Any]
+
+
+class Passed(enum.Enum):
+    """Time between a look and the one before."""
+
+    NOTHING = enum.auto()
+    A_MOMENT = enum.auto()
+    A_PERIOD = enum.auto()  # of a heartbeat
+    SILENCE = enum.auto()  # so long that a heartbeat would have been seen
+    ALL = enum.auto()  # the asker's time is up
+
+
+class Looked(NamedTuple):
+    """The answer to a look: those of the keys that are stored, and the time that has passed."""
+
+    found: tuple[BlockKey, ...]
+    passed: Passed
 
 
 class Call(NamedTuple):
@@ -57,10 +75,9 @@ class ReplayStore(Store):
             return answer
         raise Suspended(Call(verb, tuple(keys)))
 
-    def look(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], bool]:
-        """Returns those of the keys that are stored, and whether the asker's time is up."""
-        found, is_late = self.ask("look", keys)
-        return set(found), is_late
+    def look(self, keys: Sequence[BlockKey]) -> Looked:
+        looked: Looked = self.ask("look", keys)
+        return looked
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         return self.ask("match", keys)
@@ -138,4 +155,4 @@ class Replays:
 
 def _found(answers: tuple[Any, ...]) -> Any:
     """Returns what a look found, whatever the time was; None for another answer."""
-    return answers[0][0] if answers and isinstance(answers[0], tuple) else None
+    return answers[0].found if answers and isinstance(answers[0], Looked) else None

@@ -11,11 +11,13 @@ import re
 import pytest
 
 from pdstore.format.keys import BlockKey
-from tests.model.actors import Rules, Shape
+from tests.model.actors import Shape
+from tests.model.rules import Rules
 from tests.model.world import World, WrongState
 
 WAITS, FOLLOWS = Shape(), Shape(follows=True)
 BOTH_AT_ONCE = Shape(follows=True, relayed=False)
+BEATS, FOLLOWS_BEAT = Shape(num_beats=2), Shape(num_beats=1, follows=True)
 TWO_RANKS, TWO_RANGES = Shape(num_ranks=2), Shape(num_ranges=2, follows=True)
 
 
@@ -32,6 +34,8 @@ def _quiet(caplog):
         (Shape(num_tokens=3), 0, 4_000),
         (FOLLOWS, 1, 30_000),
         (BOTH_AT_ONCE, 0, 10_000),
+        (BEATS, 0, 40_000),
+        (FOLLOWS_BEAT, 0, 20_000),
     ],
 )
 def test_no_state_is_wrong(shape, num_faults, least):
@@ -40,6 +44,8 @@ def test_no_state_is_wrong(shape, num_faults, least):
     reasons = {"handoff_late", "handoff_failed"}
     if num_faults:
         reasons |= {"store_down", "corrupt", "lost", "absent"}
+    if shape.num_beats:
+        reasons |= {"handoff_dead"}
     assert world.endings.keys() == {"whole", *reasons}, "each kind of fault was tried"
 
 
@@ -56,6 +62,10 @@ def test_no_state_is_wrong(shape, num_faults, least):
         (TWO_RANKS, 0),
         (TWO_RANGES, 0),
         (Shape(num_ranks=2, follows=True), 0),
+        (Shape(num_beats=3), 0),
+        (Shape(num_beats=1), 1),
+        (FOLLOWS_BEAT, 1),
+        (Shape(num_beats=1, follows=True, relayed=False), 0),
     ],
 )
 def test_no_state_of_a_larger_handoff_is_wrong(shape, num_faults):
@@ -86,6 +96,11 @@ def one_done_is_enough(found: set[BlockKey]) -> set[BlockKey]:
         (Rules(sees=blind_to(":failed")), WAITS, 0, "although P has ended"),
         (Rules(sees=blind_to(":done")), WAITS, 0, "although P has ended"),
         (Rules(sees=one_done_is_enough), TWO_RANKS, 0, "of a hand-off that is whole"),
+        (Rules(beats=False), BEATS, 0, "a P that lives"),
+        (Rules(beats=False), FOLLOWS_BEAT, 0, "a P that lives"),
+        (Rules(sees=blind_to(":beat")), BEATS, 0, "a P that lives"),
+        (Rules(listens=False), BEATS, 0, "a P that is dead"),
+        (Rules(listens=False), FOLLOWS_BEAT, 0, "a P that is dead"),
         (Rules(minds_time=False), WAITS, 0, "for ever"),
         (Rules(minds_time=False), FOLLOWS, 0, "for ever"),
     ],

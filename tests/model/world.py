@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
-from tests.model.actors import Actors, Rules, Shape, Taken
-from tests.model.replay import ERROR, TORN, WHOLE, Call, Ended, Replays
+from pdstore.format.pulse import is_beat
+from pdstore.outcome import Reason
+from tests.model.actors import Actors, Shape, Taken
+from tests.model.replay import ERROR, TORN, WHOLE, Call, Ended, Looked, Passed, Replays
+from tests.model.rules import Rules
 
 
 class State(NamedTuple):
@@ -21,6 +24,7 @@ class State(NamedTuple):
     leased: keys that the store has promised to keep.
     faults: those that may still happen.
     is_harmed: some fault happened, so that D may get less than all.
+    is_mute: a beat was lost, so that D may take P for dead.
     """
 
     actors: tuple[int, ...]
@@ -30,6 +34,7 @@ class State(NamedTuple):
     faults: int
     is_harmed: bool
     is_crashed: bool
+    is_mute: bool
 
 
 class WrongState(AssertionError):
@@ -41,21 +46,30 @@ class World:
 
     A put is visible late and in any order (delay, reorder); the other events are faults: P crashes,
     a call fails, a value is evicted or torn, leases run out, the store comes back empty. D's time
-    may be up at any look. Equal states are explored once.
+    may be up at any look. A time without a beat passes only if P has crashed or ended, or a beat
+    was lost. Where P beats, its crash is beside the number of faults. Equal states are explored
+    once.
     """
 
     def __init__(self, shape: Shape, rules: Rules, num_faults: int) -> None:
         self._actors = Actors(shape, rules)
         self._replays = Replays(self._actors.bodies())
         self._names = list(self._actors.bodies())
-        self._shape, self._num_faults = shape, num_faults
+        self._shape, self._rules, self._num_faults = shape, rules, num_faults
         self.endings: Counter[str] = Counter()
 
     def explore(self) -> int:
         """Visits every state that can be reached. Returns how many; raises WrongState."""
         nothing: frozenset[Any] = frozenset()
         first = State(
-            self._replays.first, nothing, nothing, nothing, self._num_faults, False, False
+            self._replays.first,
+            nothing,
+            nothing,
+            nothing,
+            self._num_faults,
+            is_harmed=False,
+            is_crashed=False,
+            is_mute=False,
         )
         seen, rest = {first}, [first]
         while rest:
@@ -76,7 +90,7 @@ class World:
     def _steps(self, state: State) -> Iterator[State]:
         for number, name in enumerate(self._names):
             call = self._next(state, number)
-            if isinstance(call, Call) and (name == "D" or not state.is_crashed):
+            if isinstance(call, Call) and (name == "D" or self._lives(state, name)):
                 yield from self._answers(state, number, call)
         for key in state.in_flight:
             stored = state.stored | {(key, WHOLE)}
@@ -84,20 +98,24 @@ class World:
         if state.faults:
             harmed = state._replace(faults=state.faults - 1, is_harmed=True)
             yield from self._faults(harmed)
+        if self._shape.num_beats and not state.is_crashed:
+            yield state._replace(is_crashed=True, is_harmed=True)
 
     def _faults(self, state: State) -> Iterator[State]:
         """The events that are nobody's call; `state` has paid for one."""
         for value in state.stored:
             key, condition = value
             if key not in state.leased:
-                yield state._replace(stored=state.stored - {value})
-            if condition == WHOLE:
+                is_mute = state.is_mute or is_beat(key)
+                yield state._replace(stored=state.stored - {value}, is_mute=is_mute)
+            if condition == WHOLE and not is_beat(key):  # those are only looked for
                 yield state._replace(stored=state.stored - {value} | {(key, TORN)})
         if state.leased:
             yield state._replace(leased=frozenset())
         if state.stored:
-            yield state._replace(stored=frozenset(), leased=frozenset())
-        if not state.is_crashed:
+            is_mute = state.is_mute or any(is_beat(key) for key, _ in state.stored)
+            yield state._replace(stored=frozenset(), leased=frozenset(), is_mute=is_mute)
+        if not (state.is_crashed or self._shape.num_beats):
             yield state._replace(is_crashed=True)
 
     def _answers(self, state: State, number: int, call: Call) -> Iterator[State]:
@@ -105,9 +123,8 @@ class World:
         conditions = dict(state.stored)
         leading = [conditions[key] for key in _leading(call.keys, conditions)]
         if call.is_look:
-            found = tuple(key for key in call.keys if key in conditions)
-            for is_late in (False, True):
-                yield self._answered(state, number, (found, is_late))
+            for looked in self._looks(state, call):
+                yield self._answered(state, number, looked)
         elif call.verb == "match":
             leased = state.leased | set(call.keys[: len(leading)])
             yield self._answered(state._replace(leased=leased), number, len(leading))
@@ -116,6 +133,9 @@ class World:
         elif call.verb == "remove":
             stored = frozenset(v for v in state.stored if v[0] not in call.keys)
             yield self._answered(state._replace(stored=stored), number, None)
+        elif is_beat(call.keys[0]):  # as soon as D needs it
+            stored = state.stored | {(call.keys[0], WHOLE)}
+            yield self._answered(state._replace(stored=stored), number, 1)
         else:
             self._check_marker(state, number, call)
             new = frozenset(key for key in call.keys if key not in conditions)
@@ -127,13 +147,46 @@ class World:
     def _failed(self, state: State, number: int, call: Call) -> State:
         """A call that raises. P that cannot store a block has to say so, if a marker can be put."""
         is_harm = number == len(self._names) - 1 or _has_markers(call.keys)
-        harmed = state._replace(faults=state.faults - 1, is_harmed=state.is_harmed or is_harm)
+        harmed = state._replace(
+            faults=state.faults - 1,
+            is_harmed=state.is_harmed or is_harm,
+            is_mute=state.is_mute or any(map(is_beat, call.keys)),
+        )
         return self._answered(harmed, number, ERROR)
 
     def _answered(self, state: State, number: int, answer: Any) -> State:
         actors = list(state.actors)
         actors[number] = self._replays.after(actors[number], answer)
         return state._replace(actors=tuple(actors))
+
+    def _looks(self, state: State, call: Call) -> Iterator[Looked]:
+        """Every answer to a look of D's: what is stored, and the times that may have passed."""
+        stored = dict(state.stored)
+        found = tuple(key for key in call.keys if key in stored)
+        yield Looked(found, Passed.A_PERIOD if self._has_beaten(state, found) else Passed.NOTHING)
+        yield Looked(found, Passed.ALL)
+        if not self._shape.num_beats:
+            return
+        if not any(map(is_beat, call.keys)):
+            yield Looked(found, Passed.A_MOMENT)  # D does not know P
+        elif state.is_mute or not self._lives(state, "beats"):
+            yield Looked(found, Passed.SILENCE)
+
+    def _has_beaten(self, state: State, found: tuple[BlockKey, ...]) -> bool:
+        """True if D's last look found other beats."""
+        answers = self._replays.answers_of(state.actors[-1])
+        before = next((a.found for a in reversed(answers) if isinstance(a, Looked)), ())
+        return set(filter(is_beat, before)) != set(filter(is_beat, found))
+
+    def _lives(self, state: State, name: str) -> bool:
+        """True if P's rank, or its heartbeat, may go on."""
+        if state.is_crashed or name != "beats":
+            return not state.is_crashed
+        return self._rules.beats and not (self._has_ended(state) and not state.in_flight)
+
+    def _has_ended(self, state: State) -> bool:
+        """True if all ranks of P are through."""
+        return all(isinstance(self._next(state, n), Ended) for n in range(self._shape.num_ranks))
 
     def _is_over(self, state: State) -> bool:
         """True if D has ended; P does nothing then that it does not do while D waits."""
@@ -151,8 +204,12 @@ class World:
         self.endings["whole" if result.reason is None else result.reason.value] += 1
         if not taken.is_right:
             raise WrongState(f"D counts {result.num_tokens} tokens that are not P's: {state}")
+        is_lost = state.is_harmed and self._has_ended(state)  # its last marker
+        is_gone = state.is_crashed or state.is_mute or is_lost
+        if result.reason is Reason.HANDOFF_DEAD and not is_gone:
+            raise WrongState(f"D gives up a P that lives: {state}")
         answers = self._replays.answers_of(state.actors[-1])
-        was_late = any(isinstance(answer, tuple) and answer[-1:] == (True,) for answer in answers)
+        was_late = any(isinstance(a, Looked) and a.passed is Passed.ALL for a in answers)
         has_failed = self._is_known(state, self._actors.failed)
         if not (
             state.is_harmed or was_late or has_failed or result.num_tokens == self._shape.num_tokens
@@ -160,16 +217,17 @@ class World:
             raise WrongState(f"D took {result} of a hand-off that is whole: {state}")
 
     def _check_wait(self, state: State, decode: int, call: Call) -> None:
-        found = tuple(key for key in call.keys if key in dict(state.stored))
         stays = {
-            is_late: self._answered(state, decode, (found, is_late)) == state
-            for is_late in (False, True)
+            looked.passed
+            for looked in self._looks(state, call)
+            if self._answered(state, decode, looked) == state
         }
-        if all(stays.values()):
+        if Passed.ALL in stays:
             raise WrongState(f"D waits for ever: {state}")
-        ranks = range(decode)
-        is_over = all(isinstance(self._next(state, n), Ended) for n in ranks)
-        if is_over and not state.in_flight and not state.is_harmed and stays[False]:
+        if Passed.SILENCE in stays:
+            raise WrongState(f"D waits for a P that is dead: {state}")
+        is_over = self._has_ended(state) and not state.in_flight
+        if is_over and not state.is_harmed and Passed.NOTHING in stays:
             raise WrongState(f"D waits although P has ended: {state}")
 
     def _check_marker(self, state: State, number: int, call: Call) -> None:

@@ -1,0 +1,51 @@
+"""Watch: D's looks for what P stores, and the time that passes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdstore.format.keys import BlockKey
+from pdstore.format.pulse import PERIOD_S, SILENCE_S, is_beat
+from tests.model.replay import Passed, ReplayStore
+from tests.model.rules import Rules
+from tests.support.clock import Clock
+
+STALL_S = 10.0
+_PAUSE_S = PERIOD_S / 2  # between two looks
+
+
+@dataclass
+class Watch:
+    """Looks into the store. What is asked once for a while stands for many looks.
+
+    is_late: whether D's time is up.
+    """
+
+    store: ReplayStore
+    rules: Rules
+
+    def __post_init__(self) -> None:
+        self.clock, self.is_late = Clock(), False
+        self._beats: set[BlockKey] = set()
+
+    def looks(self, keys: Sequence[BlockKey]) -> Iterator[set[BlockKey]]:
+        """Moves the clock and returns what is found, look after look; D may break off."""
+        looked = self.store.look(keys)
+        found, before = self.rules.sees(set(looked.found)), self._beats
+        self._beats = {key for key in found if is_beat(key)}
+        if looked.passed is Passed.ALL and self.rules.minds_time:
+            self.is_late = True
+            yield self._after(2 * STALL_S, found)
+        elif looked.passed is Passed.SILENCE and self.rules.listens:
+            for _ in range(int(SILENCE_S / _PAUSE_S) + 2):
+                yield self._after(_PAUSE_S, found)
+        elif looked.passed is Passed.A_PERIOD:
+            yield self._after(_PAUSE_S, found - self._beats | before)
+            yield self._after(_PAUSE_S, found)
+        else:
+            yield self._after(0.2 if looked.passed is Passed.A_MOMENT else 0.0, found)
+
+    def _after(self, seconds: float, found: set[BlockKey]) -> set[BlockKey]:
+        self.clock.now += seconds
+        return found
