@@ -20,10 +20,11 @@ DEMO_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
 DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
-.PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check docs bench release
+.PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check docs bench
+.PHONY: bench-handoff release
 
 help: ## Show these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.stamp ## Make .venv with everything the examples and the tests need
 	@:
@@ -70,6 +71,10 @@ docs: setup ## The documents as a site, in site/index.html; a broken link fails
 
 bench: setup ## How fast keys are computed and blocks put and got
 	@$(BIN)/python -m benchmarks.keys && $(BIN)/python -m benchmarks.stores
+
+bench-handoff: setup ## What a client waits for between P's answer and D's first token, on the CPU
+	@$(BIN)/python -m benchmarks.handoff --cpu --stores file shm redis --tokens 1024 --rounds 1 \
+	  --burst 2 --check-following
 
 release: .venv-release/.stamp ## Build and check the sources and the wheels (PROCESSORS="x86_64 aarch64")
 	@PYTHON=.venv-release/bin/python scripts/release.sh $(PROCESSORS)

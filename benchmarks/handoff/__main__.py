@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from typing import Any
 from benchmarks.handoff.engines import ENGINES
 from benchmarks.handoff.floor import measure_floor
 from benchmarks.handoff.measure import MODES
-from benchmarks.handoff.report import rows_of, table
+from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run
 from examples.demo.pools import open_pool
 from examples.demo.processes import Processes
@@ -63,11 +64,17 @@ def main() -> None:
         run.measure()
         found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills}
         found |= {"bursts": run.bursts, "samples": [asdict(sample) for sample in run.samples]}
+        if given.check_following:
+            run.measure_leads()
+            found["leads"] = run.leads
         print(table(found))
         if given.json:
             given.json.write_text(json.dumps(found, indent=1) + "\n")
         if given.timelines:
             run.write_timelines(given.timelines)
+    late = late_stores(run.leads)
+    if late:
+        sys.exit(f"D's loads waited for P's `done` over {', '.join(late)}")
 
 
 def parse() -> argparse.Namespace:
@@ -89,6 +96,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     parser.add_argument("--check", action="store_true", help="compare D's tokens with one instance")
+    parser.add_argument(
+        "--check-following",
+        action="store_true",
+        help="fail unless a D that is asked with P loads before P's `done`",
+    )
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -7,6 +7,7 @@ all by the client's clock; the decode step is the median gap between D's tokens.
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -91,6 +92,19 @@ class Client:
         marks = self.hand_over(mode, num_tokens).marks
         spans = {"P": self._p.recorded(), "D": self._d.recorded()}
         write_timeline(path, marks, spans)
+
+    def lead(self, num_tokens: int) -> float:
+        """Hands one more prompt over to a P and a D that are asked at once.
+
+        Returns the seconds from the beginning of D's load to P's last marker, `done`: negative if
+        D began after it, minus infinity if it loaded nothing.
+        """
+        for each in (self._p, self._d):
+            each.record()
+        self.hand_over("concurrent", num_tokens)
+        markers = [span.ended for span in self._p.recorded() if span.name == "marker"]
+        loads = [span.began for span in self._d.recorded() if span.name == "begin load"]
+        return max(markers) - loads[0] if markers and loads else -math.inf
 
     def burst(self, num_tokens: int, at_once: int) -> tuple[list[float], list[float]]:
         """Seconds to the first token of prompts handed over at once; and by one instance alone.

@@ -51,5 +51,13 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         handed = median(t for burst in of_store for t in burst["ttft_s"])
         alone = median(t for burst in of_store for t in burst["alone_ttft_s"])
         yield f"{name}: a burst's median first token {handed * 1e3:.1f}; alone {alone * 1e3:.1f}"
+    for lead in found.get("leads", []):
+        said = ", ".join(f"{seconds * 1e3:.1f}" for seconds in lead["lead_s"])
+        yield f"{lead['store']}: a concurrent D's load began before P's `done` by {said} ms"
     for name, value in found.get("floor", {}).items():
         yield f"floor: {name} {value:.1f}"
+
+
+def late_stores(leads: list[dict[str, Any]]) -> list[str]:
+    """The stores over which no load began before P's `done`: nothing was followed."""
+    return [lead["store"] for lead in leads if max(lead["lead_s"]) <= 0]

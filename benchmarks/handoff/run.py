@@ -13,6 +13,8 @@ from typing import Any
 from benchmarks.handoff.engines import Setup
 from benchmarks.handoff.measure import Client, Sample, prefill_alone
 
+_NUM_LEADS = 3
+
 
 @dataclass
 class Run:
@@ -20,6 +22,7 @@ class Run:
 
     prefills: seconds of a lone instance's prefill, by the prompt's tokens.
     bursts: seconds to the first token of prompts that come at once.
+    leads: seconds from the beginning of D's load to P's `done`.
     """
 
     given: argparse.Namespace
@@ -28,6 +31,7 @@ class Run:
     prefills: dict[int, list[float]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     bursts: list[dict[str, Any]] = field(default_factory=list)
+    leads: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self) -> None:
         """Asks for each kind in turn; what the first round finds is thrown away."""
@@ -43,6 +47,13 @@ class Run:
         for is_counted in self._rounds() if self.given.burst else ():
             bursts = [self._burst(client) for client in clients]
             self.bursts += bursts if is_counted else []
+
+    def measure_leads(self) -> None:
+        """Hands over a few more prompts, to see how early D's loads begin."""
+        tokens = max(self.given.tokens)
+        for client in self._clients():
+            leads = [client.lead(tokens) for _ in range(_NUM_LEADS)]
+            self.leads.append({"store": client.store, "tokens": tokens, "lead_s": leads})
 
     def write_timelines(self, directory: Path) -> None:
         """Records one more hand-off of each store, mode and length."""

@@ -1,0 +1,22 @@
+"""The hand-off benchmark's report: loads that never began before `done` are named."""
+
+from __future__ import annotations
+
+import math
+
+from benchmarks.handoff.report import late_stores, table
+
+LEADS = [
+    {"store": "shm", "tokens": 64, "lead_s": [-0.1, 0.02, -0.3]},
+    {"store": "redis", "tokens": 64, "lead_s": [-0.1, -math.inf, 0.0]},
+]
+
+
+def test_a_store_over_which_no_load_began_early_is_late():
+    assert late_stores(LEADS) == ["redis"]
+    assert late_stores(LEADS[:1]) == late_stores([]) == []
+
+
+def test_the_table_shows_how_early_each_load_began():
+    found = {"rows": [], "alone_prefill_s": {}, "bursts": [], "leads": LEADS[:1]}
+    assert "began before P's `done` by -100.0, 20.0, -300.0 ms" in table(found)
