@@ -13,7 +13,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 7 };
+enum { PDS_ABI = 8 };
 
 enum {
   PDS_OK = 0,
@@ -146,9 +146,8 @@ int32_t pds_populate(uint64_t address, int64_t bytes);
 enum { PDS_RELAXED = 2 };
 int32_t pds_exchange_capture_mode(int32_t *mode);
 
-// Reads whole files, one after the other, each to an address, until one cannot be read; it may have
-// left anything there. `paths` end with a zero each. Gives how many were read, the xxh3_64 of each
-// but for its bytes 56 to 63, and why it stopped: 0, an errno, or PDS_OTHER_LENGTH.
+// Reads whole files in turn, each to its address, with its xxh3_64 without its bytes 56 to 63; each
+// path ends with a zero. Gives how many, and why it stopped: 0, an errno, or PDS_OTHER_LENGTH.
 enum { PDS_OTHER_LENGTH = -1 };
 int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
                        int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
@@ -156,14 +155,16 @@ int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
 
-// Writes values of at least 64 bytes to files, one after the other, until one cannot be written.
-// Each gets its xxh3_64 without its bytes 56 to 63 at that place, in memory too, and is linked to
-// its path when it is whole; a file that is there stays and counts as written. `temporary` is a
-// name on the same file system, which nobody else uses. Gives how many were written, and why it
-// stopped: 0 or an errno.
+// Writes values of at least 64 bytes to files in turn, until one cannot be written. Each gets its
+// xxh3_64 at its bytes 56 to 63, in memory too, and is linked to its path when it is whole; a file
+// that is there stays and counts. `temporary`: a name on that file system that nobody else uses.
 int32_t pds_write_files(const char *temporary, const char *paths, const uint64_t *addresses,
                         const int64_t *sizes, int64_t num_files, int64_t *num_written,
                         int32_t *why);
+
+// Sets files' access and modification times (ns) in turn, until one errs; follows no link.
+int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, int64_t until_ns,
+                        int64_t *num_leased, int32_t *why);
 
 // An arena: values by key in a file that several processes map. The file holds an index and, from
 // data_at on, data_bytes of memory for values. Keys are one text, a zero after each.
@@ -234,8 +235,7 @@ int32_t pds_arena_borrow(pds_arena *arena, int64_t lock_ns, const char *keys, co
 int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint64_t *generations,
                               int64_t count, int64_t *still);
 
-// Copies values in and out; `memory` is where the caller has mapped the values' memory. `done`:
-// how many of the first.
+// Copies values in and out; `memory`: where the values are mapped. `done`: how many of the first.
 int32_t pds_arena_put(pds_arena *arena, uint64_t memory, const char *keys, const uint8_t *kinds,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
                       int64_t *done);

@@ -111,6 +111,17 @@ class Library:
             raise ValueError("a value of fewer bytes than a header, or no address")
         return done.value, why.value
 
+    def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
+        """Sets the access and modification times of files in turn, until one errs.
+
+        Links are not followed. Returns how many were set, and why it stopped: 0 or an errno.
+        """
+        done, why = c_int64(), c_int32()
+        ends = (byref(done), byref(why))
+        if self.calls.pds_lease_files(_joined(paths), len(paths), used_ns, until_ns, *ends):
+            raise ValueError("a time before 1970")
+        return done.value, why.value
+
     def exchange_capture_mode(self, mode: int) -> int:
         """Sets the calling thread's CUDA graph capture mode and returns the previous one."""
         before = c_int32(mode)

@@ -13,15 +13,16 @@ from pdstore.store.file.plain import Ended, read_values, write_values
 class ChecksumFiles:
     """Reads and writes by the native library; in Python, with a pass more, where there is none.
 
-    library: gives the library or None; called at the first use.
+    library: gives the library or None; called at the first use. The attribute is None before.
     """
 
     def __init__(self, library: Callable[[], Library | None]) -> None:
-        self._library = library
+        self._find = library
+        self.library: Library | None = None
 
     def read(self, paths: Sequence[str], slots: Slots, checksums: MutableSequence[int]) -> Ended:
         """Reads as `read_values` does, and writes the i-th value's checksum to `checksums[i]`."""
-        library = self._library() if paths else None
+        library = self._used() if paths else None
         if library is None:
             ended = read_values(paths, slots)
             sums = [checksum(slots.value(i)) for i in range(ended.num_done)]
@@ -33,12 +34,16 @@ class ChecksumFiles:
 
     def write(self, temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
         """Writes as `write_values` does, each value with its checksum in place."""
-        library = self._library() if paths else None
+        library = self._used() if paths else None
         if library is not None:
             return Ended(*library.write_files(temporary, paths, _addresses(slots), slots.sizes))
         for i in range(len(paths)):
             write_checksum(slots.value(i))
         return write_values(temporary, paths, slots)
+
+    def _used(self) -> Library | None:
+        self.library = self._find()
+        return self.library
 
 
 def check_sizes(slots: Slots) -> None:

@@ -25,6 +25,7 @@ from pdstore.store.file.checksums import ChecksumFiles, check_sizes
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import error_of, named_error
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
+from pdstore.store.file.leases import Leases
 from pdstore.store.file.plain import Ended, read_values, write_values
 from pdstore.store.file.writer import Writer
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
@@ -67,6 +68,7 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._checksums = ChecksumFiles(library)
+        self._leases = Leases(lease_s, lambda: self._checksums.library)
         self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
@@ -107,15 +109,8 @@ class FileStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._lifecycle.check()
         check_call(keys)
-        now = time.time_ns()
-        times = (now, now + int(self._lease_s * 1e9))
-        for n, key in enumerate(keys):
-            with named_error(self.label, key, n):
-                try:
-                    os.utime(self._directory.path(key), ns=times, follow_symlinks=False)
-                except FileNotFoundError:
-                    return n
-        return len(keys)
+        paths = [self._directory.path(key) for key in keys]
+        return self._count(keys, self._leases.renew(paths))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._lifecycle.check()
@@ -198,7 +193,7 @@ class FileStore(Store):
             self._directory.close()
 
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
-        """Returns how many values were read; a missing file is no error. Raises StoreError."""
+        """Returns how many values were found; a missing file is no error. Raises StoreError."""
         n, why = ended
         if why not in (0, errno.ENOENT):
             raise error_of(self.label, why, keys[n], n)
