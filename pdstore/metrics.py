@@ -59,6 +59,8 @@ class Metrics:
         self.job_seconds = self._seconds("job_seconds")
         self.handoff_wait_seconds = self._seconds("handoff_wait_seconds")
         self.exposed_seconds = self._seconds("exposed_seconds")
+        self.follows = self._counter("follows")
+        self.follow_estimate_seconds = self._seconds("follow_estimate_seconds")
         self.decisions = self._counter("decisions")
         self.estimated_seconds = self._seconds("estimated_seconds")
         self.decided_seconds = self._seconds("decided_seconds")

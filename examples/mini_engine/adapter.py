@@ -71,7 +71,7 @@ class Adapter:
         pdstore.Handoff.of(request.kv_transfer_params)
 
     def look_up(self, request: Request) -> None:
-        """Starts to look up how much of the prompt the pool has, or which hand-off D may follow."""
+        """Starts to look up how much the pool has of the prompt, or when to follow a hand-off."""
         with self._degrading(request):
             timer = pdstore.RequestTimer()
             timer.begin("wait")
@@ -129,6 +129,7 @@ class Adapter:
         if result.reason is not None:
             request.miss_reason = result.reason.value
         self._break_even.load_ended(request, result.num_tokens)
+        self.cache.note_load(result.num_tokens, result.busy_s)
         tracker.num_saved = result.num_tokens
         request.num_loaded = min(result.num_tokens, len(request.prompt) - 1)
         request.num_computed = request.num_loaded

@@ -19,11 +19,13 @@ from pdstore.format.namespace import Namespace
 from pdstore.format.pulse import is_beat
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
+from pdstore.scheduler.handoff_progress import HandoffProgress
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_search import MarkerSearch
 from pdstore.scheduler.marker_wait import MarkerWait, Verdict
 from pdstore.scheduler.pace import Pace
 from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.scheduler.rates import PrefillRate
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener
 from pdstore.store.find import find_optional
@@ -38,8 +40,9 @@ _LOOKS_PER_FAILED = 3  # it is rare
 class HandoffWatcher:
     """Ends each lookup when P's markers are all there, P has failed or died, or its time is up.
 
-    One that follows ends as soon as P has started or answered. Its match names the hand-off, unless
-    all is stored by then.
+    One that follows ends as soon as P has answered, or, where P and D were asked at once, when P
+    will have computed the prompt soon (`HandoffProgress`). Its match names the hand-off, unless all
+    is stored by then.
 
     All waits are one call of the store each time where it can look for many keys (`FindsKeys`).
     Where the store tells of changes (`TellsChanges`), it is asked then; else it is polled.
@@ -47,6 +50,7 @@ class HandoffWatcher:
     find: the last match of a lookup, with why the prompt may not be whole (None: it is).
     patience_s: how long a call of the store may take before it counts as stuck.
     on_other_pool: called with a hand-off whose P uses another pool.
+    pace_of_p: what P's prefill costs; it learns from what is watched.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class HandoffWatcher:
         *,
         patience_s: float,
         on_other_pool: Callable[[Handoff], None],
+        pace_of_p: PrefillRate | None = None,
     ) -> None:
         self._namespace, self._metrics, self._identity = namespace, metrics, identity
         self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
@@ -67,6 +72,8 @@ class HandoffWatcher:
         self._waits: list[MarkerWait] = []
         self._keys: dict[bool, list[BlockKey]] = {}  # of all waits: without and with `failed`
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
+        self._pace_of_p = pace_of_p or PrefillRate()
+        self._watched: list[HandoffProgress] = []  # of lookups that ended early, to learn the pace
         self._num_looks = 0
         self._has_arrivals = False  # since the last look
         self._sweep_deadline = Deadline(0.0)
@@ -116,9 +123,10 @@ class HandoffWatcher:
             self._identity.refresh()
         self._let_in()
         self._sweep()
+        is_looking = bool(self._waits or self._watched)
         if self._listener is not None:
-            self._listener.listen() if self._waits else self._listener.rest()
-        pause = self._look() if self._waits else self._identity.remaining_s
+            self._listener.listen() if is_looking else self._listener.rest()
+        pause = self._look() if is_looking else self._identity.remaining_s
         self._answer()
         return 0.0 if self._answers else pause
 
@@ -131,7 +139,8 @@ class HandoffWatcher:
             with self._asking():
                 is_same = self._identity.is_same(handoff.pool_id)
             if is_same:
-                self._waits.append(MarkerWait(lookup, handoff, self._namespace))
+                wait = MarkerWait(lookup, handoff, self._namespace, pace=self._pace_of_p)
+                self._waits.append(wait)
                 self._keys.clear()
                 self._has_arrivals = True
                 self._pace.hurry()
@@ -147,7 +156,10 @@ class HandoffWatcher:
         late = [wait for wait in self._waits if wait.lookup.marker_deadline.is_over()]
         for wait in late:
             self._observe_wait(wait.lookup)
-            self._answers.append((wait.lookup, Reason.HANDOFF_LATE))
+            if wait.progress is None:
+                self._answers.append((wait.lookup, Reason.HANDOFF_LATE))
+            else:  # P computes: the load ends when nothing more is stored for as long again
+                self._begin(wait, wait.progress, "deadline")
         self._keep(lambda wait: wait not in late and not wait.lookup.is_over())
 
     def _look(self) -> float:
@@ -163,7 +175,7 @@ class HandoffWatcher:
             self._look_at_each()
         else:
             news = {key for key in found if not is_beat(key)}
-            if news or self._has_arrivals:
+            if news or self._has_arrivals or self._is_watching:
                 self._note(news)
             if self._search.is_whole(len(keys)):
                 self._listen(found, started_at)
@@ -173,7 +185,8 @@ class HandoffWatcher:
 
     def _wanted(self, *, with_failed: bool) -> list[BlockKey]:
         if with_failed not in self._keys:
-            wanted = (key for w in self._waits for key in w.wanted(with_failed=with_failed))
+            wanted = [key for w in self._waits for key in w.wanted(with_failed=with_failed)]
+            wanted += [key for progress in self._watched for key in progress.wanted()]
             self._keys[with_failed] = list(dict.fromkeys(wanted))  # two may wait for one hand-off
         return self._keys[with_failed]
 
@@ -186,6 +199,7 @@ class HandoffWatcher:
             for wait in self._waits:
                 why = error.with_traceback(None)
                 wait.lookup.finish(Match.miss(wait.lookup.keys, reason_of(error), why))
+            self._watched = []
             self._keep(lambda wait: False)
             return set()
 
@@ -212,6 +226,9 @@ class HandoffWatcher:
         """Takes note of markers and ends the waits that they end."""
         if found:
             self._pace.hurry()
+        for progress in self._watched:
+            progress.note(found)
+        self._watched = [progress for progress in self._watched if not progress.is_over]
         over = {wait for wait in self._waits if self._is_ended(wait, found)}
         self._keep(lambda wait: wait not in over)
 
@@ -224,8 +241,22 @@ class HandoffWatcher:
         elif verdict is Verdict.FAILED:
             self._answers.append((lookup, Reason.HANDOFF_FAILED))
         elif verdict is Verdict.BEGUN:
-            lookup.finish(Match.following(lookup.keys, wait.handoff))
+            if wait.progress is None:
+                lookup.finish(Match.following(lookup.keys, wait.handoff))
+            else:
+                self._begin(wait, wait.progress, wait.progress.why_begin() or "estimate")
         return verdict is not None
+
+    def _begin(self, wait: MarkerWait, progress: HandoffProgress, because: str) -> None:
+        """Lets D load what P has stored so far, and follow it."""
+        progress.count(self._metrics, because)
+        self._watched.append(progress)
+        wait.lookup.finish(Match.following(wait.lookup.keys, wait.handoff))
+
+    @property
+    def _is_watching(self) -> bool:
+        """True if there is a P whose progress counts."""
+        return bool(self._watched) or any(wait.progress is not None for wait in self._waits)
 
     def _observe_wait(self, lookup: Lookup) -> None:
         self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)

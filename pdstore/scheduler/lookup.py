@@ -67,7 +67,8 @@ class Lookup:
 
     keys: the prompt.
     handoff: the hand-off whose markers it waits for; None for the pool as it is now.
-    follows: P's `started` is enough; else it waits for all of its `done`.
+    follows: it ends when P has answered, or will soon; else it waits for all of P's `done`.
+    load_s: seconds that a load of the whole prompt takes; None if that is not known.
     wait_s: seconds for the answer; with a hand-off, for its markers.
     count: called with the match when the lookup ends.
     """
@@ -80,8 +81,10 @@ class Lookup:
         count: Callable[[Match], None],
         *,
         follows: bool = False,
+        load_s: float | None = None,
     ) -> None:
         self.keys, self.handoff, self.follows = keys, handoff, follows
+        self.load_s = load_s
         self.started_at = time.monotonic()
         self.marker_deadline = Deadline(wait_s)
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))

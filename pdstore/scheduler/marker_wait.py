@@ -10,7 +10,9 @@ from pdstore.format.handoff import Handoff
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import Namespace
 from pdstore.format.pulse import Pulse
+from pdstore.scheduler.handoff_progress import HandoffProgress
 from pdstore.scheduler.lookup import Lookup
+from pdstore.scheduler.rates import PrefillRate
 
 
 class Verdict(enum.Enum):
@@ -18,14 +20,16 @@ class Verdict(enum.Enum):
 
     DONE = "P has stored the whole prompt"
     FAILED = "some of it will not come"
-    BEGUN = "P stores it now, which is enough for a lookup that follows"
+    BEGUN = "P stores it now, and will have computed it soon: enough for a lookup that follows"
 
 
 class MarkerWait:
     """The markers that one lookup still waits for. It asks no store: `take` is told what is there.
 
     lookup, handoff: the hand-off is the lookup's.
+    pace: the cost of P's prefill, for a lookup that follows.
     clock: counts from when the wait began; `asked_at` goes by it.
+    progress: P's, from `started` on; None before, and where P's answer is there.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class MarkerWait:
         handoff: Handoff,
         namespace: Namespace,
         *,
+        pace: PrefillRate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lookup, self.handoff = lookup, handoff
@@ -43,10 +48,14 @@ class MarkerWait:
         self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
         instance = handoff.id.instance
         self._pulse = Pulse(namespace, instance, clock=clock) if instance is not None else None
+        self._pace, self._clock = pace or PrefillRate(clock), clock
+        self.progress: HandoffProgress | None = None
 
     def wanted(self, *, with_failed: bool) -> list[BlockKey]:
         """Returns the keys to look for next."""
         started = [self._started] if self.lookup.follows else []
+        if self.progress is not None:
+            started = self.progress.wanted()
         beats = self._pulse.wanted() if self._pulse is not None else []
         return self._wanted + started + ([self._failed] if with_failed else []) + beats
 
@@ -71,5 +80,16 @@ class MarkerWait:
             return Verdict.FAILED
         # P's answer says that it has begun; with its first `done` the others may be there already
         has_answered = self.handoff.num_tokens is not None and not is_news
-        has_begun = self._started in stored or has_answered
-        return Verdict.BEGUN if self.lookup.follows and has_begun else None
+        if not self.lookup.follows:
+            return None
+        return Verdict.BEGUN if has_answered or self._is_time(stored) else None
+
+    def _is_time(self, stored: set[BlockKey]) -> bool:
+        """True if D should take its blocks, though P still computes."""
+        if self.progress is not None:
+            self.progress.note(stored)
+        elif self._started in stored:
+            self.progress = HandoffProgress(
+                self.lookup.keys, self._pace, self.lookup.load_s, self._clock
+            )
+        return self.progress is not None and self.progress.why_begin() is not None

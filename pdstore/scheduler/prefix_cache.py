@@ -23,6 +23,7 @@ from pdstore.scheduler.lookup_queue import LookupQueue
 from pdstore.scheduler.matching import find
 from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.scheduler.rates import CostTable
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
@@ -81,6 +82,7 @@ class PrefixCacheManager:
         self._room = RoomWatch(self._store, self.metrics)
         self._identity = PoolIdentity(self._store)
         self._instance = new_id()
+        self._load_costs = CostTable()
         self._mismatches = MismatchLog()
         self._closed = False
         self._pid = os.getpid()
@@ -137,9 +139,16 @@ class PrefixCacheManager:
 
         The match names the hand-off as its `follow`, unless all is stored by now: give it to
         `KVPool.load(..., follow=)`. It is there after one call of the store for the params of P's
-        answer, and as soon as P has started for a request that P and D got at once.
+        answer. For a request that P and D got at once it is there when what P still computes takes
+        no longer than the load, by what `note_load` has told, or as soon as P has started if either
+        is not known: before that, engine blocks would only wait.
         """
         return self._start(keys, params, follows=True)
+
+    def note_load(self, num_tokens: int, seconds: float) -> None:
+        """Takes note of a load's tokens, and of the time it was at work (`JobResult.busy_s`)."""
+        if num_tokens > 0 and seconds > 0:
+            self._load_costs.note(num_tokens, num_tokens, seconds)
 
     def is_prefill(self, params: Mapping[str, Json] | None) -> bool:
         """True if this instance is P for a request: it announces and publishes the prompt.
@@ -231,7 +240,8 @@ class PrefixCacheManager:
         wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
         keys = handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
-        lookup = Lookup(keys, handoff, wait_s, count, follows=follows)
+        load_s = self._load_s(keys.num_tokens) if follows else None
+        lookup = Lookup(keys, handoff, wait_s, count, follows=follows, load_s=load_s)
         refusal = self._refuse()
         if handoff is not None and handoff.namespace not in (None, self.namespace.hex):
             self._warn_of_other_namespace(handoff)
@@ -243,6 +253,10 @@ class PrefixCacheManager:
         else:
             self._queue.add(lookup)
         return lookup
+
+    def _load_s(self, num_tokens: int) -> float | None:
+        cost = self._load_costs.per_token(num_tokens)
+        return None if cost is None else cost * num_tokens
 
     def _refuse(self) -> Reason | None:
         """Returns why a lookup cannot be answered now: then it need not wait for its deadline."""

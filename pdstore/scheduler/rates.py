@@ -32,7 +32,7 @@ class CostTable:
     measurement by `stale_s` counts no more: a store that has become fast or slow is another store.
     """
 
-    def __init__(self, clock: Clock, stale_s: float = _STALE_S) -> None:
+    def __init__(self, clock: Clock = time.monotonic, stale_s: float = _STALE_S) -> None:
         self._clock, self._stale_s = clock, stale_s
         self._means: dict[int, _Mean] = {}
 

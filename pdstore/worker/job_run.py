@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pdstore.errors import JobError, StoreError
 from pdstore.outcome import Direction, JobResult, Reason, reason_of
 from pdstore.threads import Deadline
+from pdstore.worker.busy_time import BusyTime
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.job import Job
 from pdstore.worker.work import Shortfall, Work
@@ -57,6 +58,7 @@ class JobRun:
         self._work: Work | None = work
         self._lock = threading.Lock()  # workers' only
         self._children: set[ChildJob] = set()
+        self._busy = BusyTime()
         self._shortfall: Shortfall | None = None
         self._is_finishing = False
         self._copies: list[None] = []  # one entry for each that runs
@@ -98,10 +100,11 @@ class JobRun:
         Then the child job stays on the list until `fail` has ended the job: without it another
         worker would see a job whose shares are all taken and nobody at work, and finish it.
         """
-        try:
-            self._carry_shares(child, goes_on)
-        finally:
-            child.finish_copy()
+        with self._busy:
+            try:
+                self._carry_shares(child, goes_on)
+            finally:
+                child.finish_copy()
         if not self._leaves(child):
             self._finish(child)
 
@@ -202,7 +205,7 @@ class JobRun:
         reason, error = self._ends[0] or (None, None)
         if error is not None:
             _release_frames(error)
-        self.job.settle(JobResult(progress, reason, error))
+        self.job.settle(JobResult(progress, reason, error, self._busy.seconds))
 
 
 def _release_frames(error: BaseException) -> None:

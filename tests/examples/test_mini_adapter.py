@@ -71,6 +71,26 @@ def test_d_loads_what_p_has_saved_while_p_computes_the_rest(
     assert (at_d.request.num_loaded, at_d.request.num_fed) == (149, 1)
 
 
+def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(
+    open_instance, checkpoints, monkeypatch
+):
+    p, d = open_instance("prefill", max_num_batched_tokens=64), open_instance("decode")
+    gate = Gate(p, monkeypatch)
+    for seed, held_s in ((1, 1.5), (2, 0.2)):  # the first shows how long P computes
+        prompt, params = prompt_of(150, seed), {"pdstore": {"attempt": HandoffId.new().hex}}
+        at_p = ask(p, prompt, max_tokens=1, kv_transfer_params={**PULL, **params})
+        at_d = ask(d, prompt, kv_transfer_params=params)
+        gate.wait_for_step()
+        time.sleep(held_s)  # P computes
+        assert bool(at_d.request.block_ids) == (seed == 1)
+        gate.open(3)
+        gate.wait_for_step()
+        gate.wait_for_step()
+        assert at_p.wait().finish == Finish("length")
+        assert_same(at_d.wait(), *expect(checkpoints["llama"], prompt))
+        assert at_d.request.num_fed == 1
+
+
 def test_the_first_layers_are_stored_while_the_model_computes_the_next(
     open_instance, url, monkeypatch
 ):

@@ -17,6 +17,7 @@ from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.scheduler.rates import PrefillRate
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
@@ -24,6 +25,7 @@ from tests.support.kv import eventually
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0), Part(0, 1)), block_tokens=4, num_shards=2)
 KEYS = PromptKeys(NAMESPACE).extend(range(10))
+LONG = PromptKeys(NAMESPACE).extend(range(400))
 
 
 class CountingStore(MemoryStore):
@@ -80,6 +82,7 @@ class Rig:
 
     def __init__(self, store):
         self.store, self.matched, self.others = store, [], []
+        self.pace = PrefillRate()
         self.metrics = Metrics()
         self.identity = PoolIdentity(store)
         self.watcher = HandoffWatcher(
@@ -90,6 +93,7 @@ class Rig:
             self.find,
             patience_s=1.0,
             on_other_pool=self.others.append,
+            pace_of_p=self.pace,
         )
 
     def find(self, keys, because):
@@ -101,6 +105,19 @@ class Rig:
         lookup = Lookup(KEYS, offer, wait_s, lambda found: None, follows=follows)
         self.watcher.add(lookup)
         return lookup
+
+    def start_both(self, handoff: HandoffId, wait_s=30.0) -> Lookup:
+        """Asks for a long prompt that loads at once; P has started with it."""
+        lookup = Lookup(
+            LONG, Handoff(handoff), wait_s, lambda found: None, follows=True, load_s=0.0
+        )
+        self.watcher.add(lookup)
+        self.put(handoff.started(NAMESPACE))
+        return lookup
+
+    def num_follows(self, because: str) -> float:
+        value = self.metrics.registry.get_sample_value
+        return value("pdstore_follows_total", {"because": because}) or 0.0
 
     def put(self, *keys):
         self.store.put(
@@ -153,6 +170,33 @@ def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig):
     assert waiting.poll() is None
     one.put_done(handoff)
     assert waiting.wait(10).follow is None
+
+
+def test_a_lookup_that_follows_takes_no_blocks_while_p_computes_for_long(rig):
+    one, handoff = rig(), HandoffId.new()
+    one.pace.note_step([(0, 400)], 3600.0)
+    lookup = one.start_both(handoff)
+    with pytest.raises(TimeoutError):
+        lookup.wait(0.3)
+    one.put(*LONG.store_keys([Part(0, 0)])[-1:])
+    assert lookup.wait(10).follow == handoff
+    assert one.num_follows("last_block") == 1
+
+
+def test_the_first_hand_off_shows_how_long_p_computes(rig):
+    one, handoff = rig(), HandoffId.new()
+    assert one.start_both(handoff).wait(10).follow == handoff
+    assert one.num_follows("unknown") == 1
+    eventually(lambda: one.store.searches[-1][-1:] == LONG.store_keys([Part(0, 0)])[-1:])
+    one.put(*LONG.store_keys([Part(0, 1)]))
+    eventually(lambda: one.pace.is_known(0, 400))
+
+
+def test_a_p_that_computes_longer_than_d_may_wait_is_followed_from_then_on(rig):
+    one, handoff = rig(), HandoffId.new()
+    one.pace.note_step([(0, 400)], 3600.0)
+    assert one.start_both(handoff, wait_s=0.3).wait(10).follow == handoff
+    assert one.num_follows("deadline") == 1
 
 
 @pytest.mark.parametrize(("ending", "reason"), [("done", None), ("failed", Reason.HANDOFF_FAILED)])

@@ -73,14 +73,24 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     released: by the number of a save, how many ranks no longer need its blocks.
     failed: ids of requests whose load brought less than vLLM counts on, on any rank.
+    loaded: by the id of a request, the tokens that its load brought, and the seconds that a rank
+      was at it; of several ranks the slowest counts.
     """
 
     released: Counter[int] = field(default_factory=Counter)
     failed: set[str] = field(default_factory=set)
+    loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        return StepReport(self.released + other.released, self.failed | other.failed)
+        loaded = {
+            name: max(
+                (report.loaded[name] for report in (self, other) if name in report.loaded),
+                key=lambda load: load[1],
+            )
+            for name in {*self.loaded, *other.loaded}
+        }
+        return StepReport(self.released + other.released, self.failed | other.failed, loaded)
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,9 @@ class PDStoreConnectorScheduler:
                 self.give_up(request_id)
             if self._refs is not None:
                 self._refs.release(report.released)
+            if self._cache is not None:
+                for num_tokens, seconds in report.loaded.values():
+                    self._cache.note_load(num_tokens, seconds)
         for request_id in loaded:
             tracker = self._requests.get(request_id)
             if tracker is not None and tracker.num_loading:
@@ -255,8 +258,9 @@ class PDStoreConnectorScheduler:
         if save is None:
             return
         metadata.saves.append(save)
-        if save.handoff is not None and tracker.is_concurrent:
-            metadata.started_handoffs.append((save.handoff, save.keys.num_tokens))
+        if tracker.handoff is not None and tracker.is_concurrent:
+            tracker.is_concurrent = False
+            metadata.started_handoffs.append((tracker.handoff, tracker.keys.num_tokens))
 
     def _note_outcomes(self) -> None:
         for outcome in self._steps.take_outcomes():

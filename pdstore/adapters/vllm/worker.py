@@ -57,6 +57,7 @@ class PDStoreConnectorWorker:
         self._reported: set[int] = set()  # saves that are released and still run
         self._released: Counter[int] = Counter()
         self._failed: set[str] = set()
+        self._loaded: dict[str, tuple[int, float]] = {}
         self._bad_blocks: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -154,7 +155,7 @@ class PDStoreConnectorWorker:
                 continue
             del self._loads[request_id]
             ended.add(request_id)
-            self._note_failure(spec, job)
+            self._note_end(spec, job)
         return ended
 
     def take_bad_blocks(self) -> set[int]:
@@ -183,10 +184,10 @@ class PDStoreConnectorWorker:
                 self._reported.discard(number)
                 del self._saves[number]
                 self._forget(spec.request_id, job)
-        if not self._released and not self._failed:
+        if not (self._released or self._failed or self._loaded):
             return None
-        report = StepReport(self._released, self._failed)
-        self._released, self._failed = Counter(), set()
+        report = StepReport(self._released, self._failed, self._loaded)
+        self._released, self._failed, self._loaded = Counter(), set(), {}
         return report
 
     def close(self) -> None:
@@ -213,9 +214,11 @@ class PDStoreConnectorWorker:
             self._saves[spec.number] = (spec, save.job)
             self._saves_of[spec.request_id].append(save.job)
 
-    def _note_failure(self, spec: LoadSpec, job: Job | None) -> None:
+    def _note_end(self, spec: LoadSpec, job: Job | None) -> None:
         result = job.result if job is not None else None
         loaded = max(spec.first_token, result.num_tokens) if result else spec.first_token
+        if result is not None:
+            self._loaded[spec.request_id] = (loaded - spec.first_token, result.busy_s)
         if spec.keys is not None and loaded >= spec.num_tokens:
             return
         self._failed.add(spec.request_id)

@@ -29,11 +29,12 @@ def namespace():
 
 
 def test_reports_of_ranks_add_up():
-    one = StepReport(Counter({1: 1, 2: 1}), {"a"})
-    other = StepReport(Counter({1: 1}), {"b"})
+    one = StepReport(Counter({1: 1, 2: 1}), {"a"}, {"a": (64, 1.0), "c": (9, 1.0)})
+    other = StepReport(Counter({1: 1}), {"b"}, {"a": (64, 2.0)})
     total = one.aggregate(other)
     assert total.released == {1: 2, 2: 1}
     assert total.failed == {"a", "b"}
+    assert total.loaded == {"a": (64, 2.0), "c": (9, 1.0)}, "the slowest rank's"
 
 
 def test_metadata_survives_pickling(namespace):
