@@ -63,12 +63,6 @@ class RequestTracker:
         is_saved = self.num_saved >= self.keys.num_tokens
         return not is_saved or (self.handoff is not None and not self.is_announced)
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while vLLM waits for this request's lookup or load."""
-        is_asking = self.lookup is not None and self.lookup.poll() is None
-        return is_asking or self.num_loading > 0
-
     def decoded_until(self, num_tokens: int) -> PromptKeys:
         """The keys of the whole blocks in the first `num_tokens` prompt and decoded tokens."""
         if self.decoded is None:

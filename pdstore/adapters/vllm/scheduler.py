@@ -1,7 +1,7 @@
 """PDStoreConnectorScheduler: the connector's scheduler side, on PrefixCacheManager.
 
-Nothing here waits for the store: a lookup is started in one step and polled in later ones, and the
-workers get their loads and saves with the metadata of a step.
+A lookup is started in one step and polled in later ones; only its first answer is waited for, for a
+moment. The workers get their loads and saves with the metadata of a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pdstore.adapters.vllm.messages import (
     RankLayout,
     StepReport,
 )
+from pdstore.adapters.vllm.patience import Patience
 from pdstore.adapters.vllm.prompt_steps import PromptSteps
 from pdstore.adapters.vllm.request import RequestTracker, is_keyed, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
@@ -32,8 +33,6 @@ from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 
 log = logging.getLogger("vllm.pdstore")
-
-_IDLE_S = 0.0005  # vLLM steps without a pause while it only waits for loads and saves
 
 
 class PDStoreConnectorScheduler:
@@ -60,6 +59,7 @@ class PDStoreConnectorScheduler:
         self._refs: BlockRefs | None = None
         self._block_tokens = 0  # of vLLM's blocks
         self._requests: dict[str, RequestTracker] = {}
+        self._patience = Patience()
         self._loads: list[LoadSpec] = []
         self._aborted_handoffs: list[HandoffId] = []
 
@@ -122,10 +122,11 @@ class PDStoreConnectorScheduler:
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
         """Tokens behind the first `num_computed` that can be loaded; None while it is unknown."""
+        is_new = request.request_id not in self._requests
         tracker = self.add(request)
         if tracker is None or tracker.lookup is None:
             return 0
-        found = tracker.lookup.poll()
+        found = self._patience.first_answer(tracker.lookup) if is_new else tracker.lookup.poll()
         if found is None:
             return None
         tracker.num_computed = num_computed
@@ -176,28 +177,28 @@ class PDStoreConnectorScheduler:
 
     def take_metadata(self) -> PDStoreConnectorMetadata:
         """Takes the queued loads and aborts; `add_saves` adds the saves."""
+        self._patience.renew()
         metadata = PDStoreConnectorMetadata(self._loads, aborted_handoffs=self._aborted_handoffs)
         self._loads, self._aborted_handoffs = [], []
         return metadata
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
-        """Adds the saves of what a step computes; pauses for a moment if it computes nothing."""
+        """Adds the saves of what a step computes."""
         self._note_outcomes()
-        if output.num_scheduled_tokens:
-            self._steps.scheduled(
-                (self._requests[name].request, num_scheduled)
-                for name, num_scheduled in output.num_scheduled_tokens.items()
-                if name in self._requests
-            )
-            if self._saves is None:
-                return
-            self._saves.step(output)
-            for request_id, num_scheduled in output.num_scheduled_tokens.items():
-                tracker = self._requests.get(request_id)
-                if tracker is not None:
-                    self._add_save(metadata, tracker, num_scheduled)
-        elif self._refs or any(each.is_waiting for each in self._requests.values()):
-            time.sleep(_IDLE_S)
+        if not output.num_scheduled_tokens:
+            return
+        self._steps.scheduled(
+            (self._requests[name].request, num_scheduled)
+            for name, num_scheduled in output.num_scheduled_tokens.items()
+            if name in self._requests
+        )
+        if self._saves is None:
+            return
+        self._saves.step(output)
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            tracker = self._requests.get(request_id)
+            if tracker is not None:
+                self._add_save(metadata, tracker, num_scheduled)
 
     def report(self, report: StepReport | None, loaded: Sequence[str]) -> None:
         """Takes up the outcome of a step: releases saved blocks and remembers failed loads.
