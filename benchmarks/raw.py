@@ -39,8 +39,10 @@ def raw_of(url: str, store: Store, temporary: Path) -> Raw:
     scheme = url.partition(":")[0]
     if scheme == "file":
         return RawFiles(Path(tempfile.mkdtemp(dir=temporary)) / "raw")
-    if scheme.startswith("redis"):
-        return RawRedis(url)
+    if scheme.endswith("+cluster"):
+        return RawCluster(url)
+    if scheme.startswith(("redis", "valkey")):
+        return RawRedis(url.replace("valkey", "redis", 1))
     if scheme == "mooncake":
         return RawMooncake(url, cast(MooncakeStore, store))
     raise ConfigError(
@@ -101,6 +103,35 @@ class RawRedis:
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._client.unlink(*[f"raw:{key}" for key in keys])
+
+
+class RawCluster:
+    """Pipelines of SET and GET of redis-py's client for clusters."""
+
+    def __init__(self, url: str) -> None:
+        from redis.cluster import RedisCluster
+
+        first = StoreURL.of(url)
+        self._client = RedisCluster(host=first.host, port=first.port or 6379, protocol=2)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        pipe = self._client.pipeline()  # type: ignore[no-untyped-call]
+        for i, key in enumerate(keys):
+            pipe.set(f"raw:{key}", bytes(slots.value(i)))
+        pipe.execute()
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        pipe = self._client.pipeline()  # type: ignore[no-untyped-call]
+        for key in keys:
+            pipe.get(f"raw:{key}")
+        for i, value in enumerate(pipe.execute()):
+            slots.value(i)[:] = value
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        pipe = self._client.pipeline()  # type: ignore[no-untyped-call]
+        for key in keys:
+            pipe.unlink(f"raw:{key}")
+        pipe.execute()
 
 
 class RawMooncake:

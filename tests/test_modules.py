@@ -31,7 +31,7 @@ DOORS = {
         *(f"native.{name}" for name in ("library", "abi", "engine", "arena", "value_batch")),
         "store.mooncake.memory",
     ],
-    "redis": ["store.redis.store", "store.redis.connection"],
+    "redis": [f"store.redis.{name}" for name in ("store", "connection", "servers", "cluster")],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
     "pickle": [],

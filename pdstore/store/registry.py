@@ -36,9 +36,14 @@ class _Own(NamedTuple):
 _OWN = {
     "memory": _Own("pdstore.store.memory", "MemoryStore", None),
     "file": _Own("pdstore.store.file.store", "FileStore", None),
-    "redis": _Own("pdstore.store.redis.store", "RedisStore", "redis"),
-    "rediss": _Own("pdstore.store.redis.store", "RedisStore", "redis"),
-    "redis+unix": _Own("pdstore.store.redis.store", "RedisStore", "redis"),
+    **{
+        scheme: _Own("pdstore.store.redis.store", "RedisStore", "redis")
+        for name, secure in (("redis", "rediss"), ("valkey", "valkeys"))
+        for scheme in (
+            *(name, secure, f"{name}+unix", f"{name}+cluster", f"{secure}+cluster"),
+            *(f"{name}+sentinel", f"{secure}+sentinel"),
+        )
+    },
     "mooncake": _Own("pdstore.store.mooncake.store", "MooncakeStore", "mooncake"),
     "shm": _Own("pdstore.store.arena.store", "ArenaStore", None),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
@@ -20,6 +21,8 @@ class StoreURL:
 
     A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses those
     that are left.
+
+    more_hosts: of `host1:port,host2`, those after the first. A store that can use them empties it.
     """
 
     text: str
@@ -30,6 +33,7 @@ class StoreURL:
     username: str | None
     password: str | None
     options: dict[str, str]
+    more_hosts: Sequence[tuple[str, int | None]] = ()
 
     @classmethod
     def of(cls, text: str) -> StoreURL:
@@ -40,8 +44,10 @@ class StoreURL:
                 f"bad store URL {without_secret(text)!r}: it must start with a scheme like file://"
             )
         try:
-            parts = urlsplit(text)
+            with_one_host, others = _hosts_apart(text)
+            parts = urlsplit(with_one_host)
             port = parts.port
+            more_hosts = [(of.hostname or "", of.port) for of in map(urlsplit, others)]
             options = dict(
                 parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
             )
@@ -66,6 +72,7 @@ class StoreURL:
             unquote(parts.username) if parts.username else None,
             unquote(parts.password) if parts.password else None,
             options,
+            more_hosts,
         )
 
     def __repr__(self) -> str:
@@ -108,11 +115,25 @@ class StoreURL:
         return f"{base}?{urlencode(self.options)}" if self.options else base
 
     def finish(self, known: str) -> None:
-        """Raises ConfigError, with the options that are `known`, if one is left."""
+        """Raises ConfigError, with the options that are `known`, if one or another host is left."""
+        if self.more_hosts:
+            raise ConfigError(f"{self.label}: only one host can be used")
         if self.options:
             raise ConfigError(
                 f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
             )
+
+
+def _hosts_apart(text: str) -> tuple[str, list[str]]:
+    """Returns the URL with the first of its hosts, and the others as URLs of their own."""
+    scheme, separator, rest = text.partition("://")
+    if _is_without_password(scheme):
+        return text, []
+    place = re.split("[/?#]", rest, maxsplit=1)[0]
+    user, at, hosts = place.rpartition("@")
+    first, *others = hosts.split(",")
+    text = f"{scheme}{separator}{user}{at}{first}{rest[len(place) :]}"
+    return text, [f"//{host}" for host in others]
 
 
 def without_secret(text: str) -> str:

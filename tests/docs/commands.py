@@ -78,6 +78,9 @@ RUN_BY = {
     "python -m benchmarks.mooncake_link": (
         f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
     ),
+    "python -m benchmarks.stores --store redis+cluster:*": (
+        f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
+    ),
     "python -m benchmarks.*": f"{TESTED_HERE}::test_a_benchmark_of_a_page_runs",
 }
 """The first pattern that fits counts."""

@@ -23,6 +23,7 @@ from pdstore.store import open_store
         ("redis://host:7000/2?timeout=0.5", "RedisStore", "redis://host:7000/2"),
         ("rediss://user:secret@host/1", "RedisStore", "rediss://user:***@host/1"),
         ("redis+unix://:secret@/run/redis.sock?db=2", "RedisStore", None),
+        ("valkey+cluster://:secret@a:1,b", "RedisStore", "valkey+cluster://:***@a:1,b"),
     ],
 )
 def test_a_url_opens_its_store_without_connecting(url, name, label, tmp_path):

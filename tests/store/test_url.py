@@ -95,6 +95,19 @@ def test_a_password_with_a_bare_slash_is_refused_and_never_shown(url):
     assert "hush" not in f"{error} {error.__cause__} {error.__context__}"
 
 
+def test_hosts_after_the_first_are_apart():
+    url = StoreURL.of("redis+cluster://u:a,b@one:7000,two,[::1]:7002/0?timeout=1")
+    assert (url.host, url.port, url.password, url.path) == ("one", 7000, "a,b", "/0")
+    assert url.more_hosts == [("two", None), ("::1", 7002)]
+    assert StoreURL.of("file:///a,b").path == "/a,b"
+
+
+@pytest.mark.parametrize("url", ["redis://a,b", "mooncake://a:1,b:2"])
+def test_a_store_that_can_use_one_host_refuses_more(url):
+    with pytest.raises(ConfigError, match="one host"):
+        open_store(url, Settings())
+
+
 def test_a_path_may_have_an_at():
     assert StoreURL.of("redis+unix:///run/redis@1.sock").path == "/run/redis@1.sock"
     assert StoreURL.of("file:///pool@1").path == "/pool@1"

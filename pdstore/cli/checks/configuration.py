@@ -56,6 +56,9 @@ def check_settings(
     yield from _check_place(settings)
 
 
+_OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
+
+
 def _check_place(settings: Settings) -> Iterator[Finding]:
     scheme = settings.store.partition("://")[0]
     if scheme == "memory":
@@ -64,11 +67,13 @@ def _check_place(settings: Settings) -> Iterator[Finding]:
             "memory:// is in one process: P and D in two processes never meet there",
             "set PDSTORE_STORE to file://, shm:// or a server, the same for P and D",
         )
-    if scheme == "redis" and not _is_local(settings.store):
+    name, _, kind = scheme.partition("+")
+    if name in _OVER_TLS and kind != "unix" and not _is_local(settings.store):
+        tls = scheme.replace(name, _OVER_TLS[name], 1)
         yield warn(
             "encryption",
-            "redis:// sends KV and the password as they are, to another host",
-            "write rediss:// (and ?ca=FILE for an authority of your own), or use a private network",
+            f"{scheme}:// sends KV and the password as they are, to another host",
+            f"write {tls}:// (and ?ca=FILE for an authority of your own), or use a private network",
         )
 
 

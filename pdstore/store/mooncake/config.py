@@ -118,8 +118,8 @@ def _from_url(url: StoreURL) -> _Layer:
         if option not in options:
             raise ConfigError(f"{url.label}: unknown option {_hint(option, options)}")
     values: dict[str, Value] = {options[name]: text for name, text in url.options.items()}
-    if url.path not in ("", "/"):
-        raise ConfigError(f"{url.label}: a mooncake URL has no path")
+    if url.path not in ("", "/") or url.more_hosts:
+        raise ConfigError(f"{url.label}: a mooncake URL has no path, and one host")
     if url.host:
         host = f"[{url.host}]" if ":" in url.host else url.host
         values["master"] = f"{host}:{url.port or DEFAULT_PORT}"

@@ -1,6 +1,10 @@
-"""Connections to a redis server from a store URL, and redis-py's errors as the store's."""
+"""Connections to redis servers from a store URL, and redis-py's errors as the store's."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import redis
 from redis.backoff import NoBackoff
@@ -14,9 +18,11 @@ from redis.exceptions import (
     MovedError,
     NoPermissionError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
 )
 from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from pdstore.errors import (
     ConfigError,
@@ -28,12 +34,15 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.format.keys import BlockKey
+from pdstore.store.redis.cluster import Address, Cluster
+from pdstore.store.redis.servers import OneServer, Servers
 from pdstore.store.url import StoreURL
 
 CHUNK = 256 << 10
 """Redis moves values in pieces of this size faster than whole ones."""
 _CONNECT_S = 1.0
 _TIMEOUT_S = 5.0
+_PORT, _SENTINEL_PORT = 6379, 26379
 
 _ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
     (AuthenticationError, StoreDenied),  # of redis-py's, the special before the general
@@ -42,22 +51,46 @@ _ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
     (OutOfMemoryError, StoreFull),
     (redis.TimeoutError, StoreTimeout),
     (redis.ConnectionError, StoreUnavailable),
+    (ReadOnlyError, StoreUnavailable),  # a master that became a replica
+    (ClusterDownError, StoreUnavailable),
+    (MovedError, StoreUnavailable),
+    (AskError, StoreUnavailable),
 )
-_KNOWN = {
-    "redis": "timeout",
-    "rediss": "ca, cert, key, timeout",
-    "redis+unix": "db, timeout",
-}
 _UNKNOWN_AUTHORITY = " (name the authority of the server's certificate: ?ca=/path/ca.pem)"
-_CLUSTER = (AskError, ClusterDownError, MovedError)
+_OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 
 
-def connection_pool(url: StoreURL) -> redis.ConnectionPool:
-    """Returns connections as the URL says, none of them made yet. Raises ConfigError."""
-    options = {
+class _Scheme(NamedTuple):
+    """The parts of a scheme: `valkeys+cluster` is TLS to a cluster."""
+
+    is_tls: bool
+    kind: str  # "", "unix", "cluster" or "sentinel"
+
+
+SCHEMES = {
+    name + (f"+{kind}" if kind else ""): _Scheme(name in ("rediss", "valkeys"), kind)
+    for name in ("redis", "rediss", "valkey", "valkeys")
+    for kind in ("", "unix", "cluster", "sentinel")
+    if kind != "unix" or name in ("redis", "valkey")
+}
+"""Valkey speaks redis' protocol: its schemes are other names for the same."""
+
+
+def open_servers(url: StoreURL) -> Servers:
+    """Returns the server or servers of a URL, not connected yet. Raises ConfigError."""
+    scheme = SCHEMES[url.scheme]
+    options = {**_options(url), **(_tls(url) if scheme.is_tls else {})}
+    kinds = {"unix": _by_socket, "cluster": _cluster, "sentinel": _by_sentinel}
+    servers = kinds.get(scheme.kind, _by_address)(url, options)
+    url.finish(_known(scheme))
+    return servers
+
+
+def _options(url: StoreURL) -> dict[str, Any]:
+    driver = {"driver_info": None} if hasattr(redis, "DriverInfo") else _WITHOUT_DRIVER_INFO
+    return {
         "username": url.username,
         "password": url.password,
-        "db": _database(url),
         "socket_timeout": url.seconds("timeout", _TIMEOUT_S),
         "socket_connect_timeout": _CONNECT_S,
         "retry": Retry(NoBackoff(), 0),
@@ -66,23 +99,16 @@ def connection_pool(url: StoreURL) -> redis.ConnectionPool:
         "max_connections": 4096,
         # hiredis, where it is installed, reads twice as fast, but copies what it sends
         "command_packer": PythonRespSerializer(CHUNK, _encode),
-        **_without_client_info(),
-        **_endpoint(url),
+        **driver,
     }
-    url.finish(_KNOWN[url.scheme])
-    return redis.ConnectionPool(**options)  # type: ignore[arg-type]
 
 
-def _endpoint(url: StoreURL) -> dict[str, object]:
-    if url.scheme == "redis+unix":
-        if url.host or not url.path:
-            raise ConfigError(f"{url.label}: write redis+unix:///path/redis.sock")
-        return {"connection_class": redis.UnixDomainSocketConnection, "path": url.path}
-    server = {"host": url.host or "localhost", "port": url.port or 6379}
-    if url.scheme == "redis":
-        return {**server}
+_WITHOUT_DRIVER_INFO = {"lib_name": None, "lib_version": None}
+"""Keep redis-py from CLIENT SETINFO, which few users may call."""
+
+
+def _tls(url: StoreURL) -> dict[str, Any]:
     return {
-        **server,
         "connection_class": redis.SSLConnection,
         "ssl_cert_reqs": "required",
         "ssl_check_hostname": True,
@@ -93,10 +119,72 @@ def _endpoint(url: StoreURL) -> dict[str, object]:
     }
 
 
+def _known(scheme: _Scheme) -> str:
+    names = ["ca", "cert", "key"] if scheme.is_tls else []
+    names += ["db"] if scheme.kind in ("unix", "sentinel") else []
+    names += ["sentinel_password"] if scheme.kind == "sentinel" else []
+    return ", ".join([*names, "timeout"])
+
+
+def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
+    database = _database(url, url.path.strip("/") or "0")
+    address = Address(url.host or "localhost", url.port or _PORT)
+    return OneServer(_pool(host=address.host, port=address.port, db=database, **options))
+
+
+def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
+    if url.host or not url.path:
+        raise ConfigError(f"{url.label}: write {url.scheme}:///path/redis.sock")
+    place = {"connection_class": redis.UnixDomainSocketConnection, "path": url.path}
+    database = _database(url, url.options.pop("db", "0"))
+    return OneServer(_pool(**place, db=database, **options))
+
+
+def _cluster(url: StoreURL, options: dict[str, Any]) -> Servers:
+    if url.path.strip("/") not in ("", "0"):
+        raise ConfigError(f"{url.label}: a cluster has no databases: leave {url.path} out")
+
+    def open_pool(address: Address) -> redis.ConnectionPool:
+        return _pool(host=address.host, port=address.port, **options)
+
+    return Cluster(_addresses(url, _PORT), open_pool)
+
+
+def _pool(**options: object) -> redis.ConnectionPool:
+    return redis.ConnectionPool(**options)  # type: ignore[arg-type]
+
+
+def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
+    name = url.path.strip("/")
+    if not re.fullmatch(r"[^/]+", name):
+        raise ConfigError(f"{url.label}: name the master: {url.scheme}://host:26379/mymaster")
+    ask = {
+        "socket_timeout": _CONNECT_S,
+        "socket_connect_timeout": _CONNECT_S,
+        "retry": options["retry"],
+        "password": url.options.pop("sentinel_password", None),
+    }
+    is_tls = options.pop("connection_class", None) is not None
+    tls = {"ssl": True, **{k: v for k, v in options.items() if k.startswith("ssl_")}}
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        _addresses(url, _SENTINEL_PORT), sentinel_kwargs={**ask, **(tls if is_tls else {})}
+    )
+    database = _database(url, url.options.pop("db", "0"))
+    options |= {"ssl": is_tls, "db": database}
+    return OneServer(SentinelConnectionPool(name, sentinel, **options))  # type: ignore[no-untyped-call]
+
+
+def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
+    """Returns the URL's hosts, and takes all but the first out of it."""
+    others, url.more_hosts = url.more_hosts, ()
+    found = [Address(host, of_host or port) for host, of_host in others]
+    return [Address(url.host or "localhost", url.port or port), *found]
+
+
 def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> StoreError:
     """Returns the store's error for the error of redis-py that ended a call at `key`."""
-    if isinstance(error, _CLUSTER):
-        why = "is a node of a Redis Cluster, and only single servers can be used"
+    if isinstance(error, _OF_A_CLUSTER) and "+cluster://" not in label:
+        why = "is a node of a cluster: write redis+cluster:// or valkey+cluster://"
         return StoreError(f"{label} {why}: {error}", num_done=num_done)
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
@@ -112,16 +200,17 @@ def _hint(label: str, error: RedisError) -> str:
     if isinstance(error, InvalidResponse) or "reply type byte" in str(error):
         return "; what answers there is no redis server: is the port right?"
     is_lost = isinstance(error, redis.TimeoutError | redis.ConnectionError)
-    if label.startswith("rediss:") and is_lost:
+    scheme = label.partition("://")[0]
+    if SCHEMES[scheme].is_tls and is_lost:
+        plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
         return (
-            "; rediss:// speaks TLS: a server without it is redis://, and one that asks its clients"
-            " for a certificate takes ?cert= and ?key="
+            f"; {scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
+            " clients for a certificate takes ?cert= and ?key="
         )
     return ""
 
 
-def _database(url: StoreURL) -> int:
-    text = url.options.pop("db", "0") if url.scheme == "redis+unix" else url.path.strip("/") or "0"
+def _database(url: StoreURL, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{url.label}: {text!r} is no database number")
     return int(text)
@@ -136,10 +225,3 @@ def _connect_and_ping(connection: redis.SSLConnection) -> None:
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_command("PING")  # type: ignore[no-untyped-call]
     connection.read_response()
-
-
-def _without_client_info() -> dict[str, None]:
-    """Returns the options that keep redis-py from CLIENT SETINFO, which few users may call."""
-    if hasattr(redis, "DriverInfo"):
-        return {"driver_info": None}
-    return {"lib_name": None, "lib_version": None}

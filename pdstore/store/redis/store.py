@@ -1,4 +1,4 @@
-"""RedisStore: a value per block in a redis server, for tests and small clusters."""
+"""RedisStore: a value per block in a redis server or in the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.redis.connection import CHUNK, connection_pool, error_of
+from pdstore.store.redis.connection import CHUNK, error_of, open_servers
+from pdstore.store.redis.servers import Command, Servers
 from pdstore.store.url import StoreURL
 
 _READ_BATCH = 2 << 20  # what is read is copied while the processor still has it at hand
@@ -27,23 +28,25 @@ _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 
 
 class RedisStore(Store):
-    """`redis://[user:password@]host:port/db`, `rediss://` or `redis+unix:///socket?db=0`.
+    """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
+
+    `valkey://` is the same; `SCHEMES` has all names. A cluster spreads a prompt's values over its
+    nodes, and a call asks all of them at once.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
     `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match is a lease only where the server does not
     evict (`maxmemory-policy noeviction`), which is asked at the first match. Elsewhere use a
     `volatile-` policy, so that the pool's id stays.
 
-    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, SCAN for `clear`, CONFIG GET
-    for leases, and to look around MEMORY USAGE, OBJECT IDLETIME, STRLEN
-    and INFO.
+    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, CLUSTER SLOTS in a cluster,
+    SCAN for `clear`, CONFIG GET for leases, and to look around MEMORY USAGE, OBJECT IDLETIME,
+    STRLEN and INFO.
     """
 
-    def __init__(self, label: str, pool: redis.ConnectionPool, settings: Settings) -> None:
+    def __init__(self, label: str, servers: Servers, settings: Settings) -> None:
         self.label = label
         self._lifecycle = Lifecycle(label)
-        self._pool = pool
-        self._client = redis.Redis(connection_pool=pool)
+        self._servers = servers
         self._ttl_s: Mapping[Kind, int | None] = {
             Kind.BLOCK: settings.block_ttl_s,
             Kind.TAIL: settings.handoff_ttl_s,
@@ -56,7 +59,7 @@ class RedisStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> RedisStore:
-        return cls(url.label, connection_pool(url), settings)
+        return cls(url.label, open_servers(url), settings)
 
     @property
     def lease_s(self) -> float:
@@ -69,14 +72,7 @@ class RedisStore(Store):
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
             part = range(n, min(n + window, len(keys)))
-            pipe = self._client.pipeline(transaction=False)
-            for i in part:
-                ttl_s = self._ttl_s[kind_of(keys[i])]
-                if ttl_s is None:
-                    pipe.exists(keys[i])
-                else:
-                    pipe.expire(keys[i], ttl_s)  # says whether it is there, and renews it
-            replies = self._run(pipe, keys, part)
+            replies = self._run([self._renewal(keys[i]) for i in part], keys, part)
             found = next((i for i, reply in enumerate(replies) if not reply), len(part))
             n += found
             if found < len(part):
@@ -92,13 +88,11 @@ class RedisStore(Store):
         check_call(keys)
         if not keys:
             return []
-        pipe = self._client.pipeline(transaction=False)
-        pipe.exists(*keys)
-        if self._run(pipe, keys, [0]) == [0]:
+        may_ask_for_all = self._servers.takes_many_keys
+        if may_ask_for_all and self._run([("EXISTS", *keys)], keys, [0]) == [0]:
             return [False] * len(keys)
-        for key in keys:
-            pipe.exists(key)
-        return [reply == 1 for reply in self._run(pipe, keys, range(len(keys)))]
+        replies = self._run([("EXISTS", key) for key in keys], keys, range(len(keys)))
+        return [reply == 1 for reply in replies]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -113,41 +107,42 @@ class RedisStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         for part in _batches(slots.sizes, _WRITE_BATCH):
-            pipe = self._client.pipeline(transaction=False)
+            commands: list[Command] = []
             for i in part:
-                pipe.set(keys[i], slots.value(i), nx=True, ex=self._ttl_s[kind_of(keys[i])])
-            self._run(pipe, keys, part)
+                ttl_s = self._ttl_s[kind_of(keys[i])]
+                life = () if ttl_s is None else ("EX", ttl_s)
+                commands.append(("SET", keys[i], slots.value(i), *life, "NX"))
+            self._run(commands, keys, part)
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
         check_call(keys)
         if keys:
-            pipe = self._client.pipeline(transaction=False)
-            pipe.unlink(*keys)
-            self._run(pipe, keys, range(1))
+            self._run([("UNLINK", key) for key in keys], keys, range(len(keys)))
 
     def clear(self, namespace: str) -> None:
         """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        for found in self._pages(prefix):
-            pipe = self._client.pipeline(transaction=False)
-            pipe.unlink(*found)
-            self._run(pipe, [BlockKey(prefix)], [0])
+        for client, found in self._pages(prefix):
+            pipe = client.pipeline(transaction=False)
+            for name in found:
+                pipe.unlink(name)
+            self._execute(pipe, prefix)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         """Lists values with the memory they take: asking for their length would count as a use."""
         self._lifecycle.check()
         seen: set[bytes] = set()
-        for page in self._pages(prefix):
+        for client, page in self._pages(prefix):
             new = [name for name in dict.fromkeys(page) if name not in seen]
             seen.update(new)
-            pipe = self._client.pipeline(transaction=False)
+            pipe = client.pipeline(transaction=False)
             for name in new:
                 pipe.memory_usage(name, samples=0)
                 pipe.object("idletime", name)
-            replies = iter(self._execute(pipe, BlockKey(prefix)))
+            replies = iter(self._execute(pipe, prefix))
             for name, size, idle_s in zip(new, replies, replies, strict=True):
                 key = BlockKey(name.decode("ascii", "replace"))
                 if isinstance(size, RedisError):
@@ -158,41 +153,44 @@ class RedisStore(Store):
 
     def length_of(self, key: BlockKey) -> int | None:
         check_call([key])
-        pipe = self._client.pipeline(transaction=False)
-        pipe.strlen(key)
-        [length] = self._run(pipe, [key], [0])
+        [length] = self._run([("STRLEN", key)], [key], [0])
         return length if isinstance(length, int) and length else None  # no value is empty
 
     def room(self) -> Room:
-        pipe = self._client.pipeline(transaction=False)
-        for section in ("server", "memory", "stats"):
-            pipe.info(section)
-        server, memory, stats = self._run(pipe, [BlockKey("INFO")], [0] * 3)
-        assert isinstance(server, dict)
-        assert isinstance(memory, dict)
-        assert isinstance(stats, dict)
+        """Adds up the room of all servers; no limit is known unless each has one."""
+        try:
+            told = [client.info() for client in self._servers.masters()]
+        except RedisError as error:
+            raise error_of(self.label, error, BlockKey("INFO"), 0) from error
+        sizes = [info.get("maxmemory") or 0 for info in told]
         return Room(
-            f"redis {server.get('redis_version', '?')}",
-            memory.get("used_memory"),
-            memory.get("maxmemory") or None,
-            stats.get("evicted_keys"),
-            memory.get("maxmemory_policy", ""),
+            f"redis {told[0].get('redis_version', '?')}",
+            sum(info.get("used_memory", 0) for info in told),
+            sum(sizes) if all(sizes) else None,
+            sum(info.get("evicted_keys", 0) for info in told),
+            ", ".join(dict.fromkeys(info.get("maxmemory_policy", "") for info in told)),
         )
 
     def close(self) -> None:
         """Closes idle connections; calls that are under way close theirs when they end."""
         if self._lifecycle.end():
-            self._pool.disconnect(inuse_connections=False)
+            self._servers.disconnect()
+
+    def _renewal(self, key: BlockKey) -> Command:
+        """Returns the command that says whether a key is stored, and renews its life."""
+        ttl_s = self._ttl_s[kind_of(key)]
+        return ("EXISTS", key) if ttl_s is None else ("EXPIRE", key, ttl_s)
 
     def _get_part(self, keys: Sequence[BlockKey], slots: Slots, part: range) -> int:
         """Fills some slots; returns the number of the first key that was not there."""
         pieces = [(i, at) for i in part for at in range(0, slots.sizes[i], CHUNK)]
-        pipe = self._client.pipeline(transaction=False)
+        commands: list[Command] = []
         for i, at in pieces:
             is_last = at + CHUNK >= slots.sizes[i]
             # at the value's end one byte more is asked for, so that a longer value shows
-            pipe.getrange(keys[i], at, slots.sizes[i] if is_last else at + CHUNK - 1)
-        replies = iter(self._run(pipe, keys, [i for i, _ in pieces]))
+            stop = slots.sizes[i] if is_last else at + CHUNK - 1
+            commands.append(("GETRANGE", keys[i], at, stop))
+        replies = iter(self._run(commands, keys, [i for i, _ in pieces]))
         for i in part:
             piece, done = slots.value(i), 0
             for at in range(0, len(piece), CHUNK):
@@ -205,22 +203,20 @@ class RedisStore(Store):
                 return i
         return part.stop
 
-    def _pages(self, prefix: str) -> Iterator[list[bytes]]:
-        """Yields the keys that begin with a prefix, some at a time, one perhaps twice."""
-        cursor, is_first = 0, True
-        while cursor or is_first:
-            cursor, found = self._scan(cursor, prefix)
-            is_first = False
-            if found:
-                yield found
-
-    def _scan(self, cursor: int, prefix: str) -> tuple[int, list[bytes]]:
-        """Looks at some keys. Returns the next cursor, 0 at the end, and the keys that fit."""
-        pipe = self._client.pipeline(transaction=False)
-        pipe.scan(cursor, match=_GLOB.sub(r"\\\g<0>", prefix) + "*", count=_SCAN_KEYS)
-        [page] = self._run(pipe, [BlockKey(prefix)], [0])
-        assert isinstance(page, tuple)
-        return page
+    def _pages(self, prefix: str) -> Iterator[tuple[redis.Redis, list[bytes]]]:
+        """Yields keys that begin with a prefix, some at a time, and their server; one may recur."""
+        pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
+        try:
+            for client in self._servers.masters():
+                cursor, is_first = 0, True
+                while cursor or is_first:
+                    self._lifecycle.check()
+                    cursor, found = client.scan(cursor, match=pattern, count=_SCAN_KEYS)
+                    is_first = False
+                    if found:
+                        yield client, [name for name in found if isinstance(name, bytes)]
+        except RedisError as error:
+            raise error_of(self.label, error, BlockKey(prefix), 0) from error
 
     def _look_again(
         self, keys: Sequence[BlockKey], i: int, piece: memoryview, *, was_empty: bool
@@ -230,12 +226,8 @@ class RedisStore(Store):
         The pieces may be from before and after a put or remove. GET tells a missing value from an
         empty one; GETRANGE reads no more of a wrong one than is needed. Raises WrongLength.
         """
-        pipe = self._client.pipeline(transaction=False)
-        if was_empty:
-            pipe.get(keys[i])
-        else:
-            pipe.getrange(keys[i], 0, len(piece))
-        [data] = self._run(pipe, keys, [i])
+        command: Command = ("GET", keys[i]) if was_empty else ("GETRANGE", keys[i], 0, len(piece))
+        [data] = self._run([command], keys, [i])
         if data is None or (not data and not was_empty):
             return False
         assert isinstance(data, bytes)
@@ -244,35 +236,42 @@ class RedisStore(Store):
         piece[:] = data
         return True
 
-    def _run(self, pipe: Pipeline, keys: Sequence[BlockKey], part: Sequence[int]) -> list[object]:
+    def _run(
+        self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
+    ) -> list[object]:
         """Returns the replies to commands; the i-th is about `keys[part[i]]`. Raises StoreError."""
-        replies = self._execute(pipe, keys[part[0]], part[0])
+        self._lifecycle.check(part[0])
+        try:
+            replies = self._servers.ask(commands)
+        except RedisError as error:
+            raise error_of(self.label, error, keys[part[0]], part[0]) from error
+        finally:
+            if self._lifecycle.is_closed:
+                self._servers.disconnect()
         for i, reply in zip(part, replies, strict=True):
             if isinstance(reply, RedisError):
                 raise error_of(self.label, reply, keys[i], i) from reply
         return replies
 
-    def _execute(self, pipe: Pipeline, key: BlockKey, num_done: int = 0) -> list[object]:
-        """Returns the replies to commands, errors among them. Raises StoreError for no replies."""
-        self._lifecycle.check(num_done)
+    def _execute(self, pipe: Pipeline, prefix: str) -> list[object]:
+        """Returns one server's replies, errors among them. Raises StoreError for no replies."""
+        self._lifecycle.check()
         try:
             replies: list[object] = pipe.execute(raise_on_error=False)
         except RedisError as error:
-            raise error_of(self.label, error, key, num_done) from error
-        finally:
-            if self._lifecycle.is_closed:
-                self._pool.disconnect(inuse_connections=False)
+            raise error_of(self.label, error, BlockKey(prefix), 0) from error
         return replies
 
     def _ask_lease_s(self) -> float | None:
-        """Returns the lease that a match gives; None if the server does not answer now."""
+        """Returns the lease that a match gives; None if a server does not answer now."""
+        name = "maxmemory-policy"
         try:
-            policy = self._client.config_get("maxmemory-policy").get("maxmemory-policy")
+            policies = {client.config_get(name).get(name) for client in self._servers.masters()}
         except ResponseError:  # hosted servers keep CONFIG for themselves
             return 0.0
         except RedisError:
             return None
-        return self._lease_without_eviction_s if policy == "noeviction" else 0.0
+        return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
 
 
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:

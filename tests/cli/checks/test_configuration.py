@@ -50,6 +50,9 @@ def test_a_store_of_one_process_is_red():
         ("redis://127.0.0.1:6379", False),
         ("redis://user:p@localhost", False),
         ("rediss://10.0.0.5/0", False),
+        ("valkey+cluster://10.0.0.5:7000,10.0.0.6:7000", True),
+        ("valkeys+cluster://10.0.0.5", False),
+        ("valkey+unix:///run/valkey.sock", False),
         ("file:///x", False),
     ],
 )

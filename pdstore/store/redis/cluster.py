@@ -1,0 +1,191 @@
+"""Cluster: the nodes of a Redis or Valkey Cluster, and the way to the one that has a key.
+
+redis-py has a client for clusters. It asks again for each command that a node left unanswered, one
+after the other, so a node that hangs would hold up a call for as many time-outs as it has commands.
+Here a call waits for a node once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
+
+import redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+from pdstore.store.redis.servers import Command
+
+_ROUNDS = 3
+"""Sends of a command at most: to the node that had its slot, and to those that have it now."""
+
+_ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
+"""Replies after which another node may have the key. A time-out is not one: it was waited for."""
+
+
+class Address(NamedTuple):
+    """The place of a node."""
+
+    host: str
+    port: int
+
+
+class Cluster:
+    """Sends each command to the master of its key's slot, and to all masters of a call at once.
+
+    seeds: some nodes, of which one must answer to begin with.
+    open_pool: returns connections to a node, none of them made yet.
+
+    Nothing is connected before the first call. The map of the slots is read then, and again after
+    an answer that shows it to be old.
+    """
+
+    takes_many_keys = False
+
+    def __init__(
+        self, seeds: Sequence[Address], open_pool: Callable[[Address], redis.ConnectionPool]
+    ) -> None:
+        self._seeds, self._open_pool = seeds, open_pool
+        self._clients: dict[Address, redis.Redis] = {}
+        self._map: list[Address | None] | None = None
+
+    def ask(self, commands: Sequence[Command]) -> list[object]:
+        replies: list[object] = [None] * len(commands)
+        waiting: Sequence[int] = range(len(commands))
+        for number in range(_ROUNDS):
+            if number:
+                self._map = None
+            try:
+                slots = self._map or self._read_map()
+            except RedisError:
+                if number == 0:
+                    raise
+                break  # the replies have the errors
+            self._send(commands, waiting, replies, slots)
+            waiting = [i for i in waiting if isinstance(replies[i], _ELSEWHERE)]
+            if not waiting:
+                break
+        if any(isinstance(reply, redis.TimeoutError) for reply in replies):
+            self._map = None  # a replica may have taken over by the next call
+        return replies
+
+    def masters(self) -> Sequence[redis.Redis]:
+        slots = self._map or self._read_map()
+        return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
+
+    def disconnect(self) -> None:
+        for client in list(self._clients.values()):
+            client.connection_pool.disconnect(inuse_connections=False)
+
+    def _send(
+        self,
+        commands: Sequence[Command],
+        waiting: Iterable[int],
+        replies: list[object],
+        slots: Sequence[Address | None],
+    ) -> None:
+        """Writes to every node before it reads from any, and fills in the replies."""
+        parts: dict[tuple[Address, bool], list[int]] = {}
+        for i in waiting:
+            before, slot = replies[i], key_slot(str(commands[i][1]).encode())
+            if isinstance(before, AskError):
+                parts.setdefault((Address(before.host, before.port), True), []).append(i)
+            elif (address := slots[slot]) is not None:
+                parts.setdefault((address, False), []).append(i)
+            else:
+                replies[i] = ClusterDownError(f"no node serves slot {slot}")
+        with ExitStack() as stack:
+            exchanges = [
+                (part, stack.enter_context(_Exchange(self._client(address), is_asking)))
+                for (address, is_asking), part in parts.items()
+            ]
+            for part, exchange in exchanges:
+                exchange.write([commands[i] for i in part])
+            for part, exchange in exchanges:
+                for i in part:
+                    replies[i] = exchange.read()
+
+    def _client(self, address: Address) -> redis.Redis:
+        client = self._clients.get(address)
+        if client is None:
+            made = redis.Redis(connection_pool=self._open_pool(address))
+            client = self._clients.setdefault(address, made)
+        return client
+
+    def _read_map(self) -> list[Address | None]:
+        """Returns the master of each slot, as the first node says that answers."""
+        problem: RedisError = redis.ConnectionError("no node of the cluster is known")
+        for address in dict.fromkeys([*self._seeds, *self._clients]):
+            try:
+                client = self._client(address)
+                told = client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+            except RedisError as error:
+                problem = error
+                continue
+            self._map = found = _map_of(told, address)
+            return found
+        raise problem
+
+
+class _Exchange:
+    """Commands to one node and their replies, on a connection of the node's pool."""
+
+    def __init__(self, client: redis.Redis, is_asking: bool) -> None:
+        self._pool = client.connection_pool
+        self._is_asking = is_asking
+        self._connection: Any = None
+        self._num_unread = 0
+        self._problem: RedisError | None = None
+
+    def __enter__(self) -> _Exchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._connection is not None:
+            if self._num_unread or self._problem is not None:
+                self._connection.disconnect()  # what comes late is for nobody
+            self._pool.release(self._connection)
+
+    def write(self, commands: Sequence[Command]) -> None:
+        asking: Sequence[Command] = [("ASKING",)] if self._is_asking else []
+        self._num_unread = len(commands)
+        try:
+            self._connection = self._pool.get_connection()
+            packed = [part for command in commands for part in (*asking, command)]
+            self._connection.send_packed_command(self._connection.pack_commands(packed))
+        except RedisError as error:
+            self._problem = error
+
+    def read(self) -> object:
+        """Returns the next reply, or the error that stands for it."""
+        self._num_unread -= 1
+        if self._is_asking:
+            self._receive()
+        return self._receive()
+
+    def _receive(self) -> object:
+        if self._problem is None:
+            try:
+                return cast(object, self._connection.read_response())
+            except ResponseError as refusal:
+                return refusal
+            except RedisError as error:
+                self._problem = error
+        return self._problem
+
+
+def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:
+    """Returns the master of each slot from what a node told, which may leave out its own host."""
+    found: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    for start, end, (host, port, *_), *_ in told:
+        address = Address(host.decode() if host else asked.host, port)
+        found[start : end + 1] = [address] * (end + 1 - start)
+    return found

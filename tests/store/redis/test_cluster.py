@@ -1,0 +1,199 @@
+"""A cluster keeps the contract; a prompt's keys are spread over its nodes, and nodes may go."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from pdstore.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from pdstore.settings import Settings
+from pdstore.store import open_store
+from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing.values import get, put
+from tests.support.redis_cluster import ClusterOfServers
+from tests.support.redis_server import free_port
+from tests.support.redis_store import SIZE, deadline, opened
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Three masters; no test stops one for good."""
+    cluster = ClusterOfServers(tmp_path_factory.mktemp("cluster"), replicas=0)
+    with contextlib.closing(cluster):
+        cluster.wait()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    yield shared
+    shared.flush()
+
+
+@pytest.fixture
+def store(cluster):
+    with opened(f"{cluster.url}?timeout=0.5") as store:
+        yield store
+
+
+def node_of(cluster, key) -> int:
+    """The number of the master that has a key's slot."""
+    return min(key_slot(key.encode()) * 3 // 16384, 2)
+
+
+class TestRedisCluster(StoreTests):
+    @pytest.fixture
+    def store(self, cluster):
+        with opened(cluster.url) as store:
+            self.cluster = cluster
+            yield store
+
+    @pytest.fixture
+    def peer(self, cluster):
+        with opened(cluster.url) as peer:
+            yield peer
+
+    @pytest.fixture
+    def small_store(self, cluster):
+        for node in cluster.masters:
+            with node.client() as raw:
+                used = raw.info("memory")["used_memory"]
+                raw.config_set("maxmemory-policy", "volatile-lru")
+                raw.config_set("maxmemory", used + (2 << 20))
+        with opened(cluster.url) as store:
+            yield store
+        for node in cluster.masters:
+            with node.client() as raw:
+                raw.config_set("maxmemory", 0)
+                raw.config_set("maxmemory-policy", "noeviction")
+
+    def write_raw(self, store, key, data):
+        with self.cluster.masters[node_of(self.cluster, key)].client() as raw:
+            raw.set(key, data)
+
+
+def test_a_prompts_keys_are_spread_and_every_result_is_a_prefix(cluster, store):
+    keys = fresh_keys(60)
+    values = [content(key, SIZE) for key in keys]
+    assert put(store, keys, values) == 60
+    for node in cluster.masters:
+        with node.client() as raw:
+            assert raw.dbsize() > 5
+    assert store.match(keys) == 60
+    assert get(store, keys, [SIZE] * 60) == values
+    store.remove([keys[41], keys[50]])
+    assert store.match(keys) == 41
+    assert get(store, keys, [SIZE] * 60) == values[:41]
+    assert store.which_stored(keys[40:43]) == [True, False, True]
+
+
+def test_what_looks_at_all_keys_looks_at_every_node(cluster, store):
+    keys, others = fresh_keys(40), fresh_keys(9)
+    put(store, [*keys, *others], [b"x" * 100] * 49)
+    assert {found.key for found in store.stored_values()} == {*keys, *others}
+    store.clear(keys[0].split(":")[1])
+    assert {found.key for found in store.stored_values()} == set(others)
+    room = store.room()
+    assert room.used_bytes > 3 << 20
+    assert room.capacity_bytes is None
+
+
+def test_leases_need_every_master_to_keep_what_it_has(cluster):
+    with cluster.masters[1].client() as raw, opened(cluster.url) as store:
+        raw.config_set("maxmemory-policy", "volatile-lru")
+        put(store, fresh_keys(1), [b"x"])
+        keys = fresh_keys(1)
+        put(store, keys, [b"x"])
+        store.match(keys)
+        raw.config_set("maxmemory-policy", "noeviction")
+        assert store.lease_s == 0.0
+
+
+def test_a_node_that_hangs_costs_a_call_one_time_out(cluster, store):
+    keys = fresh_keys(60)
+    put(store, keys, [b"x"] * 60)
+    first = next(i for i, key in enumerate(keys) if node_of(cluster, key) == 1)
+    cluster.masters[1].pause()
+    start = time.monotonic()
+    try:
+        with pytest.raises(StoreTimeout, match=keys[first]) as caught:
+            get(store, keys, [1] * 60)
+        assert caught.value.num_done == first
+        assert time.monotonic() - start < 5, "not a time-out for each of twenty keys"
+    finally:
+        cluster.masters[1].resume()
+    for _ in deadline():
+        with contextlib.suppress(StoreError):
+            if store.match(keys) == 60:
+                break
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_slot_that_moves_or_has_moved_is_followed(cluster, store, is_moved):
+    [key] = fresh_keys(1)
+    slot, here = key_slot(key.encode()), node_of(cluster, key)
+    there = (here + 1) % 3
+    assert put(store, [key], [b"one"]) == 1
+    source, target = cluster.masters[here], cluster.masters[there]
+    with source.client() as old, target.client() as new:
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.names[here])
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.names[there])
+        old.migrate("127.0.0.1", target.port, [key], 0, 5000)
+        if is_moved:
+            give(cluster, slot, there)
+        assert get(store, [key], [3]) == [b"one"]
+        assert store.match([key]) == 1
+        store.remove([key])
+        give(cluster, slot, here)
+    for _ in deadline():
+        if put(store, [key], [b"two"]) == 1 and get(store, [key], [3]) == [b"two"]:
+            break
+
+
+def give(cluster, slot: int, number: int) -> None:
+    """Tells every master whose a slot is from now on, the new owner first."""
+    for node in (cluster.masters[number], *cluster.masters):
+        with node.client() as raw:
+            raw.execute_command("CLUSTER", "SETSLOT", slot, "NODE", cluster.names[number])
+
+
+def test_no_node_at_all_is_unavailable():
+    url = f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+    with opened(url) as store, pytest.raises(StoreUnavailable) as caught:
+        store.match(fresh_keys(1))
+    assert isinstance(caught.value.__cause__, redis.ConnectionError)
+
+
+def test_a_server_that_is_no_cluster_says_so(redis_server):
+    url = redis_server().url.replace("redis://", "redis+cluster://")
+    with opened(url) as store, pytest.raises(StoreError, match="cluster support disabled"):
+        store.match(fresh_keys(1))
+
+
+def test_a_cluster_has_no_databases():
+    with pytest.raises(ConfigError, match="a cluster has no databases"):
+        open_store("redis+cluster://127.0.0.1/2", Settings())
+
+
+def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):
+    cluster, keys = ClusterOfServers(tmp_path, node_timeout_ms=1000), fresh_keys(30)
+    with contextlib.closing(cluster), opened(cluster.url) as store:
+        cluster.wait()
+        assert put(store, keys, [b"x"] * 30) == 30
+        for node in cluster.masters:
+            with node.client() as raw:
+                assert raw.wait(1, 10_000) == 1
+        cluster.masters[2].stop()
+        with pytest.raises(StoreUnavailable):
+            store.match(keys)
+        for _ in deadline(60):
+            with contextlib.suppress(StoreError):
+                if store.match(keys) == 30:
+                    break
+        assert put(store, fresh_keys(30), [b"x"] * 30) == 30

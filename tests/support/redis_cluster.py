@@ -1,0 +1,125 @@
+"""Redis and Valkey clusters, and a master with its sentinel, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis
+
+from tests.support.redis_server import RedisServer, free_port
+
+NUM_SLOTS = 16384
+
+
+class ClusterOfServers:
+    """Masters with equal parts of the slots, each with one replica, which know each other at once.
+
+    The nodes' files are written before they start, so that nothing has to be introduced. A cluster
+    takes two seconds before it takes writes, however it is made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        num_masters: int = 3,
+        replicas: int = 1,
+        node_timeout_ms: int = 15_000,
+        binary: str | None = None,
+    ) -> None:
+        num = num_masters * (1 + replicas)
+        ports, buses = ([free_port() for _ in range(num)] for _ in range(2))
+        names = [hashlib.sha1(f"{directory}{i}".encode()).hexdigest() for i in range(num)]
+        masters = range(num_masters)
+        slots = [NUM_SLOTS * i // num_masters for i in range(num_masters + 1)]
+        lines = [
+            f"{names[i]} 127.0.0.1:{ports[i]}@{buses[i]} "
+            + (
+                f"master - 0 0 {i + 1} connected {slots[i]}-{slots[i + 1] - 1}"
+                if i in masters
+                else f"slave {names[i % num_masters]} 0 0 {i % num_masters + 1} connected"
+            )
+            for i in range(num)
+        ]
+        self.nodes: list[RedisServer] = []
+        for i in range(num):
+            home = directory / f"node-{i}"
+            home.mkdir()
+            own = (
+                lines[i].replace(" master ", " myself,master ").replace(" slave ", " myself,slave ")
+            )
+            text = "\n".join([own, *lines[:i], *lines[i + 1 :]])
+            (home / "nodes.conf").write_text(f"{text}\nvars currentEpoch {num} lastVoteEpoch 0\n")
+            self.nodes.append(
+                RedisServer(
+                    home,
+                    *("--cluster-enabled", "yes", "--cluster-port", str(buses[i])),
+                    *("--cluster-node-timeout", str(node_timeout_ms)),
+                    *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
+                    port=ports[i],
+                    binary=binary,
+                )
+            )
+        self.masters, self.has_replicas = self.nodes[:num_masters], replicas > 0
+        self.names = names
+        self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports[:2])
+
+    def wait(self) -> None:
+        """Returns when every node takes commands, and each replica is fed by its master."""
+        for node in self.nodes:
+            node.wait()
+            with node.client() as client:
+                _until(lambda c=client: c.cluster("INFO")["cluster_state"] == "ok")
+        for node in self.masters if self.has_replicas else ():
+            with node.client() as client:
+                _until(lambda c=client: is_fed(c))
+
+    def flush(self) -> None:
+        for node in self.masters:
+            with node.client() as client:
+                client.flushall()
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+
+@contextlib.contextmanager
+def master_with_sentinel(directory: Path) -> Iterator[tuple[RedisServer, str]]:
+    """A master that has a replica, and the URL by which a sentinel is asked for the master."""
+    for name in ("master", "replica", "sentinel"):
+        (directory / name).mkdir()
+    with contextlib.ExitStack() as stack:
+        master = RedisServer(directory / "master", "--repl-diskless-sync-delay", "0")
+        stack.callback(master.stop)
+        of = ("--replicaof", "127.0.0.1", str(master.port))
+        replica = RedisServer(directory / "replica", *of)
+        stack.callback(replica.stop)
+        with master.client() as client:
+            _until(lambda: is_fed(client))
+        settings = directory / "sentinel" / "sentinel.conf"
+        settings.write_text(
+            f"sentinel monitor pool 127.0.0.1 {master.port} 1\n"
+            "sentinel down-after-milliseconds pool 300\nsentinel failover-timeout pool 3000\n"
+        )
+        sentinel = RedisServer(directory / "sentinel", str(settings), "--sentinel")
+        stack.callback(sentinel.stop)
+        yield master, f"redis+sentinel://127.0.0.1:{sentinel.port}/pool"
+
+
+def is_fed(client: redis.Redis) -> bool:
+    """True if a master's first replica follows it."""
+    return client.info("replication").get("slave0", {}).get("state") == "online"
+
+
+def _until(is_so, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(redis.RedisError):
+            if is_so():
+                return
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.01)
