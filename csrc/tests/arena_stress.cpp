@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "pdstore.h"
+#include "tests/rig.h"
 
 #if defined(__SANITIZE_THREAD__)
 constexpr int kKills = 0, kScribbles = 0, kRounds = 400;  // those are for one thread
@@ -35,12 +36,6 @@ constexpr int64_t kSlab = 256 << 10, kData = 2 << 20;
 constexpr int kKeys = 48;
 constexpr int64_t kSizes[] = {100, 4096, 9'000, 20'000};
 
-void expect(bool fine, const char *what) {
-  if (fine) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::_Exit(1);
-}
-
 int64_t size_of(int key) { return kSizes[key % 4]; }
 
 // The one right value of each key.
@@ -54,29 +49,6 @@ const std::vector<std::vector<uint8_t>> kValues = [] {
   }
   return values;
 }();
-
-// One process's view: an open arena and the mapped memory.
-class View {
- public:
-  explicit View(int file, int64_t lock_timeout_ns = 5'000'000'000) {
-    const pds_arena_options options{1'000'000, 0, 60'000'000'000, 5'000'000, lock_timeout_ns};
-    pds_arena_info info;
-    expect(pds_arena_open(file, &options, &arena, &info) == PDS_OK, "open");
-    void *mapped =
-        mmap(nullptr, info.data_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, info.data_at);
-    expect(mapped != MAP_FAILED, "mmap");
-    memory = static_cast<char *>(mapped);
-  }
-  ~View() {
-    pds_arena_close(arena);
-    pds_arena_free(arena);
-    munmap(memory, kData);
-  }
-  uint64_t address() const { return reinterpret_cast<uint64_t>(memory); }
-
-  pds_arena *arena = nullptr;
-  char *memory;
-};
 
 // A batch of some keys, with room for their values.
 struct Batch {
@@ -172,14 +144,8 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
   }
 }
 
-int new_arena() {
-  const int file = memfd_create("arena", MFD_CLOEXEC);
-  expect(file >= 0 && pds_arena_format(file, kData, kSlab, 42) == PDS_OK, "format");
-  return file;
-}
-
 void threads_and_a_close_in_the_middle() {
-  const int file = new_arena();
+  const int file = new_arena(kData, kSlab);
   View shared(file), other(file);
   std::vector<std::thread> threads;
   std::atomic<bool> over{false};
@@ -213,7 +179,7 @@ void threads_and_a_close_in_the_middle() {
 }
 
 void processes_killed_anywhere() {
-  const int file = new_arena();
+  const int file = new_arena(kData, kSlab);
   View view(file);
   std::mt19937 random(1);
   pid_t alive[2] = {-1, -1};
@@ -260,7 +226,7 @@ void processes_killed_anywhere() {
 void random_bytes_over_the_index() {
   std::mt19937 random(5);
   for (int round = 0; round < kScribbles / 100; ++round) {
-    const int file = new_arena();
+    const int file = new_arena(kData, kSlab);
     {
       View view(file, 50'000'000);
       pds_arena_info info;

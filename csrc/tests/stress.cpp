@@ -14,44 +14,9 @@
 
 #include "crew.h"
 #include "pdstore.h"
+#include "tests/rig.h"
 
 namespace {
-
-constexpr int32_t kLayers = 5, kHeads = 2, kTokens = 4, kPerBlock = 3;
-constexpr int64_t kCell = 24, kBlocks = 96,
-                  kPayload = kLayers * kHeads * kTokens * kPerBlock * kCell;
-constexpr int64_t kBlock = kHeads * kTokens * kCell + 8;  // with a gap behind
-
-void expect(bool fine, const char *what) {
-  if (fine) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::exit(1);
-}
-
-struct Cache {
-  std::vector<uint8_t> bytes = std::vector<uint8_t>(kLayers * kBlocks * kBlock);
-  uint64_t address() const { return reinterpret_cast<uint64_t>(bytes.data()); }
-};
-
-pds_engine *open_engine(const Cache &cache, int32_t path, int32_t order) {
-  std::vector<pds_region> regions;
-  for (int32_t layer = 0; layer < kLayers; ++layer) {
-    regions.push_back({cache.address() + layer * kBlocks * kBlock, kBlock, kHeads * kCell, kCell,
-                       kCell, 0, layer, 0});
-  }
-  const pds_part part{kLayers, kHeads, kCell};
-  pds_options options{};
-  options.abi = PDS_ABI, options.device = PDS_CPU, options.num_blocks = kBlocks;
-  options.block_tokens = kTokens, options.max_tokens = kTokens * kPerBlock;
-  options.order = order, options.path = path, options.num_parts = 1;
-  options.num_regions = kLayers, options.copy_out_bytes = 4096;
-  options.copy_in_bytes = 6000, options.first_bytes = 1000, options.num_lanes = 3;
-  options.stage_out_bytes = 4096, options.stage_in_bytes = 8192;
-  pds_engine *engine = nullptr;
-  pds_error error;
-  expect(pds_open(&options, &part, regions.data(), &engine, &error) == PDS_OK, error.message);
-  return engine;
-}
 
 struct Work {
   std::vector<uint8_t> host;
