@@ -15,7 +15,7 @@
     + StoreClosed
     + BadValue                        a stored value must not be used, and is to be removed
       - WrongLength                   not as long as its key says
-      - OtherSeal                     encrypted with a key that this instance lacks, or not at all
+      - OtherSeal                     encrypted with a key that this instance lacks
       - Forged                        not confirmed by its seal key: damaged, moved or made up
   x JobError                          a save or a load ended before its work was done
     + JobDeadline (TimeoutError)

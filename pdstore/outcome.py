@@ -30,7 +30,7 @@ class Reason(str, enum.Enum):
     LOST = "lost"  # matched, but gone when it was read
     CORRUPT = "corrupt"  # checksum, header or length is wrong: removed
     FOREIGN = "foreign"  # an intact value that belongs to another key: removed
-    OTHER_SEAL = "other_seal"  # encrypted with a key that is not this instance's, or not: removed
+    OTHER_SEAL = "other_seal"  # encrypted with a key that is not this instance's
     FORGED = "forged"  # not what a holder of its seal key stored under this key: removed
     NAMESPACE = "namespace"  # the other instance's weights, layout or format differ
     OTHER_POOL = "other_pool"  # the other instance writes to another store

@@ -71,12 +71,14 @@ class Envelopes:
     def decrypt(self, key: BlockKey, envelope: memoryview, value: memoryview) -> Reason | None:
         """Writes the value of an envelope. Returns why it must not be used, or None if it may be.
 
-        OTHER_SEAL is no envelope, or one of another seal key; FORGED is not what was encrypted
-        under this key. Then `value` may hold anything.
+        OTHER_SEAL is an envelope of another seal key or version; FORGED is none, or not what was
+        encrypted under this key. Then `value` may hold anything.
         """
         head = bytes(envelope[: _HEAD.size])
         magic, version, key_id, run, number = _HEAD.unpack(head)
-        if magic != _MAGIC or version != _VERSION or key_id not in self._keys:
+        if magic != _MAGIC:
+            return Reason.FORGED
+        if version != _VERSION or key_id not in self._keys:
             return Reason.OTHER_SEAL
         cipher, text = self._run_key(key_id, run), envelope[_HEAD.size :]
         try:

@@ -32,8 +32,8 @@ ADVICE: dict[Reason, Advice] = {
         "who else writes to the pool",
     ),
     Reason.OTHER_SEAL: Advice(
-        "a value is encrypted with a key that this instance lacks, or is not encrypted; it was"
-        " removed",
+        "a value is encrypted with a key that this instance lacks; one that saves removes it, and"
+        " `decode` leaves it",
         "`PDSTORE_SEAL_KEY_FILE` of both",
     ),
     Reason.FORGED: Advice(

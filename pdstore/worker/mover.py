@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 _REGISTER_S = 30.0
 _REGISTER_BYTES_PER_S = 1e9
-_BAD = (Reason.CORRUPT, Reason.FOREIGN, Reason.OTHER_SEAL, Reason.FORGED)
+BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
+"""Reasons why a value is good for nobody, so that whoever meets it removes it."""
 
 Loaded = Callable[[Sequence[Value], bool], None]
 """Told after a copy: the values of whole blocks that are in place, and whether those are all."""
@@ -56,6 +57,7 @@ class Mover(ABC):
     paged cache.
 
     split: how jobs are shared out to suit this mover.
+    removed: values that cannot be used for one of these reasons are removed.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Mover(ABC):
         metrics: Metrics,
         memory: HostMemory,
         split: Split,
+        removed: frozenset[Reason] = BAD,
     ) -> None:
-        self.split = split
+        self.split, self._removed = split, removed
         self._num_parts = len(layout.owned_parts)
         self._block_tokens = layout.block_tokens
         self._swap, self._store, self._metrics = swap, store, metrics
@@ -164,7 +167,7 @@ class Mover(ABC):
                 wrong = block.verify(view(i), value.header, sums[i]) or Reason.CORRUPT
                 read = Verified(i, wrong)
                 break
-        if read.reason in _BAD and read.num_right < len(values):
+        if read.reason in self._removed and read.num_right < len(values):
             self._remove(child, values[read.num_right].key, read.reason)
         return read
 

@@ -8,6 +8,7 @@ import logging
 from pdstore.errors import StoreError
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
@@ -16,7 +17,7 @@ from pdstore.store.seal import seal_store
 from pdstore.worker.block_range import Split
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Mover
+from pdstore.worker.mover import BAD, Mover
 from pdstore.worker.native_mover import NativeMover
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
@@ -42,6 +43,9 @@ def open_mover(
     Raises ConfigError for a bad seal key file; it or LayoutError for staging that does not fit.
     """
     store = seal_store(store, settings)
+    saves = settings.publish and settings.role != "decode"
+    # only an instance whose next save heals it: another one may have the wrong key itself
+    removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
     mover = _in_place(layout, swap, store, metrics, range_bytes, undo)
     if mover is not None:
         return mover
@@ -52,7 +56,7 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    return StagedMover(layout, swap, store, metrics, staging, Split(range_bytes))
+    return StagedMover(layout, swap, store, metrics, staging, Split(range_bytes), removed)
 
 
 def _in_place(

@@ -20,7 +20,7 @@ from pdstore.store.optional import ChecksumReader, ChecksumWriter
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import Loaded, Mover, Verified
+from pdstore.worker.mover import BAD, Loaded, Mover, Verified
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.values import Value, whole_blocks
@@ -33,6 +33,7 @@ class StagedMover(Mover):
     waits for slots only while it holds none, so that no two jobs wait for each other.
 
     split: values that are read, verified and copied together are about one range of it.
+    removed: values that cannot be used for one of these reasons are removed.
     Raises LayoutError when a block's parts do not fit staging.
     """
 
@@ -44,8 +45,9 @@ class StagedMover(Mover):
         metrics: Metrics,
         staging: Staging,
         split: Split,
+        removed: frozenset[Reason] = BAD,
     ) -> None:
-        super().__init__(layout, swap, store, metrics, staging, split)
+        super().__init__(layout, swap, store, metrics, staging, split, removed)
         self._staging = staging
         self._reader = find_optional(store, ChecksumReader)
         self._writer = find_optional(store, ChecksumWriter)

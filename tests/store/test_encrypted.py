@@ -118,7 +118,7 @@ def test_a_value_of_another_block_is_refused(inner, store, keys):
 
 def test_a_value_that_is_not_encrypted_is_refused(inner, store, keys, values):
     plant(inner, keys[0], bytes(SIZE + ENVELOPE_BYTES))
-    assert refused(store, keys, OtherSeal) == 0
+    assert refused(store, keys, Forged) == 0
     plant(inner, keys[0], values[0])
     assert refused(store, keys, WrongLength) == 0
 
