@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.vllm.asking import assert_idle
-from tests.adapters.vllm.gate import Gate
 from tests.adapters.vllm.servers import Launcher, Server
 from tests.support.instances import store as store
+from tests.support.redis_gate import Gate
 from tests.support.redis_server import RedisServer
 
 HERE = Path(__file__).parent

@@ -20,8 +20,8 @@ from tests.adapters.vllm.asking import (
     new_prompt,
     prefill,
 )
-from tests.adapters.vllm.gate import LOAD, SAVE
 from tests.support.kv import eventually
+from tests.support.redis_gate import LOAD, SAVE
 
 LONG = 900
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, post, prefill
 from tests.adapters.vllm.conftest import CACHING
-from tests.adapters.vllm.gate import LOAD
 from tests.support.kv import eventually
+from tests.support.redis_gate import LOAD
 
 BLOCK, LONG, NUM_BLOCKS = 64, 900, 15
 BAD = {"first": 0, "middle": NUM_BLOCKS // 2, "last": NUM_BLOCKS - 1}

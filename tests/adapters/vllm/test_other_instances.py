@@ -6,8 +6,8 @@ import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, counted, new_prompt, prefill
 from tests.adapters.vllm.conftest import CACHING, switched_on
-from tests.adapters.vllm.gate import SAVE
 from tests.support.kv import eventually
+from tests.support.redis_gate import SAVE
 
 LONG = 900
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, prefill
-from tests.adapters.vllm.gate import LOAD, SAVE
 from tests.adapters.vllm.servers import SETTINGS
 from tests.support.kv import eventually
+from tests.support.redis_gate import LOAD, SAVE
 
 LONG = 900
 SLACK_S = 15.0  # a busy machine's
