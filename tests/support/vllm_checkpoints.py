@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -41,8 +42,10 @@ _COMMON = {
 }
 
 
-def _llama() -> PretrainedConfig:
-    return LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=32, **_COMMON)
+def llama_config(**changes: Any) -> LlamaConfig:
+    """Returns the shape of the tiny Llama, with these changes."""
+    shape = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32, **_COMMON}
+    return LlamaConfig(**shape | changes)
 
 
 def _qwen3() -> PretrainedConfig:
@@ -92,7 +95,7 @@ def _mla() -> PretrainedConfig:
 
 
 KINDS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": _llama,
+    "llama": llama_config,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
     "mla": _mla,
@@ -105,12 +108,12 @@ def make_tiny(kind: str, directory: Path, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
     model.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
     return directory
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token for each byte, and END."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, END])}, []))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

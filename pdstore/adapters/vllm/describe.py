@@ -139,12 +139,25 @@ def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Se
 
 
 def revision_of(settings: Settings, vllm_config: Any) -> str:
-    """The revision of the model's weights. Raises ConfigError where the user must name it."""
+    """The revision of the model's weights, and of its draft model's if that is another checkpoint.
+
+    Raises ConfigError where the user must name it.
+    """
     model = vllm_config.model_config
+    load_format = vllm_config.load_config.load_format
+    revision = _revision(settings, model, load_format)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if settings.weights is not None or draft is None or draft.model == model.model:
+        return revision
+    return f"{revision}+{_revision(settings, draft, load_format)}"
+
+
+def _revision(settings: Settings, model: Any, load_format: str) -> str:
     commit = getattr(model.hf_config, "_commit_hash", None)
     if settings.weights is None and commit and not Path(model.model).is_dir():
         return f"commit:{commit}"
-    if settings.weights is None and vllm_config.load_config.load_format == "dummy":
+    if settings.weights is None and load_format == "dummy":
         raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
     return weights_revision(model.model, settings)
 

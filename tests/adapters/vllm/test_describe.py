@@ -14,9 +14,11 @@ from pdstore.adapters.vllm.describe import (
     check_spec,
     layers_by_step,
     refuse_unsupported,
+    revision_of,
     settings_of,
 )
 from pdstore.errors import ConfigError, LayoutError
+from tests.support.vllm_draft import make_draft
 
 
 def config_of(kv_role="kv_both", **extra):
@@ -108,6 +110,25 @@ def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
 ):
     layout = SimpleNamespace(draft_layers=draft_layers)
     assert list(layers_by_step(vllm_config(**parallel), layout, NAMES)) == expected
+
+
+def test_another_draft_model_is_another_revision(tmp_path):
+    one, other = (make_draft(tmp_path / str(seed), seed) for seed in (0, 1))
+
+    def revision(draft, **settings):
+        model, draft = (
+            SimpleNamespace(model=str(path), hf_config=SimpleNamespace()) if path else None
+            for path in (one, draft)
+        )
+        config = SimpleNamespace(
+            model_config=model,
+            load_config=SimpleNamespace(load_format="auto"),
+            speculative_config=SimpleNamespace(draft_model_config=draft),
+        )
+        return revision_of(settings_of(config_of(**settings)), config)
+
+    assert revision(None) == revision(one) != revision(other)
+    assert revision(other, weights="mine") == revision(None, weights="mine")
 
 
 def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypatch):

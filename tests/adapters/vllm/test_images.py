@@ -1,0 +1,88 @@
+"""Images: equal placeholders of different images never share KV, those of the same image do."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.adapters.vllm.asking import ANSWER_S, MOST_DIFFERENCE, Since, assert_idle
+from tests.adapters.vllm.conftest import switched_on
+from tests.support.vllm_vision import IMAGE_TOKENS, PIXELS, make_vision
+
+
+@pytest.fixture
+def instances(launcher, tmp_path):
+    model = make_vision(tmp_path / "llava")
+    pool = f"file://{tmp_path / 'pool'}"
+    servers = [
+        launcher.vllm(f"vision-{role}", model, env=switched_on(pool, role))
+        for role in ("prefill", "decode")
+    ]
+    yield [server.wait_ready() for server in servers]
+    for server in servers:
+        server.stop()
+
+
+def picture(seed: int) -> str:
+    """A data URL of random pixels."""
+    data = random.Random(seed).randbytes(3 * PIXELS * PIXELS)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (PIXELS, PIXELS), data).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def ask(server, text: str, seed: int, **more: Any) -> dict[str, Any]:
+    content = [
+        {"type": "text", "text": text},
+        {"type": "image_url", "image_url": {"url": picture(seed)}},
+    ]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": True,
+        **more,
+    }
+    url = server.url + "/v1/chat/completions"
+    response = httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def logprobs_of(answer: dict[str, Any]) -> list[float]:
+    return [each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]]
+
+
+def assert_same(answer: dict[str, Any], other: dict[str, Any]) -> None:
+    assert answer["choices"][0]["message"] == other["choices"][0]["message"]
+    assert logprobs_of(answer) == pytest.approx(logprobs_of(other), abs=MOST_DIFFERENCE)
+
+
+@pytest.mark.nightly
+def test_only_the_same_image_is_a_hit(instances):
+    p, d = instances
+    text = "what is it? " * 20
+    asked = ask(p, text, 1, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    params, num_tokens = asked["kv_transfer_params"], asked["usage"]["prompt_tokens"]
+    assert num_tokens >= IMAGE_TOKENS + len(text)
+    assert_idle(p)
+    one, other = (ask(d, text, seed, cache_salt=f"salt {seed}") for seed in (1, 2))
+    assert max(abs(a - b) for a, b in zip(*map(logprobs_of, (one, other)), strict=True)) > 0.01
+
+    since = Since(d)
+    assert_same(ask(d, text, 2), other)
+    assert_same(ask(d, text, 2, kv_transfer_params=params), other)
+    assert since.loaded == 0
+    for more in ({"kv_transfer_params": params}, {}):
+        since = Since(d)
+        assert_same(ask(d, text, 1, **more), one)
+        assert since.loaded == num_tokens
+        assert since.computed <= 1
