@@ -9,31 +9,25 @@ from __future__ import annotations
 import base64
 import io
 import logging
-import os
-import subprocess
-import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from urllib.parse import quote
 
-import httpx
 import pytest
 
-from examples.make_checkpoint import ROOT
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from pdstore import Reason, read_settings
-from tests.support.child import child
 from tests.support.listeners import addresses_of
 from tests.support.mini_engine_kit import (
-    DEADLINE_S,
     Asked,
     ask,
     checkpoints_fixture,  # noqa: F401 - a fixture
     close,
     until,
 )
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.mini_process import MiniProcess
+from tests.support.redis_server import RedisServer
 from tests.support.seal_key import write_seal_key
 
 pytestmark = pytest.mark.redis
@@ -66,40 +60,6 @@ def redis_with_password(tmp_path_factory):
     server.stop()
 
 
-class Instance:
-    """A process of the mini engine; what it prints goes to a file."""
-
-    def __init__(self, stack, directory, name, checkpoint, **env):
-        self.name, self._log = name, directory / name
-        self.port = free_port()
-        self._url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "examples.mini_engine", "--model", checkpoint]
-        command += ["--port", str(self.port), "--num-blocks", "64"]
-        environment = {**os.environ, **env, "PDSTORE_ROLE": name}
-        output = stack.enter_context(self._log.open("wb"))
-        self._process = stack.enter_context(
-            child(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        )
-
-    def is_ready(self):
-        assert self._process.poll() is None, self._log.read_text()
-        try:
-            return httpx.get(f"{self._url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def ask(self, **body):
-        body = {"prompt": PROMPT, "max_tokens": 6, "return_token_ids": True, **body}
-        return httpx.post(f"{self._url}/v1/completions", json=body, timeout=DEADLINE_S)
-
-    def stop(self):
-        """Returns its metrics and all that it has printed."""
-        metrics = httpx.get(f"{self._url}/metrics").text
-        self._process.terminate()
-        self._process.wait(DEADLINE_S)
-        return metrics, self._log.read_text()
-
-
 @pytest.fixture(scope="module")
 def seen(redis_with_password, checkpoints, tmp_path_factory):
     directory, port = tmp_path_factory.mktemp("instances"), redis_with_password.port
@@ -117,22 +77,25 @@ def seen(redis_with_password, checkpoints, tmp_path_factory):
             pd["PDSTORE_SEAL_KEY_FILE"] = str(
                 write_seal_key(directory / f"{name}.key", *keys[name])
             )
-            keys[name] = Instance(stack, directory, name, checkpoint, **pd)
+            keys[name] = MiniProcess(stack, directory, name, checkpoint, **pd)
         p, d = keys.values()
         until(p.is_ready)
         until(d.is_ready)
         addresses = [address for one in (p, d) for address in addresses_of(one.port)]
-        alone = p.ask().json()
-        params = p.ask(max_tokens=1).json()["kv_transfer_params"]
-        answer = d.ask(kv_transfer_params=params)
+        alone = p.ask(prompt=PROMPT).json()
+        params = p.ask(prompt=PROMPT, max_tokens=1).json()["kv_transfer_params"]
+        answer = d.ask(prompt=PROMPT, kv_transfer_params=params)
         ids = alone["choices"][0]["prompt_token_ids"]
         log = stack.enter_context(logged())
         stranger = ask_stranger(pd, directory, checkpoint, ids, params)
         redis_with_password.stop()
         failed = [one.ask(prompt=PROMPT[::-1]) for one in (p, d)]
-        refused = p.ask(kv_transfer_params={"pdstore": {"attempt": PASSWORD[::-1]}})
+        refused = p.ask(prompt=PROMPT, kv_transfer_params={"pdstore": {"attempt": PASSWORD[::-1]}})
         texts = [response.text for response in (answer, *failed, refused)]
-        texts += [str(params), log.getvalue(), *p.stop(), *d.stop()]
+        texts += [str(params), log.getvalue(), p.metrics, d.metrics]
+        for one in (p, d):
+            one.stop()
+            texts.append(one.log)
         yield Seen(alone, answer.json(), stranger, addresses, texts)
 
 
