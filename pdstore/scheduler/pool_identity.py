@@ -13,16 +13,16 @@ from pdstore.threads import Deadline
 class PoolIdentity:
     """Keeps the id of the pool behind a store, and asks for it again every `age_s` seconds.
 
-    A store that came back empty is another pool. The other instance may notice that later, so the
-    former id still counts for twice that time.
+    A store that came back empty is another pool, and may come back more than once. Others notice
+    that later, and have ids in between that were never seen here: so for twice that time after a
+    change nobody is on another pool.
     One thread refreshes; any thread may read `current`.
     """
 
     def __init__(self, store: Store, age_s: float = 10.0) -> None:
         self._store, self._age_s = store, age_s
         self.current: bytes | None = None
-        self._former: bytes | None = None
-        self._former_deadline = Deadline(0.0)
+        self._change_deadline = Deadline(0.0)
         self._deadline = Deadline(0.0)
 
     @property
@@ -36,15 +36,14 @@ class PoolIdentity:
             self._ask()
 
     def may_be(self, pool_id: str | None) -> bool:
-        """True if an instance with this `pool_id` uses this pool, or if either id is unknown.
+        """True if an instance with this `pool_id` uses this pool, or may do so.
 
         Does not ask the store. Any thread may call it.
         """
         current = self.current
-        if pool_id is None or current is None:
+        if pool_id is None or current is None or not self._change_deadline.is_over():
             return True
-        former = None if self._former_deadline.is_over() else self._former
-        return pool_id in (current.hex(), former.hex() if former else None)
+        return pool_id == current.hex()
 
     def is_same(self, pool_id: str | None) -> bool:
         """Does as `may_be`, but asks the store before it returns False."""
@@ -57,5 +56,5 @@ class PoolIdentity:
         with contextlib.suppress(StoreError):  # the calls that need the store report it
             pool_id = read_pool_id(self._store)
             if pool_id != self.current:
-                self._former, self.current = self.current, pool_id
-                self._former_deadline = Deadline(2 * self._age_s)
+                is_first, self.current = self.current is None, pool_id
+                self._change_deadline = Deadline(0.0 if is_first else 2 * self._age_s)
