@@ -55,8 +55,8 @@ test-vllm: setup-vllm ## The tests with vLLM
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)
 
-chaos: setup ## Hurt P, D and their stores for MINUTES, from a SEED, and check every answer
-	@$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) \
+chaos: $(DEMO_SETUP) ## Hurt P, D and their stores for MINUTES, from a SEED, and check every answer
+	@$(DEMO_BIN)/python -m benchmarks.chaos --engine $(ENGINE) --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) \
 	  $(addprefix --round ,$(ROUND)) $(if $(QUICK),--quick) $(if $(STORES),--stores $(STORES))
 
 check: setup ## Lint, format, spelling, types, the files of deploy/, the site

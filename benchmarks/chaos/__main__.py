@@ -3,11 +3,12 @@
     make chaos SEED=7 MINUTES=10
     python -m benchmarks.chaos --seed 7 --minutes 10 --json chaos.json
     python -m benchmarks.chaos --seed 7 --round 12    # that round again
+    make chaos ENGINE=vllm
 
-The instances are mini engines, and every answer is compared with one instance's, ids and
-probabilities. After each round all must be back: requests, blocks, slots, threads, fds, temporary
-files, keys. Each round's faults follow from the seed and its number; their moments in the code do
-not. The exit status is 1 if anything was wrong.
+The instances are mini engines, or vLLM on a CPU (`--engine vllm`), and every answer is compared
+with one instance's, ids and probabilities. After each round all must be back: requests, blocks,
+slots, threads, fds, temporary files, keys. Each round's faults follow from the seed and its number;
+their moments in the code do not. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 
 from benchmarks.chaos.campaign import Campaign, Shape
+from benchmarks.chaos.engines import ENGINES
 from benchmarks.chaos.pools import POOLS
 from pdstore.cli.report import machine
 
@@ -45,12 +47,13 @@ def main() -> int:
             shape=QUICK if given.quick else Shape(),
             first_round=given.round or 0,
             say=say,
+            engine=ENGINES[given.engine],
         )
         seconds = 0.0 if given.round is not None else 60 * given.minutes
         asyncio.run(campaign.run(seconds, len(given.stores) if given.quick else None))
         if campaign.tally.failures and given.keep_logs:
             Path(name, "logs").rename(given.keep_logs)
-    result = {"seed": seed, "minutes": given.minutes, "machine": machine()}
+    result = {"seed": seed, "engine": given.engine, "minutes": given.minutes, "machine": machine()}
     result |= campaign.tally.result()
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -73,6 +76,7 @@ def parse() -> argparse.Namespace:
     add("--round", type=int, help="run this round alone")
     add("--quick", action="store_true", help="one short round on each store, for CI")
     add("--stores", nargs="+", choices=list(POOLS), default=list(POOLS), help="default: all")
+    add("--engine", choices=list(ENGINES), default="mini", help="P's and D's (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")
     add("--keep-logs", type=Path, metavar="DIR", help="move the instances' logs there on failure")
     return parser.parse_args()

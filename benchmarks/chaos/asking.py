@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from benchmarks.chaos.engines import ENGINES, Engine
 from benchmarks.chaos.prompts import MAX_TOKENS
 
 _CLOSE = 1e-3  # logprobs of a batch and of a single prompt differ in the last digits
@@ -34,7 +35,12 @@ class NoAnswerError(Exception):
 
 
 async def ask(
-    client: httpx.AsyncClient, url: str, prompt: Sequence[int], *, streams: bool = False
+    client: httpx.AsyncClient,
+    url: str,
+    prompt: Sequence[int],
+    engine: Engine = ENGINES["mini"],
+    *,
+    streams: bool = False,
 ) -> Answer:
     """Returns an instance's answer. Raises NoAnswerError, and httpx.TimeoutException."""
     body = {
@@ -50,7 +56,7 @@ async def ask(
         raise NoAnswerError(f"{type(error).__name__}: {error}") from error
     if response.status_code != 200:
         raise NoAnswerError(f"HTTP {response.status_code}: {response.text[:200]}")
-    return _answer_of(_events(response.text) if streams else [response.json()])
+    return _answer_of(_events(response.text) if streams else [response.json()], engine)
 
 
 def _events(text: str) -> list[dict[str, Any]]:
@@ -61,7 +67,7 @@ def _events(text: str) -> list[dict[str, Any]]:
         raise NoAnswerError("the stream broke off") from error
 
 
-def _answer_of(parts: Sequence[dict[str, Any]]) -> Answer:
+def _answer_of(parts: Sequence[dict[str, Any]], engine: Engine) -> Answer:
     ids: list[int] = []
     logprobs: list[float] = []
     num_loaded = -1
@@ -72,7 +78,7 @@ def _answer_of(parts: Sequence[dict[str, Any]]) -> Answer:
             ids += choice["token_ids"]
             logprobs += choice["logprobs"]["token_logprobs"]
         if part.get("usage"):
-            num_loaded = part["usage"]["pdstore"]["loaded_tokens"]
+            num_loaded = engine.num_loaded(part["usage"])
     if num_loaded < 0:
         raise NoAnswerError("the answer has no end")
     return Answer(ids, logprobs, num_loaded)

@@ -12,19 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.chaos.plan import INSTANCES
 from benchmarks.chaos.spawner import Child
-from benchmarks.chaos.stage import NUM_BLOCKS, Stage
+from benchmarks.chaos.stage import Stage
 from pdstore.errors import StoreError
 
 _BACK_S = 15.0
 _MORE_FDS = 20  # connections that are kept for a while: the router's, the store's, the clients'
 _NUM_STORES = 4  # P and D open one for lookups and one for jobs
-_IDLE = {
-    "mini_engine_free_blocks": float(NUM_BLOCKS),
-    "mini_engine_requests": 0.0,
-    "pdstore_jobs_alive": 0.0,
-    "pdstore_hung_store_calls": 0.0,
-    "pdstore_slots_lent": 0.0,
-}
 
 
 class Footprint(NamedTuple):
@@ -76,7 +69,7 @@ class Audit:
         for name in INSTANCES:
             child = self._stage.children[name]
             first, now = self._first.get(child.pid), Footprint.of(child)
-            late = self._stage.pool.late_threads
+            late = self._stage.pool.late_threads + self._stage.options.engine.most_threads
             if first is not None and now.num_threads > first.num_threads + late:
                 found.append(f"{name}: {now.num_threads} threads, {first.num_threads} before")
             if first is not None and now.num_fds > first.num_fds + _MORE_FDS:
@@ -91,7 +84,7 @@ class Audit:
         text = (await client.get(self._stage.url_of(name) + "/metrics")).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                wanted = _IDLE.get(sample.name)
+                wanted = self._stage.options.engine.idle.get(sample.name)
                 if wanted is not None and sample.value != wanted:
                     found.append(f"{name}: {sample.name}{sample.labels} is {sample.value:g}")
                 if sample.name == "pdstore_store_codes_total":

@@ -15,6 +15,7 @@ import httpx
 from benchmarks.chaos.asking import Answer, ask
 from benchmarks.chaos.audit import Audit
 from benchmarks.chaos.disk import open_disk
+from benchmarks.chaos.engines import Engine
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Scene, plan_round
 from benchmarks.chaos.pools import POOLS, Pool
@@ -25,12 +26,13 @@ from benchmarks.chaos.spawner import Spawner, open_spawner
 from benchmarks.chaos.stage import Options, Stage, open_stage
 from benchmarks.chaos.tally import Tally
 
-_FAULTS_PER_S = 20.0
 _VARIANTS = (
     Options(),
     Options(mode="concurrent"),
     Options(faulty="seed={seed}&error_rate=0.02&miss_rate=0.05&corrupt_rate=0.05"),
 )
+
+_FOR_D = {"do_remote_decode": True}
 
 Say = Callable[[str], None]
 
@@ -47,6 +49,7 @@ class Campaign:
     """All rounds of one seed.
 
     shape: how long a round is, and how many of them a stage has; with the seed it gives the faults.
+    engine: P's and D's.
     first_round: to begin with; rounds are numbered from 0, whatever the time that they take.
     """
 
@@ -59,7 +62,9 @@ class Campaign:
         shape: Shape,
         first_round: int,
         say: Say,
+        engine: Engine,
     ) -> None:
+        self._engine = engine
         self._scratch, self._seed, self._pools = scratch, seed, pools
         self._shape, self._say = shape, say
         self._number = first_round
@@ -71,9 +76,9 @@ class Campaign:
 
     async def run(self, seconds: float, num_stages: int | None = None) -> None:
         """Runs rounds until the time is up, or on so many stages; begun rounds end whole."""
-        make_checkpoint(self._model)
-        with open_spawner(self._scratch, self._model) as spawner:
-            self._answers = await answers_of_one(spawner, self._model, self._prompts)
+        make_checkpoint(self._model, self._engine.head_dim)
+        with open_spawner(self._scratch, self._model, self._engine.name) as spawner:
+            self._answers = await answers_of_one(spawner, self._model, self._prompts, self._engine)
             self._say(f"one instance has answered {len(self._prompts)} prompts")
             deadline = time.monotonic() + seconds
             stages = itertools.count() if num_stages is None else range(num_stages)
@@ -87,7 +92,8 @@ class Campaign:
         kind = self._pools[index % len(self._pools)]
         variant = _VARIANTS[index // len(self._pools) % len(_VARIANTS)]
         seed = f"{self._seed} stage {index}"
-        options = Options(variant.mode, variant.faulty.format(seed=self._seed + index))
+        faulty = variant.faulty.format(seed=self._seed + index)
+        options = Options(variant.mode, faulty, engine=self._engine)
         with open_disk(self._scratch / f"disk-{index}") as disk:
             pool = POOLS[kind](spawner, disk, seed)
             async with open_stage(spawner, pool, self._model, options, seed) as stage:
@@ -103,8 +109,10 @@ class Campaign:
     async def _warm_up(self, stage: Stage) -> str:
         """Asks as often at once as a round does. Returns the namespace that the pair uses."""
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            await asyncio.gather(*(ask(client, stage.url, p) for p in self._prompts[:8]))
-            body = {"prompt": self._prompts[0], "max_tokens": 1}
+            await asyncio.gather(
+                *(ask(client, stage.url, p, self._engine) for p in self._prompts[:8])
+            )
+            body = {"prompt": self._prompts[0], "max_tokens": 1, "kv_transfer_params": _FOR_D}
             said = await client.post(stage.url_of("prefill") + "/v1/completions", json=body)
         return str(said.json()["kv_transfer_params"]["pdstore"]["namespace"])
 
@@ -119,7 +127,7 @@ class Campaign:
             is_slow=pool.is_slow,
             is_sheltered=number % 2 == 1,
         )
-        faults = plan_round(seed, scene, self._shape.round_s, _FAULTS_PER_S)
+        faults = plan_round(seed, scene, self._shape.round_s, self._engine.faults_per_s)
         injector = Injector(stage, seed)
         one = Round(stage, injector, self._prompts, self._answers, seed)
         began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -85,6 +86,8 @@ class Injector:
         await asyncio.sleep(fault.for_s)
         if fault.target in INSTANCES:
             self._stage.start(fault.target)
+            with contextlib.suppress(TimeoutError):  # another fault has killed it
+                await self._stage.ready_again(fault.target)
         else:
             self._stage.pool.restart(fault.target)
         return True

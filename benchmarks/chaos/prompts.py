@@ -14,17 +14,17 @@ MAX_TOKENS = 4
 _LONGEST = 320
 
 
-def make_checkpoint(directory: Path) -> None:
+def make_checkpoint(directory: Path, head_dim: int = 16) -> None:
     """Writes a random Llama whose logits are far from flat, so that a wrong KV byte shows."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=4 * head_dim,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         initializer_range=0.2,
         eos_token_id=None,

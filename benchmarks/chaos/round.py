@@ -13,7 +13,7 @@ import httpx
 from benchmarks.chaos.asking import Answer, NoAnswerError, ask
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Fault
-from benchmarks.chaos.stage import BLOCK_TOKENS, Stage
+from benchmarks.chaos.stage import Stage
 
 DEADLINE_S = 20.0
 """No request may take longer: P has 3 s, D's waits and jobs 3.5 s, and stops last 1.5 s each."""
@@ -97,7 +97,14 @@ class Round:
         began = time.monotonic()
         try:
             answer = await asyncio.wait_for(
-                ask(client, self._stage.url, self._prompts[number], streams=streams), DEADLINE_S
+                ask(
+                    client,
+                    self._stage.url,
+                    self._prompts[number],
+                    self._stage.options.engine,
+                    streams=streams,
+                ),
+                DEADLINE_S,
             )
         except NoAnswerError as error:
             if self._injector.may_have_cost(began, time.monotonic()):
@@ -125,7 +132,11 @@ class Round:
     async def _ask_in_calm(self, client: httpx.AsyncClient) -> None:
         """Asks until D loads again. No fault excuses anything now."""
         draw = random.Random(f"{self._seed} calm")
-        long = [n for n, p in enumerate(self._prompts) if len(p) > 2 * BLOCK_TOKENS]
+        long = [
+            n
+            for n, p in enumerate(self._prompts)
+            if len(p) > 2 * self._stage.options.engine.block_tokens
+        ]
         deadline, num_loaded = time.monotonic() + self._join_s, 0
         while num_loaded < _NUM_CALM and time.monotonic() < deadline:
             answer = await self._ask(client, draw.choice(long), streams=False)

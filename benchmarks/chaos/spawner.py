@@ -31,9 +31,11 @@ class Child:
         return self._fd is not None and not select.select([self._fd], [], [], 0)[0]
 
     def send(self, number: signal.Signals) -> None:
-        if self._fd is not None:
+        """Sends a signal to it and to the processes that it has started."""
+        if self._fd is not None and self.is_alive:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, number)
+                signal.pidfd_send_signal(self._fd, number)  # it may lead no group yet
+                os.killpg(self.pid, number)
 
     def stop(self) -> None:
         """Stops it where it is: it keeps its connections and locks, and answers nothing."""
@@ -78,13 +80,14 @@ class Spawner:
     """A zygote and its children, which all end with it.
 
     model: the checkpoint that the instances serve.
+    engine: theirs, by name.
     """
 
-    def __init__(self, scratch: Path, model: Path) -> None:
+    def __init__(self, scratch: Path, model: Path, engine: str) -> None:
         self._logs = scratch / "logs"
         self._logs.mkdir(exist_ok=True)
         self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.chaos.zygote", str(model)],
+            [sys.executable, "-m", "benchmarks.chaos.zygote", str(model), engine],
             cwd=ROOT,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -125,8 +128,8 @@ class Spawner:
 
 
 @contextlib.contextmanager
-def open_spawner(scratch: Path, model: Path) -> Iterator[Spawner]:
-    spawner = Spawner(scratch, model)
+def open_spawner(scratch: Path, model: Path, engine: str = "mini") -> Iterator[Spawner]:
+    spawner = Spawner(scratch, model, engine)
     try:
         yield spawner
     finally:

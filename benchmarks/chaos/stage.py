@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.chaos.engines import ENGINES, Engine
 from benchmarks.chaos.plan import INSTANCES
 from benchmarks.chaos.pools import Pool
 from benchmarks.chaos.proxy import Proxy
@@ -18,8 +19,6 @@ from benchmarks.chaos.spawner import Child, Spawner
 from benchmarks.chaos.wall_clock import WallClock
 from examples.demo.processes import free_ports
 
-NUM_BLOCKS = 192
-BLOCK_TOKENS = 16
 _READY_S = 60.0
 _LINKS = (
     ("client-router", "router"),
@@ -29,7 +28,6 @@ _LINKS = (
 _ENVIRONMENT = {
     "PD_TRANSFER_VIA_STORAGE": "1",
     "PDSTORE_WEIGHTS": "chaos",
-    "PDSTORE_BLOCK_TOKENS": str(BLOCK_TOKENS),
     "PDSTORE_STAGING": "4MiB",
     "PDSTORE_WORKERS": "3",
     "PDSTORE_HANDOFF_WAIT_S": "1",
@@ -51,6 +49,7 @@ class Options:
     env: more of P's and D's environment.
     router: more of the router's command line.
     is_direct: whether there are no proxies between clients, the router, P and D.
+    engine: P's and D's.
     """
 
     mode: str = "relay"
@@ -58,14 +57,7 @@ class Options:
     env: Mapping[str, str] = field(default_factory=dict)
     router: Sequence[str] = ()
     is_direct: bool = False
-
-
-def engine_command(model: Path, port: str) -> list[str]:
-    return [
-        *("-m", "examples.mini_engine", "--model", str(model), "--port", port),
-        *("--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", "8"),
-        *("--max-num-batched-tokens", "64", "--served-model-name", "chaos"),
-    ]
+    engine: Engine = ENGINES["mini"]
 
 
 class Stage:
@@ -113,13 +105,21 @@ class Stage:
             number = INSTANCES.index(name)
             self.clocks[name] = WallClock.create(path, number)
             clock = (path, number)
-        argv, env = self._command(name), {**_ENVIRONMENT, **self.pool.env, **self.options.env}
-        self.children[name] = self._spawner.spawn(name, argv, env, clock)
+        engine = self.options.engine
+        env = {"PDSTORE_BLOCK_TOKENS": str(engine.block_tokens), **_ENVIRONMENT}
+        if name != "router":
+            env |= engine.env(name, self._store_of(name))
+        env |= {**self.pool.env, **self.options.env}
+        self.children[name] = self._spawner.spawn(name, self._command(name), env, clock)
 
     async def ready(self) -> None:
         """Waits until all instances answer. Raises TimeoutError, with the end of a log."""
         for name, child in self.children.items():
             await wait_ready(child, self.url_of(name))
+
+    async def ready_again(self, name: str) -> None:
+        """Waits until an instance answers that was started again. Raises TimeoutError."""
+        await wait_ready(self.children[name], self.url_of(name))
 
     async def heal(self) -> list[str]:
         """Makes everything whole again. Returns the instances that had died by themselves."""
@@ -149,17 +149,22 @@ class Stage:
         await self.pool.close()
 
     def _command(self, name: str) -> list[str]:
-        port = str(self._ports[name])
         if name == "router":
-            command = ["-m", "examples.router", "--port", port, "--mode", self.options.mode]
+            command = ["-m", "examples.router", "--port", str(self._ports[name])]
+            command += ["--mode", self.options.mode]
             for role in ("prefill", "decode"):
                 command += [f"--{role}", self._url_through(f"router-{role}", role)]
             command += ["--prefill-timeout", "3", "--read-timeout", "8"]
             return [*command, *self.options.router]
+        store = self._store_of(name)
+        return list(self.options.engine.command(self._model, self._ports[name], name, store))
+
+    def _store_of(self, name: str) -> str:
+        """Returns the store's URL for P or D."""
         url = self.pool.url_for(name)
         if self.options.faulty:
             url = f"faulty+{url}{'&' if '?' in url else '?'}{self.options.faulty}"
-        return [*engine_command(self._model, port), "--role", name, "--store", url]
+        return url
 
 
 @contextlib.asynccontextmanager

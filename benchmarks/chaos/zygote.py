@@ -27,7 +27,7 @@ _THREADS_END_S = 10.0  # those that load a checkpoint
 
 def main() -> None:
     import_all()
-    load_model(sys.argv[1])
+    import_vllm() if sys.argv[2] == "vllm" else load_model(sys.argv[1])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead need not be waited for
     print("ready", flush=True)
     for line in sys.stdin:
@@ -45,6 +45,26 @@ def import_all() -> None:
     import pdstore.store.redis.store  # noqa: F401
 
     torch.set_num_threads(1)
+
+
+def import_vllm() -> None:
+    """Imports what both processes of `vllm serve` need, and has them made by a fork, too."""
+    import multiprocessing
+
+    import vllm.entrypoints.cli.main
+    import vllm.entrypoints.cli.serve
+    import vllm.entrypoints.openai.api_server
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_model_runner
+    import vllm.v1.worker.cpu_worker
+
+    import pdstore.adapters.vllm.connector  # noqa: F401
+
+    for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")  # on CPUs it spawns
 
 
 def load_model(model: str) -> None:

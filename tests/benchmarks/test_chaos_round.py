@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from benchmarks.chaos.asking import Answer
+from benchmarks.chaos.engines import ENGINES
 from benchmarks.chaos.round import Round
 
 PROMPT, RIGHT = list(range(40)), Answer([5, 6], [-0.5, -0.25], 39)
@@ -66,7 +67,7 @@ def failures_of(url: str) -> set[str]:
     """Runs a short round; returns the kinds of failures that it reports."""
 
     async def run():
-        options = types.SimpleNamespace(faulty="yes")
+        options = types.SimpleNamespace(faulty="yes", engine=ENGINES["mini"])
         stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options)
         one = Round(stage, Calm(), [PROMPT], [RIGHT], "1", join_s=0.2)
         await one.run([], 0.05)
