@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import byref, c_void_p
 from typing import NamedTuple
 
 from pdstore.native.abi import Error, Values, raise_error
-from pdstore.native.arena import NativeArena, SlotArrays, text_of
+from pdstore.native.arena import NativeArena, SlotArrays
 from pdstore.native.engine import Engine, Ticket
 
 _PATIENCE_NS = 20_000_000  # for the arena's lock; a job that ends waits for these calls
@@ -17,6 +16,7 @@ _PATIENCE_NS = 20_000_000  # for the arena's lock; a job that ends waits for the
 class ValueBatch(NamedTuple):
     """Values of an arena, and the copies between them and a paged cache.
 
+    names: the keys, a zero after each.
     sizes: int64 each, headers included.
     starts: the first 56 bytes of each value, side by side.
     engine: makes the copies.
@@ -24,6 +24,7 @@ class ValueBatch(NamedTuple):
     ready: a CUDA event's handle that the copies wait for; 0: for nothing.
     """
 
+    names: bytes
     sizes: bytes
     starts: bytes
     engine: Engine
@@ -31,22 +32,25 @@ class ValueBatch(NamedTuple):
     ids: bytes
     ready: int = 0
 
-    def fill(
-        self, arena: NativeArena, memory: int, keys: Sequence[str], kinds: bytes
-    ) -> SlotArrays | None:
+    @property
+    def num_values(self) -> int:
+        """The number of values."""
+        return len(self.sizes) // 8
+
+    def fill(self, arena: NativeArena, memory: int, kinds: bytes) -> SlotArrays | None:
         """Reserves slots for the values that are not stored, gathers into them and seals them.
 
         memory: the address where this process maps the arena's values.
-        keys, kinds: of the values, as `NativeArena.reserve` takes them.
+        kinds: of the values, as `NativeArena.reserve` takes them.
         Returns a slot for each value, -1 where it is stored. Returns None, and has done nothing, if
         a value has no room or the lock is not free soon. Raises LayoutError or SwapError.
         """
-        arrays, error = SlotArrays(len(keys)), Error()
+        arrays, error = SlotArrays(self.num_values), Error()
         with self.engine.lent() as engine:
             code = arena.library.calls.pds_arena_fill(
                 arena.handle,
                 engine,
-                byref(self._values(memory, keys)),
+                byref(self._values(memory)),
                 kinds,
                 *arrays.all,
                 byref(error),
@@ -54,32 +58,30 @@ class ValueBatch(NamedTuple):
         raise_error(error)
         return None if code else arrays
 
-    def take(
-        self, arena: NativeArena, memory: int, keys: Sequence[str]
-    ) -> tuple[SlotArrays, Ticket] | None:
+    def take(self, arena: NativeArena, memory: int) -> tuple[SlotArrays, Ticket] | None:
         """Borrows and verifies the values and starts to scatter them.
 
         Returns their slots and the copy, which the caller waits for. Returns None, and copies
         nothing, if a value is missing or wrong or the lock is not free soon. Raises LayoutError or
         SwapError.
         """
-        arrays, handle, error = SlotArrays(len(keys)), c_void_p(), Error()
+        arrays, handle, error = SlotArrays(self.num_values), c_void_p(), Error()
         out = byref(handle), byref(error)
         with self.engine.lent() as engine:
             code = arena.library.calls.pds_arena_take(
-                arena.handle, engine, byref(self._values(memory, keys)), *arrays.all, *out
+                arena.handle, engine, byref(self._values(memory)), *arrays.all, *out
             )
         raise_error(error)
         return None if code else (arrays, Ticket(arena.library, handle))
 
-    def _values(self, memory: int, keys: Sequence[str]) -> ctypes.Structure:
+    def _values(self, memory: int) -> ctypes.Structure:
         return Values(
-            keys=text_of(keys),
+            keys=self.names,
             sizes=self.sizes,
             starts=self.starts,
             items=self.items,
             ids=self.ids,
-            count=len(keys),
+            count=self.num_values,
             num_ids=len(self.ids) // 8,
             memory=memory,
             ready=self.ready,

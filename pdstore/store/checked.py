@@ -14,8 +14,8 @@ from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 
 
-def count_of(answer: object, keys: Sequence[BlockKey], store: Store) -> int:
-    """Returns a store's answer about `keys` if it is an int in 0..len(keys).
+def count_of(answer: object, keys: Sequence[object], store: Store) -> int:
+    """Returns a store's answer about `keys`, or their values, if it is an int in 0..len(keys).
 
     Raises StoreError for any other answer.
     """

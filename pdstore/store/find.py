@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, TypeVar
 
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Kind
 from pdstore.native.value_batch import ValueBatch
 from pdstore.store.base import Slots, Store
 from pdstore.store.in_place import InPlace, Loan, NativeInPlace, Reservation, Taken
@@ -91,11 +91,11 @@ class _NativeInPlaceThrough(_InPlaceThrough):
         super().__init__(wrapper, inner)
         self._native = inner
 
-    def fill(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Reservation | None:
-        return self._wrapper.around("put", self._native.fill, keys, batch)
+    def fill(self, kinds: Sequence[Kind], batch: ValueBatch) -> Reservation | None:
+        return self._wrapper.around("put", self._native.fill, kinds, batch)
 
-    def take(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Taken | None:
-        return self._wrapper.around("get", self._native.take, keys, batch)
+    def take(self, batch: ValueBatch) -> Taken | None:
+        return self._wrapper.around("get", self._native.take, batch)
 
 
 def _unwrapped(wrapper: CallWrapper, inner: P) -> P:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Kind
 from pdstore.native.engine import Ticket
 from pdstore.native.value_batch import ValueBatch
 
@@ -168,14 +168,16 @@ class NativeInPlace(InPlace, Protocol):
     the way of `InPlace` to find out why.
     """
 
-    def fill(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Reservation | None:
+    def fill(self, kinds: Sequence[Kind], batch: ValueBatch) -> Reservation | None:
         """Reserves places as `reserve` does, gathers into them, and seals what lies there.
+
+        kinds: of the batch's keys.
 
         The reservation covers all keys and is ready for `publish`. Raises LayoutError or SwapError
         if the copies fail.
         """
 
-    def take(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Taken | None:
+    def take(self, batch: ValueBatch) -> Taken | None:
         """Borrows values as `borrow` does, verifies them, and starts to scatter them.
 
         None also if any value is missing or not right. The caller waits for the copies and then

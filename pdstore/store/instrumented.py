@@ -53,7 +53,7 @@ class Instrumented(CallWrapper):
         return kept
 
     def _count_bytes(self, direction: str, args: tuple[object, ...], answer: object) -> None:
-        first, second, *_ = args
+        first, second = (*args, None, None)[:2]
         if isinstance(second, Slots) and isinstance(answer, int):
             sizes = second.sizes[:answer]
         elif isinstance(first, Reservation) and isinstance(answer, int):

@@ -64,7 +64,9 @@ class InPlaceMover(Mover):
                 reservation = self._fill(child, undo, window, ready)
                 covered = reservation.num_keys
                 rest = rest[covered:]
-                mine = [window[i] for i in reservation.missing]
+                mine: Sequence[Value] = window
+                if len(reservation) < len(window):
+                    mine = [window[i] for i in reservation.missing]
                 if not rest:
                     gathered()
                 if not self._publish(child, mine, reservation):
@@ -114,6 +116,7 @@ class InPlaceMover(Mover):
         undo: gives back what was not published.
         """
         self._wait_for_memory(child)
+        window = list(window)
         keys, sizes = [value.key for value in window], [value.size for value in window]
         with child.in_store_call():
             reservation = self._in_place.reserve(keys, sizes)
@@ -131,6 +134,7 @@ class InPlaceMover(Mover):
         loaded: Loaded,
     ) -> Verified:
         """Borrows and verifies values and starts to scatter the whole blocks of those."""
+        window = list(window)
         with contextlib.ExitStack() as held:
             loan, read = self._borrow(child, held, window)
             value_at = loan.places.value
@@ -170,10 +174,9 @@ class InPlaceMover(Mover):
 
     def _publish(self, child: ChildJob, values: Sequence[Value], reservation: Reservation) -> bool:
         """Makes sealed values visible; False if the store has lost some of the places."""
-        keys = [value.key for value in values]
         with child.in_store_call():
             answer = self._in_place.publish(reservation, len(reservation))
-            published = count_of(answer, keys, self._store)
+            published = count_of(answer, values, self._store)
             self._count("saved", values[:published])
         return published == len(values)
 
@@ -199,8 +202,9 @@ class InPlaceMover(Mover):
 
     def _confirm(self, loan: Loan, copied: Sequence[Value], loaded: Loaded) -> None:
         """After a copy: counts the values whose bytes were theirs all the time."""
-        keys = [value.key for value in copied]
         answer = self._in_place.still_there(loan)
-        there = copied[: whole_blocks(copied, count_of(min(answer, len(keys)), keys, self._store))]
+        there = copied[
+            : whole_blocks(copied, count_of(min(answer, len(copied)), copied, self._store))
+        ]
         loaded(there, len(there) == len(copied))
         self._count("loaded", there)

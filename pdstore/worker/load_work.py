@@ -12,7 +12,7 @@ from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mover import Mover
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, Value
+from pdstore.worker.values import PromptBlocks, Value, end_token
 from pdstore.worker.work import Share, Shortfall, Work
 
 
@@ -115,8 +115,7 @@ class LoadWork(Work):
 
     def _note_loaded(self, piece: _Piece, values: Sequence[Value], is_all: bool) -> None:
         if values:
-            last = values[-1]
-            piece.reached = last.number * self._prompt.layout.block_tokens + last.num_tokens
+            piece.reached = end_token(values, self._prompt.layout.block_tokens)
         if not is_all:
             self._gaps.append((piece, Shortfall(Reason.LOST)))
 

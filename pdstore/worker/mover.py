@@ -21,7 +21,7 @@ from pdstore.worker.block_range import Split
 from pdstore.worker.block_tables import tables_of
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
-from pdstore.worker.values import PromptBlocks, Value, whole_blocks
+from pdstore.worker.values import PromptBlocks, Value, counted_tokens, whole_blocks
 
 log = logging.getLogger(__name__)
 
@@ -241,5 +241,4 @@ class Mover(ABC):
 
     def _count(self, verb: str, values: Sequence[Value]) -> None:
         """Counts the tokens of each block once."""
-        tokens = sum(value.num_tokens for value in values if value.counts)
-        self._metrics.tokens.labels(verb).inc(tokens)
+        self._metrics.tokens.labels(verb).inc(counted_tokens(values))

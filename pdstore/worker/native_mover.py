@@ -7,9 +7,10 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import Kind, kind_of
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
+from pdstore.native.arena import text_of
 from pdstore.native.value_batch import ValueBatch
 from pdstore.store.base import Store
 from pdstore.store.in_place import NativeInPlace, Reservation, Taken
@@ -20,6 +21,7 @@ from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Loaded, Verified
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
+from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value
 
 
@@ -58,7 +60,7 @@ class NativeMover(InPlaceMover):
         self._wait_for_memory(child)
         batch = self._batch(window, 0, ready)
         with child.copying(), child.in_store_call():
-            reservation = self._native.fill(_keys_of(window), batch)
+            reservation = self._native.fill(_kinds_of(window), batch)
             if reservation is not None:
                 undo.callback(self._abandon, reservation)
         if reservation is None:
@@ -98,7 +100,7 @@ class NativeMover(InPlaceMover):
         """
         with contextlib.ExitStack() as undo:
             with child.in_store_call():
-                taken = self._native.take(_keys_of(window), batch)
+                taken = self._native.take(batch)
                 if taken is not None:
                     held.callback(self._native.release, taken.loan)
                     undo.callback(self._native_swap.finish, taken.copies)
@@ -120,6 +122,8 @@ class NativeMover(InPlaceMover):
     def _batch(
         self, window: Sequence[Value], first_token: int, ready: ReadyEvent | None
     ) -> ValueBatch:
+        if isinstance(window, ValueRun) and not self._begins_within(window, first_token):
+            return self._batch_of_run(window, ready)
         packed = self._native_swap.pack_unplaced(
             UnplacedCopy(
                 value.part,
@@ -130,6 +134,7 @@ class NativeMover(InPlaceMover):
             for value in window
         )
         return ValueBatch(
+            names=text_of([value.key for value in window]),
             sizes=array("q", [value.size for value in window]).tobytes(),
             starts=b"".join([value.start for value in window]),
             engine=self._native_swap.engine,
@@ -138,6 +143,26 @@ class NativeMover(InPlaceMover):
             ready=self._native_swap.handle_of(ready),
         )
 
+    def _batch_of_run(self, run: ValueRun, ready: ReadyEvent | None) -> ValueBatch:
+        """Does as `_batch` without a look at any value."""
+        packed, part = run.packed, (run.first, run.stop)
+        return ValueBatch(
+            names=packed.names(*part),
+            sizes=packed.sizes(*part),
+            starts=packed.starts(*part),
+            engine=self._native_swap.engine,
+            items=self._native_swap.pack_items(packed, *part),
+            ids=packed.ids(*part),
+            ready=self._native_swap.handle_of(ready),
+        )
 
-def _keys_of(window: Sequence[Value]) -> list[BlockKey]:
-    return [value.key for value in window]
+    def _begins_within(self, run: ValueRun, first_token: int) -> bool:
+        """True if tokens of one of these blocks must not be written."""
+        block, before = divmod(first_token, self._block_tokens)
+        return before > 0 and run.blocks.first <= block < run.blocks.stop
+
+
+def _kinds_of(window: Sequence[Value]) -> list[Kind]:
+    if isinstance(window, ValueRun):
+        return [Kind.BLOCK] * len(window)
+    return [kind_of(value.key) for value in window]

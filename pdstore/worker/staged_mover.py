@@ -67,7 +67,7 @@ class StagedMover(Mover):
         ready: ReadyEvent | None,
         gathered: Callable[[], None],
     ) -> Reason | None:
-        rest = values
+        rest: Sequence[Value] = list(values)
         while rest:
             with self._lend(child, len(rest), 1, child.deadline) as numbers:
                 if not numbers:
@@ -92,7 +92,7 @@ class StagedMover(Mover):
         ready: ReadyEvent | None,
         loaded: Loaded,
     ) -> Reason | None:
-        rest = values
+        rest: Sequence[Value] = list(values)
         while rest:
             with contextlib.ExitStack() as held:
                 numbers = self._lend_beside_a_copy(child, held, len(rest))

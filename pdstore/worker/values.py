@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pdstore.format import block
@@ -10,7 +12,9 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Part
 from pdstore.worker.block_range import BlockRange
+from pdstore.worker.packed_blocks import PackedBlocks, ValueShape
 from pdstore.worker.swap.base import BlockCopy
+from pdstore.worker.value_run import ValueRun
 
 
 class Value(NamedTuple):
@@ -57,15 +61,6 @@ class Chain(NamedTuple):
     numbers: Sequence[int]
 
 
-class _Shape(NamedTuple):
-    """The fields that all values of one part share, in blocks of one length."""
-
-    part: Part
-    table: Sequence[int]
-    start: bytes  # `block.start_of` without the prefix hash at its end
-    size: int
-
-
 class PromptBlocks:
     """The blocks of one prompt that this rank moves, and where they are in the paged cache.
 
@@ -75,14 +70,18 @@ class PromptBlocks:
     def __init__(self, layout: Layout, keys: PromptKeys, tables: BlockTables) -> None:
         self.layout, self.keys, self.tables = layout, keys, tables
         self._per_block = layout.block_tokens // layout.engine_block_tokens
-        self._shapes: dict[int, list[_Shape]] = {}  # by a block's tokens; of each owned part
+        self._shapes: dict[int, list[ValueShape]] = {}  # by a block's tokens; of each owned part
+        self._packed: dict[int | None, PackedBlocks] = {}  # by layer range
+        self._packing = threading.Lock()
 
-    def values(self, blocks: BlockRange, layer_range: int | None = None) -> list[Value]:
+    def values(self, blocks: BlockRange, layer_range: int | None = None) -> Sequence[Value]:
         """The values of some blocks, in key order; of one layer range, or of all layers.
 
         Those are left out whose engine blocks are not all there.
         """
         num_full = self.keys.num_tokens // self.layout.block_tokens
+        if not self.layout.has_windows and blocks.first < blocks.stop <= num_full:
+            return self._run(blocks, layer_range)
         full = BlockRange(blocks.first, min(blocks.stop, num_full))
         values = self._values(full, self.layout.block_tokens, layer_range)
         if blocks.first <= num_full < blocks.stop:
@@ -104,14 +103,47 @@ class PromptBlocks:
         numbers = [number for number in range(*blocks) for _ in parts]
         return Chain(self.keys.store_keys(parts, first_block), numbers)
 
+    def _run(self, blocks: BlockRange, layer_range: int | None) -> ValueRun:
+        layout = self.layout
+        counts = layer_range is None or layout.range_of_part(layout.owned_parts[0]) == layer_range
+        per_block = sum(self._is_wanted(layer_range))
+        return ValueRun(
+            blocks.first * per_block,
+            blocks.stop * per_block,
+            per_block,
+            layout.block_tokens if counts else 0,
+            lambda some: self._values(some, layout.block_tokens, layer_range),
+            partial(self._pack, layer_range),
+        )
+
+    def _pack(self, layer_range: int | None) -> PackedBlocks:
+        """Packs the full blocks once; the workers of a job share them."""
+        with self._packing:
+            packed = self._packed.get(layer_range)
+            if packed is None:
+                num_tokens = self.layout.block_tokens
+                shapes = zip(self._shapes_of(num_tokens), self._is_wanted(layer_range), strict=True)
+                packed = self._packed[layer_range] = PackedBlocks(
+                    self.keys,
+                    [shape for shape, is_wanted in shapes if is_wanted],
+                    self._per_block,
+                    self.layout.cells_of(num_tokens),
+                )
+        return packed
+
+    def _is_wanted(self, layer_range: int | None) -> list[bool]:
+        """For each owned part: whether it is of a layer range."""
+        layout = self.layout
+        return [
+            layer_range is None or layout.range_of_part(part) == layer_range
+            for part in layout.owned_parts
+        ]
+
     def _values(self, blocks: BlockRange, num_tokens: int, layer_range: int | None) -> list[Value]:
         """The values of blocks that all have `num_tokens` tokens."""
         layout, keys = self.layout, self.keys
         shapes = self._shapes_of(num_tokens)
-        wanted = [
-            layer_range is None or layout.range_of_part(part) == layer_range
-            for part in layout.owned_parts
-        ]
+        wanted = self._is_wanted(layer_range)
         names = iter(keys.store_keys(layout.owned_parts, *blocks))
         step, cells = self._per_block, layout.cells_of(num_tokens)
         used = -(-num_tokens // layout.engine_block_tokens)
@@ -144,7 +176,7 @@ class PromptBlocks:
                 counts = False
         return values
 
-    def _shapes_of(self, num_tokens: int) -> list[_Shape]:
+    def _shapes_of(self, num_tokens: int) -> list[ValueShape]:
         """The shapes of all owned parts; they are kept, because each share of a job asks again."""
         shapes = self._shapes.get(num_tokens)
         if shapes is None:
@@ -152,7 +184,7 @@ class PromptBlocks:
             self._shapes[num_tokens] = shapes
         return shapes
 
-    def _shape(self, part: Part, num_tokens: int) -> _Shape:
+    def _shape(self, part: Part, num_tokens: int) -> ValueShape:
         layout = self.layout
         payload_bytes = layout.payload_bytes(part, num_tokens)
         header = block.Header(
@@ -167,14 +199,30 @@ class PromptBlocks:
         )
         start = block.start_of(header)[:-16]
         table = self.tables[layout.table_of(part)]
-        return _Shape(part, table, start, block.HEADER_BYTES + payload_bytes)
+        return ValueShape(part, table, start, block.HEADER_BYTES + payload_bytes)
 
 
 def whole_blocks(values: Sequence[Value], count: int) -> int:
     """Returns how many of the first `count` values make up whole blocks."""
+    if isinstance(values, ValueRun):
+        return values.whole(count)
     while 0 < count < len(values) and not values[count].leads:
         count -= 1
     return count
+
+
+def counted_tokens(values: Sequence[Value]) -> int:
+    """Returns the tokens of these values' blocks, each block once over all its values."""
+    if isinstance(values, ValueRun):
+        return values.num_counted_tokens
+    return sum(value.num_tokens for value in values if value.counts)
+
+
+def end_token(values: Sequence[Value], block_tokens: int) -> int:
+    """Returns the prompt's tokens up to the end of the last value's block."""
+    if isinstance(values, ValueRun):
+        return values.blocks.stop * block_tokens
+    return values[-1].number * block_tokens + values[-1].num_tokens
 
 
 def bytes_of(

@@ -8,7 +8,9 @@ import pytest
 
 from pdstore.errors import LayoutError
 from pdstore.format.block import HEADER_BYTES
+from pdstore.format.keys import Kind
 from pdstore.format.layout import Layout
+from pdstore.native.arena import text_of
 from pdstore.native.value_batch import ValueBatch
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import fresh_keys
@@ -17,6 +19,7 @@ from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
 from tests.support.kv import LAYERS, caches_of, settings_of
 
 TOKENS = 16
+KINDS = [Kind.BLOCK] * 2
 
 
 class Rig:
@@ -35,11 +38,12 @@ class Rig:
         self.swap = NativeSwap(library, self.layout, caches_of(self.layout, 8))
         self.store = ArenaStore(library, "test", directory=directory, size=8 << 20)
 
-    def batch(self, blocks, **changes) -> ValueBatch:
+    def batch(self, keys, blocks, **changes) -> ValueBatch:
         copies = [UnplacedCopy(self.part, [block], TOKENS, 0) for block in blocks]
         packed = self.swap.pack_unplaced(copies)
         return ValueBatch(
             **{
+                "names": text_of(keys),
                 "sizes": array("q", [self.size] * len(blocks)).tobytes(),
                 "starts": b"".join(bytes([block]) * 56 for block in blocks),
                 "engine": self.swap.engine,
@@ -68,7 +72,7 @@ def rig(library, tmp_path):
 
 def stored(rig, blocks):
     keys = fresh_keys(len(blocks))
-    reservation = rig.store.fill(keys, rig.batch(blocks))
+    reservation = rig.store.fill(KINDS, rig.batch(keys, blocks))
     assert rig.store.publish(reservation, len(keys)) == len(keys)
     return keys
 
@@ -84,7 +88,7 @@ def test_values_are_the_start_a_sum_and_what_the_cache_holds(rig):
 
 def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     keys = stored(rig, [3, 5])
-    taken = rig.store.take(keys, rig.batch([6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56))
+    taken = rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56))
     assert taken.copies.wait(10)
     assert rig.store.still_there(taken.loan) == 2
     assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
@@ -92,7 +96,7 @@ def test_what_is_filled_can_be_taken_to_other_blocks(rig):
 
 def test_a_value_of_another_header_stops_all_copies(rig):
     keys, before = stored(rig, [3, 5]), rig.payload_of(6)
-    assert rig.store.take(keys, rig.batch([6, 7], starts=bytes([3]) * 112)) is None
+    assert rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 112)) is None
     assert rig.payload_of(6) == before
 
 
@@ -100,24 +104,24 @@ def test_a_damaged_value_stops_all_copies(rig):
     keys, before = stored(rig, [3, 5]), rig.payload_of(6)
     rig.store.borrow(keys, [rig.size] * 2).places.value(1)[200] ^= 1
     starts = bytes([3]) * 56 + bytes([5]) * 56
-    assert rig.store.take(keys, rig.batch([6, 7], starts=starts)) is None
+    assert rig.store.take(rig.batch(keys, [6, 7], starts=starts)) is None
     assert rig.payload_of(6) == before
 
 
 @pytest.mark.parametrize("wrong", [-8, 8])
 def test_a_size_that_is_not_that_of_its_copy_reserves_and_moves_nothing(rig, wrong):
     sizes = array("q", [rig.size, rig.size + wrong]).tobytes()
-    assert rig.store.fill(fresh_keys(2), rig.batch([3, 5], sizes=sizes)) is None
+    assert rig.store.fill(KINDS, rig.batch(fresh_keys(2), [3, 5], sizes=sizes)) is None
     assert rig.store.counts().reserved == 0
 
 
 def test_fewer_ids_than_the_copies_name_move_nothing(rig):
-    batch = rig.batch([3, 5])
-    assert rig.store.fill(fresh_keys(2), batch._replace(ids=batch.ids[:8])) is None
+    batch = rig.batch(fresh_keys(2), [3, 5])
+    assert rig.store.fill(KINDS, batch._replace(ids=batch.ids[:8])) is None
     assert rig.store.counts().reserved == 0
 
 
 def test_a_block_that_is_not_in_the_cache_is_an_error_and_leaves_nothing_reserved(rig):
     with pytest.raises(LayoutError, match="outside the cache"):
-        rig.store.fill(fresh_keys(2), rig.batch([3, 99]))
+        rig.store.fill(KINDS, rig.batch(fresh_keys(2), [3, 99]))
     assert rig.store.counts().reserved == 0

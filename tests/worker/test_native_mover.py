@@ -6,9 +6,13 @@ import pytest
 
 from pdstore import JobResult, LayerSpec
 from pdstore.format import block
+from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store import open_store
+from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.in_place import NativeInPlace
+from pdstore.store.instrumented import Instrumented
+from pdstore.worker import values
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -58,11 +62,11 @@ class Spied(NativeInPlace):
     def release(self, loan):
         self._call("release", loan)
 
-    def fill(self, keys, batch):
-        return self._call("fill", keys, batch)
+    def fill(self, kinds, batch):
+        return self._call("fill", kinds, batch)
 
-    def take(self, keys, batch):
-        taken = self._call("take", keys, batch)
+    def take(self, batch):
+        taken = self._call("take", batch)
         self.after_take()
         return taken
 
@@ -93,6 +97,26 @@ def test_a_prompt_goes_and_comes_without_a_single_step(instance, store, num_toke
     assert not set(STEPS) & set(store.calls)
     assert store.calls.count("fill") == store.calls.count("abandon")
     assert store.calls.count("take") == store.calls.count("release")
+
+
+def test_no_value_of_a_full_block_is_made_for_a_load(instance, monkeypatch):
+    p, d = (instance(fill=fill, layer_ranges=2) for fill in (None, POISON))
+    save(p, range(320))
+    made = []
+    monkeypatch.setattr(values, "Value", lambda *fields: made.append(fields))
+    assert load(d, range(320)) == JobResult(320)
+    assert made == []
+    assert_loaded(p, d, 320)
+
+
+def test_bytes_are_counted_whichever_way_they_go(instance, arena):
+    metrics = Metrics()
+    p = instance(over=Instrumented(CircuitBreaker(arena), metrics), workers=2)
+    assert save(p, range(200)) == JobResult(200)
+    assert load(p, range(200)) == JobResult(200)
+    value = metrics.registry.get_sample_value
+    saved, loaded = (value("pdstore_bytes_total", {"direction": way}) for way in ("save", "load"))
+    assert saved == loaded > 3 * BLOCK_BYTES
 
 
 def test_values_and_their_headers_are_those_of_the_steps(instance, arena, tmp_path):

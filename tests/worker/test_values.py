@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore import LayerSpec, Layout, PromptKeys
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
 from pdstore.worker.block_range import BlockRange
-from pdstore.worker.values import PromptBlocks, bytes_of, whole_blocks
-from tests.support.kv import settings_of
-
-FULL = LayerSpec(2, 8)
-SLIDING = LayerSpec(2, 8, kind="sliding", window=40, table=1)
-
-
-def prompt_of(num_tokens=200, layers=(FULL,) * 4, tables=None, **changes):
-    settings = settings_of(**changes)
-    layout = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
-    keys = PromptKeys(layout.namespace(settings, weights="w")).extend(range(num_tokens))
-    return PromptBlocks(layout, keys, tables or [range(100, 120)] * layout.num_tables)
+from pdstore.worker.values import bytes_of, whole_blocks
+from tests.support.values_kit import FULL, SLIDING, prompt_of
 
 
 def all_of(prompt, layer_range=None):
@@ -61,7 +50,7 @@ def test_a_value_knows_its_engine_blocks():
 def test_a_range_has_the_values_of_its_blocks(blocks):
     prompt = prompt_of(layer_ranges=2)
     want = [value for value in all_of(prompt) if value.number in range(*blocks)]
-    assert prompt.values(BlockRange(*blocks)) == want
+    assert list(prompt.values(BlockRange(*blocks))) == want
 
 
 def test_layer_ranges_together_are_all_values():

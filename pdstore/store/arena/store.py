@@ -209,16 +209,17 @@ class ArenaStore(Store):
     def release(self, loan: Loan) -> None:
         lent_here(loan)
 
-    def fill(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Reservation | None:
+    def fill(self, kinds: Sequence[Kind], batch: ValueBatch) -> Reservation | None:
         memory = self._enter()
-        arrays = batch.fill(self._arena, address_of(memory), keys, _kinds(keys))
+        numbers = bytes(map(_KINDS.__getitem__, kinds))
+        arrays = batch.fill(self._arena, address_of(memory), numbers)
         if arrays is None:
             return None
-        return reservation_of(memory, arrays, len(keys), memoryview(batch.sizes).cast("q"))
+        return reservation_of(memory, arrays, len(kinds), memoryview(batch.sizes).cast("q"))
 
-    def take(self, keys: Sequence[BlockKey], batch: ValueBatch) -> Taken | None:
+    def take(self, batch: ValueBatch) -> Taken | None:
         memory = self._enter()
-        taken = batch.take(self._arena, address_of(memory), keys)
+        taken = batch.take(self._arena, address_of(memory))
         if taken is None:
             return None
         arrays, copies = taken

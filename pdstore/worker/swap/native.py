@@ -20,6 +20,7 @@ from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Reg
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
+from pdstore.worker.packed_blocks import PackedBlocks
 from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
 from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 
@@ -169,6 +170,18 @@ class NativeSwap(Swap):
             items.append(_ITEM.pack(0, number, num_tokens, first_token, len(block_ids)))
             ids += block_ids
         return Packed(b"".join(items), array("q", ids).tobytes())
+
+    def pack_items(self, packed: PackedBlocks, first: int, stop: int) -> bytes:
+        """Packs copies of some values of full blocks, as `pack_unplaced` does."""
+        block = b"".join(
+            [
+                _ITEM.pack(0, self._parts[shape.part], packed.cells, 0, packed.step)
+                for shape in packed.shapes
+            ]
+        )
+        at = first % len(packed.shapes) * _ITEM.size
+        size = (stop - first) * _ITEM.size
+        return (block * ((at + size) // len(block) + 1))[at : at + size]
 
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
