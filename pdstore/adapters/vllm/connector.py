@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
+from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError
@@ -57,9 +58,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_where_vllm_logs()
         refuse_unsupported(vllm_config, kv_cache_config)
         settings = settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
+        self._shows_status = settings.status_port is not None
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
@@ -68,9 +71,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 raise ConfigError("PDSTORE_ON_MISS=fail needs kv_load_failure_policy=fail")
             if fails:
                 log.warning("kv_load_failure_policy is fail: a lost block fails its request")
-            num_ranks = vllm_config.parallel_config.world_size
+            parallel = vllm_config.parallel_config
             self._scheduler = PDStoreConnectorScheduler(
-                settings, num_ranks, self.metrics, may_follow=not fails
+                settings,
+                parallel.world_size,
+                self.metrics,
+                may_follow=not fails,
+                number=getattr(parallel, "data_parallel_index", 0),
             )
         else:
             self._worker = PDStoreConnectorWorker(
@@ -137,6 +144,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
+        new = getattr(connector_output, "kv_connector_stats", None)
+        if new is not None and self._shows_status:
+            self.scheduler.worker_metrics.observe(new)
         self.scheduler.report(report, list(connector_output.finished_recving or ()))
 
     @degrades(lambda: (False, None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -18,6 +19,7 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables
 from pdstore.format.namespace import Namespace
+from pdstore.outcome import Direction, Reason
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,32 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
 
 
+class Interval(NamedTuple):
+    """A time from its begin to its end, in seconds since the epoch."""
+
+    begin_at: float
+    end_at: float
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A load or a save that has ended on one rank.
+
+    number: `SaveSpec.number`; None for a load.
+    num_tokens, reason: as in `JobResult`.
+    ran: from its start to its end.
+    in_store: from its first call of the store to the end of the last, if it made one.
+    """
+
+    request_id: str
+    number: int | None
+    direction: Direction
+    num_tokens: int
+    reason: Reason | None
+    ran: Interval
+    in_store: Interval | None = None
+
+
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The outcome of work that ended since the last step, from a worker to the scheduler side.
@@ -75,11 +103,13 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: ids of requests whose load brought less than vLLM counts on, on any rank.
     loaded: by the id of a request, the tokens that its load brought, and the seconds that a rank
       was at it; of several ranks the slowest counts.
+    ended: every load and save that has ended, of each rank.
     """
 
     released: Counter[int] = field(default_factory=Counter)
     failed: set[str] = field(default_factory=set)
     loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
+    ended: list[EndedJob] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
@@ -90,7 +120,12 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             )
             for name in {*self.loaded, *other.loaded}
         }
-        return StepReport(self.released + other.released, self.failed | other.failed, loaded)
+        return StepReport(
+            self.released + other.released,
+            self.failed | other.failed,
+            loaded,
+            self.ended + other.ended,
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _register() -> None:
-    _log_where_vllm_logs()
+    log_where_vllm_logs()
     version = _vllm_version()
     first, last = VERSIONS
     if not first <= version <= last:
@@ -46,8 +46,11 @@ def _register() -> None:
         EngineArgs.create_engine_config = _with_switch(EngineArgs.create_engine_config)
 
 
-def _log_where_vllm_logs() -> None:
-    """Prints pdstore's own lines with vLLM's handlers, unless the user has set up handlers."""
+def log_where_vllm_logs() -> None:
+    """Prints pdstore's own lines with vLLM's handlers, unless the user has set up handlers.
+
+    Some versions of vLLM set theirs up after they have loaded plugins, so connectors call it too.
+    """
     ours, theirs = logging.getLogger("pdstore"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
         ours.handlers = theirs.handlers

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdstore.adapters.vllm.messages import EndedJob
 from pdstore.errors import PDStoreError
-from pdstore.format.handoff import HandoffId
+from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.break_even import Outcome
-from pdstore.scheduler.lookup import Lookup
+from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
+from pdstore.telemetry.request_record import RequestTimer
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -40,6 +42,10 @@ class RequestTracker:
     num_computed: leading tokens that vLLM had when it last asked what can be loaded.
     outcome: what was decided for what the pool had, once its KV is there.
     num_loading: leading tokens present once the running load has ended; 0 if none runs.
+    given: the hand-off that came with the request.
+    found: the lookup's match, once vLLM has asked for it.
+    num_fed: tokens of the prompt that the model was given here.
+    num_jobs, ended: loads and saves of all ranks, and those of them that have ended.
     """
 
     request: Any
@@ -55,6 +61,12 @@ class RequestTracker:
     num_computed: int = 0
     num_loading: int = 0
     outcome: Outcome | None = None
+    given: Handoff | None = None
+    found: Match | None = None
+    num_fed: int = 0
+    num_jobs: int = 0
+    ended: list[EndedJob] = field(default_factory=list)
+    timer: RequestTimer = field(default_factory=RequestTimer)
     arrived_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -62,6 +74,39 @@ class RequestTracker:
         """True while a part of the prompt is still to be saved, or the hand-off to be published."""
         is_saved = self.num_saved >= self.keys.num_tokens
         return not is_saved or (self.handoff is not None and not self.is_announced)
+
+    def note_found(self, found: Match) -> None:
+        """Takes the lookup's match."""
+        if self.found is None:
+            self.found = found
+            self.timer.end("wait")
+
+    def usable(self, found: Match) -> int:
+        """Leading tokens that vLLM may count as computed when the match is loaded.
+
+        vLLM computes a prompt's last token again. If it were told that all tokens are present, it
+        would give back the block that only the last token's window still reads.
+        """
+        known: int = self.request.num_tokens
+        return min(found.num_tokens, known - 1 if found.keys.namespace.windows else known)
+
+    def scheduled(self, num_tokens: int) -> None:
+        """Notes that a step computes some tokens of this request."""
+        start, end = self.request.num_computed_tokens, self.request.num_prompt_tokens
+        if self.request.num_output_tokens:
+            self.timer.end("compute")
+        elif start < end:
+            self.timer.begin("compute")
+            self.num_fed += min(start + num_tokens, end) - start
+
+    def told(self, load: str) -> dict[str, Json]:
+        """Returns what an answer says of the decision; nothing where PDSTORE_LOAD is `always`."""
+        if self.outcome is None or load == "always":
+            return {}
+        _, way, load_s, compute_s = self.outcome.decision
+        said: dict[str, Json] = {"decision": way, "took_s": self.outcome.took_s}
+        said |= {"estimated_load_s": load_s, "estimated_compute_s": compute_s}
+        return {"pdstore_decision": said}
 
     def decoded_until(self, num_tokens: int) -> PromptKeys:
         """The keys of the whole blocks in the first `num_tokens` prompt and decoded tokens."""

@@ -21,16 +21,19 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.patience import Patience
 from pdstore.adapters.vllm.prompt_steps import PromptSteps
+from pdstore.adapters.vllm.records import Records
 from pdstore.adapters.vllm.request import RequestTracker, is_keyed, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
+from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
-from pdstore.scheduler.break_even import BreakEven, Outcome
-from pdstore.scheduler.lookup import Match
+from pdstore.scheduler.break_even import BreakEven
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
+from pdstore.status.reporting import Reporting
+from pdstore.telemetry.journal import Journal
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -43,19 +46,29 @@ class PDStoreConnectorScheduler:
 
     may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
       engines in which a load that brings too little fails its request.
+    number: of this instance among the data-parallel ones that are started together.
     """
 
     def __init__(
-        self, settings: Settings, num_ranks: int, metrics: Metrics, *, may_follow: bool = True
+        self,
+        settings: Settings,
+        num_ranks: int,
+        metrics: Metrics,
+        *,
+        may_follow: bool = True,
+        number: int = 0,
     ) -> None:
         self._settings = settings
-        self._may_follow = may_follow
+        self._may_follow, self._number = may_follow, number
         self._num_ranks = num_ranks
         self._metrics = metrics
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
         self._break_even = BreakEven(settings.load, 1)
         self._steps = PromptSteps(self._break_even)
+        self.worker_metrics = WorkerMetrics()
+        self._reporting: Reporting | None = None
+        self._records = Records(Journal(), settings.role)
         self._refs: BlockRefs | None = None
         self._block_tokens = 0  # of vLLM's blocks
         self._requests: dict[str, RequestTracker] = {}
@@ -69,27 +82,31 @@ class PDStoreConnectorScheduler:
             raise ConfigError(
                 "no worker sent its layout: in MultiConnector list PDStoreConnector first"
             )
-        namespaces = [rank.namespace for rank in ranks]
-        for other in namespaces[1:]:
-            if other.digest != namespaces[0].digest:
-                differences = "; ".join(namespaces[0].differences(other.describe()))
+        namespace, role = ranks[0].namespace, self._settings.role
+        for rank in ranks[1:]:
+            if rank.namespace.digest != namespace.digest:
+                differences = "; ".join(namespace.differences(rank.namespace.describe()))
                 raise ConfigError(f"the ranks of this instance differ in {differences}")
         self._block_tokens = ranks[0].block_tokens
-        self._cache = PrefixCacheManager(self._settings, namespaces[0], metrics=self._metrics)
+        cache = self._cache = PrefixCacheManager(self._settings, namespace, metrics=self._metrics)
         self._break_even = BreakEven(
             self._settings.load,
-            namespaces[0].block_tokens,
-            may_split=not namespaces[0].windows,
+            namespace.block_tokens,
+            may_split=not namespace.windows,
             metrics=self._metrics,
         )
         self._steps = PromptSteps(self._break_even)
-        self._plan_saves()
-        log.info(
-            "pdstore: role %s, namespace %s, blocks of %d tokens",
-            self._settings.role,
-            namespaces[0].hex,
-            namespaces[0].block_tokens,
+        self._reporting = Reporting(
+            self._settings,
+            namespace,
+            [self._metrics.registry, self.worker_metrics.registry],
+            lambda: cache.problem or self.worker_metrics.problem,
+            self._number,
         )
+        self._records = Records(self._reporting.journal, role)
+        self._plan_saves()
+        words = "pdstore: role %s, namespace %s, blocks of %d tokens"
+        log.info(words, role, namespace.hex, namespace.block_tokens)
 
     def bind(self, block_pool: Any) -> None:
         """Takes vLLM's BlockPool, whose reference counts hold the blocks of saves."""
@@ -115,9 +132,10 @@ class PDStoreConnectorScheduler:
             tracker.is_concurrent = Handoff.of(params) is not None
         if not getattr(request, "skip_reading_prefix_cache", False):
             find = self._cache.follow if self._may_follow else self._cache.lookup
+            tracker.timer.begin("wait")
             tracker.lookup = find(keys, None if is_prefill else params)
-            is_handed_over = not is_prefill and Handoff.of(params) is not None
-            tracker.must_load = is_handed_over and self._settings.on_miss == "fail"
+            tracker.given = None if is_prefill else Handoff.of(params)
+            tracker.must_load = tracker.given is not None and self._settings.on_miss == "fail"
         return tracker
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -129,12 +147,13 @@ class PDStoreConnectorScheduler:
         found = self._patience.first_answer(tracker.lookup) if is_new else tracker.lookup.poll()
         if found is None:
             return None
+        tracker.note_found(found)
         tracker.num_computed = num_computed
         if num_computed >= request.num_tokens - 1:
             return 0  # vLLM computes the last token anyway, and would ask for it again and again
         if tracker.must_load and found.reason is not None:
             return int(request.num_tokens) - 1 - num_computed  # for blocks whose load can fail
-        usable = max(num_computed, _usable(found, request))
+        usable = max(num_computed, tracker.usable(found))
         decision = self._break_even.decide(
             request.request_id, start=num_computed, found=usable, num_tokens=request.num_tokens
         )
@@ -152,10 +171,11 @@ class PDStoreConnectorScheduler:
             return
         first, keys = tracker.num_computed, found.keys
         end = first + num_external  # vLLM may take fewer tokens than it was offered
-        if end < _usable(found, request) or self._blocks_of(keys.num_tokens) > len(block_ids[0]):
+        if end < tracker.usable(found) or self._blocks_of(keys.num_tokens) > len(block_ids[0]):
             keys = keys.prefix(end)
         tables = pool_tables(block_ids, self._blocks_of(keys.num_tokens))
         tracker.num_loading = keys.num_tokens
+        tracker.num_jobs += self._num_ranks
         self._loads.append(LoadSpec(request.request_id, keys, tables, first, end, found.follow))
 
     def give_up(self, request_id: str) -> None:
@@ -187,18 +207,17 @@ class PDStoreConnectorScheduler:
         self._note_outcomes()
         if not output.num_scheduled_tokens:
             return
-        self._steps.scheduled(
-            (self._requests[name].request, num_scheduled)
+        steps = [
+            (self._requests[name], num_scheduled)
             for name, num_scheduled in output.num_scheduled_tokens.items()
             if name in self._requests
-        )
-        if self._saves is None:
-            return
-        self._saves.step(output)
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            tracker = self._requests.get(request_id)
-            if tracker is not None:
-                self._add_save(metadata, tracker, num_scheduled)
+        ]
+        self._steps.scheduled((tracker.request, num) for tracker, num in steps)
+        if self._saves is not None:
+            self._saves.step(output)
+        for tracker, num_scheduled in steps:
+            tracker.scheduled(num_scheduled)
+            self._add_save(metadata, tracker, num_scheduled)
 
     def report(self, report: StepReport | None, loaded: Sequence[str]) -> None:
         """Takes up the outcome of a step: releases saved blocks and remembers failed loads.
@@ -213,6 +232,7 @@ class PDStoreConnectorScheduler:
             if self._cache is not None:
                 for num_tokens, seconds in report.loaded.values():
                     self._cache.note_load(num_tokens, seconds)
+            self._records.take(report.ended, self._requests)
         for request_id in loaded:
             tracker = self._requests.get(request_id)
             if tracker is not None and tracker.num_loading:
@@ -233,31 +253,34 @@ class PDStoreConnectorScheduler:
             return None
         if tracker.lookup is not None:
             tracker.lookup.cancel()
+        self._records.finish(tracker)
         if tracker.handoff is not None and not tracker.is_announced:
             self._aborted_handoffs.append(tracker.handoff)
             return None
-        return {**tracker.answer, **self._told(tracker.outcome)} or None
+        return {**tracker.answer, **tracker.told(self._settings.load)} or None
 
     @property
     def is_at_work(self) -> bool:
         """True while vLLM must keep stepping although it has no request."""
-        return bool(self._aborted_handoffs or self._refs)
+        return bool(self._aborted_handoffs or self._refs or self._records.is_waiting)
 
     def reset(self) -> bool:
         """Clears this namespace in the pool; False if that failed."""
         return self._cache is None or self._cache.clear()
 
     def close(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
+        self._records.close()
+        for each in (self._cache, self._reporting):
+            if each is not None:
+                each.close()
 
     def _add_save(
         self, metadata: PDStoreConnectorMetadata, tracker: RequestTracker, num_scheduled: int
     ) -> None:
-        assert self._saves is not None
-        save = self._saves.plan(tracker, num_scheduled)
+        save = self._saves.plan(tracker, num_scheduled) if self._saves is not None else None
         if save is None:
             return
+        tracker.num_jobs += self._num_ranks
         metadata.saves.append(save)
         if tracker.handoff is not None and tracker.is_concurrent:
             tracker.is_concurrent = False
@@ -269,15 +292,6 @@ class PDStoreConnectorScheduler:
             if tracker is not None:
                 tracker.outcome = outcome
 
-    def _told(self, outcome: Outcome | None) -> dict[str, Json]:
-        """Returns what an answer says of a decision; nothing where PDSTORE_LOAD is `always`."""
-        if outcome is None or self._settings.load == "always":
-            return {}
-        _, way, load_s, compute_s = outcome.decision
-        told: dict[str, Json] = {"decision": way, "took_s": outcome.took_s}
-        told |= {"estimated_load_s": load_s, "estimated_compute_s": compute_s}
-        return {"pdstore_decision": told}
-
     def _plan_saves(self) -> None:
         """Makes the planner once both the layout and vLLM's pool are known."""
         if self._refs is not None and self._block_tokens:
@@ -285,13 +299,3 @@ class PDStoreConnectorScheduler:
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
-
-
-def _usable(found: Match, request: Any) -> int:
-    """Leading tokens that vLLM may count as computed when the match is loaded.
-
-    vLLM computes a prompt's last token again. If it were told that all tokens are present, it would
-    give back the block that only the last token's window still reads.
-    """
-    known: int = request.num_tokens
-    return min(found.num_tokens, known - 1 if found.keys.namespace.windows else known)

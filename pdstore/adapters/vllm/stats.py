@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -206,3 +208,26 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _child(self, key: str, engine_idx: int) -> Any:
         name, *values = key.split("|")
         return self._metrics[name].labels(*values, *self.per_engine_labelvalues[engine_idx])
+
+
+class WorkerMetrics:
+    """The metrics of an instance's workers, put together on its scheduler side.
+
+    registry: has them under their usual names.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        types = {kind: functools.partial(kind, registry=self.registry) for kind in _TYPES.values()}
+        nobody = SimpleNamespace(kv_transfer_config=None)
+        self._metrics = PDStorePromMetrics(nobody, types, ["engine"], {0: ["0"]})
+
+    def observe(self, stats: PDStoreStats) -> None:
+        """Adds the changes of some steps."""
+        self._metrics.observe(stats.data)
+
+    @property
+    def problem(self) -> str | None:
+        """The trouble that the workers have with the store; None while all is well."""
+        is_open = self.registry.get_sample_value("pdstore_breaker_open", {"engine": "0"})
+        return "the store fails, so that calls fail at once for a while" if is_open else None

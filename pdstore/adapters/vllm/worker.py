@@ -15,6 +15,7 @@ from pdstore.adapters.vllm.describe import (
     layout_of,
     revision_of,
 )
+from pdstore.adapters.vllm.ended_jobs import EndedJobs
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
@@ -55,6 +56,7 @@ class PDStoreConnectorWorker:
         self._saves: dict[int, tuple[SaveSpec, Job]] = {}
         self._saves_of: defaultdict[str, list[Job]] = defaultdict(list)  # by request
         self._reported: set[int] = set()  # saves that are released and still run
+        self._ended = EndedJobs()
         self._released: Counter[int] = Counter()
         self._failed: set[str] = set()
         self._loaded: dict[str, tuple[int, float]] = {}
@@ -124,6 +126,7 @@ class PDStoreConnectorWorker:
             rows = self._rows(spec.tables)
             job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
             self._loads[spec.request_id] = (spec, job)
+            self._ended.watch(spec.request_id, job)
         for handoff, num_tokens in metadata.started_handoffs:
             self.pool.start_handoff(handoff, num_tokens)
         for handoff in metadata.aborted_handoffs:
@@ -184,9 +187,9 @@ class PDStoreConnectorWorker:
                 self._reported.discard(number)
                 del self._saves[number]
                 self._forget(spec.request_id, job)
-        if not (self._released or self._failed or self._loaded):
+        report = StepReport(self._released, self._failed, self._loaded, self._ended.take())
+        if not (report.released or report.failed or report.loaded or report.ended):
             return None
-        report = StepReport(self._released, self._failed, self._loaded)
         self._released, self._failed, self._loaded = Counter(), set(), {}
         return report
 
@@ -212,6 +215,7 @@ class PDStoreConnectorWorker:
             del self._released[spec.number]
             self._step_saves.add(save)
             self._saves[spec.number] = (spec, save.job)
+            self._ended.watch(spec.request_id, save.job, spec.number)
             self._saves_of[spec.request_id].append(save.job)
 
     def _note_end(self, spec: LoadSpec, job: Job | None) -> None:

@@ -13,11 +13,16 @@ import pytest
 from tests.adapters.vllm.asking import assert_idle
 from tests.adapters.vllm.servers import Launcher, Server
 from tests.support.instances import store as store
+from tests.support.otlp_receiver import OTLPReceiver, receiving
 from tests.support.redis_gate import Gate
 from tests.support.redis_server import RedisServer
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400  # the first test starts the servers
+TRACES = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",  # vLLM's own spans too
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+}
 CACHING = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
 
 if importlib.util.find_spec("vllm") is None:
@@ -43,7 +48,10 @@ def switched_on(store: str, role: str = "both") -> dict[str, str]:
 
 @dataclass
 class Pair:
-    """P and D, the relaying proxy in front of them, and their pool, each behind its gate."""
+    """P and D, the relaying proxy in front of them, and their pool, each behind its gate.
+
+    receiver: of their spans.
+    """
 
     p: Server
     d: Server
@@ -51,6 +59,7 @@ class Pair:
     redis: RedisServer
     p_gate: Gate
     d_gate: Gate
+    receiver: OTLPReceiver
 
 
 @pytest.fixture(scope="session")
@@ -81,15 +90,20 @@ def started_pair(launcher, checkpoints, tmp_path_factory) -> Iterator[Pair]:
     redis = RedisServer(tmp_path_factory.mktemp("redis"))
     gates = Gate(redis.port), Gate(redis.port)
     model = checkpoints("llama")
-    p, d = (
-        launcher.vllm(role[0], model, *CACHING, env=switched_on(gate.url, role))
-        for gate, role in zip(gates, ("prefill", "decode"), strict=True)
-    )
-    proxy = launcher.proxy(p, d)
-    yield Pair(p.wait_ready(), d.wait_ready(), proxy.wait_ready(), redis, *gates)
-    for gate in gates:
-        gate.close()
-    redis.stop()
+    with receiving() as receiver:
+        seen = TRACES | {"PDSTORE_TRACES": receiver.url, "PDSTORE_STATUS_PORT": "0"}
+        options = (*CACHING, "--otlp-traces-endpoint", f"{receiver.url}/v1/traces")
+        p, d = (
+            launcher.vllm(role[0], model, *options, env=switched_on(gate.url, role) | seen)
+            for gate, role in zip(gates, ("prefill", "decode"), strict=True)
+        )
+        proxy = launcher.proxy(p, d)
+        yield Pair(p.wait_ready(), d.wait_ready(), proxy.wait_ready(), redis, *gates, receiver)
+        for gate in gates:
+            gate.close()
+        for server in (proxy, p, d):
+            server.stop()
+        redis.stop()
 
 
 @pytest.fixture

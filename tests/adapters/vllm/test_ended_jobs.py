@@ -1,0 +1,36 @@
+"""EndedJobs: each job is told once, with its times, those of its calls of the store too."""
+
+from __future__ import annotations
+
+import time
+
+from pdstore.adapters.vllm.ended_jobs import EndedJobs
+from pdstore.outcome import Direction, Reason
+from tests.support.instances import instance as instance
+from tests.support.kv import eventually
+
+PROMPT, TABLE = list(range(1, 201)), list(range(13))
+
+
+def test_a_save_and_a_load_are_told_once_with_their_times(instance):
+    one, ended = instance(), EndedJobs()
+    keys = one.cache.keys(PROMPT)
+    begin = time.time()
+    ended.watch("r", one.pool.save(keys, TABLE), number=3)
+    [save] = eventually(ended.take)
+    ended.watch("r", one.pool.load(keys, TABLE))
+    [load] = eventually(ended.take)
+    assert ended.take() == []
+    assert (save.request_id, save.number, save.direction) == ("r", 3, Direction.SAVE)
+    assert (load.number, load.direction, load.num_tokens) == (None, Direction.LOAD, len(PROMPT))
+    for job in (save, load):
+        assert begin <= job.ran.begin_at <= job.in_store.begin_at <= job.in_store.end_at
+        assert job.in_store.end_at <= job.ran.end_at <= time.time()
+
+
+def test_a_job_that_asked_the_store_nothing_says_why_it_ended(instance):
+    one, ended = instance(), EndedJobs()
+    one.pool.close()
+    ended.watch("r", one.pool.load(one.cache.keys(PROMPT), TABLE))
+    [load] = eventually(ended.take)
+    assert (load.reason, load.in_store) == (Reason.CLOSED, None)
