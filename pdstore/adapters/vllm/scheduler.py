@@ -59,8 +59,7 @@ class PDStoreConnectorScheduler:
         number: int = 0,
     ) -> None:
         self._settings = settings
-        self._may_follow, self._number = may_follow, number
-        self._num_ranks = num_ranks
+        self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
         self._metrics = metrics
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
