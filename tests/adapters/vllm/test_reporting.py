@@ -9,8 +9,9 @@ import httpx
 
 from pdstore.telemetry.metric_table import METRICS, Kind
 from tests.adapters.vllm.asking import ANSWER_S, ask, counted, new_prompt, prefill
-from tests.adapters.vllm.gate import SAVE
+from tests.adapters.vllm.test_store_faults import restart
 from tests.support.kv import eventually
+from tests.support.redis_gate import SAVE
 
 LONG = 300
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -127,7 +128,7 @@ def test_no_metric_is_dead(pair):
         ask(pair.d, new_prompt(LONG), 1)
         prefill(pair.p, new_prompt(LONG))
         scrape()
-    pair.redis.start()
+    restart(pair)
     wanted = {shown(metric) for name, metric in METRICS.items() if name not in NEVER}
     dead = {name for name in wanted if not most.get(name)}
     assert not dead
