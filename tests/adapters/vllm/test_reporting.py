@@ -1,4 +1,4 @@
-"""What P and D tell of a request: a line each, a page, spans of its trace, every metric."""
+"""P and D tell of a request: a line each, a page, spans of its trace, every metric."""
 
 from __future__ import annotations
 
