@@ -80,6 +80,19 @@ def test_all_of_it_is_registered_and_unregistered_in_the_opposite_order():
     assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
 
 
+def test_pieces_are_made_present_side_by_side_before_they_are_registered():
+    class Together(FakeRegistrar):
+        several = threading.Barrier(4)
+
+        def populate(self, address, num_bytes):
+            self.several.wait(30)
+            super().populate(address, num_bytes)
+
+    pinned = PinnedMemory(Together(), spans_of(1 << 20, 64 * PAGE, PAGE, 4 * PAGE))
+    pinned.ready(30)
+    pinned.close()
+
+
 @pytest.mark.parametrize("fail_at", [0, 7, 15])
 def test_when_a_piece_fails_the_others_are_undone_and_ready_says_why(fail_at):
     registrar = FakeRegistrar(fail_at)

@@ -10,6 +10,7 @@ import torch
 from pdstore import KVPool, LayerSpec, Layout
 from pdstore.errors import LayoutError
 from pdstore.format.handoff import HandoffId
+from pdstore.format.namespace import Part
 from pdstore.outcome import Reason
 from tests.support.kv import LAYERS, POISON, caches_of, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
@@ -37,10 +38,12 @@ def test_p_and_d_may_have_other_engine_blocks(instance, p):
     assert torch.equal(d.tokens(range(7))[:200], p.tokens(P_BLOCKS)[:200])
 
 
-def test_p_and_d_may_have_another_tp_size(instance, store):
-    p = instance(kv_shards=2)
-    save(p, range(100))
-    for rank in range(2):
+@pytest.fixture
+def rank_of_two(store):
+    """A rank of two: its pool, and its caches, poisoned."""
+    pools = []
+
+    def rank(number):
         settings = settings_of(kv_shards=2)
         layout = Layout.of(
             settings,
@@ -48,16 +51,45 @@ def test_p_and_d_may_have_another_tp_size(instance, store):
             layers=LAYERS,
             engine_block_tokens=16,
             rope="",
-            tp_rank=rank,
+            tp_rank=number,
             tp_size=2,
         )
-        namespace = layout.namespace(settings, weights="w")
         caches = caches_of(layout, fill=POISON)
-        pool = KVPool(settings, layout, caches, namespace, store=store)
+        namespace = layout.namespace(settings, weights="w")
+        pools.append(KVPool(settings, layout, caches, namespace, store=store))
+        return pools[-1], caches
+
+    yield rank
+    for pool in pools:
+        pool.close()
+
+
+def test_p_and_d_may_have_another_tp_size(instance, rank_of_two):
+    p = instance(kv_shards=2)
+    save(p, range(100))
+    for number in range(2):
+        pool, caches = rank_of_two(number)
         assert pool.load(p.cache.keys(range(100)), D_BLOCKS).wait(10).num_tokens == 100
         got = caches[0][D_BLOCKS].flatten(0, 1)[:100]
-        assert torch.equal(got, p.tokens(P_BLOCKS)[:100, rank : rank + 1])
-        pool.close()
+        assert torch.equal(got, p.tokens(P_BLOCKS)[:100, number : number + 1])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_ranks_load_the_tokens_that_all_of_them_have_and_none_behind(
+    instance, rank_of_two, store, missing
+):
+    p = instance(kv_shards=2)
+    save(p, range(200))
+    keys = p.cache.keys(range(200))
+    store.remove(keys.store_keys([Part(0, missing)])[1:2])
+    found = p.cache.match(keys)
+    assert (found.num_tokens, found.reason) == (64, Reason.ABSENT)
+    for number in range(2):
+        pool, caches = rank_of_two(number)
+        assert pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == 64
+        got = caches[0][D_BLOCKS].flatten(0, 1)
+        assert torch.equal(got[:64], p.tokens(P_BLOCKS)[:64, number : number + 1])
+        assert (got[64:] == POISON).all()
 
 
 def test_two_groups_are_two_values_of_each_block(instance, store):

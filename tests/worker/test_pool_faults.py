@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from collections import Counter, deque
 
 import pytest
 
@@ -40,6 +42,47 @@ def test_a_hanging_store_ends_jobs_in_time_and_keeps_slots_until_it_returns(stor
     eventually(lambda: lent("pdstore_slots_lent") == 0)
     assert all((cache == 1.0).all() for cache in d.caches)
     assert d.pool.load(keys, D_BLOCKS).wait(5).num_tokens == 200
+
+
+def held_by_pdstore() -> Counter[str]:
+    """Counts pdstore's live objects by type, and what their containers hold; but for the store."""
+    gc.collect()
+    counts: Counter[str] = Counter()
+    for each in gc.get_objects():
+        kind, module = type(each), str(type(each).__module__)
+        if module.startswith("pdstore.") and not module.startswith("pdstore.store"):
+            counts[kind.__qualname__] += 1
+            for name, value in getattr(each, "__dict__", {}).items():
+                if isinstance(value, (dict, list, set, deque)):
+                    counts[f"{kind.__qualname__}.{name}"] += len(value)
+    return counts
+
+
+def test_nothing_grows_with_requests(instance):
+    """Also not with those that are aborted, miss, or name a hand-off that nobody saves."""
+    p, d = instance(handoff_wait_s=0.01), instance(fill=POISON, handoff_wait_s=0.01)
+
+    def serve(numbers):
+        for n in numbers:
+            tokens = [n, *range(100)]
+            handoff, params = p.cache.announce(p.cache.keys(tokens))
+            keys = d.cache.keys(tokens)
+            p.pool.start_handoff(handoff, len(tokens))
+            saved = p.pool.save(keys, range(7), handoff=handoff)
+            loaded = d.pool.load(keys, D_BLOCKS, follow=handoff)
+            (saved if n % 3 else loaded).cancel()
+            unknown = {"pdstore": {"attempt": f"{n:032x}"}}
+            lookups = [d.cache.lookup(keys, each) for each in (params, unknown, None)]
+            for each in (saved, loaded, *lookups):
+                each.wait(10)
+        for pool in (p.pool, d.pool):
+            eventually(lambda pool=pool: pool.num_jobs == 0)
+
+    serve(range(20))
+    before = held_by_pdstore()
+    serve(range(20, 100))
+    grown = {name: n - before[name] for name, n in held_by_pdstore().items() if n > before[name]}
+    assert all(more < 20 for more in grown.values()), grown
 
 
 def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):
