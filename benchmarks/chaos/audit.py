@@ -81,6 +81,9 @@ class Audit:
     async def _busy(self, client: httpx.AsyncClient, name: str, pid: int) -> list[str]:
         """Returns the gauges that are not those of an idle engine."""
         found: list[str] = []
+        if self._stage.options.engine.tells_by_steps:
+            body = {"prompt": [1], "max_tokens": 8, "ignore_eos": True}
+            await client.post(self._stage.url_of(name) + "/v1/completions", json=body)
         text = (await client.get(self._stage.url_of(name) + "/metrics")).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -25,6 +25,7 @@ class Engine(ABC):
     faults_per_s: as many as leave it time to answer.
     most_threads: those that a process of it may start after its first requests.
     idle: metrics, and their values in an instance that does nothing.
+    tells_by_steps: whether its metrics are those of its last step.
     """
 
     name: ClassVar[str]
@@ -32,6 +33,7 @@ class Engine(ABC):
     block_tokens: ClassVar[int]
     faults_per_s: ClassVar[float]
     most_threads: ClassVar[int] = 0
+    tells_by_steps: ClassVar[bool] = False
     idle: ClassVar[Mapping[str, float]]
 
     @abstractmethod
@@ -80,6 +82,7 @@ class VllmEngine(Engine):
     block_tokens = 64
     faults_per_s = 4.0
     most_threads = 16
+    tells_by_steps = True
     idle: ClassVar[Mapping[str, float]] = {
         "vllm:num_requests_running": 0.0,
         "vllm:num_requests_waiting": 0.0,
