@@ -21,14 +21,22 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def run(measure: Callable[[], Report], json: Path | None) -> None:
-    """Prints a report and writes it to `json`; a PDStoreError ends the program with one line."""
+    """Prints a report and writes it to `json`.
+
+    What a user can mend ends the program with one line, and a `json` that cannot be written before
+    anything is measured; Ctrl-C ends it with 130.
+    """
     try:
+        if json is not None:
+            json.open("a").close()
         report = measure()
-    except PDStoreError as error:
+        print(report.text())
+        if json is not None:
+            json.write_text(report.json() + "\n")
+    except (PDStoreError, OSError) as error:
         sys.exit(f"{error}")
-    print(report.text())
-    if json is not None:
-        json.write_text(report.json() + "\n")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _count(text: str) -> int:

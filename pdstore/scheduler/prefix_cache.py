@@ -291,5 +291,6 @@ class PrefixCacheManager:
     def _warn_of_other_namespace(self, handoff: Handoff) -> None:
         differences = self.namespace.differences(handoff.fields)
         self._mismatches.warn(
-            "the prefill instance's KV does not fit this one: " + "; ".join(differences)
+            f"the prefill instance's KV does not fit this one: {'; '.join(differences)}:"
+            " start P and D with the same"
         )

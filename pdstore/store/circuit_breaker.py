@@ -6,7 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from pdstore.errors import BadValue, StoreClosed, StoreError, StoreFull, StoreUnavailable
+from pdstore.errors import (
+    BadValue,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from pdstore.store.base import Store
 from pdstore.store.wrappers import A, CallWrapper, R, WrapperStore
 
@@ -18,8 +25,8 @@ class CircuitBreaker(CallWrapper):
     """Retries once after a broken connection, and stops calling a store that fails.
 
     After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
-    once. After `open_s` one call is let through as a probe; if it fails the pause doubles, up to
-    `max_s`.
+    once, or StoreDenied if the last one was denied. After `open_s` one call is let through as a
+    probe; if it fails the pause doubles, up to `max_s`.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class CircuitBreaker(CallWrapper):
         self._closed_again_at = 0.0
         self._probing = False
         self._problem: str | None = None
-        self._is_full = False
+        self._is_full = self._is_denied = False
 
     @property
     def problem(self) -> str | None:
@@ -66,6 +73,7 @@ class CircuitBreaker(CallWrapper):
             answer = self._with_retry(function)
         except StoreError as error:
             healthy = isinstance(error, _HEALTHY)
+            self._is_denied = isinstance(error, StoreDenied)
             if not healthy or isinstance(error, StoreFull):
                 self._problem, self._is_full = str(error), healthy
             raise
@@ -92,7 +100,8 @@ class CircuitBreaker(CallWrapper):
                 return False
             wait = self._closed_again_at - self._clock()
             if wait > 0 or self._probing:
-                raise StoreUnavailable(
+                kind = StoreDenied if self._is_denied else StoreUnavailable
+                raise kind(
                     f"{self.label} failed {self._in_a_row} times in a row;"
                     f" next try in {max(wait, 0):.1f} s"
                 )

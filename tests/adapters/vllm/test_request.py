@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore import Layout
-from pdstore.adapters.vllm.request import RequestTracker, is_keyed
+from pdstore.adapters.vllm.request import RequestTracker, is_keyed, keys_of
 from pdstore.format.keys import PromptKeys
+from tests.support.instances import instance as instance
 from tests.support.kv import LAYERS, settings_of
 
 BLOCK = 64
@@ -68,3 +69,28 @@ def test_a_prompt_of_tokens_is_keyed():
 )
 def test_what_tokens_do_not_name_is_not_keyed(changes):
     assert not is_keyed(request(**changes), has_pages=True)
+
+
+def adapter(directory, weights):
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_int_id=1, lora_name="mine", lora_path=str(directory))
+
+
+def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, tmp_path):
+    cache = instance().cache
+    blocks = {
+        tuple(keys_of(request(lora_request=lora), cache).store_keys(cache.namespace.parts))
+        for lora in (
+            None,
+            adapter(tmp_path / "a" / "mine", b"first"),
+            adapter(tmp_path / "b" / "mine", b"other"),
+        )
+    }
+    assert len(blocks) == 3
+
+
+def test_an_adapter_whose_files_are_gone_bypasses_the_pool(instance, tmp_path):
+    gone = SimpleNamespace(lora_int_id=2, lora_name="mine", lora_path=str(tmp_path / "gone"))
+    assert keys_of(request(lora_request=gone), instance().cache) is None

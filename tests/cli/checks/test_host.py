@@ -29,6 +29,22 @@ def test_this_machine_tells_its_free_memory():
     assert 1 << 20 < available < 1 << 50
 
 
+def test_locked_memory_below_staging_is_red_for_rdma():
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, limits[1]))
+    try:
+        over = {
+            url: {f.subject: f for f in check_limits(read_settings(store=url), 0)}
+            for url in ("mooncake://h:1?protocol=rdma", "mooncake://h:1?protocol=tcp")
+        }
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    rdma, tcp = over.values()
+    assert rdma["locked memory"].level is Level.BAD
+    assert "ulimit -l unlimited" in rdma["locked memory"].remedy
+    assert "locked memory" not in tcp
+
+
 def test_few_open_files_are_yellow():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -139,3 +140,12 @@ def test_a_sweep_leaves_a_directory_whose_maker_moves_in_again(tmp_path, monkeyp
     directory.sweep()
     assert (scratch / "lock").exists()
     directory.close()
+
+
+def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch):
+    def no_locks(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")  # as an NFS mount without them has it
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"no flock .* mount it with locks, or name a directory"):
+        FileStore(tmp_path / "pool")

@@ -1,0 +1,76 @@
+"""P and D that differ: D says at once which field, and what to do, relayed or not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdstore import LayerSpec
+from pdstore.outcome import Reason
+from tests.support.kv import LAYERS, eventually
+
+BLOCKS, PROMPT = list(range(20)), range(100)
+AT_ONCE_S = 5.0  # on a busy machine; D would wait 30 s for a marker
+DIFFERENT = {
+    "salt": {"salt": "another tenant"},
+    "weights": {"weights": "v2"},
+    "block_tokens": {"block_tokens": 32},
+    "order": {"order": "head"},
+    "hash": {"hash": "xxh3_128"},
+    "shards": {"kv_shards": 2},
+    "ranges": {"layer_ranges": 3},
+    "layers": {"layers": [LayerSpec(4, 8)] * len(LAYERS)},
+}
+"""The field of the namespace that differs, and how."""
+
+
+def handed_over(p):
+    """Lets P save a prompt; returns what its answer would carry to D."""
+    keys = p.cache.keys(PROMPT)
+    handoff, params = p.cache.announce(keys)
+    assert p.pool.save(keys, BLOCKS, handoff=handoff).wait(20).reason is None
+    return params
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_a_field_that_differs_is_named_at_once_with_both_values(instance, caplog, field):
+    p, d = instance(), instance(handoff_wait_s=30.0, role="decode", **DIFFERENT[field])
+    params, begin = handed_over(p), time.monotonic()
+    found = d.cache.lookup(d.cache.keys(PROMPT), params).wait(AT_ONCE_S)
+    assert found.reason is Reason.NAMESPACE
+    assert time.monotonic() - begin < AT_ONCE_S
+    [line] = [r.getMessage() for r in caplog.records if "does not fit" in r.getMessage()]
+    assert f"{field}: " in line
+    assert " there, " in line
+    assert line.endswith("start P and D with the same")
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_without_the_relayed_parameters_d_says_where_to_look(instance, caplog, field):
+    p, d = instance(), instance(role="decode", **DIFFERENT[field])
+    handed_over(p)
+    found = d.cache.lookup(d.cache.keys(PROMPT)).wait(AT_ONCE_S)
+    assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
+    eventually(lambda: "relay the kv_transfer_params of its answer" in caplog.text)
+
+
+def test_a_dtype_that_differs_is_named(instance, caplog):
+    p, d = instance(), instance(handoff_wait_s=30.0)
+    params = handed_over(p)
+    fields = {**params["pdstore"]["fields"], "dtype": '"bfloat16"'}
+    params["pdstore"] |= {"namespace": "ab" * 16, "fields": fields}
+    assert d.cache.lookup(d.cache.keys(PROMPT), params).wait(AT_ONCE_S).reason is Reason.NAMESPACE
+    assert 'dtype: "bfloat16" there, "float32" here' in caplog.text
+
+
+def test_the_layers_are_shown_and_not_a_digest_of_them(instance, caplog):
+    p, d = instance(), instance(handoff_wait_s=30.0, **DIFFERENT["layers"])
+    d.cache.lookup(d.cache.keys(PROMPT), handed_over(p)).wait(AT_ONCE_S)
+    [line] = [r.getMessage() for r in caplog.records if "does not fit" in r.getMessage()]
+    assert "layers: 3 x [" in line
+
+
+def test_a_value_that_is_no_multiple_of_the_engines_block_ends_the_start(instance):
+    with pytest.raises(ValueError, match=r"BLOCK_TOKENS=24 must be a multiple .* of 16"):
+        instance(block_tokens=24)

@@ -1,0 +1,201 @@
+"""Pools that cannot work: the log names the trouble in time, and what to look at."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pdstore.format.handoff import Handoff
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.settings import read_settings
+from pdstore.store.connect import connect_store
+from pdstore.testing.threads import start_background
+from tests.support.kv import BLOCK_BYTES, Instance, eventually
+from tests.support.redis_server import free_port
+
+BLOCKS, PROMPT, MANY = list(range(20)), range(100), range(320)
+SOON_S = 20.0  # on a busy machine
+
+
+@pytest.fixture
+def over():
+    """Makes instances over the store of a URL, guarded as an engine's."""
+    with contextlib.ExitStack() as stack:
+
+        def over(url, **changes):
+            store = connect_store(read_settings(store=url, **changes), Metrics())
+            stack.callback(store.close)
+            one = Instance(store, **changes)
+            stack.callback(one.close)
+            return one
+
+        yield over
+
+
+def saved(one, tokens=PROMPT):
+    """Saves a prompt and publishes it; returns the job's result and the parameters for D."""
+    keys = one.cache.keys(tokens)
+    handoff, params = one.cache.announce(keys)
+    return one.pool.save(keys, BLOCKS, handoff=handoff).wait(SOON_S), params
+
+
+def found(one, params=None, tokens=PROMPT):
+    return one.cache.lookup(one.cache.keys(tokens), params).wait(SOON_S)
+
+
+def assert_said(caplog, *words):
+    """Soon one line of the log has all these words."""
+
+    def is_said():
+        lines = [record.getMessage() for record in caplog.records]
+        return any(all(word in line for word in words) for line in lines)
+
+    eventually(is_said, SOON_S)
+
+
+@pytest.mark.parametrize("kind", ["directory", "redis db", "redis server"])
+def test_p_and_d_with_pools_of_their_own_are_told_to_share_one(
+    over, caplog, tmp_path, redis_server, kind
+):
+    if kind == "directory":
+        urls = [f"file://{tmp_path}/{name}" for name in "pd"]
+    elif kind == "redis db":
+        server = redis_server().url
+        urls = [f"{server}/0", f"{server}/1"]
+    else:
+        urls = [redis_server().url for _ in range(2)]
+    p, d = over(urls[0]), over(urls[1], handoff_wait_s=30.0)
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    _, params = saved(p)
+    begin = time.monotonic()
+    assert found(d, params).reason is Reason.OTHER_POOL
+    assert time.monotonic() - begin < SOON_S
+    assert_said(caplog, "give both the same PDSTORE_STORE")
+
+
+def test_two_deployments_in_one_redis_db_are_kept_apart_and_cleared_apart(over, redis_server):
+    url = redis_server().url
+    one, other = over(url), over(url, salt="another deployment")
+    assert saved(one)[0].reason is None
+    assert found(other).num_tokens == 0
+    assert saved(other)[0].reason is None
+    one.cache.clear()
+    assert found(one).num_tokens == 0
+    assert found(other).num_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "volatile-lru"])
+def test_a_redis_without_room_is_told_with_maxmemory(over, caplog, redis_server, policy):
+    server = redis_server("--maxmemory", "1mb", "--maxmemory-policy", policy)
+    one = over(server.url)
+    result, _ = saved(one, MANY)
+    assert result.reason in (Reason.STORE_FULL, Reason.LOST)
+    assert_said(caplog, "a save fell short", "the pool's size")
+
+
+def test_a_budget_below_a_prompt_is_told(over, caplog, tmp_path):
+    one = over(f"file://{tmp_path}/pool?budget={3 * BLOCK_BYTES}")
+    result, _ = saved(one, MANY)
+    assert result.reason in (Reason.STORE_FULL, Reason.LOST)
+    assert_said(caplog, "a save fell short", "?budget=")
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_a_port_where_nobody_listens_is_told_at_once(over, caplog, scheme):
+    begin = time.monotonic()
+    one = over(f"{scheme}://127.0.0.1:{free_port()}")
+    assert found(one).reason is Reason.STORE_DOWN
+    assert time.monotonic() - begin < SOON_S
+    assert_said(caplog, "serving without the pool until it appears", "refused")
+    assert_said(caplog, "a lookup fell short (store_down)", "pdstore doctor")
+
+
+def test_a_server_that_speaks_something_else_is_called_that(over, caplog):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        end = start_background(server.serve_forever)
+        found(over(f"redis://127.0.0.1:{server.server_port}"))
+        assert_said(caplog, "no redis server: is the port right")
+        server.shutdown()
+        end(SOON_S)
+
+
+def test_tls_to_a_server_without_it_costs_seconds_and_says_so(over, caplog, redis_server):
+    begin = time.monotonic()
+    url = f"rediss://127.0.0.1:{redis_server().port}?timeout=1"
+    assert found(over(url, lookup_wait_s=SOON_S)).reason is Reason.STORE_SLOW
+    assert time.monotonic() - begin < SOON_S
+    assert_said(caplog, "a server without it is redis://")
+
+
+def test_a_wrong_password_stays_one_however_often_it_is_tried(over, caplog, redis_server):
+    server = redis_server("--requirepass", "right")
+    one = over(f"redis://:wrong-word@127.0.0.1:{server.port}", breaker_open_s=60.0)
+    assert {found(one).reason for _ in range(6)} == {Reason.STORE_DENIED}
+    assert_said(caplog, "a lookup fell short (store_denied)", "user and password in PDSTORE_STORE")
+    assert "wrong-word" not in caplog.text
+
+
+def test_a_marker_that_expired_before_d_came_is_told_with_the_setting(over, caplog, redis_server):
+    server = redis_server()
+    p, d = over(server.url, handoff_ttl_s=1), over(server.url, handoff_wait_s=0.5)
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    result, params = saved(p)
+    assert result.reason is None
+    marker = Handoff.of(params).id.done(p.namespace, 0)
+    with server.client() as client:  # a match by the store would be a use, and prolong it
+        eventually(lambda: not client.exists(marker), SOON_S)
+    assert found(d, params).reason in (Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD)
+    assert_said(caplog, "a lookup fell short (handoff_")
+
+
+def test_an_address_of_ipv6_is_one(over):
+    one = over(f"redis://[::1]:{free_port()}")
+    assert found(one).reason is Reason.STORE_DOWN
+    assert one.store.label.startswith("redis://[::1]:")
+
+
+def test_proxies_in_the_environment_are_not_asked_for_a_pool(over, redis_server, monkeypatch):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    assert saved(over(redis_server().url))[0].reason is None
+
+
+def test_a_d_that_starts_before_p_and_before_the_pool_takes_the_next_hand_off(
+    over, tmp_path, redis_server
+):
+    server = redis_server()
+    server.stop()
+    d = over(server.url, handoff_wait_s=SOON_S, breaker_open_s=0.05, breaker_max_s=0.1)
+    assert found(d).reason is Reason.STORE_DOWN
+    server.start()
+    p = over(server.url)
+    _, params = saved(p)
+    eventually(lambda: found(d, params).num_tokens == len(PROMPT), SOON_S)
+
+
+def test_a_p_that_dies_before_it_has_published_is_told_at_ds_deadline(over, caplog):
+    p, d = over("memory://dies"), over("memory://dies", handoff_wait_s=0.5)
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    _, params = p.cache.announce(p.cache.keys(PROMPT))
+    assert found(d, params).reason in (Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD)
+    assert_said(caplog, "a lookup fell short (handoff_", "whether P lives")
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_a_clock_of_d_that_is_an_hour_off_costs_nothing(
+    over, tmp_path, redis_server, monkeypatch, kind, hours
+):
+    url = f"file://{tmp_path}/pool" if kind == "file" else redis_server().url
+    p, d = over(url), over(url)
+    _, params = saved(p)
+    here, here_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: here() + 3600 * hours)
+    monkeypatch.setattr(time, "time_ns", lambda: here_ns() + 3600 * 10**9 * hours)
+    match = found(d, params)
+    assert (match.num_tokens, match.reason) == (len(PROMPT), None)
+    assert d.pool.load(match.keys, BLOCKS).wait(SOON_S).num_tokens == len(PROMPT)
