@@ -88,7 +88,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt | packages
 $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 	$(call make_venv,$(VLLM_VENV))
 	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
-	  -e '.[redis,mooncake-cpu,seal,cli,otel,vllm,examples,test]'
+	  -e '.[redis,mooncake-cpu,seal,cli,otel,vllm,proxies,examples,test]'
 	@touch $@
 
 .venv-release/.stamp: pyproject.toml | packages

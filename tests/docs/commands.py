@@ -58,6 +58,9 @@ RUN_BY = {
         "tests/examples/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"
     ),
+    "vllm-router *": (
+        "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
+    ),
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
     "mooncake_master *": (
         f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
