@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdstore.adapters.vllm import worker as worker_module
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+from pdstore.format.keys import PromptKeys
 from tests.support.kv import Instance, eventually, settings_of
+from tests.support.seal_key import write_seal_key
 
 IDS = list(range(1, 21))
 
@@ -78,6 +81,27 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     load(worker, LoadSpec("request", None, [IDS[:10]], 64, 160))
     assert worker.failed == {"request"}
     assert not worker.take_bad_blocks(), "vLLM would go on behind blocks that it has given back"
+
+
+def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp_path):
+    """The pool that it opens itself is one with a seal."""
+    url = f"file://{tmp_path}/pool"
+    key_file = write_seal_key(tmp_path / "seal.key")
+    sealed = settings_of(store=url, seal_key_file=key_file)
+    said = {"layer_views": dict(enumerate(instance.caches)), "layout_of": instance.layout}
+    for name, value in {**said, "revision_of": "w", "layers_by_step": []}.items():
+        monkeypatch.setattr(worker_module, name, lambda *_, value=value: value)
+    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
+    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=True))
+    worker = PDStoreConnectorWorker(sealed, config, cache, instance.pool.metrics)
+    worker.register({})
+    keys = PromptKeys(worker.pool.namespace).extend(range(200))
+    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "r", keys, [IDS], 0)]))
+    eventually(lambda: worker.take_report() and worker.is_idle)
+    worker.close()
+    values = [path.read_bytes() for path in (tmp_path / "pool").glob("??/pds1:*:0:0:*")]
+    assert len(values) == 4
+    assert all(value.startswith(b"PDSE") for value in values)
 
 
 @pytest.fixture
