@@ -12,6 +12,7 @@ from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
     checkpoints_fixture,
     open_engine_fixture,
     prompt_of,
+    until,
 )
 
 SLOW = "bytes_per_s=100KB&error_rate=0&miss_rate=0&corrupt_rate=0"
@@ -52,6 +53,20 @@ def test_always_loads_and_never_computes(open_instance, load, way):
     assert request.decision.way == way
     assert request.num_loaded == (TOKENS - 1 if way == "load" else 0)
     assert request.took_s > 0
+
+
+@pytest.mark.parametrize(("load", "way"), [("always", "load"), ("never", "compute")])
+def test_p_decides_for_a_warm_prefix_too(open_instance, load, way):
+    first, p = (open_instance("prefill", f"memory://warm-{load}", load) for _ in range(2))
+    prefix = prompt_of(TOKENS)
+    ask(first, prefix, max_tokens=1, kv_transfer_params=PULL).wait()
+    until(lambda: not first.scheduler.leaving)
+    longer = [*prefix, *prompt_of(40, seed=1)]
+    request = ask(p, longer, max_tokens=1, kv_transfer_params=PULL).wait().request
+    assert request.decision.way == way
+    assert request.num_loaded == (TOKENS // 64 * 64 if way == "load" else 0)
+    answer = Answer(p.model.tokenizer, "m", Body(prompt=longer), request).end("length")[-1]
+    assert answer["usage"]["pdstore"]["decision"] == way
 
 
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
