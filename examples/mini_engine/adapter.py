@@ -71,7 +71,7 @@ class Adapter:
         pdstore.Handoff.of(request.kv_transfer_params)
 
     def look_up(self, request: Request) -> None:
-        """Starts to look up how much the pool has of the prompt, or when to follow a hand-off."""
+        """Starts a lookup: how much of the prompt the pool has, or when to follow a hand-off."""
         with self._degrading(request):
             timer = pdstore.RequestTimer()
             timer.begin("wait")

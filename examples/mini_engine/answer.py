@@ -95,7 +95,7 @@ class Answer:
         return {"text": self._text, "logprobs": self._logprobs() if wants_logprobs else None}
 
     def _place_of_prompt(self, part: Json) -> Json:
-        """Returns the object that shows the prompt's ids: as in vLLM, the choice."""
+        """Returns the part of the answer that shows the prompt's ids: the choice, as in vLLM."""
         choice: Json = part["choices"][0]
         return choice
 

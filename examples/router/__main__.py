@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
-    add("--status", type=int, metavar="PORT", help="of a page on 127.0.0.1 about this router")
-    add("--traces", type=_url, help="URL of an OTLP receiver for spans; the same PDSTORE_TRACES")
+    add("--status", type=int, metavar="PORT", help="of a page about this router, on 127.0.0.1")
+    add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     return parser

@@ -64,7 +64,7 @@ class Options:
 def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIApp:
     """Returns the router as an ASGI application.
 
-    provider: of the spans of requests and of calls, if there are to be any; its end closes it.
+    provider: makes the spans of requests and calls; None for none. The application closes it.
     """
     client = _client_of(options)
     counts = Counts()
@@ -107,7 +107,7 @@ def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIAp
 
 
 def _client_of(options: Options) -> httpx.AsyncClient:
-    """Returns the HTTP client of all calls. A D that is the only one is tried again to connect."""
+    """Returns the HTTP client of all calls. It connects again to a D that is the only one."""
     limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
     transport = partial(httpx.AsyncHTTPTransport, limits=limits, trust_env=False)
     is_alone = len(options.decode) == 1  # else another one is asked

@@ -1,4 +1,4 @@
-"""FirstChatToken: P's token as the first of a chat's answer, and D's answer as what follows it."""
+"""FirstChatToken: a chat's answer made of P's first token and D's answer to the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEMPLATED = {
     *("messages", "max_completion_tokens", "top_logprobs", "chat_template", "documents"),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 }
-"""Fields of a chat that change its prompt, or each token by itself."""
+"""Fields of a chat that only change its prompt, or each token by itself."""
 _OF_A_MESSAGE = ("role", "content")
 _NOT_OF_A_PROBE = ("stream_options", "min_tokens")
 
@@ -40,7 +40,7 @@ class FirstChatToken(FirstToken):
     def of(cls, body: Json, answer: Json | None) -> Self | None:
         """Returns the first token; None if D has to give it.
 
-        A token that P's parser took for thinking or for a tool's call can only be told by D.
+        Only D can tell a token that P's parser took for thinking or for a tool's call.
         """
         given: Part = dict(answer or {})
         match given:
@@ -52,7 +52,7 @@ class FirstChatToken(FirstToken):
         return None
 
     def rest_of(self, asked: Asked) -> Asked:
-        """Returns the request for the rest of the answer, in ids; D says which it has taken."""
+        """Returns the request for the rest of the answer, in ids; D's answer says which it took."""
         body = self._body_of_rest() | {"return_token_ids": True}
         return replace(asked, body=body, prompt_ids=self._prompt_of_rest)
 

@@ -40,9 +40,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 def changes_nothing(body: Json, known: Iterable[str] = ()) -> bool:
     """True if P's token and D's continuation of it are what one instance would answer.
 
-    They may not be where an answer's first token counts for the later ones otherwise than as a part
-    of the prompt (`stop`, penalties, `seed`, structured answers), or where there are several
-    answers. A field that is neither in a list here nor in `known` may do anything.
+    False where the first token affects later ones in another way than as a part of the prompt
+    (`stop`, penalties, `seed`, structured answers), where there are several answers, and for a
+    field that is neither in a list here nor in `known`, since it may do anything.
     """
     return all(
         value is None or name in _CONTINUED or name in known or value in _NEUTRAL.get(name, ())
@@ -69,7 +69,7 @@ class FirstToken:
     prompt: list[int]
 
     default_max_tokens: ClassVar[int | None] = 16
-    """OpenAI's, where a completion's body has none."""
+    """OpenAI's default for completions."""
 
     @staticmethod
     def can_continue(body: Json) -> bool:
@@ -88,7 +88,7 @@ class FirstToken:
         return None
 
     def if_told(self, text: str) -> Self | None:
-        """Returns this token if its text can be told by itself or ends the answer, else None."""
+        """Returns this token if its text stands by itself or ends the answer, else None."""
         is_told = bool(text) and _HALF_CHARACTER not in text
         return self if is_told or self.is_last else None
 

@@ -24,11 +24,11 @@ _KINDS = {"/v1/completions": FirstToken, "/v1/chat/completions": FirstChatToken}
 
 
 class SplicedExchange(Exchange):
-    """Answers with P's first token, and with what D decodes behind it.
+    """Answers with P's first token, and then with what D decodes after it.
 
-    D gets the prompt and that token. P's hand-off is that of the prompt, so D computes the token
-    alone. What cannot be spliced (`can_continue`), or was not prefilled by P, goes as in Exchange;
-    so do chats where D takes no token ids.
+    D gets the prompt and that token. P's hand-off covers the prompt, so D computes the token
+    alone. A request that cannot be spliced (`can_continue`), or that P did not prefill, is answered
+    as by Exchange; so is a chat if D takes no token ids.
     """
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
@@ -50,7 +50,7 @@ class SplicedExchange(Exchange):
         return await self._whole(first, params)
 
     async def _is_taken(self, first: FirstToken, params: Json | None) -> bool:
-        """True if D can go on behind this token. In the first chat D is asked, once for all."""
+        """True if D can continue after this token. For the first chat D is asked, once for all."""
         if first.is_last or not isinstance(first, FirstChatToken):
             return True
         if self._calls.takes_ids is None:

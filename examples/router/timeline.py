@@ -14,10 +14,11 @@ from pdstore.telemetry.request_record import RequestTimer, plain
 class Routed:
     """One request on its way, and its phases.
 
-    They are "prefill" until P's answer, "decode" until D's first byte, and "answer" until the last.
+    The phases are "prefill" until P's answer, "decode" until D's first byte, and "answer" until
+    the last byte.
 
     handoff: the id in P's parameters, or in those that were made for P and D.
-    reason: why it ended otherwise than with all of D's answer.
+    reason: why it ended without all of D's answer; None if it did not.
     """
 
     request_id: str
@@ -32,7 +33,7 @@ class Routed:
             self.handoff = plain(ours["attempt"])
 
     def as_json(self) -> Json:
-        """Returns it as a JSON object of the page."""
+        """Returns the request as a JSON object for the page."""
         phases = [phase._asdict() for phase in self.timer.phases()]
         return {
             "request_id": plain(self.request_id),

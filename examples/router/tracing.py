@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def traced(app: ASGIApp, client: httpx.AsyncClient, provider: TracerProvider) -> ASGIApp:
     """Returns the application with a span for each request, and one for each call by the client.
 
-    A request's span continues the client's trace, and P's and D's continue that of their call.
+    A request's span continues the client's trace; the spans of P and D continue their calls'.
     """
     from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
     from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor

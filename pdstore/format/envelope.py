@@ -71,8 +71,8 @@ class Envelopes:
     def decrypt(self, key: BlockKey, envelope: memoryview, value: memoryview) -> Reason | None:
         """Writes the value of an envelope. Returns why it must not be used, or None if it may be.
 
-        OTHER_SEAL is an envelope of another seal key or version; FORGED is none, or not what was
-        encrypted under this key. Then `value` may hold anything.
+        OTHER_SEAL: an envelope of another seal key or version. FORGED: no envelope, or not the one
+        that was encrypted under this key. With either, `value` may hold anything.
         """
         head = bytes(envelope[: _HEAD.size])
         magic, version, key_id, run, number = _HEAD.unpack(head)

@@ -1,8 +1,8 @@
 """Pulse: the beats of an instance that saves hand-offs, as another instance sees them.
 
 A store can neither replace a value nor say how old one is. So the beats go round a ring of keys:
-beat n is put under key n modulo RING, and those before beat n - 1 are removed after it. Whoever
-looks sees the last two beats, and each period others.
+beat n is put under key n modulo RING, and those before beat n - 1 are removed after it. A
+look finds the last two beats, and other ones each period.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Pulse:
         """Takes note of a look.
 
         Any change on the ring is a beat. What a dead instance has left there, three beats or an old
-        one, does not change. Only looks count: where D itself did not look, P was not silent.
+        one, does not change. Only looks count: while D itself does not look, P is not silent.
         """
         seen = {key for key in self._ring if key in stored}
         if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:

@@ -11,9 +11,9 @@ from pdstore.format.namespace import Part
 from pdstore.metrics import Metrics
 from pdstore.scheduler.rates import PrefillRate
 
-_PIECES = 4  # of a prompt, whose ends are looked for
-_MARGIN = 1.25  # on the load: a D that begins late is waited for, one that begins early is not
-_LATE_S = 0.025  # until D has looked again, and its engine has made a step
+_PIECES = 4  # of a prompt; D looks for the end of each
+_MARGIN = 1.25  # on the load, since a client waits for a D that begins late
+_LATE_S = 0.025  # time of another look and of a step of D's engine
 _PATIENCE_S = 60.0
 
 
@@ -22,7 +22,7 @@ class HandoffProgress:
 
     That is when what P still computes takes no longer than the load: earlier, D's blocks would only
     wait. A piece of the prompt counts as computed when the last layer range of its last block is
-    stored; between two pieces the time goes on. D begins at once as long as either rate is not
+    stored; between two pieces the estimate counts down. D begins at once if either time is not
     known, and at the latest when the first layer range of the last block is stored.
 
     pace: the cost of P's prefill, as all hand-offs have shown so far; `note` adds to it.
@@ -53,7 +53,7 @@ class HandoffProgress:
 
     @property
     def is_over(self) -> bool:
-        """True when nothing more is to be seen of it."""
+        """True when there is nothing more to look for."""
         return not self._ends or self._clock() - self._at > _PATIENCE_S
 
     def wanted(self) -> list[BlockKey]:
@@ -62,7 +62,7 @@ class HandoffProgress:
         return [*self._ends, *last]
 
     def note(self, stored: AbstractSet[BlockKey]) -> None:
-        """Takes note of a look for `wanted`. What the first one finds was there before."""
+        """Takes note of a look for `wanted`. The first one's finds tell no pace."""
         self._is_ending |= self._last in stored
         ends = [tokens for key, tokens in self._ends.items() if key in stored]
         if ends:
@@ -93,7 +93,7 @@ class HandoffProgress:
         return "estimate" if remaining_s <= _MARGIN * self.load_s + _LATE_S else None
 
     def count(self, metrics: Metrics, because: str) -> None:
-        """Counts the beginning of the load, and both estimates as they are now."""
+        """Counts a load that begins now, and both estimates."""
         metrics.follows.labels(because).inc()
         for what, seconds in (("compute", self.remaining_s()), ("load", self.load_s)):
             if seconds is not None:

@@ -40,14 +40,14 @@ _LOOKS_PER_FAILED = 3  # it is rare
 class HandoffWatcher:
     """Ends each lookup when P's markers are all there, P has failed or died, or its time is up.
 
-    One that follows ends as soon as P has answered, or, where P and D were asked at once, when P
-    will have computed the prompt soon (`HandoffProgress`). Its match names the hand-off, unless all
-    is stored by then.
+    A lookup that follows ends as soon as P has answered, or, where P and D were asked at once, when
+    P will have computed the prompt soon (`HandoffProgress`). Its match names the hand-off, unless
+    all is stored by then.
 
-    All waits are one call of the store each time where it can look for many keys (`FindsKeys`).
-    Where the store tells of changes (`TellsChanges`), it is asked then; else it is polled.
+    A look is one call of the store for all waits if the store can look for many keys (`FindsKeys`).
+    It follows each change if the store tells of changes (`TellsChanges`); else the store is polled.
 
-    find: the last match of a lookup, with why the prompt may not be whole (None: it is).
+    find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
     patience_s: how long a call of the store may take before it counts as stuck.
     on_other_pool: called with a hand-off whose P uses another pool.
     pace_of_p: what P's prefill costs; it learns from what is watched.
@@ -113,7 +113,7 @@ class HandoffWatcher:
         ]
         for lookup in waiting:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
-        if is_stopped:  # else a call of the store goes on, and they are the thread's
+        if is_stopped:  # else the thread is in a store call, and owns these
             self._arrivals.clear()
             self._answers.clear()
             self._keep(lambda wait: False)

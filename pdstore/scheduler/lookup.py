@@ -67,7 +67,7 @@ class Lookup:
 
     keys: the prompt.
     handoff: the hand-off whose markers it waits for; None for the pool as it is now.
-    follows: it ends when P has answered, or will soon; else it waits for all of P's `done`.
+    follows: True if it ends when P has answered, or will soon; else when P's last `done` is there.
     load_s: seconds that a load of the whole prompt takes; None if that is not known.
     wait_s: seconds for the answer; with a hand-off, for its markers.
     count: called with the match when the lookup ends.

@@ -24,12 +24,12 @@ class Verdict(enum.Enum):
 
 
 class MarkerWait:
-    """The markers that one lookup still waits for. It asks no store: `take` is told what is there.
+    """The markers that one lookup still waits for. Asks no store: `take` is told what is there.
 
     lookup, handoff: the hand-off is the lookup's.
     pace: the cost of P's prefill, for a lookup that follows.
-    clock: counts from when the wait began; `asked_at` goes by it.
-    progress: P's, from `started` on; None before, and where P's answer is there.
+    clock: monotonic seconds, those of `asked_at` too.
+    progress: P's, from `started` on; None before that, and if P has answered.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MarkerWait:
         return Verdict.BEGUN if has_answered or self._is_time(stored) else None
 
     def _is_time(self, stored: set[BlockKey]) -> bool:
-        """True if D should take its blocks, though P still computes."""
+        """True if D should take engine blocks although P still computes."""
         if self.progress is not None:
             self.progress.note(stored)
         elif self._started in stored:

@@ -137,11 +137,11 @@ class PrefixCacheManager:
     def follow(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
         """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
 
-        The match names the hand-off as its `follow`, unless all is stored by now: give it to
-        `KVPool.load(..., follow=)`. It is there after one call of the store for the params of P's
-        answer. For a request that P and D got at once it is there when what P still computes takes
-        no longer than the load, by what `note_load` has told, or as soon as P has started if either
-        is not known: before that, engine blocks would only wait.
+        The match's `follow` names the hand-off, unless all is stored by now: give it to
+        `KVPool.load(..., follow=)`. With the params of P's answer, the match comes after one call
+        of the store. For a request that P and D got at once, it comes when what P still computes
+        takes no longer than the load (learned from `note_load`), or as soon as P has started if
+        either time is not known: earlier, engine blocks would only wait.
         """
         return self._start(keys, params, follows=True)
 

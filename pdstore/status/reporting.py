@@ -23,8 +23,8 @@ class Reporting:
 
     registries: hold the instance's metrics, for the page; those of several are added up.
     problem: returns the trouble of the pool now, or None.
-    number: of this instance among those that share one environment; its page's port is so much
-      higher.
+    number: this instance's among those that share one environment; the page's port is higher by
+      it.
     Raises ConfigError for a port that is taken, MissingExtra.
 
     journal: takes the records of requests that are over.

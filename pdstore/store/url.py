@@ -104,7 +104,9 @@ class StoreURL:
         try:
             value = default if text is None else float(text)
         except ValueError as error:
-            raise ConfigError(f"{self.label}: {option}={text!r} is no number of seconds") from error
+            raise ConfigError(
+                f"{self.label}: {option}={text!r} is not a number of seconds"
+            ) from error
         if not 0 < value < 1e6:
             raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
         return value
@@ -115,7 +117,7 @@ class StoreURL:
         return f"{base}?{urlencode(self.options)}" if self.options else base
 
     def finish(self, known: str) -> None:
-        """Raises ConfigError, with the options that are `known`, if one or another host is left."""
+        """Raises ConfigError, which lists the `known` options, if an option or a host is left."""
         if self.more_hosts:
             raise ConfigError(f"{self.label}: only one host can be used")
         if self.options:

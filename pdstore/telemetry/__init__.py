@@ -1,1 +1,1 @@
-"""Telemetry: the words of each reason, warnings, and the record of each request."""
+"""Telemetry: the table of the metrics, the words of each reason, warnings, request records."""

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Keeps the last `most` records, logs each, and tells listeners. From any thread."""
+    """Keeps the last `most` records, logs each, and calls listeners. Any thread may add one."""
 
     def __init__(self, most: int = 100) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=most)

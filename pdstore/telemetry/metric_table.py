@@ -26,10 +26,10 @@ class Kind(enum.Enum):
 
 
 class Across(enum.Enum):
-    """The way to one number from the gauges of an instance's processes."""
+    """The rule that makes one number of the gauges of an instance's processes."""
 
     SUM = "sum"
-    MAX = "max"  # of what all of them see alike: the store
+    MAX = "max"  # for gauges of the store, which all of them see alike
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Metric:
 
     name: without "pdstore_" in front, and without "_total" behind a counter.
     text: for the documents and for Prometheus.
-    labels: each with the values that are shown from the start; none where they are not known.
+    labels: for each, the values that are shown from the start; empty if they are not known.
     """
 
     name: str
@@ -121,7 +121,7 @@ METRICS: dict[str, Metric] = {
         _gauge("queue_jobs", "jobs that no worker has begun", direction=DIRECTIONS),
         _gauge("queue_bytes", "bytes of the jobs that no worker has begun", direction=DIRECTIONS),
         _gauge("hung_store_calls", "store calls that outlived their job; over two refuse new jobs"),
-        _gauge("slots", "staging slots there are; 0 where values bypass staging"),
+        _gauge("slots", "staging slots in all; 0 where values bypass staging"),
         _gauge("slots_lent", "staging slots in use"),
         _of_store("breaker_open", "1 while calls fail at once because the store failed"),
         _of_store("store_capacity_bytes", "bytes that the store may hold, where it tells"),

@@ -15,7 +15,7 @@ QUIET = frozenset(
     {
         Reason.ABSENT,  # ordinary for a new prompt; PrefixCacheManager tells where it is not
         Reason.NAMESPACE,  # PrefixCacheManager names the fields
-        Reason.OTHER_POOL,  # and the pools
+        Reason.OTHER_POOL,  # PrefixCacheManager names the pools
         Reason.CANCELLED,
         Reason.CLOSED,
         Reason.READ_ONLY,

@@ -32,10 +32,10 @@ class RequestRecord:
     handoff: the hand-off's id in hex; None for a request of one instance alone.
     role: PDSTORE_ROLE.
     arrived_at: seconds since the epoch.
-    num_tokens: of the prompt; of these so many were matched in the pool, loaded, computed, and so
-      many are durable in the pool because this instance has them saved.
+    num_tokens: tokens of the prompt. The counts after it say how many of them were matched in the
+      pool, loaded, computed, and saved by this instance so that they are durable.
     reason: why less than all was matched, loaded or saved; None if nothing was missing.
-    in_store: of a phase of the same name, from its first call of the store to the last one's end.
+    in_store: for a phase of the same name, from its first store call to the end of its last.
     traceparent: the W3C trace context that came with the request.
     """
 
@@ -86,7 +86,7 @@ def plain(text: object) -> str:
 
 @dataclass
 class RequestTimer:
-    """Takes the times of one request's phases. From any thread.
+    """Takes the times of one request's phases. Any thread may call it.
 
     clock: monotonic seconds.
     """
@@ -109,7 +109,7 @@ class RequestTimer:
             self._ends[name] = self.clock() - self._zero
 
     def between(self, name: str, instants: Sequence[tuple[float, float]]) -> tuple[Phase, ...]:
-        """Returns a phase from the first begin to the last end of the clock's instants, if any."""
+        """Returns a phase from the first begin to the last end; no phase without instants."""
         if not instants:
             return ()
         begin, end = min(i[0] for i in instants), max(i[1] for i in instants)

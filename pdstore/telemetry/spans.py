@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _PATH = "/v1/traces"  # OTLP's, where the URL of a receiver has none
-_EXPORT_S = 3.0  # a receiver that is away costs a stop no more
+_EXPORT_S = 3.0  # the most that a stop waits for a receiver that is away
 _NS = 1_000_000_000
 
 
@@ -48,11 +48,11 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
 
 
 class Spans:
-    """Makes the spans of a request when it is over; `Journal.listen` takes `add`. From any thread.
+    """Makes the spans of requests that are over: give `add` to `Journal.listen`.
 
-    A request is one span with one for each of its phases, and in those one for the store, from the
-    first of its calls to the end of the last. They belong to the trace in the record's
-    `traceparent`; a request without one begins a trace.
+    A request is one span. In it is one for each phase, and in that one for the store, from the
+    phase's first store call to the end of its last. They belong to the trace in the record's
+    `traceparent`; a request without one begins a trace. Any thread may call it.
 
     provider: closed by `close`.
     """

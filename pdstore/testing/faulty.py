@@ -23,16 +23,15 @@ log = logging.getLogger(__name__)
 
 
 class Faulty(WrapperStore):
-    """Fails by a seeded chance, or when told to.
+    """Wraps a store, and fails by a seeded chance or when told to.
 
-    `faulty+redis://host?seed=7&error_rate=0.01` rehearses what an engine does then: it wraps the
-    store of the rest of the URL, whatever that is. There, a rate that is not given is 0.02.
+    `faulty+redis://host?seed=7&error_rate=0.01` wraps the store of the rest of the URL, of any
+    kind, to rehearse what an engine does when it fails. A rate that the URL leaves out is 0.02.
 
-    seed: of the random choices; threads take theirs in the order in which they come.
+    seed: of the random choices, which threads take in the order in which they call.
     error_rate, miss_rate: chance of a StoreUnavailable, and of a shorter prefix.
     corrupt_rate: chance that one bit of a value that was read is flipped.
-    bytes_per_s: bytes a second for all reads together (in the URL a size, such as `100MB`); 0: no
-      bound.
+    bytes_per_s: a bound on all reads together (in the URL a size, such as `100MB`); 0: none.
 
     The metric `pdstore_store_codes_total` counts what it did, by kind (`codes`).
     """
@@ -119,7 +118,7 @@ class Faulty(WrapperStore):
             raise StoreUnavailable(f"{self.label}: {verb} failed on purpose")
 
     def _slow_down(self, num_bytes: int) -> None:
-        """Waits until so many bytes could have come, behind all reads before."""
+        """Waits as long as so many bytes take at the bound, after all earlier reads."""
         if not self._bytes_per_s:
             return
         with self._random_lock:
@@ -145,7 +144,7 @@ class Faulty(WrapperStore):
 def _seed(url: StoreURL) -> int:
     text = url.options.pop("seed", "0")
     if not text.isdecimal():
-        raise ConfigError(f"{url.label}: seed={text!r} is no whole number")
+        raise ConfigError(f"{url.label}: seed={text!r} is not a whole number")
     return int(text)
 
 
@@ -154,7 +153,7 @@ def _rate(url: StoreURL, name: str) -> float:
     try:
         rate = float(text)
     except ValueError as error:
-        raise ConfigError(f"{url.label}: {name}={text!r} is no number") from error
+        raise ConfigError(f"{url.label}: {name}={text!r} is not a number") from error
     if not 0 <= rate <= 1:
         raise ConfigError(f"{url.label}: {name} must be from 0 to 1")
     return rate

@@ -25,9 +25,9 @@ class Beats:
         self._number = 0  # of the next beat
 
     def put_next(self) -> None:
-        """Puts a beat, and leaves of those before it the last one.
+        """Puts a beat, and removes all before it but the last one.
 
-        One that the store does not take is left out: whatever is being saved reports the error.
+        A beat that the store does not take is left out: the save in progress reports the error.
         """
         number, self._number = self._number, (self._number + 1) % RING
         slots = Slots(self._store.allocate(_SLOT_BYTES), _SLOT_BYTES, [0], [block.HEADER_BYTES])

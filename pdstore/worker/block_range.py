@@ -22,10 +22,10 @@ class Split(NamedTuple):
     """The way in which a job's blocks are split into ranges, and how early a save begins.
 
     range_bytes: about how much is one range.
-    many: less than so many ranges are split into so many, for what is waited for is the slowest
-      worker; but into none below that part of `range_bytes`. 1: the library spreads the work of one
-      range over the processors.
-    early_ranges: of how many ranges a layer range must be, to be saved during the forward. Each
+    many: a job smaller than so many ranges is split into so many smaller ones, because its end is
+      the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
+      the library spreads the work of one range over the processors.
+    early_ranges: layer ranges of at least so many block ranges are saved during the forward. Each
       takes Python's lock from the thread that launches the forward; smaller ones wait for its end.
     """
 
@@ -35,12 +35,12 @@ class Split(NamedTuple):
 
     @classmethod
     def native(cls, range_bytes: int) -> Split:
-        """The way for a mover that has little to do in Python for a range."""
+        """The split for a mover that does little in Python for a range."""
         return cls(range_bytes, many=1, early_ranges=1)
 
     @property
     def early_bytes(self) -> int:
-        """Bytes of a layer range that is saved during the forward."""
+        """Least bytes of a layer range that is saved during the forward."""
         return self.early_ranges * self.range_bytes
 
     def ranges(self, first: int, stop: int, num_bytes: int) -> list[BlockRange]:

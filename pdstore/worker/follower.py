@@ -175,9 +175,9 @@ class Follow:
 class Follower:
     """Looks for the next missing values of all following loads, on a thread of its own.
 
-    All loads are one call of the store each time where it can look for many keys (`FindsKeys`).
-    Where it tells of changes (`TellsChanges`), it is asked then; else it is polled, ever less often
-    while nothing appears.
+    A look is one call of the store for all loads if the store can look for many keys (`FindsKeys`).
+    It follows each change if the store tells of changes (`TellsChanges`); else the store is polled,
+    ever less often while nothing appears.
 
     stall_s: a load ends when nothing more is stored for so long.
     split: how blocks are shared out among the workers.

@@ -88,7 +88,7 @@ class Job:
         self._captured = True
 
     def note_store_call(self, begin: float, end: float) -> None:
-        """The run says that a call of the store has ended. Of two at once, one may be left out."""
+        """The run says when a store call began and ended. Of two at once, one may be left out."""
         before = self._store_calls
         self._store_calls = (before[0] if before else begin, end)
 

@@ -33,7 +33,7 @@ class NativeMover(InPlaceMover):
 
     in_place: the same store.
     memory: as `InPlaceMover` takes it.
-    range_bytes: about how much one call moves; all processors sum it.
+    range_bytes: about how much one call moves.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def open_mover(
     """
     store = seal_store(store, settings)
     saves = settings.publish and settings.role != "decode"
-    # only an instance whose next save heals it: another one may have the wrong key itself
+    # an instance that never saves cannot heal the value, and may have the wrong key itself
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
     mover = _in_place(layout, swap, store, metrics, range_bytes, undo)
     if mover is not None:

@@ -91,8 +91,8 @@ def connected_codes(store) -> dict:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("faulty+memory://?seed=x", "seed='x' is no whole number"),
-        ("faulty+memory://?error_rate=often", "error_rate='often' is no number"),
+        ("faulty+memory://?seed=x", "seed='x' is not a whole number"),
+        ("faulty+memory://?error_rate=often", "error_rate='often' is not a number"),
         ("faulty+memory://?miss_rate=1.5", "miss_rate must be from 0 to 1"),
         ("faulty+memory://?rate=1", r"memory://: unknown option 'rate'"),
         ("faulty+nothing://", r"bad store URL 'nothing://': it must start with one of memory://"),

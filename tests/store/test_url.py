@@ -52,7 +52,7 @@ def test_names_and_passwords_are_percent_decoded():
     [
         ("memory://?budget=0", "budget must be positive"),
         ("memory://?budget=many", r"budget='many' is no size; write one like 20GiB"),
-        ("memory://?lease=soon", r"lease='soon' is no number of seconds"),
+        ("memory://?lease=soon", r"lease='soon' is not a number of seconds"),
         ("memory://?lease=nan", r"lease must be a positive number of seconds"),
         ("memory://?size=1", r"unknown option 'size'; known: budget, lease"),
         ("memory://x#y", r"write # as %23"),

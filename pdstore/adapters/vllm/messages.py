@@ -102,7 +102,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     released: by the number of a save, how many ranks no longer need its blocks.
     failed: ids of requests whose load brought less than vLLM counts on, on any rank.
     loaded: by the id of a request, the tokens that its load brought, and the seconds that a rank
-      was at it; of several ranks the slowest counts.
+      worked on it; of several ranks, the slowest one's.
     ended: every load and save that has ended, of each rank.
     """
 

@@ -12,8 +12,8 @@ _STEP_S = 0.001
 class Patience:
     """Waits a moment for the first answer of a new lookup.
 
-    A near store answers in a fraction of a millisecond. A request whose answer comes after it was
-    looked at waits for the next step, which may be a long one.
+    A near store answers in a fraction of a millisecond. A request whose answer comes just after the
+    scheduler looked at it waits for the next step, which may be long.
 
     step_s: time for all the lookups of one step.
     """

@@ -36,7 +36,7 @@ class RequestTracker:
     answer: the `kv_transfer_params` of P's answer.
     is_announced: the save that publishes the hand-off has been started.
     is_concurrent: D got the request at the same time, and still waits for P to start.
-    must_load: it is handed over, and must fail where that falls short (PDSTORE_ON_MISS).
+    must_load: the request has to fail if its hand-off falls short (PDSTORE_ON_MISS).
     num_saved: leading tokens that are in the pool or being saved.
     decoded: keys of the prompt and the tokens decoded so far, in whole blocks.
     num_computed: leading tokens that vLLM had when it last asked what can be loaded.

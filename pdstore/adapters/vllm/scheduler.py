@@ -1,7 +1,7 @@
 """PDStoreConnectorScheduler: the connector's scheduler side, on PrefixCacheManager.
 
-A lookup is started in one step and polled in later ones; only its first answer is waited for, for a
-moment. The workers get their loads and saves with the metadata of a step.
+A lookup is started in one step and polled in later ones; a step waits a moment for first answers.
+The workers get their loads and saves with the metadata of a step.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from pdstore.store.file.plain import Ended, read_values, write_values
 
 
 class ChecksumFiles:
-    """Reads and writes by the native library; in Python, with a pass more, where there is none.
+    """Reads and writes by the native library; without it, in Python with one more pass.
 
-    library: gives the library or None; called at the first use. The attribute is None before.
+    library: returns the library or None, and is called at the first use. The attribute of this name
+      is None before that.
     """
 
     def __init__(self, library: Callable[[], Library | None]) -> None:

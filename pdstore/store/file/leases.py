@@ -11,12 +11,12 @@ from pdstore.store.file.plain import Ended
 
 
 class Leases:
-    """Renews leases in one call of the native library, which costs an engine one wait for Python.
+    """Renews leases in one call of the native library: the caller waits once for Python's lock.
 
-    Without the library it is a call for each value.
+    Without the library there is a call for each value.
 
     lease_s: how long values live from their last use on.
-    library: gives the library if this process uses it anyway, else None: a lookup builds none.
+    library: returns the library if this process uses it anyway, else None: no lookup builds it.
     """
 
     def __init__(self, lease_s: float, library: Callable[[], Library | None]) -> None:

@@ -1,20 +1,21 @@
-"""Barrier: keeps a failed call until nobody can write to, or read from, its memory any more.
+"""Barrier: holds a failed call back until nothing reads or writes its memory any more.
 
-The library gives some calls up while their transfers go on. Bytes that come late would land in
-slots that hold another block by then: between its verification and its scatter, or between its
-gather and its checksum.
+The library gives up some calls while their transfers go on. Late bytes would land in slots that
+hold another block by then: between that block's verification and its scatter, or between its gather
+and its checksum.
 
 Shared memory: the library's own calls to `mooncake_client` end after 30 s. That is the default of
-its RPC library, and no variable changes it: MC_RPC_TIMEOUT_MS is for calls of the master, MC_TCP_*
-for sockets that move values. A process that was stopped in the middle then goes on where it was,
-and may also find the request in its socket only later. It keeps a lock from the start to the end of
-such a request, and takes it exclusively to forget memory. So once it has answered that it forgot
-all of a connection's memory, its requests are over, or are refused when they come.
+its RPC library, and no variable changes it: MC_RPC_TIMEOUT_MS is for calls to the master, MC_TCP_*
+for sockets that move values. A `mooncake_client` that was stopped during a request resumes it
+later, and may even read the request from its socket only then. It holds a lock from the start to
+the end of such a request, and takes that lock exclusively to forget memory. So once it has answered
+that it forgot all memory of a connection, that connection's requests are over, or will be refused.
 
 TCP and RDMA: the library waits 60 s for a transfer, a constant, and then reports a failure without
-cancelling it. Before, a failure is reported only when the transport is done with the memory: TCP
-has closed the socket (after MC_TCP_STATUS_TIMEOUT_SEC or MC_TCP_PROGRESS_TIMEOUT_SEC), a NIC has
-completed the request with an error (after its retries). To close the connection ends the rest.
+cancelling the transfer. An earlier failure is reported only when the transport is done with the
+memory: TCP has closed the socket (after MC_TCP_STATUS_TIMEOUT_SEC or MC_TCP_PROGRESS_TIMEOUT_SEC),
+or a NIC has completed the request with an error (after its retries). Closing the connection ends
+the other transfers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pdstore.store.mooncake.server import Server, State
 
 log = logging.getLogger(__name__)
 
-GIVEN_UP_S = 55.0  # the library's 60 s, and some for its clocks
+GIVEN_UP_S = 55.0  # a little before the library's 60 s: its clock is another one
 KEPT = "memory kept until nobody uses it"
 """The name under which `codes()` counts the calls that waited here."""
 
@@ -45,12 +46,12 @@ class Answer(NamedTuple):
 
 
 class Barrier:
-    """Waits for the end of what calls of one client have left under way.
+    """Waits until the transfers that failed calls of one client left under way are over.
 
     label: of the store, for messages.
     sharer: the process that shares our memory; None when this process moves the bytes itself.
     pause_s: between two attempts.
-    given_up_s: a failure after this time may be one that the library gave up.
+    given_up_s: a call that fails after this long may be one that the library gave up.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class Barrier:
         return answer.seconds > self._given_up_s and any(code < 0 for code in answer.codes)
 
     def wait_after(self, answer: Answer) -> None:
-        """Returns when the call's memory is its caller's again: mostly at once.
+        """Returns when nothing can use the call's memory any more: at once after most calls.
 
-        Else it blocks for as long as it takes, also when the store is closed meanwhile: the job's
-        deadline ends the job, and its slots stay out. Other calls are refused meanwhile.
+        Otherwise blocks for as long as that takes, even if the store is closed meanwhile, and
+        other calls are refused. The job's deadline ends the job, but its slots stay lent until
+        this returns.
         """
         if not self.is_needed(answer):
             return
@@ -113,12 +115,12 @@ class Barrier:
             self._client.restore(raw)  # the library finds the successor by itself
         elif self._num_answers > 1 and self._client.is_idle and self._is_forgotten(raw):
             self._num_answers = 0
-            self._client.replace(raw)  # for requests of another connection nothing is mapped
+            self._client.replace(raw)  # late requests of the old connection find no memory mapped
 
     def _is_forgotten(self, raw: Raw) -> bool:
         """True if the other process has certainly forgotten all our memory.
 
-        While its own ping fails, the library maps everything again; so it must be healthy before
-        and after.
+        The library maps all memory again while its own ping fails. So the connection must be
+        healthy before and after the call.
         """
         return raw.health_check() == 0 and self._memory.detach(raw) and raw.health_check() == 0

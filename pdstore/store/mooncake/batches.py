@@ -25,11 +25,11 @@ _MEASURABLE_BYTES = 1 << 20
 class Batches:
     """Splits a call into batches and makes each one.
 
-    A read whose lease ends meanwhile is lost whole, so a batch is no larger than what a third of
+    A read that outlasts its lease is lost whole, so a batch is no larger than what a third of
     the lease moves at the rate seen lately. Small batches have a second use: a peer that hangs
     costs the library's time-out once per batch, and the caller stops after the first.
 
-    any_memory: the library moves from and into any buffer; else only from and into `memory`'s.
+    any_memory: True if the library can copy any buffer; else it copies only slabs of `memory`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Batches:
         return by_lease if self._any_memory else min(by_lease, BOUNCE_BYTES)
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields start and end of each batch. The pool's own key is alone: it is kept longer."""
+        """Yields the start and end of each batch. The pool's key is alone in one: it is pinned."""
         start, num_bytes, most = 0, 0, self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
@@ -85,7 +85,7 @@ class Batches:
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
-        """Writes one batch; returns 0 or a code for each value. 0 also says: the key was taken."""
+        """Writes one batch; returns for each value a code, or 0, also where the key was taken."""
         base = address_of(slots.view)
         if self._is_movable(slots, base):
             answer = self._put(keys, addresses_of(slots, base), slots.sizes, config)
@@ -100,16 +100,16 @@ class Batches:
     def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
         """Tries a refused batch once more, through a new bounce.
 
-        The process that shares our memory refuses memory that it does not know: another process
-        after a restart within a second, or the same one after it was stopped for longer than it
-        keeps silent clients. The library notices neither. New memory it will know.
+        The process that shares our memory refuses memory that it does not know. It knows none of
+        ours after a restart within a second, or after it was stopped for longer than it keeps
+        silent clients; the library notices neither. It learns of memory that is allocated now.
         """
         self._memory.drop_bounce()
         again = through_bounce().codes
         if again.count(INVALID) < codes.count(INVALID):
             log.warning(
                 "mooncake: values are copied from now on: the process that shares our memory was"
-                " stopped or replaced, and does not know it any more"
+                " stopped or replaced, and no longer knows that memory"
             )
             self._memory.forget_slabs()
         return again
@@ -141,7 +141,7 @@ class Batches:
             return answer
 
     def _leave_bounce(self, answer: Answer) -> None:
-        """Gives the bounce up if it is in doubt; waits only if too many were given up before."""
+        """Gives up a bounce that late bytes may reach; waits only after too many were given up."""
         if self._barrier.is_needed(answer) and not self._memory.abandon_bounce():
             self._barrier.wait_after(answer)
 

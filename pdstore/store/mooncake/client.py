@@ -129,7 +129,7 @@ class Client:
         """Waits for running calls, then closes the library's object. Twice is fine.
 
         The object is set aside where closing it would hang: calls still run, or the server does
-        not answer. A suspended object stays with the one who suspended it.
+        not answer. A suspended object is left to the call that suspended it.
         """
         if not self._lifecycle.end():
             return
@@ -150,7 +150,7 @@ class Client:
             close_in_time(raw, self._label)
 
     def set_aside(self) -> None:
-        """In the child of a fork: the object stays, untouched, until the child's end."""
+        """Keeps the object, untouched, until this forked child ends."""
         for raw in (self._raw, self._suspended):
             if raw is not None:
                 set_aside(raw)
@@ -171,7 +171,7 @@ class Client:
             return self._raw, now
 
     def _is_slow(self) -> bool:
-        """True if a call runs for so long that the server may hang: others would hang as well."""
+        """True if a call has run so long that the server may hang, and a new call with it."""
         oldest = min(self._began, default=None)
         return oldest is not None and time.monotonic() - oldest > _SLOW_CALL_S
 
@@ -200,5 +200,5 @@ class Client:
 
     def _refusal(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self._label}: an earlier call may still be under way; no other before its end"
+            f"{self._label}: an earlier call may still be under way; calls are refused so long"
         )

@@ -23,7 +23,7 @@ _DRAIN_AT_EXIT_S = 1.0
 
 
 class Closable(Protocol):
-    """An object of the library. Its `close` keeps Python's lock: every thread waits for it."""
+    """An object of the library. Its `close` holds Python's lock, so every thread waits for it."""
 
     def close(self) -> int: ...
 
@@ -42,7 +42,7 @@ _hooks_are_set = False
 
 
 def set_aside(raw: Closable) -> None:
-    """Keeps an object that cannot be closed now: to destroy it would crash or hang the process."""
+    """Keeps an object that cannot be closed now: destroying it would crash or hang the process."""
     _aside.append(raw)
 
 
@@ -73,9 +73,9 @@ def close_at_exit(owner: Owner) -> None:
 def close_on_sigterm() -> None:
     """Makes SIGTERM close everything and then end the process as before.
 
-    For a process that lends memory: if it is killed without a word, the master sends others to it
-    until the client's time to live is over. Changes nothing where the program has a handler (it
-    closes what it opened), and nothing outside the main thread.
+    Meant for a process that lends memory: if it dies without a word, the master keeps sending
+    others to it until the client's time to live is over. Changes nothing if the program has a
+    handler of its own, which has to close what it opened, nor outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -15,7 +15,7 @@ from pdstore.store.url import StoreURL
 
 DEFAULT_PORT = 50051
 DEFAULT_DISCARD_S = 30.0
-DEFAULT_LEASE_S = 5.0  # the smallest that any release of the master has without a flag
+DEFAULT_LEASE_S = 5.0  # the smallest default of any release of the master
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class MooncakeConfig:
 
     @property
     def master_http(self) -> str:
-        """The address of the master's HTTP server; no address if there are several masters."""
+        """The address of the master's HTTP server; useless if there are several masters."""
         return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
 
     def describe(self) -> str:
@@ -155,7 +155,7 @@ def _from_file(sources: MooncakeSources) -> _Layer:
     keys = {key: name for name, names in NAMES.items() for key in names.keys}
     values: dict[str, Value] = {}
     prefixed = {key for key in document if key.startswith("mooncake_")}
-    for key in sorted(document, key=prefixed.__contains__):  # a prefixed one wins
+    for key in sorted(document, key=prefixed.__contains__):  # a prefixed key comes last, and wins
         plain = key.removeprefix("mooncake_")
         if plain in keys:
             values[keys[plain]] = document[key]
@@ -176,7 +176,7 @@ def _choose_topology(parsed: dict[str, object], origins: dict[str, str]) -> None
     mode, standalone = parsed.pop("mode", None), parsed.pop("standalone", False)
     if "topology" in parsed:
         if parsed["topology"] != "embedded" and origins.get("segment") != "URL":
-            parsed.pop("segment", None)  # it is for the other programs on this host
+            parsed.pop("segment", None)  # such a segment is meant for other programs on this host
     elif standalone:
         parsed["topology"], origins["topology"] = "shared", origins["standalone"]
         parsed.pop("segment", None)

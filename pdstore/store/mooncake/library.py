@@ -25,9 +25,9 @@ VARIABLES = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_LANES_PER_PEER": "16",  # a batch waits for a hung peer once per round of lanes
 }
-"""The library's own variables, for those that the user did not set. Its defaults wait 30 s.
+"""Values of the library's own variables that the user did not set: its defaults wait 30 s.
 
-None of them reaches its calls to the process that shares our memory: see `barrier`.
+None of them affects its calls to the process that shares our memory: see `barrier`.
 """
 
 _SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")

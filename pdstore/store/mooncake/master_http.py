@@ -25,7 +25,7 @@ class MasterHttp:
 
     def __init__(self, label: str, address: str) -> None:
         self._label, self._address = label, address
-        # what the environment says of proxies is for the outside
+        # the environment's proxies are for other networks
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def all_keys(self) -> list[str]:
@@ -33,7 +33,7 @@ class MasterHttp:
         return self._read("/get_all_keys").split()
 
     def sizes(self, keys: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Yields key and length of those that are there and whole; nothing is leased.
+        """Yields key and length of each value that is there and whole; leases nothing.
 
         Raises StoreUnavailable.
         """

@@ -74,8 +74,8 @@ class Memory:
 
     @property
     def is_at_rest(self) -> bool:
-        """True unless the library is making the connection again, as far as it says."""
-        if not self._lock.acquire(timeout=_PAUSE_S):  # a registration waits for an answer
+        """True unless the library is reconnecting, or may be."""
+        if not self._lock.acquire(timeout=_PAUSE_S):  # a registration holds it, and waits
             return False
         try:
             return self._raw is None or self._raw.health_check() == 0
@@ -119,7 +119,7 @@ class Memory:
             self._raw = None
 
     def detach(self, raw: Raw) -> bool:
-        """Unregisters every slab; returns whether the other side knows none of them any more.
+        """Unregisters every slab. Returns True if the other side knows none of them any more.
 
         May be called again after a failure. The next connection registers them all.
         """
@@ -147,7 +147,7 @@ class Memory:
             self._bounce = None
 
     def abandon_bounce(self) -> bool:
-        """Gives the bounce up, in which bytes may still come late; the next one is a new slab.
+        """Gives up the bounce, which late bytes may still reach; the next one is a new slab.
 
         Returns False if too many were given up before. They stay allocated, so that their
         addresses are not used again. The caller holds `bounce_lock`.
@@ -159,7 +159,7 @@ class Memory:
         return True
 
     def forget_slabs(self) -> None:
-        """Makes values in all slabs but the bounce go through the bounce from now on."""
+        """Forgets all slabs but the bounce: their values go through it from now on."""
         bounce = 0 if self._bounce is None else address_of(self._bounce)
         with self._lock:
             self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
@@ -172,7 +172,7 @@ class Memory:
             self._registered.add(slab)
 
     def _unregister(self, raw: Raw, slab: _Slab) -> bool:
-        """Unregisters a slab; returns whether the other side does not know it."""
+        """Unregisters a slab. Returns True if the other side does not know it any more."""
         if slab in self._registered and raw.unregister_buffer(slab.address) in (0, INVALID):
             self._registered.discard(slab)
         return slab not in self._registered
@@ -185,7 +185,7 @@ class Memory:
             time.sleep(_PAUSE_S)
         address = allocator.alloc(num_bytes)
         if not address:
-            raise StoreError(f"mooncake: no {num_bytes} bytes of shared memory")
+            raise StoreError(f"mooncake: cannot get {num_bytes} bytes of shared memory")
         array = (ctypes.c_ubyte * num_bytes).from_address(address)
         slab = _Slab(address, num_bytes)
         weakref.finalize(array, self._dropped.append, slab)
@@ -196,7 +196,7 @@ class Memory:
             slab = self._dropped.popleft()
             with self._lock:
                 if self._raw is not None and not self._unregister(self._raw, slab):
-                    self._dropped.append(slab)  # another slab at its address would not be mapped
+                    self._dropped.append(slab)  # else the next slab at its address is not mapped
                     continue
                 self._slabs = [each for each in self._slabs if each != slab]
             if self._allocator is not None:

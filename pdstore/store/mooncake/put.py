@@ -1,8 +1,8 @@
 """Putter: puts a batch and counts only what can be read afterwards.
 
 Mooncake reports success for a put of a taken key and drops the bytes, even if the writer that took
-it has not finished, or never will. So one look follows every put. It also leases the keys, so that
-a long prompt does not evict its own beginning.
+it has not finished, or never will. So every put is followed by a look at its keys. The look also
+leases them, so that a long prompt does not evict its own beginning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdstore.store.mooncake.codes import (
 
 log = logging.getLogger(__name__)
 
-PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts behind a put that found no room
+PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
 PRESSURE_S = 1.0
 WRITER_S = 1.0  # how long to wait for another writer of the same key
 _QUICK_S = 1.0

@@ -8,7 +8,7 @@ import socket
 from pdstore.errors import StoreTimeout, StoreUnavailable
 
 PROBE_S = 0.5
-_PROBE_BYTES = bytes(20)  # the length of the shortest request, but no request: a server hangs up
+_PROBE_BYTES = bytes(20)  # as long as the shortest request but not one, so a server hangs up
 
 
 class State(enum.Enum):
@@ -32,7 +32,7 @@ class Server:
         self._address = _parse(address)
 
     def ask(self) -> State:
-        """Returns within twice the time-out what the server does now."""
+        """Returns the server's state, within twice the time-out."""
         return self._ask()[0]
 
     def require(self) -> None:
@@ -44,7 +44,7 @@ class Server:
         where = f"{self._label}: the server at {self._address[0]}:{self._address[1]}"
         if state is State.HANGS:
             raise StoreTimeout(f"{where} did not answer within {self._timeout_s} s") from why
-        raise StoreUnavailable(f"{where} is not there: {why}") from why
+        raise StoreUnavailable(f"{where} cannot be reached: {why}") from why
 
     def _ask(self) -> tuple[State, OSError | None]:
         """Sends 20 junk bytes; a live server closes the connection.

@@ -29,7 +29,7 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 _WINDOWS = (32, 128, 512)
-_SLOW_S = 0.8  # a transfer that failed after this waited for a peer that hangs
+_SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
 
 
 class MooncakeStore(Store):
@@ -145,21 +145,21 @@ class MooncakeStore(Store):
                 raise error_of(code, f"{self.label}: remove of {key}")
 
     def clear(self, namespace: str) -> None:
-        """Forgets a namespace in one call of the master, by force, also under its readers.
+        """Forgets a namespace in one call of the master, by force: also values that are being read.
 
         Readers notice by verification. Half-written values stay.
         """
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         with self._lookup.call() as raw:
-            code = raw.remove_by_regex(f"^{prefix}", True)  # it searches: ^, or hashes match too
+            code = raw.remove_by_regex(f"^{prefix}", True)  # without ^, hashes match too
         self._lookup.note([code])
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
         self._putter.doubts.forget_all(prefix)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        """Asks the master's HTTP server, for the default tenant; nobody knows a value's age."""
+        """Asks the master's HTTP server for the default tenant's values; their ages are unknown."""
         self._lifecycle.check()
         keys = [key for key in self._http.all_keys() if key.startswith(prefix)]
         for key, num_bytes in self._http.sizes(keys):
@@ -219,7 +219,7 @@ class MooncakeStore(Store):
                 continue
             what = f"{self.label}: get of {keys[i]}"
             if code == TRANSFER_FAILED and time.monotonic() - begin > _SLOW_S:
-                raise StoreTimeout(f"{what}: its holder hangs", num_done=num_done + i)
+                raise StoreTimeout(f"{what}: the holder of it hangs", num_done=num_done + i)
             if code in MISSES:
                 return i
             if code >= 0 or (code == INVALID and self._size_of(keys[i]) not in (slots.sizes[i], 0)):
@@ -237,7 +237,7 @@ class MooncakeStore(Store):
         return len(keys)
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Returns for each key 1, 0 or a code."""
+        """Returns 1, 0 or a code for each key."""
         with self._lookup.call() as raw:
             codes = raw.batch_is_exist(list(keys))
         self._lookup.note(codes)
@@ -251,7 +251,7 @@ class MooncakeStore(Store):
 
 
 def _windows(count: int) -> Iterator[tuple[int, int]]:
-    """Yields start and end of growing windows: keys behind a gap would be leased for nothing."""
+    """Yields the ends of growing windows, since keys behind a gap would be leased for nothing."""
     start, sizes = 0, iter(_WINDOWS)
     while start < count:
         end = min(start + next(sizes, _WINDOWS[-1]), count)

@@ -1,8 +1,8 @@
 """Cluster: the nodes of a Redis or Valkey Cluster, and the way to the one that has a key.
 
-redis-py has a client for clusters. It asks again for each command that a node left unanswered, one
-after the other, so a node that hangs would hold up a call for as many time-outs as it has commands.
-Here a call waits for a node once.
+redis-py has a client for clusters. It repeats each unanswered command by itself, one after another,
+so a node that hangs would hold up a call for as many time-outs as the call has commands. Here a
+call waits for a node once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROUNDS = 3
 """Sends of a command at most: to the node that had its slot, and to those that have it now."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
-"""Replies after which another node may have the key. A time-out is not one: it was waited for."""
+"""Replies after which another node may have the key. A time-out is not one: it has cost enough."""
 
 
 class Address(NamedTuple):
@@ -121,7 +121,7 @@ class Cluster:
         return client
 
     def _read_map(self) -> list[Address | None]:
-        """Returns the master of each slot, as the first node says that answers."""
+        """Returns the master of each slot, from the first node that answers."""
         problem: RedisError = redis.ConnectionError("no node of the cluster is known")
         for address in dict.fromkeys([*self._seeds, *self._clients]):
             try:
@@ -151,7 +151,7 @@ class _Exchange:
     def __exit__(self, *_: object) -> None:
         if self._connection is not None:
             if self._num_unread or self._problem is not None:
-                self._connection.disconnect()  # what comes late is for nobody
+                self._connection.disconnect()  # a late reply must not answer another call
             self._pool.release(self._connection)
 
     def write(self, commands: Sequence[Command]) -> None:
@@ -165,7 +165,7 @@ class _Exchange:
             self._problem = error
 
     def read(self) -> object:
-        """Returns the next reply, or the error that stands for it."""
+        """Returns the next reply, or the error that came in its place."""
         self._num_unread -= 1
         if self._is_asking:
             self._receive()

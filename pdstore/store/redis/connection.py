@@ -104,7 +104,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
 
 
 _WITHOUT_DRIVER_INFO = {"lib_name": None, "lib_version": None}
-"""Keep redis-py from CLIENT SETINFO, which few users may call."""
+"""Options that keep redis-py from CLIENT SETINFO, which few users may call."""
 
 
 def _tls(url: StoreURL) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 
 
 class Servers(Protocol):
-    """Takes commands about keys to whoever has the keys. Any thread may call it."""
+    """Sends commands about keys to the servers that have them. Any thread may call it."""
 
     takes_many_keys: bool
     """True if one command may name several keys."""

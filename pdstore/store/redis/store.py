@@ -204,7 +204,7 @@ class RedisStore(Store):
         return part.stop
 
     def _pages(self, prefix: str) -> Iterator[tuple[redis.Redis, list[bytes]]]:
-        """Yields keys that begin with a prefix, some at a time, and their server; one may recur."""
+        """Yields some keys with a prefix at a time, and their server; a key may come again."""
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
         try:
             for client in self._servers.masters():

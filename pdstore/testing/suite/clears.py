@@ -122,7 +122,7 @@ class ClearTests:
         ids=repr,
     )
     def test_what_is_no_namespace_is_refused(self, store: Store, namespace: str, bad: str) -> None:
-        """`{31}` are the first 31 digits of one that has values."""
+        """`{31}` stands for the first 31 digits of a namespace that has values."""
         keys = _one_of_each(namespace)
         _put(store, keys)
         with pytest.raises(ValueError, match="a namespace is 32"):
@@ -138,7 +138,7 @@ class ClearTests:
 
         def write() -> None:
             while not done.is_set():
-                with contextlib.suppress(StoreFull):  # it looked after its put, and all was gone
+                with contextlib.suppress(StoreFull):  # a put looks afterwards, and all was gone
                     put(peer, keys, values)
 
         def read() -> None:

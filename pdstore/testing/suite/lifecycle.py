@@ -68,9 +68,8 @@ class LifeTests:
         values = [content(key, SIZE) for key in keys]
         put(store, keys, values)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # that a thread is alive is the point
+            # Python warns of a fork beside threads, which is what this test is about
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             _exit_with_outcome(store)

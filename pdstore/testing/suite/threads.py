@@ -103,7 +103,7 @@ class ThreadTests:
         assert store.match([key]) == 0
 
     def _race(self, key: BlockKey, *writers: tuple[Store, bytes]) -> list[bytes]:
-        """Several stores put one key at once; what a reader saw first."""
+        """Puts one key from several stores at once; returns what a reader saw first."""
         start, seen = threading.Barrier(len(writers) + 1), list[bytes]()
 
         def write(store: Store, value: bytes) -> None:
@@ -121,7 +121,7 @@ class ThreadTests:
 
 
 def _wait_for(store: Store, key: BlockKey, size: int, deadline_s: float) -> bytes:
-    """The first thing that a reader sees under a key; WrongLength says that it was not whole."""
+    """Waits for a key's value, and returns it. WrongLength says that it was not whole."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         for value in get(store, [key], [size]):

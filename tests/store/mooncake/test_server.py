@@ -60,7 +60,7 @@ def test_nobody_at_an_address_is_a_process_that_ended():
         pass
     server = Server("x", address)
     assert server.ask() is State.GONE
-    with pytest.raises(StoreUnavailable, match=f"{address} is not there"):
+    with pytest.raises(StoreUnavailable, match=f"{address} cannot be reached"):
         server.require()
 
 
