@@ -72,7 +72,7 @@ class JobResult:
     num_tokens: int
     reason: Reason | None = None
     error: Exception | None = None
-    busy_s: float = field(default=0.0, compare=False)
+    busy_s: float = field(default=0.0, compare=False, repr=False)
 
 
 _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
