@@ -28,7 +28,8 @@ DOORS = {
     "concurrent": ["threads"],
     "multiprocessing": [],
     "ctypes": [
-        *(f"native.{name}" for name in ("library", "abi", "engine", "arena", "value_batch")),
+        *(f"native.{name}" for name in ("library", "abi", "engine", "arena", "slot_arrays")),
+        "native.value_batch",
         "store.mooncake.memory",
     ],
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "servers", "cluster")],

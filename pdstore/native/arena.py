@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pdstore.errors import (
     StoreClosed,
@@ -21,6 +20,7 @@ from pdstore.errors import (
 from pdstore.native.abi import ArenaInfo, ArenaOptions, ArenaValue, Code, SlotCounts
 from pdstore.native.arena_times import ArenaTimes
 from pdstore.native.library import Library
+from pdstore.native.slot_arrays import SlotArrays
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
@@ -47,29 +47,6 @@ class ArenaCounts(NamedTuple):
     resting: int
     free: int
     slabs: int
-
-
-class SlotArrays:
-    """The slots of some values as the library knows them: numbers, generations, offsets."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.slots = (c_int64 * count)()
-        self.generations = (c_uint64 * count)()
-        self.offsets = (c_int64 * count)()
-
-    @property
-    def all(self) -> tuple[ctypes.Array[Any], ...]:
-        """All three, in the order of the library's arguments."""
-        return self.slots, self.generations, self.offsets
-
-    def of(self, indices: Sequence[int]) -> SlotArrays:
-        """A copy of some of them."""
-        chosen = SlotArrays(len(indices))
-        chosen.slots[:] = [self.slots[i] for i in indices]
-        chosen.generations[:] = [self.generations[i] for i in indices]
-        chosen.offsets[:] = [self.offsets[i] for i in indices]
-        return chosen
 
 
 def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:

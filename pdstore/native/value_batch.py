@@ -7,8 +7,9 @@ from ctypes import byref, c_void_p
 from typing import NamedTuple
 
 from pdstore.native.abi import Error, Values, raise_error
-from pdstore.native.arena import NativeArena, SlotArrays
+from pdstore.native.arena import NativeArena
 from pdstore.native.engine import Engine, Ticket
+from pdstore.native.slot_arrays import SlotArrays
 
 _PATIENCE_NS = 20_000_000  # for the arena's lock; a job that ends waits for these calls
 
