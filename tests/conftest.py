@@ -1,4 +1,4 @@
-"""Redis for tests: the one at TEST_REDIS_URL, a container, or a server that the tests start."""
+"""Fixtures of tests in several folders: redis servers, and engines on random checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.support.redis_server import RedisServer, has_docker
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory):
-    """The URL of a redis that all tests share."""
+    """The URL of a redis that all tests share.
+
+    It is the one at TEST_REDIS_URL, else a container, else a server that the tests start.
+    """
     with contextlib.ExitStack() as stack:
         yield (
             os.environ.get("TEST_REDIS_URL")
@@ -34,6 +37,23 @@ def redis_server(tmp_path_factory):
             return server
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Random checkpoints of the mini engine, by shape."""
+    from tests.support.mini_engine_kit import make_checkpoints  # imports transformers
+
+    return make_checkpoints(tmp_path_factory.mktemp)
+
+
+@pytest.fixture
+def open_engine(checkpoints):
+    """Makes mini engines; at the end they stop, and every block must have come back."""
+    from tests.support.mini_engine_kit import opening_engines  # imports transformers
+
+    with opening_engines(checkpoints) as open_one:
+        yield open_one
 
 
 def container_url(stack: contextlib.ExitStack) -> str | None:

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdstore.telemetry.metric_table import METRICS, Kind
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
-    ask,
-    checkpoints_fixture,
-    open_engine_fixture,
-    prompt_of,
-    until,
-)
+from tests.support.mini_engine_kit import ask, prompt_of, until
 from tests.support.monitoring import Monitoring
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -8,13 +8,7 @@ import re
 
 import pytest
 
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
-    ask,
-    checkpoints_fixture,
-    open_engine_fixture,
-    prompt_of,
-    until,
-)
+from tests.support.mini_engine_kit import ask, prompt_of, until
 
 PULL = {"do_remote_decode": True}
 _numbers = itertools.count()

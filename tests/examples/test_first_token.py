@@ -18,11 +18,6 @@ pytestmark = pytest.mark.anyio
 PD = {"pd_transfer_via_storage": True, "store": "memory://spliced", "staging": "8MiB"}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     """One that works alone, P and D, over one pool."""

@@ -16,7 +16,7 @@ import pytest
 from examples.make_checkpoint import ROOT
 from tests.examples.test_mini_server import Serving
 from tests.support.child import child
-from tests.support.mini_engine_kit import checkpoints_fixture, prompt_of, until  # noqa: F401
+from tests.support.mini_engine_kit import prompt_of, until
 from tests.support.redis_gate import LOAD, SAVE, Gate
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.router_kit import metric, routed
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.anyio
 PATIENT_S, HASTY_S = 60.0, 0.5
 DEAD_S = 20.0
 """A dead P costs D 1.5 s; a machine may be slow."""
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

@@ -14,21 +14,17 @@ from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.values import PromptBlocks
-from tests.support.mini_engine_kit import (  # noqa: F401 - four are fixtures
+from tests.support.mini_engine_kit import (
     PULL,
     SHAPES,
     Gate,
     ask,
     assert_same,
-    checkpoints_fixture,
     decode,
     expect,
     hand_over,
-    open_engine_fixture,
-    open_instance_fixture,
     prompt_of,
     until,
-    url_fixture,
 )
 
 

@@ -6,14 +6,7 @@ import pytest
 
 from examples.mini_engine.answer import Answer
 from examples.mini_engine.protocol import Body
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
-    PULL,
-    ask,
-    checkpoints_fixture,
-    open_engine_fixture,
-    prompt_of,
-    until,
-)
+from tests.support.mini_engine_kit import PULL, ask, prompt_of, until
 
 SLOW = "bytes_per_s=100KB&error_rate=0&miss_rate=0&corrupt_rate=0"
 TOKENS = 200  # 100 KB of KV: a second of that store, and a few hundredths of computing

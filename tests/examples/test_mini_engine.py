@@ -12,15 +12,13 @@ from examples.mini_engine.engine import EngineError
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Finish, Request
 from pdstore.errors import ConfigError
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+from tests.support.mini_engine_kit import (
     DEADLINE_S,
     SHAPES,
     Gate,
     ask,
     assert_same,
-    checkpoints_fixture,
     expect,
-    open_engine_fixture,
     prompt_of,
 )
 

@@ -7,18 +7,14 @@ import pytest
 from examples.mini_engine.request import Finish
 from pdstore import HandoffId, open_store, read_settings
 from tests.examples.test_mini_adapter import flip_a_bit, stored
-from tests.support.mini_engine_kit import (  # noqa: F401 - four are fixtures
+from tests.support.mini_engine_kit import (
     ask,
     assert_same,
-    checkpoints_fixture,
     decode,
     expect,
     hand_over,
-    open_engine_fixture,
-    open_instance_fixture,
     prompt_of,
     until,
-    url_fixture,
 )
 
 STRICT = {"on_miss": "fail"}

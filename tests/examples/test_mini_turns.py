@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.mini_engine_kit import (  # noqa: F401 - four are fixtures
+from tests.support.mini_engine_kit import (
     ask,
     assert_same,
-    checkpoints_fixture,
     decode,
     expect,
     hand_over,
-    open_engine_fixture,
-    open_instance_fixture,
     prompt_of,
     until,
-    url_fixture,
 )
 
 BLOCK = 64

@@ -13,7 +13,7 @@ import pytest
 
 from tests.examples.test_mini_chat import TEMPLATE
 from tests.examples.test_mini_server import Serving
-from tests.support.mini_engine_kit import checkpoints_fixture, until  # noqa: F401 - a fixture
+from tests.support.mini_engine_kit import until
 
 ASK_P = {
     "do_remote_decode": True,

@@ -17,13 +17,7 @@ from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from pdstore import Reason, read_settings
 from tests.support.listeners import addresses_of
-from tests.support.mini_engine_kit import (
-    Asked,
-    ask,
-    checkpoints_fixture,  # noqa: F401 - a fixture
-    close,
-    until,
-)
+from tests.support.mini_engine_kit import Asked, ask, close, until
 from tests.support.mini_process import MiniProcess
 from tests.support.seal_key import write_seal_key
 from tests.support.secret import (

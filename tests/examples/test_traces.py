@@ -12,12 +12,7 @@ import uvicorn
 from examples.router.app import Options, make_app
 from pdstore.telemetry.spans import open_provider
 from tests.examples.test_mini_server import Serving
-from tests.support.mini_engine_kit import (  # noqa: F401 - one is a fixture
-    DEADLINE_S,
-    checkpoints_fixture,
-    prompt_of,
-    until,
-)
+from tests.support.mini_engine_kit import DEADLINE_S, prompt_of, until
 from tests.support.otlp_receiver import receiving
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -10,12 +10,10 @@ from contextlib import ExitStack
 import pytest
 
 from pdstore import Reason
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+from tests.support.mini_engine_kit import (
     ask,
-    checkpoints_fixture,
     decode,
     hand_over,
-    open_engine_fixture,
     prompt_of,
     until,
 )

@@ -16,7 +16,7 @@ from examples.router.app import Options, make_app
 from pdstore import read_settings
 from tests.fuzz.search import num_examples, search
 from tests.fuzz.test_requests import JSON
-from tests.support.mini_engine_kit import checkpoints_fixture, close  # noqa: F401 - one is a fixture
+from tests.support.mini_engine_kit import close
 from tests.support.router_kit import nobody
 
 NAMES = st.sampled_from(

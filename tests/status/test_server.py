@@ -12,13 +12,7 @@ from pdstore.cli.checks.peer import check_peers
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
 from tests.support.browser import needs_browser, shown
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
-    ask,
-    checkpoints_fixture,
-    open_engine_fixture,
-    prompt_of,
-    until,
-)
+from tests.support.mini_engine_kit import ask, prompt_of, until
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 import time
@@ -39,24 +38,22 @@ SHAPES = {
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=32),
     "mistral-window": lambda: transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=20),
 }
-_numbers = itertools.count()
 
 
-@pytest.fixture(scope="session", name="checkpoints")
-def checkpoints_fixture(tmp_path_factory):
-    """Random checkpoints whose logits are far from flat, by shape."""
+def make_checkpoints(make_directory):
+    """Writes random checkpoints whose logits are far from flat; returns their paths by shape."""
     paths = {}
     for name, config in SHAPES.items():
         torch.manual_seed(1)
-        paths[name] = tmp_path_factory.mktemp(name)
+        paths[name] = make_directory(name)
         transformers.AutoModelForCausalLM.from_config(config()).save_pretrained(paths[name])
         train_tokenizer(["some words for a tokenizer"], 270).save_pretrained(paths[name])
     return paths
 
 
-@pytest.fixture(name="open_engine")
-def open_engine_fixture(checkpoints):
-    """Makes engines; at the end they stop, and every block must have come back."""
+@contextlib.contextmanager
+def opening_engines(checkpoints):
+    """Yields a function that makes engines; at the end they stop, with every block back."""
     with contextlib.ExitStack() as stack:
 
         def open_one(shape="llama", pd=None, **options):
@@ -67,30 +64,6 @@ def open_engine_fixture(checkpoints):
             return engine
 
         yield open_one
-
-
-@pytest.fixture(params=["memory", "file"], name="url")
-def url_fixture(request, tmp_path):
-    return f"memory://mini{next(_numbers)}" if request.param == "memory" else f"file://{tmp_path}"
-
-
-@pytest.fixture(name="open_instance")
-def open_instance_fixture(open_engine, url):
-    """Makes P and D engines on one pool."""
-
-    def open_one(role, shape="llama", *, wait_s=5.0, pd=None, **options):
-        settings = {
-            "pd_transfer_via_storage": True,
-            "role": role,
-            "store": url,
-            "staging": "8MiB",
-            "handoff_wait_s": wait_s,
-            "drain_s": 5.0,
-            "layer_ranges": 1,
-        }
-        return open_engine(shape, settings | (pd or {}), **options)
-
-    return open_one
 
 
 def hand_over(p, prompt):
