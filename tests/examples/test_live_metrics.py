@@ -1,0 +1,106 @@
+"""No metric of the table is dead: P and D move each of them, in hand-offs and in trouble."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.format.handoff import HandoffId
+from pdstore.telemetry.metric_table import METRICS, Kind
+from tests.support import redis_gate
+from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+    Gate,
+    ask,
+    checkpoints_fixture,
+    hand_over,
+    open_engine_fixture,
+    prompt_of,
+    until,
+)
+
+LONG = 300
+
+
+class Seen:
+    """The greatest value that each metric had in any scrape of some engines."""
+
+    def __init__(self, *engines):
+        self._engines = engines
+        self._most = dict.fromkeys(METRICS, 0.0)
+
+    def scrape(self):
+        for engine in self._engines:
+            for family in engine.counters.registry.collect():
+                metric = METRICS.get(family.name.removeprefix("pdstore_"))
+                if metric is not None:
+                    end = "_count" if metric.kind is Kind.HISTOGRAM else ""
+                    for sample in family.samples:
+                        if sample.name == metric.shown_name + end:
+                            self._most[metric.name] = max(self._most[metric.name], sample.value)
+
+    def has(self, *names):
+        self.scrape()
+        return all(self._most[name] for name in names)
+
+    def until(self, *names):
+        try:
+            until(lambda: self.has(*names))
+        except AssertionError:
+            raise AssertionError(f"never seen: {set(names) & self.dead}") from None
+
+    @property
+    def dead(self):
+        self.scrape()
+        return {name for name, most in self._most.items() if not most}
+
+
+def published(p, prompt):
+    """Lets P prefill a prompt, and waits until its marker is there."""
+    params = hand_over(p, prompt)
+    handoff = params["pdstore"]["attempt"]
+    until(lambda: any(record.handoff == handoff for record in p.adapter.journal.last()))
+    return params
+
+
+@pytest.fixture
+def open_one(open_engine):
+    def open_one(role, store, **changes):
+        pd = {"pd_transfer_via_storage": True, "role": role, "store": store, "staging": "8MiB"}
+        pd |= {"breaker_open_s": 0.05, "save_deadline_s": 1.0, "workers": 2, **changes}
+        return open_engine("llama", pd, num_blocks=256)
+
+    return open_one
+
+
+def test_p_and_d_move_every_metric(open_one, redis_server, monkeypatch):
+    redis = redis_server("--maxmemory", "64mb")
+    door = redis_gate.Gate(redis.port)
+    p, d = open_one("prefill", door.url), open_one("decode", f"faulty+{redis.url}?miss_rate=0.2")
+    seen = Seen(p, d)
+
+    ask(d, prompt_of(LONG)).wait()
+    for seed in range(3):  # what is decided, and by which estimates
+        prompt = prompt_of(LONG, seed)
+        ask(d, prompt, kv_transfer_params=published(p, prompt)).wait()
+    seen.until("estimated_seconds", "store_codes", "store_used_bytes", "store_capacity_bytes")
+
+    gate = Gate(p, monkeypatch)
+    params = {"pdstore": {"attempt": HandoffId.new().hex}}
+    prompt = prompt_of(LONG, 99)
+    first = ask(p, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True, **params})
+    second = ask(d, prompt, kv_transfer_params=params)
+    gate.wait_for_step()
+    for _ in range(4):
+        gate.open(1)
+    gate.open()
+    first.wait()
+    second.wait()
+
+    door.hold(redis_gate.SAVE)
+    asked = [ask(p, prompt_of(LONG, 200 + n), max_tokens=1) for n in range(6)]
+    seen.until("jobs_alive", "slots_lent", "queue_jobs", "queue_bytes", "hung_store_calls")
+    door.close()
+    redis.stop()
+    for one in asked:
+        one.wait()
+    until(lambda: ask(d, prompt_of(40, 300)).wait() and seen.has("breaker_open"))
+    assert seen.dead == {"store_evictions"}, "asked for every 15 s: tests/store/test_room_watch.py"
