@@ -7,12 +7,10 @@ import pytest
 from pdstore.format.handoff import HandoffId
 from pdstore.telemetry.metric_table import METRICS, Kind
 from tests.support import redis_gate
-from tests.support.mini_engine_kit import (  # noqa: F401 - two are fixtures
+from tests.support.mini_engine_kit import (
     Gate,
     ask,
-    checkpoints_fixture,
     hand_over,
-    open_engine_fixture,
     prompt_of,
     until,
 )
