@@ -2,7 +2,8 @@
 
     python -m benchmarks.decide.engine --json benchmarks/results/decide_engine.json
 
-A D of random weights gets prompts that P has saved, some at once; the first waves do not count.
+A D of random weights for each way gets prompts that P has saved, some at once. The ways are asked
+in turn, so that ratios hold while the machine's speed varies; the first waves do not count.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import queue
 import random
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import run
-from benchmarks.decide.__main__ import percentile
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.request import Finish, Request, Token
 from pdstore.cli.report import Report
 from pdstore.settings import read_settings
 
-COLUMNS = ["store_mb_s", "at_once", "tokens", "load_p99_s", "compute_p99_s", "auto_p99_s"]
+COLUMNS = ["store_mb_s", "at_once", "tokens", "load_s", "compute_s", "auto_s", "auto_decided"]
+MODES = ("always", "never", "auto")
 SHAPE = Shape(vocabulary=2000, layers=2, hidden=512, positions=1088)
 TOKENS, BLOCK = 1024, 16
 LEARNING_WAVES = 3
@@ -34,46 +37,65 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--stores", type=int, nargs="+", default=[5, 100], metavar="MB/S")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--waves", type=int, default=8)
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     run(lambda: measure(given), given.json)
 
 
 def measure(given: argparse.Namespace) -> Report:
-    report = Report("mini engine on the CPU: seconds to the first token, p99", COLUMNS)
+    title = f"mini engine on the CPU: seconds to the first token, medians of {given.waves} waves"
+    report = Report(title, COLUMNS)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pdstore-bench-") as directory:
         model = Path(directory) / "model"
         make_model(SHAPE, model, "cpu", "float32")
         for mb_s in given.stores:
             for at_once in given.at_once:
-                cell = (mb_s, at_once, given.waves)
-                modes = ("always", "never", "auto")
-                times = [p99_of(model, mode, *cell) for mode in modes]
-                report.add(mb_s, at_once, TOKENS, *times)
+                ways = [Way(model, mode, mb_s, at_once) for mode in MODES]
+                for _ in range(LEARNING_WAVES + given.waves):
+                    for way in ways:
+                        way.wave()
+                report.add(mb_s, at_once, TOKENS, *(way.median_s() for way in ways), ways[2].said())
+                for way in ways:
+                    way.stop()
     return report
 
 
-def p99_of(model: Path, mode: str, mb_s: int, at_once: int, waves: int) -> float:
-    """Hands waves of prompts over and returns the p99 of the first tokens' times."""
-    name = f"decide-{mode}-{mb_s}-{at_once}"
-    rates = f"bytes_per_s={mb_s}MB&error_rate=0&miss_rate=0&corrupt_rate=0"
-    p = open_engine(model, "prefill", f"memory://{name}", "always")
-    d = open_engine(model, "decode", f"faulty+memory://{name}?{rates}", mode)
-    chance, took = random.Random(0), []
-    for wave in range(LEARNING_WAVES + waves):
-        prompts = [[chance.randrange(2000) for _ in range(TOKENS)] for _ in range(at_once)]
+class Way:
+    """A P, and a D that follows one way of PDSTORE_LOAD, over a store of their own."""
+
+    def __init__(self, model: Path, mode: str, mb_s: int, at_once: int) -> None:
+        name = f"decide-{mode}-{mb_s}-{at_once}"
+        rates = f"bytes_per_s={mb_s}MB&error_rate=0&miss_rate=0&corrupt_rate=0"
+        self._p = open_engine(model, "prefill", f"memory://{name}", "always")
+        self._d = open_engine(model, "decode", f"faulty+memory://{name}?{rates}", mode)
+        self._chance, self._at_once = random.Random(0), at_once
+        self._waves: list[list[float]] = []
+        self._decided: list[str] = []
+
+    def wave(self) -> None:
+        """Hands prompts over and notes the times of their first tokens."""
         asked = []
-        for prompt in prompts:
+        for _ in range(self._at_once):
+            prompt = [self._chance.randrange(2000) for _ in range(TOKENS)]
             saved = Request(prompt, 1, ignore, kv_transfer_params={"do_remote_decode": True})
-            first_token(p, [saved])
+            first_token(self._p, [saved])
             asked.append(Request(prompt, 1, ignore, kv_transfer_params=saved.answer_params))
-        times = first_token(d, asked)
-        if wave >= LEARNING_WAVES:
-            took += times
-    p.stop()
-    d.stop()
-    return percentile(took, 0.99)
+        self._waves.append(first_token(self._d, asked))
+        self._decided += [request.decision.way for request in asked if request.decision]
+
+    def median_s(self) -> float:
+        """Returns the median of the last token of each wave that counts."""
+        return median(max(times) for times in self._waves[LEARNING_WAVES:])
+
+    def said(self) -> str:
+        """Returns how often D decided how, in the waves that count."""
+        counted = Counter(self._decided[LEARNING_WAVES * self._at_once :])
+        return ", ".join(f"{count} {way}" for way, count in counted.most_common())
+
+    def stop(self) -> None:
+        self._p.stop()
+        self._d.stop()
 
 
 def first_token(engine: Engine, requests: list[Request]) -> list[float]:
