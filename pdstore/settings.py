@@ -101,6 +101,10 @@ class Settings(BaseSettings):
         False,
         description="1: refuse to start without the store. 0: serve, and join when it appears.",
     )
+    selftest: bool = Field(
+        False,
+        description="1: try a block of the engine's own layout first; refuse to start if it fails.",
+    )
     staging: ByteSize = Field(
         ByteSize(1 << 30),
         description="Host memory that blocks pass through, for all requests together.",

@@ -20,6 +20,7 @@ from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request, State
 from examples.mini_engine.tracker import Tracker
 from pdstore.status.reporting import Reporting
+from pdstore.worker.self_test import self_test
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Adapter:
         )
         weights = pdstore.weights_revision(config.model, settings)
         namespace = layout.namespace(settings, weights=weights)
+        if settings.selftest:
+            self_test(settings, layout, cache.layers[0].device)
         self._settings = settings
         self._metrics = metrics
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)

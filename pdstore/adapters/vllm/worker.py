@@ -30,6 +30,7 @@ from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
+from pdstore.worker.self_test import self_test
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -73,6 +74,8 @@ class PDStoreConnectorWorker:
         weights = revision_of(self._settings, self._vllm_config)
         namespace = layout.namespace(self._settings, weights=weights)
         tensors = list(caches.values())
+        if self._settings.selftest:
+            self_test(self._settings, layout, tensors[0].device)
         pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
         self.begin(pool, rows_per_block, layers_by_step(self._vllm_config, layout, list(caches)))

@@ -1,0 +1,57 @@
+"""self_test: passes where a block comes back, names the step where it does not, leaves nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdstore import LayerSpec, Layout, open_store
+from pdstore.errors import StoreError
+from pdstore.settings import read_settings
+from pdstore.store.optional import ListsValues
+from pdstore.worker.self_test import self_test
+from tests.support.kv import LAYERS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["file", "redis"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/pool"
+    return request.getfixturevalue("redis_server")().url
+
+
+def tried(url, *, layers=LAYERS, dtype="float32", **changes):
+    settings = read_settings(store=url, staging="8MiB", **changes)
+    layout = Layout.of(settings, dtype=dtype, layers=layers, engine_block_tokens=16, rope="")
+    self_test(settings, layout, CPU)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"dtype": "bfloat16", "order": "head", "publish": False},
+        {"layers": [LayerSpec(1, 24, value_dim=0, kind="mla")] * 2},
+    ],
+    ids=["plain", "heads first, read-only", "latent"],
+)
+def test_a_block_of_the_layout_comes_back_and_nothing_is_left(url, shape):
+    tried(url, **shape)
+    store = open_store(url, read_settings())
+    assert isinstance(store, ListsValues)
+    assert [value.key for value in store.stored_values() if ":pool" not in value.key] == []
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "step"),
+    [("error_rate=1", "save"), ("error_rate=0&miss_rate=1", "save"), ("corrupt_rate=1", "load")],
+)
+def test_the_step_that_failed_is_named(tmp_path, bad, step):
+    rates = {"error_rate": "0", "miss_rate": "0", "corrupt_rate": "0"}
+    rates |= dict(rate.split("=") for rate in bad.split("&"))
+    options = "&".join(f"{name}={rate}" for name, rate in rates.items())
+    with pytest.raises(StoreError, match=f"self-test's {step} failed"):
+        tried(f"faulty+file://{tmp_path}/pool?{options}")
