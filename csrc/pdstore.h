@@ -1,10 +1,8 @@
 // libpdstore: block copies between a paged KV cache and host slots. The plain C interface.
 //
 // Decision: addresses and numbers only, so one library serves every Python, torch and engine. Every
-// function returns an int32_t: 0, or one of the codes below; those that can say more fill a
-// pds_error. Everything belongs to an engine; there is no state of the process. Structs are copied
-// during the call. Any thread may call; nothing here waits for the device but pds_wait, pds_close
-// and pds_register.
+// function returns 0 or a code below; those that can say more fill a pds_error. Structs are copied.
+// Any thread may call; only pds_wait, pds_close and pds_register wait for the device.
 #pragma once
 #include <stdint.h>
 
@@ -13,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 8 };
+enum { PDS_ABI = 9 };
 
 enum {
   PDS_OK = 0,
@@ -162,6 +160,8 @@ int32_t pds_write_files(const char *temporary, const char *paths, const uint64_t
                         const int64_t *sizes, int64_t num_files, int64_t *num_written,
                         int32_t *why);
 
+// Says for each path whether a file is there; a link counts for what it leads to.
+int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);
 // Sets files' access and modification times (ns) in turn, until one errs; follows no link.
 int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, int64_t until_ns,
                         int64_t *num_leased, int32_t *why);

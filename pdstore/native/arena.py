@@ -112,7 +112,7 @@ class NativeArena:
         """Returns for each key whether it is stored; leases nothing."""
         stored = (c_uint8 * len(keys))()
         self._check(self._short("which", len(keys), text_of(keys), len(keys), stored))
-        return [bool(one) for one in stored]
+        return list(map(bool, bytes(stored)))
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forgets values, leased or not."""

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_char, c_int32, c_int64, c_uint64
+from ctypes import byref, c_char, c_int32, c_int64, c_uint8, c_uint64
 from pathlib import Path
 
 from pdstore.errors import ConfigError, NativeError
@@ -111,6 +111,12 @@ class Library:
             raise ValueError("a value of fewer bytes than a header, or no address")
         return done.value, why.value
 
+    def find_files(self, paths: Sequence[str]) -> list[bool]:
+        """Returns for each path whether a file is there."""
+        found = (c_uint8 * len(paths))()
+        self.calls.pds_find_files(_joined(paths), len(paths), found)
+        return list(map(bool, bytes(found)))
+
     def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
         """Sets the access and modification times of files in turn, until one errs.
 
@@ -130,7 +136,7 @@ class Library:
 
 
 def _joined(paths: Sequence[str]) -> bytes:
-    return b"".join(os.fsencode(path) + b"\0" for path in paths)
+    return os.fsencode("\0".join(paths)) + b"\0"
 
 
 def address_of(view: memoryview) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from pdstore.errors import StoreError
@@ -26,6 +26,7 @@ from pdstore.scheduler.marker_wait import MarkerWait, Verdict
 from pdstore.scheduler.pace import Pace
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import PrefillRate
+from pdstore.scheduler.wait_index import WaitIndex
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener
 from pdstore.store.find import find_optional
@@ -34,6 +35,7 @@ from pdstore.threads import Deadline, Ticker, call_or
 
 _MOST_ANSWERS = 8  # matches between two looks for markers
 _SWEEP_S = 0.05  # how late the end of a lookup, or of its time, may be noticed
+_TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of other hosts
 _LOOKS_PER_FAILED = 3  # it is rare
 
 
@@ -69,21 +71,22 @@ class HandoffWatcher:
         self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
         self._search = MarkerSearch(store)
         self._arrivals: deque[Lookup] = deque()
-        self._waits: list[MarkerWait] = []
-        self._keys: dict[bool, list[BlockKey]] = {}  # of all waits: without and with `failed`
+        self._waits = WaitIndex()
+        self._new: list[MarkerWait] = []  # since the last look
+        self._computing: set[MarkerWait] = set()  # whose P computes: time may end them
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
         self._pace_of_p = pace_of_p or PrefillRate()
         self._watched: list[HandoffProgress] = []  # of lookups that ended early, to learn the pace
         self._num_looks = 0
-        self._has_arrivals = False  # since the last look
         self._sweep_deadline = Deadline(0.0)
+        self._listen_deadline = Deadline(0.0)
         self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._listener: ChangeListener | None = None
         self._pace = Pace()
         teller = find_optional(store, TellsChanges)
         if teller is not None:
             self._listener = ChangeListener(teller, lambda: self._thread.wake())
-            self._pace = Pace(calls_per_s=None)
+            self._pace = Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
     def add(self, lookup: Lookup) -> None:
@@ -116,7 +119,7 @@ class HandoffWatcher:
         if is_stopped:  # else the thread is in a store call, and owns these
             self._arrivals.clear()
             self._answers.clear()
-            self._keep(lambda wait: False)
+            self._drop(self._waits)
 
     def _turn(self) -> float | None:
         with self._asking():
@@ -140,9 +143,8 @@ class HandoffWatcher:
                 is_same = self._identity.is_same(handoff.pool_id)
             if is_same:
                 wait = MarkerWait(lookup, handoff, self._namespace, pace=self._pace_of_p)
-                self._waits.append(wait)
-                self._keys.clear()
-                self._has_arrivals = True
+                self._waits.add(wait)
+                self._new.append(wait)
                 self._pace.hurry()
             else:
                 self._on_other_pool(handoff)
@@ -160,7 +162,8 @@ class HandoffWatcher:
                 self._answers.append((wait.lookup, Reason.HANDOFF_LATE))
             else:  # P computes: the load ends when nothing more is stored for as long again
                 self._begin(wait, wait.progress, "deadline")
-        self._keep(lambda wait: wait not in late and not wait.lookup.is_over())
+        self._drop(late)
+        self._drop([wait for wait in self._waits if wait.lookup.is_over()])
 
     def _look(self) -> float:
         """Looks for the markers of all waits; returns the seconds to the next look."""
@@ -175,20 +178,19 @@ class HandoffWatcher:
             self._look_at_each()
         else:
             news = {key for key in found if not is_beat(key)}
-            if news or self._has_arrivals or self._is_watching:
-                self._note(news)
-            if self._search.is_whole(len(keys)):
+            self._note(news)
+            if self._search.is_whole(len(keys)) and self._listen_deadline.is_over():
+                self._listen_deadline = Deadline(_SWEEP_S)
                 self._listen(found, started_at)
-        self._has_arrivals = False
         took_s = time.monotonic() - started_at
         return self._pace.after(self._search.num_calls(len(keys)), took_s)
 
     def _wanted(self, *, with_failed: bool) -> list[BlockKey]:
-        if with_failed not in self._keys:
-            wanted = [key for w in self._waits for key in w.wanted(with_failed=with_failed)]
+        wanted = self._waits.wanted(with_failed=with_failed)
+        if self._watched:
             wanted += [key for progress in self._watched for key in progress.wanted()]
-            self._keys[with_failed] = list(dict.fromkeys(wanted))  # two may wait for one hand-off
-        return self._keys[with_failed]
+            wanted = list(dict.fromkeys(wanted))
+        return wanted
 
     def _search_for(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns those of the keys that are stored; a store that errs ends all waits."""
@@ -200,7 +202,7 @@ class HandoffWatcher:
                 why = error.with_traceback(None)
                 wait.lookup.finish(Match.miss(wait.lookup.keys, reason_of(error), why))
             self._watched = []
-            self._keep(lambda wait: False)
+            self._drop(self._waits)
             return set()
 
     def _look_at_each(self) -> None:
@@ -211,26 +213,32 @@ class HandoffWatcher:
                 wait.lookup.finish(Match.miss(wait.lookup.keys, Reason.FAULT))
             else:
                 self._note(found)
-        self._keep(lambda wait: not wait.lookup.is_over())
+        self._drop([wait for wait in self._waits if wait.lookup.is_over()])
 
     def _listen(self, found: set[BlockKey], asked_at: float) -> None:
         """Takes note of beats and ends the waits whose P has died."""
         for wait in self._waits:
             wait.listen(found, asked_at)
-        dead = {wait for wait in self._waits if wait.is_dead}
-        if dead:
-            self._answers.extend((wait.lookup, Reason.HANDOFF_DEAD) for wait in dead)
-            self._keep(lambda wait: wait not in dead)
+        dead = [wait for wait in self._waits if wait.is_dead]
+        self._answers.extend((wait.lookup, Reason.HANDOFF_DEAD) for wait in dead)
+        self._drop(dead)
 
     def _note(self, found: set[BlockKey]) -> None:
-        """Takes note of markers and ends the waits that they end."""
+        """Takes note of markers and ends the waits that they end, or that time does."""
         if found:
             self._pace.hurry()
         for progress in self._watched:
             progress.note(found)
         self._watched = [progress for progress in self._watched if not progress.is_over]
-        over = {wait for wait in self._waits if self._is_ended(wait, found)}
-        self._keep(lambda wait: wait not in over)
+        concerned = dict.fromkeys([*self._waits.about(found), *self._new, *self._computing])
+        self._new.clear()
+        for wait in concerned:
+            if self._is_ended(wait, found):
+                self._drop([wait])
+            else:
+                self._waits.renew(wait)
+                if wait.progress is not None:
+                    self._computing.add(wait)
 
     def _is_ended(self, wait: MarkerWait, found: set[BlockKey]) -> bool:
         """True if these markers end the wait; its lookup is then answered or will be matched."""
@@ -253,11 +261,6 @@ class HandoffWatcher:
         self._watched.append(progress)
         wait.lookup.finish(Match.following(wait.lookup.keys, wait.handoff))
 
-    @property
-    def _is_watching(self) -> bool:
-        """True if there is a P whose progress counts."""
-        return bool(self._watched) or any(wait.progress is not None for wait in self._waits)
-
     def _observe_wait(self, lookup: Lookup) -> None:
         self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
 
@@ -270,9 +273,10 @@ class HandoffWatcher:
                     fault = Match.miss(lookup.keys, Reason.FAULT)
                     lookup.finish(call_or(partial(self._find, lookup.keys, because), fault))
 
-    def _keep(self, condition: Callable[[MarkerWait], bool]) -> None:
-        self._waits = [wait for wait in self._waits if condition(wait)]
-        self._keys.clear()
+    def _drop(self, waits: Iterable[MarkerWait]) -> None:
+        for wait in waits:
+            self._waits.remove(wait)
+            self._computing.discard(wait)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

@@ -65,6 +65,11 @@ class MarkerWait:
             self._pulse.note(stored, asked_at)
 
     @property
+    def failed(self) -> BlockKey:
+        """The key that is stored when some of the prompt will not come."""
+        return self._failed
+
+    @property
     def is_dead(self) -> bool:
         """True if P has stopped beating."""
         return self._pulse is not None and self._pulse.is_silent()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 _GROWTH = 1.3
-_SHARE = 4  # of four seconds, one at most is spent in calls of the store
 
 
 class Pace:
@@ -15,6 +14,7 @@ class Pace:
     first_s, last_s: the shortest and the longest pause.
     calls_per_s: the most calls on average; None for a store that costs no round trip.
     burst: calls that may come faster before the average counts.
+    share: of so many seconds one at most is spent in calls of the store.
     """
 
     def __init__(
@@ -23,9 +23,11 @@ class Pace:
         last_s: float = 0.020,
         calls_per_s: float | None = 200.0,
         burst: int = 20,
+        share: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._first_s, self._last_s, self._clock = first_s, last_s, clock
+        self._share = share
         self._call_s = 1.0 / calls_per_s if calls_per_s else 0.0
         self._burst_s = burst * self._call_s
         self._pause_s = first_s
@@ -45,6 +47,6 @@ class Pace:
         """Returns the pause after so many calls of the store, which took so many seconds."""
         now = self._clock()
         self._paid_until = max(self._paid_until, now) + num_calls * self._call_s
-        self._rested_at = now + (_SHARE - 1) * took_s
+        self._rested_at = now + (self._share - 1) * took_s
         pause, self._pause_s = self._pause_s, min(self._pause_s * _GROWTH, self._last_s)
         return max(pause, self.blocked_s())

@@ -6,6 +6,7 @@ store and never a number to work with.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -41,11 +42,11 @@ def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set
     """
     if not isinstance(answers, Sequence) or len(answers) != len(keys):
         raise StoreError(f"{store.label}: did not answer about each of {len(keys)} keys")
-    if not all(isinstance(answer, bool) for answer in answers):
+    if not set(map(type, answers)) <= {bool}:
         raise StoreError(
             f"{store.label}: answered about {len(keys)} keys with more than yes and no"
         )
-    return {key for key, answer in zip(keys, answers, strict=True) if answer}
+    return set(itertools.compress(keys, answers))
 
 
 def is_count(answer: object, most: int) -> TypeGuard[int]:

@@ -48,10 +48,11 @@ def test_a_burst_is_not_held_up(clock):
     assert pace.blocked_s() > 0
 
 
-def test_slow_calls_take_a_quarter_of_the_time_at_most(clock):
-    pace = Pace(first_s=0.001, calls_per_s=None, clock=clock)
-    assert pace.after(1, took_s=0.1) == pytest.approx(0.3)
+@pytest.mark.parametrize(("share", "rest_s"), [(4, 0.3), (2, 0.1)])
+def test_slow_calls_take_a_share_of_the_time_at_most(clock, share, rest_s):
+    pace = Pace(first_s=0.001, calls_per_s=None, share=share, clock=clock)
+    assert pace.after(1, took_s=0.1) == pytest.approx(rest_s)
     pace.hurry()
-    assert pace.blocked_s() == pytest.approx(0.3)
-    clock.now += 0.3
+    assert pace.blocked_s() == pytest.approx(rest_s)
+    clock.now += rest_s
     assert pace.blocked_s() == pytest.approx(0.0, abs=1e-9)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from pydantic import ByteSize
@@ -34,6 +34,8 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
+_MANY = 64  # keys for which a call of the native library is made
+_MOST_PATHS = 8192
 
 
 class FileStore(Store):
@@ -67,11 +69,13 @@ class FileStore(Store):
             raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
+        self._library = library
         self._checksums = ChecksumFiles(library)
         self._leases = Leases(lease_s, lambda: self._checksums.library)
         self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
+            self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, handoff_ttl_s, clock)
         self._writer = Writer(
@@ -115,7 +119,11 @@ class FileStore(Store):
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._lifecycle.check()
         check_call(keys)
-        return [os.access(self._directory.path(key), os.F_OK) for key in keys]
+        paths = list(map(self._path_of, keys))  # of keys that are asked for again and again
+        library = self._library() if len(keys) >= _MANY else None
+        if library is not None:
+            return library.find_files(paths)
+        return [os.access(path, os.F_OK) for path in paths]
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Waits for puts of this host's processes; those of other hosts are not heard."""

@@ -90,6 +90,17 @@ class TestFileStoreThatSums(TestFileStore):
         super().write_raw(store.wrapped, key, data)
 
 
+@pytest.mark.parametrize("native", ["off", "require"])
+def test_which_stored_answers_for_many_keys_as_for_few(tmp_path, native):
+    library = load_library(settings_of(native=native), for_gpu=False)
+    with contextlib.closing(FileStore(tmp_path / "pool", library=lambda: library)) as store:
+        keys = fresh_keys(200)
+        put(store, keys[::3], [b"x" * 64] * 67)
+        want = [n % 3 == 0 for n in range(200)]
+        assert store.which_stored(keys) == want
+        assert [store.which_stored([key]) for key in keys] == [[is_there] for is_there in want]
+
+
 def test_which_stored_answers_for_each_key_and_leases_none(store):
     keys = fill(store, 3, age_s=50.0)
     before = [path_of(store, key).stat().st_mtime_ns for key in keys]
