@@ -17,6 +17,9 @@ quietly() {
 
 quietly hadolint Dockerfile
 quietly check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+if has promtool deploy/prometheus; then
+    quietly promtool check config prometheus/prometheus.yaml
+fi
 if has kubectl deploy/kustomize; then
     for overlay in kustomize/overlays/*/; do
         kubectl kustomize "$overlay" >"$scratch/objects.yaml"

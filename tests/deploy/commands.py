@@ -13,7 +13,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted(DEPLOY.glob("systemd/*.service"))
-MANIFESTS = sorted(DEPLOY.glob("*.yaml")) + sorted(DEPLOY.glob("kustomize/**/*.yaml"))
+COMPOSE = sorted(DEPLOY.glob("compose*.yaml"))
+MANIFESTS = COMPOSE + sorted(DEPLOY.glob("kustomize/**/*.yaml"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -21,6 +22,16 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("!reset", lambda loader, node: None)
+_Loader.add_constructor("!override", lambda loader, node: loader.construct_mapping(node, deep=True))
+
+
+def services() -> dict[str, dict[str, Any]]:
+    """The services of all compose files together, as the last file has them."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in COMPOSE:
+        for name, service in yaml.load(path.read_text(), _Loader)["services"].items():
+            found[name] = found.get(name, {}) | service
+    return found
 
 
 def commands() -> list[list[str]]:
@@ -54,9 +65,9 @@ def _exec_lines(path: Path) -> list[str]:
 
 
 def _commands_in(node: Any) -> Iterator[list[str]]:
-    """Lists under `command` and `args`, joined where a container has both."""
+    """Lists under `entrypoint`, `command` and `args`, joined where a container has several."""
     if isinstance(node, dict):
-        lists = [node.get(name) for name in ("command", "args")]
+        lists = [node.get(name) for name in ("entrypoint", "command", "args")]
         words = [word for part in lists if isinstance(part, list) for word in part]
         if words:
             yield [str(word) for word in words]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from pdstore.settings import Settings, variable_of
-from tests.deploy.commands import DEPLOY, ROOT, commands_of, options_of, variables
+from tests.deploy.commands import DEPLOY, ROOT, commands_of, options_of, services, variables
 
 
 def test_every_variable_is_a_setting():
@@ -32,11 +34,13 @@ def test_every_option_of_our_programs_is_one(module):
 def test_mooncakes_flags_are_those_of_the_example_script(program):
     script = (ROOT / "examples" / "run_mooncake.sh").read_text()
     used = commands_of(program)
-    assert len(used) == 2  # systemd, Kubernetes
+    assert len(used) == 3  # systemd, compose, Kubernetes
     for arguments in used:
         assert all(f"{option}=" in script for option in options_of(arguments))
         for fixed in (a for a in arguments if re.fullmatch(r"--[a-z_]+=[\d.]+", a)):
             assert fixed in script or options_of([fixed]) <= {
+                "--rpc_address",
+                "--host",
                 "--rpc_port",
                 "--port",
                 "--metrics_port",
@@ -59,3 +63,41 @@ def test_no_image_runs_as_root():
     to_run = [stage for stage in stages if " AS wheel\n" not in stage]
     assert len(to_run) == 2
     assert all("\nUSER 10001\n" in stage for stage in to_run)
+
+
+def test_prometheus_asks_services_of_compose_and_has_the_alerts():
+    text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text()
+    config = yaml.safe_load(text)
+    [job] = config["scrape_configs"]
+    targets = [t for group in job["static_configs"] for t in group["targets"]]
+    assert {target.partition(":")[0] for target in targets} == {"prefill", "decode", "router"}
+    assert {target.partition(":")[0] for target in targets} <= set(services())
+    assert all((DEPLOY / "prometheus" / name).exists() for name in config["rule_files"])
+    mounted = mounts_of("prometheus")["/etc/prometheus"]
+    [option] = [o for o in services()["prometheus"]["command"] if o.startswith("--config.file=")]
+    assert option == "--config.file=/etc/prometheus/prometheus.yaml"
+    assert (mounted / "prometheus.yaml").exists()
+
+
+def test_grafana_is_given_the_dashboard_and_its_prometheus():
+    mounted = mounts_of("grafana")
+    provisioning = mounted["/etc/grafana/provisioning"]
+    [source] = read(provisioning / "datasources" / "prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["isDefault"]
+    [provider] = read(provisioning / "dashboards" / "pdstore.yaml")["providers"]
+    [dashboard] = [path for path in mounted if path.endswith(".json")]
+    assert dashboard.startswith(provider["options"]["path"] + "/")
+    assert mounted[dashboard] == DEPLOY / "grafana" / "pdstore.json"
+
+
+def mounts_of(service: str) -> dict[str, Path]:
+    """What lies at each path of a service's container; all of it must be there."""
+    parts = [volume.split(":") for volume in services()[service]["volumes"]]
+    found = {target: (DEPLOY / source).resolve() for source, target, _ in parts}
+    assert all(path.exists() for path in found.values())
+    return found
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
