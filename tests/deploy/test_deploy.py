@@ -92,7 +92,7 @@ def test_grafana_is_given_the_dashboard_and_its_prometheus():
 
 
 def mounts_of(service: str) -> dict[str, Path]:
-    """What lies at each path of a service's container; all of it must be there."""
+    """The mounted file or folder of each path in a service's container; all must be there."""
     parts = [volume.split(":") for volume in services()[service]["volumes"]]
     found = {target: (DEPLOY / source).resolve() for source, target, _ in parts}
     assert all(path.exists() for path in found.values())
