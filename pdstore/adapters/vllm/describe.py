@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +11,14 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError, LayoutError
 from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import Layout
-from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-_SHAPING = (
-    *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
-    *("partial_rotary_factor", "sliding_window", "use_sliding_window", "layer_types"),
-    *("attention_chunk_size", "attn_logit_softcapping", "attention_multiplier"),
-    *("query_pre_attn_scalar", "rms_norm_eps", "num_experts_per_tok"),
-)
-"""Fields of a model's configuration that change its KV and are not part of its weights."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -177,11 +169,8 @@ def _layer_specs(
 def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
     """All of the configuration that changes KV, and the order of the layers, in canonical form."""
     model = vllm_config.model_config
-    fields = {name: getattr(model.hf_text_config, name, None) for name in _SHAPING}
-    rope = fields["rope_parameters"] or fields["rope_scaling"] or {}
-    if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        fields["max_model_len"] = model.max_model_len  # selects the factors that K is rotated by
-    return _canonical(fields | {"layers": list(names)})
+    fields = {name: getattr(model.hf_text_config, name, None) for name in SHAPING}
+    return shaping(fields, max_model_len=model.max_model_len, layers=list(names))
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
@@ -228,14 +217,10 @@ def _page(vllm_config: Any, layer: str) -> str:
 def _quantization(vllm_config: Any) -> str | None:
     weights = vllm_config.model_config.quantization
     cache = vllm_config.cache_config.cache_dtype
-    return None if weights is None and cache == "auto" else _canonical([weights, str(cache)])
+    return None if weights is None and cache == "auto" else canonical([weights, str(cache)])
 
 
 def _tp_rank(vllm_config: Any) -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
-
-
-def _canonical(value: Json) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
