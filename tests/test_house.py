@@ -21,6 +21,8 @@ OF_LIBRARIES = {
     *("_name", "_kwargs", "_labelnames", "_labelvalues", "_documentation"),  # prometheus_client's
     *("_registry", "_is_pdstores"),  # vLLM's table of connectors; our mark on vLLM's function
     "_sleep",  # torch.cuda's
+    *("_page_backup", "_page_transfer", "_storage_hit_query"),  # SGLang's, which its threads call
+    *("_page_get_zero_copy", "_page_set_zero_copy"),
 }
 """Private only by their spelling, or without a public form."""
 

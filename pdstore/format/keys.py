@@ -86,6 +86,17 @@ class PromptKeys:
         self._last = b""  # those of the last full block, for `cut`; empty if they are not known
         self._tail: bytes | None = None
 
+    @classmethod
+    def named(cls, namespace: Namespace, hashes: Sequence[bytes]) -> PromptKeys:
+        """Returns the names of full blocks whose prefix hashes the engine has computed itself.
+
+        hashes: of HASH_BYTES each; equal ones must name equal blocks after equal prefixes.
+        """
+        keys = cls(namespace)
+        keys._full = list(hashes)
+        keys.num_tokens = len(hashes) * namespace.block_tokens
+        return keys
+
     def extend(self, token_ids: Tokens) -> PromptKeys:
         """Adds tokens at the end; returns itself.
 

@@ -62,6 +62,9 @@ RUN_BY = {
         "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
     ),
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
+    "sglang serve *": (
+        "tests/adapters/sglang/test_documented.py::test_the_flags_of_the_page_are_sglangs"
+    ),
     "mooncake_master *": (
         f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
     ),

@@ -132,6 +132,14 @@ def test_first_is_a_prefix_and_has_the_tail_only_when_it_is_whole(tokens, n):
     assert short.store_keys(PARTS) == before
 
 
+def test_blocks_that_the_engine_has_named_have_the_keys_of_their_prompt():
+    keys = PromptKeys(NAMESPACE).extend(range(12))
+    named = PromptKeys.named(NAMESPACE, [keys.hash_of(n) for n in range(3)])
+    assert named.store_keys(PARTS) == keys.store_keys(PARTS)
+    assert (len(named), named.num_tokens, named.end_of(2)) == (3, 12, 8)
+    assert named.prefix(8).store_keys(PARTS) == keys.prefix(8).store_keys(PARTS)
+
+
 def test_a_key_commits_to_all_tokens_before_it():
     one = PromptKeys(NAMESPACE).extend([1, 2, 3, 4, 5, 6, 7, 8])
     two = PromptKeys(NAMESPACE).extend([9, 2, 3, 4, 5, 6, 7, 8])

@@ -1,0 +1,167 @@
+"""PDStoreHiCache: maps the hooks of SGLang's HiCacheStorage to a PagePool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from pdstore.adapters.sglang.host_pages import HostPages
+from pdstore.adapters.sglang.page_pool import PagePool
+from pdstore.adapters.sglang.server import (
+    VERSIONS,
+    refuse_unsupported,
+    served_model,
+    server_arguments,
+    settings_of,
+)
+from pdstore.errors import ConfigError
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.threads import call_or
+
+log = logging.getLogger(__name__)
+
+_HOOKS = ("register_mem_pool_host", "batch_exists", "batch_get_v1", "batch_set_v1", "clear")
+_KV = "kv"
+
+
+class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
+    """Keeps the pages of SGLang's host pool in a pdstore pool.
+
+    SGLang makes one in each rank. Its prefetch and backup threads call the hooks, which block; an
+    exception that left one would end that thread, so that it is logged and counts as a miss.
+
+    Without PD_TRANSFER_VIA_STORAGE=1 nothing is stored and nothing is found.
+    Raises ConfigError from the constructor and from the `register` methods for a server that it
+    cannot serve.
+
+    storage_config: a HiCacheStorageConfig; its `extra_config` may hold settings.
+    kwargs: SGLang's; not used.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        missing = [name for name in _HOOKS if not hasattr(HiCacheStorage, name)]
+        if missing:
+            raise ConfigError(
+                f"this SGLang's HiCacheStorage has no {', '.join(missing)}; pdstore supports"
+                f" {VERSIONS}"
+            )
+        self.metrics = Metrics()
+        self._config = storage_config
+        self._settings = settings_of(storage_config.extra_config or {})
+        self._saves = self._settings.role != "decode" or self._settings.save_decoded
+        self._pages: HostPages | None = None
+        self._pool: PagePool | None = None
+        if not self._settings.pd_transfer_via_storage:
+            log.info("PD_TRANSFER_VIA_STORAGE is not 1: pdstore stores and finds nothing")
+            return
+        self._args = server_arguments()
+        refuse_unsupported(storage_config, self._args)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Opens the pool on SGLang's allocated host pool."""
+        super().register_mem_pool_host(mem_pool_host)
+        if not self._settings.pd_transfer_via_storage:
+            return
+        for entry in getattr(mem_pool_host, "entries", ()):  # a group, also of a single pool
+            self._refuse_hybrid(entry.name)
+            mem_pool_host = entry.host_pool
+        served = served_model(self._settings, self._args, mem_pool_host.dtype)
+        rank, size = self._config.tp_rank, self._config.tp_size
+        self._pages = HostPages.of(mem_pool_host, served, rank, size)
+        self._pool = PagePool(self._settings, self._pages, served.weights, self.metrics, rank)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Takes the pool that `register_mem_pool_host` got; refuses any beside it."""
+        if self._settings.pd_transfer_via_storage:
+            self._refuse_hybrid(host_pool_name)
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """Returns how many of the first pages are stored."""
+        pool = self._pool
+        return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Loads pages into the host pool; returns for each whether it is there."""
+        pool, pages = self._pool, self._pages
+        if pool is None or pages is None:
+            return [False] * len(keys)
+        done = self._guarded(lambda: pool.load(keys, pages.numbers(host_indices, len(keys))))
+        return _first(done, keys)
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Stores pages of the host pool; returns for each whether it is stored.
+
+        Says so too of pages that this instance does not save: SGLang would warn of each.
+        """
+        pool, pages = self._pool, self._pages
+        if pool is None or pages is None or not self._saves or not self._settings.publish:
+            return [True] * len(keys)
+        done = self._guarded(lambda: pool.save(keys, pages.numbers(host_indices, len(keys))))
+        return _first(done, keys)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Returns None, as `batch_get` does for each page."""
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Returns a miss for each page: SGLang asks so for a draft model's, which are not kept."""
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Keeps nothing: only a draft model's pages come this way."""
+        return False
+
+    def clear(self) -> None:
+        """Forgets what the pool has of this namespace; other namespaces keep theirs."""
+        pool = self._pool
+        if pool is not None:
+            self._guarded(lambda: int(pool.clear()))
+
+    def close(self) -> None:
+        """Ends running jobs and the connections; SGLang calls it at detach. Twice is fine."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _refuse_hybrid(self, name: Any) -> None:
+        if str(name) != _KV:
+            raise ConfigError(
+                f"pdstore does not keep the pages of the pool {name}, and KV without them would"
+                " give wrong answers: models with sliding windows, Mamba states or an indexer, and"
+                " draft models with a host pool of their own, are not supported in SGLang"
+            )
+
+    def _guarded(self, hook: Callable[[], int]) -> int:
+        """Returns the number of pages that `hook` returns; 0, counted as a fault, if it raises."""
+        done = call_or(hook, None)
+        if done is None:
+            self.metrics.miss(Reason.FAULT)
+        return done or 0
+
+
+def _first(count: int, keys: Sequence[str]) -> list[bool]:
+    return [number < count for number in range(len(keys))]

@@ -1,0 +1,207 @@
+"""PDStoreHiCache as SGLang's own loader and controller use it, over real stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdstore.errors import ConfigError
+from pdstore.outcome import Reason
+
+wheel = pytest.importorskip("tests.support.sglang_wheel")
+kit = pytest.importorskip("tests.support.sglang_server")
+
+HASHES = kit.page_hashes(5)
+SAVED, LOADED = [3, 1, 7, 2, 9], [8, 4, 0, 5, 6]
+
+
+@pytest.fixture(params=["file", "shm", pytest.param("redis", marks=pytest.mark.redis)])
+def store_url(request, tmp_path):
+    if request.param == "redis":
+        return f"{request.getfixturevalue('redis_url')}/0"
+    return {"file": f"file://{tmp_path}/pool", "shm": f"shm://p?size=8MiB&dir={tmp_path}"}[
+        request.param
+    ]
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The stored pages of a pool in files."""
+    return [file for file in directory.rglob("pds1:*") if file.name != "pds1:pool"]
+
+
+def count_of(server, name: str, **labels: str) -> float | None:
+    return server.backend.metrics.registry.get_sample_value(f"pdstore_{name}_total", labels)
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
+def test_pages_of_one_server_reach_another(serve, layout):
+    p, d = serve(wheel.mha_pool(layout=layout)), serve(wheel.mha_pool(layout=layout))
+    assert p.backup(HASHES, SAVED) == 5
+    assert d.prefetch(HASHES, LOADED) == 5
+    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+
+
+def test_pages_reach_another_server_through_every_store(serve, store_url):
+    p, d = serve(wheel.mha_pool(), store=store_url), serve(wheel.mha_pool(), store=store_url)
+    others = d.page(1)
+    assert p.backup(HASHES, SAVED) == 5
+    assert d.prefetch([*HASHES, *kit.page_hashes(2, "another")], [*LOADED, 10, 11]) == 5
+    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+    assert d.page(1) == others
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
+def test_latents_are_saved_once_for_all_ranks(serve, layout):
+    ranks = [
+        serve(
+            wheel.mla_pool(layout=layout),
+            config={"tp_rank": n, "tp_size": 2, "is_mla_model": True},
+        )
+        for n in range(2)
+    ]
+    assert ranks[0].backup(HASHES, SAVED) == 5
+    assert ranks[1].prefetch(HASHES, LOADED) == 5
+    assert [ranks[1].page(n) for n in LOADED] == [ranks[0].page(n) for n in SAVED]
+
+
+def test_each_rank_has_the_heads_of_its_own(serve, tmp_path):
+    p = [serve(wheel.mha_pool(), config={"tp_rank": n, "tp_size": 2}) for n in range(2)]
+    d = [serve(wheel.mha_pool(), config={"tp_rank": n, "tp_size": 2}) for n in range(2)]
+    assert p[0].backup(HASHES, SAVED) == 5
+    assert d[1].prefetch(HASHES, LOADED) == 0
+    assert p[1].backup(HASHES, SAVED) == 5
+    for saved, loaded in zip(p, d, strict=True):
+        assert loaded.prefetch(HASHES, LOADED) == 5
+        assert [loaded.page(n) for n in LOADED] == [saved.page(n) for n in SAVED]
+    assert len(files_of(tmp_path / "pool")) == 10
+
+
+@pytest.mark.parametrize("damage", ["flip", "swap", "truncate"])
+def test_a_damaged_page_is_a_miss_that_the_next_save_heals(serve, tmp_path, damage):
+    p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool())
+    p.backup(HASHES, SAVED)
+    for file, other in zip(files := files_of(tmp_path / "pool"), files[1:], strict=False):
+        value = bytearray(file.read_bytes())
+        value[-1] ^= 1
+        file.write_bytes(
+            {"flip": value, "swap": other.read_bytes(), "truncate": value[:-1]}[damage]
+        )
+    before = d.page(LOADED[0]), d.page(LOADED[-1])
+    come = d.prefetch(HASHES, LOADED)
+    assert come < 5
+    assert (d.page(LOADED[0]) == before[0]) is (come == 0)
+    assert d.page(LOADED[-1]) == before[1]
+    for _ in HASHES:  # a prefetch finds one damaged page
+        p.backup(HASHES, SAVED)
+        come = d.prefetch(HASHES, LOADED)
+    assert come == 5
+    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+
+
+def test_other_weights_shapes_and_dtypes_find_nothing(serve, model, tmp_path):
+    serve(wheel.mha_pool()).backup(HASHES, SAVED)
+    assert serve(wheel.mha_pool()).backend.batch_exists(HASHES) == 5
+    others = [
+        serve(wheel.mha_pool(), kit.checkpoint(tmp_path / "a", b"other weights")),
+        serve(wheel.mha_pool(), kit.checkpoint(tmp_path / "b", rope_theta=5e5)),
+        serve(wheel.mha_pool(), salt="another tenant"),
+        serve(wheel.mha_pool(dtype=torch.bfloat16)),
+        serve(wheel.mha_pool(heads=1), config={"tp_size": 2}),
+        serve(wheel.mha_pool(layout="page_head")),
+    ]
+    assert [other.backend.batch_exists(HASHES) for other in others] == [0] * len(others)
+
+
+def test_the_kinds_of_fp8_are_kept_apart(serve):
+    fp8 = [
+        serve(wheel.mha_pool(dtype=torch.uint8), arguments={"kv_cache_dtype": kind})
+        for kind in ("fp8_e4m3", "fp8_e5m2")
+    ]
+    assert fp8[0].backup(HASHES, SAVED) == 5
+    assert [server.backend.batch_exists(HASHES) for server in fp8] == [5, 0]
+
+
+def test_clear_forgets_this_model_and_no_other(serve, model, tmp_path):
+    ours = serve(wheel.mha_pool())
+    other = serve(wheel.mha_pool(), kit.checkpoint(tmp_path / "other", b"other weights"))
+    assert [ours.backup(HASHES, SAVED), other.backup(HASHES, SAVED)] == [5, 5]
+    ours.backend.clear()
+    assert ours.backend.batch_exists(HASHES) == 0
+    assert other.backend.batch_exists(HASHES) == 5
+
+
+@pytest.mark.parametrize("settings", [{"publish": False}, {"role": "decode"}])
+def test_an_instance_that_does_not_save_loads_all_the_same(serve, settings):
+    p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool(), **settings)
+    assert d.backup(HASHES, SAVED) == 5  # or SGLang would warn of each page
+    assert p.backend.batch_exists(HASHES) == 0
+    p.backup(HASHES, SAVED)
+    assert d.prefetch(HASHES, LOADED) == 5
+
+
+def test_off_is_off(serve, tmp_path):
+    server = serve(wheel.mha_pool(), pd_transfer_via_storage=False)
+    server.backend.register_mem_host_pool_v2(object(), "mamba")
+    assert server.backup(HASHES, SAVED) == 5
+    assert server.prefetch(HASHES, LOADED) == 0
+    server.backend.clear()
+    assert not (tmp_path / "pool").exists()
+
+
+def test_a_dead_store_is_a_miss_and_the_reason_is_counted(serve):
+    server = serve(wheel.mha_pool(), store="redis://127.0.0.1:1/0")
+    assert server.prefetch(HASHES, LOADED) == 0
+    assert server.backup(HASHES, SAVED) == 0
+    assert count_of(server, "misses", reason=Reason.STORE_DOWN.value) == 1
+    assert count_of(server, "drops", reason=Reason.STORE_DOWN.value) == 1
+
+
+def test_tokens_are_counted_and_not_pages(serve):
+    p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool())
+    p.backup(HASHES, SAVED)
+    d.prefetch(HASHES, LOADED)
+    assert count_of(p, "tokens", verb="saved") == 5 * 64
+    assert count_of(d, "tokens", verb="loaded") == 5 * 64
+
+
+def test_an_exception_costs_a_miss_and_not_sglangs_thread(serve):
+    server = serve(wheel.mha_pool())
+    inside = torch.arange(5 * 64) + 1  # not at the beginning of a page
+    assert server.backend.batch_set_v1(HASHES, inside) == [False] * 5
+    assert server.backend.batch_get_v1(HASHES, inside) == [False] * 5
+    assert count_of(server, "misses", reason=Reason.FAULT.value) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"config": {"pp_size": 2}}, "pipeline"),
+        ({"config": {"attn_cp_size": 2}}, "context parallelism of attention"),
+        ({"config": {"should_split_heads": True}}, "tp_lcm_size"),
+        ({"arguments": {"enable_lora": True}}, "LoRA"),
+        ({"interface_v1": 0}, "interface_v1"),
+        ({"arguments": {"load_format": "dummy"}}, "PDSTORE_WEIGHTS"),
+        ({"url": "file://"}, "url: Extra"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(serve, options, why):
+    with pytest.raises(ConfigError, match=why):
+        serve(wheel.mha_pool(), **options)
+
+
+def test_a_pool_beside_the_kv_is_refused(serve):
+    server = serve(wheel.mha_pool())
+    server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.KV)
+    with pytest.raises(ConfigError, match=r"the pool mamba, .* wrong answers"):
+        server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.MAMBA)
+
+
+def test_a_draft_models_pages_are_not_kept(serve):
+    backend = serve(wheel.mha_pool()).backend
+    assert not backend.batch_set(["h.draft"], [torch.zeros(4)])
+    assert backend.batch_get(["h.draft"], [torch.zeros(4)]) == [None]
+    assert not backend.exists("h.draft")
+    assert not backend.set("h.draft", torch.zeros(4))
+    assert backend.get("h.draft") is None

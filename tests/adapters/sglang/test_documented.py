@@ -1,0 +1,31 @@
+"""docs/sglang.md: its flags are SGLang's, and its extra config opens the backend."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+
+import pytest
+
+from tests.docs.commands import ROOT
+
+wheel = pytest.importorskip("tests.support.sglang_wheel")
+kit = pytest.importorskip("tests.support.sglang_server")
+
+PAGE = (ROOT / "docs" / "sglang.md").read_text()
+
+
+def test_the_flags_of_the_page_are_sglangs():
+    (command,) = re.findall(r"^sglang serve .*?(?=\n```)", PAGE, re.MULTILINE | re.DOTALL)
+    with zipfile.ZipFile(wheel.WHEEL) as opened:
+        arguments = opened.read("sglang/srt/server_args.py").decode()
+        assert "sglang/cli/serve.py" in opened.namelist()
+    flags = re.findall(r"--([a-z-]+)", command)
+    assert len(flags) > 7
+    assert not [f for f in flags if f"\n    {f.replace('-', '_')}: A[" not in arguments]
+
+
+def test_the_extra_config_of_the_page_opens_the_backend():
+    (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert json.loads(text) == kit.DYNAMIC

@@ -1,0 +1,134 @@
+"""One rank of an SGLang server for tests: its own controller over a host pool and our backend."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.support.sglang_wheel import (
+    StorageBackendFactory,
+    cache_controller,
+    hicache_storage,
+    runtime_context,
+)
+
+PAGE = 64
+DYNAMIC = {
+    "backend_name": "pdstore",
+    "module_path": "pdstore.adapters.sglang",
+    "class_name": "PDStoreHiCache",
+    "interface_v1": 1,
+}
+
+
+def checkpoint(directory: Path, weights: bytes = b"w", **config: object) -> Path:
+    """Writes the files of a model that the backend reads."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"rope_theta": 1e4, **config}))
+    (directory / "model.safetensors").write_bytes(weights)
+    return directory
+
+
+def server_args(model: Path, **changes: object) -> types.SimpleNamespace:
+    """The arguments that the backend asks for, as a server has them by default."""
+    arguments = {
+        "model_path": str(model),
+        "revision": None,
+        "load_format": "auto",
+        "quantization": None,
+        "quantization_param_path": None,
+        "kv_cache_dtype": "auto",
+        "context_length": None,
+        "json_model_override_args": "{}",
+        "enable_lora": None,
+    }
+    return types.SimpleNamespace(**(arguments | changes))
+
+
+def storage_config(extra: dict[str, object], **changes: object):
+    """SGLang's own configuration of a backend."""
+    fields = {
+        **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1},
+        **{"attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False},
+        **{"enable_storage_metrics": False, "is_page_first_layout": True, "model_name": "m"},
+    }
+    return hicache_storage.HiCacheStorageConfig(**(fields | changes), extra_config=extra)
+
+
+def page_hashes(count: int, prompt: str = "a prompt") -> list[str]:
+    """SHA-256 of each page and all before it, in hex, as SGLang names pages."""
+    names, last = [], prompt
+    for _ in range(count):
+        last = hashlib.sha256(last.encode()).hexdigest()
+        names.append(last)
+    return names
+
+
+def indices_of(pages: Sequence[int]) -> torch.Tensor:
+    """SGLang's host indices of some pages: one for each token."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+class Server:
+    """A rank that stores and finds pages as SGLang's threads do.
+
+    pool: SGLang's host pool.
+    settings: of the extra config.
+    arguments: the server's, where they are not the usual ones.
+    config: fields of the storage configuration, where they are not those of a single rank.
+    """
+
+    def __init__(
+        self,
+        pool,
+        model: Path,
+        *,
+        arguments: dict[str, object] | None = None,
+        config: dict[str, object] | None = None,
+        **settings: object,
+    ) -> None:
+        self.pool = pool
+        runtime_context.get_context().set_server_args(server_args(model, **(arguments or {})))
+        extra = {**DYNAMIC, "pd_transfer_via_storage": True, "staging": "8MiB", **settings}
+        self.backend = StorageBackendFactory.create_backend(
+            "dynamic", storage_config(extra, **(config or {})), pool
+        )
+        self.backend.register_mem_pool_host(pool)
+        controller = cache_controller.HiCacheController
+        self._controller = controller.__new__(controller)  # its constructor needs a GPU
+        vars(self._controller).update(
+            page_size=PAGE,
+            has_draft=False,
+            storage_backend=self.backend,
+            get_hash_str=lambda tokens, last, page_size: list(tokens),
+            page_get_func=self._controller._page_get_zero_copy,
+            page_set_func=self._controller._page_set_zero_copy,
+        )
+
+    def backup(self, hashes: Sequence[str], pages: Sequence[int]) -> int:
+        """Stores pages as SGLang's backup thread does; returns how many it counts as stored."""
+        operation = cache_controller.StorageOperation(
+            indices_of(pages), [], hash_value=list(hashes)
+        )
+        self._controller._page_backup(operation)
+        return operation.completed_tokens // PAGE
+
+    def prefetch(self, hashes: Sequence[str], pages: Sequence[int]) -> int:
+        """Asks for pages and loads them as SGLang's prefetch threads do; returns how many came."""
+        operation = cache_controller.PrefetchOperation("request", list(hashes))
+        operation.hash_value, _ = self._controller._storage_hit_query(operation)
+        operation.host_indices = indices_of(pages)
+        self._controller._page_transfer(operation)
+        return operation.completed_tokens // PAGE
+
+    def page(self, number: int) -> bytes:
+        """The bytes of a page, in SGLang's own order."""
+        return bytes(self.pool.get_data_page(number * PAGE).view(torch.uint8).numpy())
+
+    def close(self) -> None:
+        self.backend.close()
