@@ -26,7 +26,7 @@ class Split(NamedTuple):
       the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
       the library spreads the work of one range over the processors.
     early_ranges: layer ranges of at least so many block ranges are saved during the forward. Each
-      takes Python's lock from the thread that launches the forward; smaller ones wait for its end.
+      disturbs the thread that launches the forward; smaller ones wait for its end.
     """
 
     range_bytes: int = RANGE_BYTES
@@ -36,7 +36,7 @@ class Split(NamedTuple):
     @classmethod
     def native(cls, range_bytes: int) -> Split:
         """The split for a mover that does little in Python for a range."""
-        return cls(range_bytes, many=1, early_ranges=1)
+        return cls(range_bytes, many=1, early_ranges=2)
 
     @property
     def early_bytes(self) -> int:

@@ -229,7 +229,7 @@ def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
     case, swap, host, _ = rig(library)
     store = MemoryStore()
     payload = case.layout.largest_payload_bytes
-    staging = Staging(store.allocate, payload, 64 << 20, swap.registrar, piece_bytes=1 << 20)
+    staging = Staging(store.allocate, payload, 64 << 20, swap.registrar, span_bytes=1 << 20)
     staging.ready(60)
     part, step = case.layout.parts[0], staging.slot_bytes
     for slot in range(staging.num_slots):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdstore.adapters.vllm.messages import EndedJob
+from pdstore.adapters.vllm.patience import Patience
 from pdstore.errors import PDStoreError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
@@ -32,6 +33,7 @@ class RequestTracker:
 
     keys: the keys of its prompt.
     lookup: running or answered; None if nothing may be loaded for this request, or no more.
+    was_asked: vLLM has asked for the lookup's answer.
     handoff: the hand-off's id if this instance is P for the request, else None.
     answer: the `kv_transfer_params` of P's answer.
     is_announced: the save that publishes the hand-off has been started.
@@ -51,6 +53,7 @@ class RequestTracker:
     request: Any
     keys: PromptKeys
     lookup: Lookup | None = None
+    was_asked: bool = False
     handoff: HandoffId | None = None
     answer: dict[str, Json] = field(default_factory=dict)
     is_announced: bool = False
@@ -75,11 +78,15 @@ class RequestTracker:
         is_saved = self.num_saved >= self.keys.num_tokens
         return not is_saved or (self.handoff is not None and not self.is_announced)
 
-    def note_found(self, found: Match) -> None:
-        """Takes the lookup's match."""
-        if self.found is None:
+    def look(self, patience: Patience) -> Match | None:
+        """Returns the lookup's match; None while there is none, which is waited for once."""
+        assert self.lookup is not None
+        found = self.lookup.poll() if self.was_asked else patience.first_answer(self.lookup)
+        self.was_asked = True
+        if self.found is None and found is not None:
             self.found = found
             self.timer.end("wait")
+        return found
 
     def usable(self, found: Match) -> int:
         """Leading tokens that vLLM may count as computed when the match is loaded.

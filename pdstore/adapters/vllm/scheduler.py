@@ -47,6 +47,7 @@ class PDStoreConnectorScheduler:
     may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
       engines in which a load that brings too little fails its request.
     number: of this instance among the data-parallel ones that are started together.
+    patience: for lookups that vLLM asks for the first time.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PDStoreConnectorScheduler:
         *,
         may_follow: bool = True,
         number: int = 0,
+        patience: Patience | None = None,
     ) -> None:
         self._settings = settings
         self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
@@ -71,7 +73,7 @@ class PDStoreConnectorScheduler:
         self._refs: BlockRefs | None = None
         self._block_tokens = 0  # of vLLM's blocks
         self._requests: dict[str, RequestTracker] = {}
-        self._patience = Patience()
+        self._patience = patience or Patience()
         self._loads: list[LoadSpec] = []
         self._aborted_handoffs: list[HandoffId] = []
 
@@ -139,14 +141,12 @@ class PDStoreConnectorScheduler:
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
         """Tokens behind the first `num_computed` that can be loaded; None while it is unknown."""
-        is_new = request.request_id not in self._requests
         tracker = self.add(request)
         if tracker is None or tracker.lookup is None:
             return 0
-        found = self._patience.first_answer(tracker.lookup) if is_new else tracker.lookup.poll()
+        found = tracker.look(self._patience)
         if found is None:
             return None
-        tracker.note_found(found)
         tracker.num_computed = num_computed
         if num_computed >= request.num_tokens - 1:
             return 0  # vLLM computes the last token anyway, and would ask for it again and again

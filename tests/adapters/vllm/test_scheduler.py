@@ -8,6 +8,7 @@ import pytest
 
 from pdstore import Layout, open_store
 from pdstore.adapters.vllm.messages import RankLayout, StepReport
+from pdstore.adapters.vllm.patience import Patience
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.errors import ConfigError
@@ -43,9 +44,10 @@ def scheduler_of(url):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
     made = []
 
-    def make(*, may_follow=True, **changes):
+    def make(*, may_follow=True, patience=None, **changes):
         settings = settings_of(store=url, **changes)
-        scheduler = PDStoreConnectorScheduler(settings, 1, StepMetrics(), may_follow=may_follow)
+        given = {"may_follow": may_follow, "patience": patience}
+        scheduler = PDStoreConnectorScheduler(settings, 1, StepMetrics(), **given)
         scheduler.bind(Pool())
         scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
         made.append(scheduler)
@@ -135,6 +137,13 @@ def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
     assert (spec.first_token, spec.num_tokens, spec.follow) == (2 * BLOCK, len(PROMPT), None)
     assert list(spec.tables[0]) == TABLE
     assert scheduler.take_metadata().loads == []
+
+
+@pytest.mark.usefixtures("saved")
+def test_the_first_answer_to_a_lookup_is_waited_for(scheduler_of):
+    scheduler, asked = scheduler_of(patience=Patience(step_s=30.0)), request()
+    scheduler.add(asked)  # vLLM shows a request before it asks about it
+    assert scheduler.num_found(asked, 0) == len(PROMPT)
 
 
 @pytest.mark.usefixtures("saved")
