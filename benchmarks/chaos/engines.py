@@ -25,7 +25,7 @@ class Engine(ABC):
     faults_per_s: as many as leave it time to answer.
     most_threads: those that a process of it may start after its first requests.
     idle: metrics, and their values in an instance that does nothing.
-    tells_by_steps: whether its metrics are those of its last step.
+    tells_by_steps: True if its metrics are those of its last step.
     """
 
     name: ClassVar[str]

@@ -48,7 +48,7 @@ class Options:
     faulty: the options of `faulty+`, with which P and D fail on purpose; "" for neither.
     env: more of P's and D's environment.
     router: more of the router's command line.
-    is_direct: whether there are no proxies between clients, the router, P and D.
+    is_direct: True if there are no proxies between clients, the router, P and D.
     engine: P's and D's.
     """
 

@@ -14,8 +14,8 @@ class PoolIdentity:
     """Keeps the id of the pool behind a store, and asks for it again every `age_s` seconds.
 
     A store that came back empty is another pool, and may come back more than once. Others notice
-    that later, and have ids in between that were never seen here: so for twice that time after a
-    change nobody is on another pool.
+    that later, and may have ids in between that were never seen here. So for twice that time after
+    a change no instance counts as one on another pool.
     One thread refreshes; any thread may read `current`.
     """
 

@@ -144,7 +144,7 @@ class NativeMover(InPlaceMover):
         )
 
     def _batch_of_run(self, run: ValueRun, ready: ReadyEvent | None) -> ValueBatch:
-        """Does as `_batch` without a look at any value."""
+        """Returns the batch as `_batch` does, without a look at any value."""
         packed, part = run.packed, (run.first, run.stop)
         return ValueBatch(
             names=packed.names(*part),

@@ -1,4 +1,4 @@
-"""PackedBlocks: what the library needs of a prompt's values, packed once for the whole prompt.
+"""PackedBlocks: a prompt's values in the library's form, packed once for the whole prompt.
 
 A large load moves thousands of values. Each is a record of equal size in every field, and a share
 takes its slice of them: no Python runs for a block.

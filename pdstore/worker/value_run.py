@@ -1,4 +1,4 @@
-"""ValueRun: neighbouring values of full blocks, none of which is made unless looked at."""
+"""ValueRun: neighbouring values of full blocks, each made only when it is looked at."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class PromptBlocks:
         return packed
 
     def _is_wanted(self, layer_range: int | None) -> list[bool]:
-        """For each owned part: whether it is of a layer range."""
+        """Tells for each owned part if it is of a layer range."""
         layout = self.layout
         return [
             layer_range is None or layout.range_of_part(part) == layer_range

@@ -59,7 +59,7 @@ def held_by_pdstore() -> Counter[str]:
 
 
 def test_nothing_grows_with_requests(instance):
-    """Also not with those that are aborted, miss, or name a hand-off that nobody saves."""
+    """Serves also requests that are aborted, miss, or name a hand-off that nobody saves."""
     p, d = instance(handoff_wait_s=0.01), instance(fill=POISON, handoff_wait_s=0.01)
 
     def serve(numbers):

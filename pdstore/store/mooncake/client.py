@@ -200,5 +200,5 @@ class Client:
 
     def _refusal(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self._label}: an earlier call may still be under way; calls are refused so long"
+            f"{self._label}: an earlier call may still be under way; calls are refused until then"
         )

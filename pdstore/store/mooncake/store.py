@@ -219,7 +219,7 @@ class MooncakeStore(Store):
                 continue
             what = f"{self.label}: get of {keys[i]}"
             if code == TRANSFER_FAILED and time.monotonic() - begin > _SLOW_S:
-                raise StoreTimeout(f"{what}: the holder of it hangs", num_done=num_done + i)
+                raise StoreTimeout(f"{what}: its holder does not answer", num_done=num_done + i)
             if code in MISSES:
                 return i
             if code >= 0 or (code == INVALID and self._size_of(keys[i]) not in (slots.sizes[i], 0)):

@@ -36,7 +36,7 @@ def values_of(server) -> dict[bytes, bytes]:
 
 
 def test_every_value_is_encrypted_and_no_secret_comes_out(server, launcher, checkpoints, tmp_path):
-    """Not in answers, errors, metrics and logs of P, D and the router, also without the redis."""
+    """Searches answers, errors, metrics and logs, with and without the redis."""
     env = {
         "PD_TRANSFER_VIA_STORAGE": "1",
         "PDSTORE_STORE": url_with_password(server),
