@@ -9,16 +9,9 @@ import pytest
 from pdstore.errors import StoreClosed, StoreUnavailable
 from pdstore.native.arena import NativeArena, format_arena
 from pdstore.native.arena_times import ArenaTimes
-from pdstore.native.library import load_library
-from tests.support.kv import settings_of
 
 MIB = 1 << 20
 TIMES = ArenaTimes(1.0, 1.0, 1.0, 1.0, lock_timeout_s=0.5)
-
-
-@pytest.fixture(scope="module")
-def library():
-    return load_library(settings_of(native="require"), for_gpu=False)
 
 
 @pytest.fixture

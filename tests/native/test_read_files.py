@@ -11,18 +11,13 @@ import pytest
 from pdstore import Reason
 from pdstore.format.block import checksum
 from pdstore.native.abi import OTHER_LENGTH
-from pdstore.native.library import address_of, load_library
+from pdstore.native.library import address_of
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import empty_slots, put
-from tests.support.kv import POISON, Instance, settings_of
+from tests.support.kv import POISON, Instance
 
 PIECE = 256 << 10  # what is summed at a time
-
-
-@pytest.fixture(scope="module")
-def library():
-    return load_library(settings_of(native="require"), for_gpu=False)
 
 
 @pytest.fixture

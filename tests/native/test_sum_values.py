@@ -7,13 +7,7 @@ import random
 import pytest
 
 from pdstore.format.block import HEADER_BYTES, checksum
-from pdstore.native.library import address_of, load_library
-from tests.support.kv import settings_of
-
-
-@pytest.fixture(scope="module")
-def library():
-    return load_library(settings_of(native="require"), for_gpu=False)
+from pdstore.native.library import address_of
 
 
 def test_the_sums_of_many_values_are_those_of_each(library):
