@@ -74,6 +74,12 @@ def test_every_file_and_command_that_is_named_exists(document):
         assert target in targets, f"{document.name}: make {target}"
 
 
+def test_every_page_is_in_the_sites_navigation():
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(listed)
+    assert len(set(listed)) == len(listed)
+
+
 def test_every_decision_has_a_name_of_its_own_and_a_status():
     headings = re.findall(r"^### (.+)$", (ROOT / "DESIGN.md").read_text(), flags=re.MULTILINE)
     found = [

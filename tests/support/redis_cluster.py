@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import redis
@@ -20,6 +20,8 @@ class ClusterOfServers:
 
     The nodes' files are written before they start, so that nothing has to be introduced. A cluster
     takes two seconds before it takes writes, however it is made.
+
+    tls: options that name certificate, key and authority; then all speak TLS, nodes too.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class ClusterOfServers:
         replicas: int = 1,
         node_timeout_ms: int = 15_000,
         binary: str | None = None,
+        tls: Sequence[str] = (),
     ) -> None:
         num = num_masters * (1 + replicas)
         ports, buses = ([free_port() for _ in range(num)] for _ in range(2))
@@ -58,6 +61,7 @@ class ClusterOfServers:
                     home,
                     *("--cluster-enabled", "yes", "--cluster-port", str(buses[i])),
                     *("--cluster-node-timeout", str(node_timeout_ms)),
+                    *(("--tls-port", str(ports[i]), "--tls-cluster", "yes", *tls) if tls else ()),
                     *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
                     port=ports[i],
                     binary=binary,

@@ -15,7 +15,7 @@ from pdstore.store import open_store
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.redis_cluster import ClusterOfServers
-from tests.support.redis_server import free_port
+from tests.support.redis_server import free_port, make_certificate
 from tests.support.redis_store import SIZE, deadline, opened
 
 pytestmark = pytest.mark.redis
@@ -161,6 +161,25 @@ def give(cluster, slot: int, number: int) -> None:
     for node in (cluster.masters[number], *cluster.masters):
         with node.client() as raw:
             raw.execute_command("CLUSTER", "SETSLOT", slot, "NODE", cluster.names[number])
+
+
+@pytest.mark.nightly
+def test_a_cluster_over_tls_is_checked_by_its_authority(tmp_path):
+    cert, key = map(str, make_certificate(tmp_path))
+    files = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert)
+    home = tmp_path / "nodes"
+    home.mkdir()
+    cluster = ClusterOfServers(
+        home, replicas=0, tls=(*files, "--tls-auth-clients", "no", "--port", "0")
+    )
+    url, keys = cluster.url.replace("redis", "rediss", 1), fresh_keys(30)
+    with contextlib.closing(cluster):
+        cluster.wait()
+        with opened(f"{url}?ca={cert}") as store:
+            assert put(store, keys, [b"x"] * 30) == 30
+            assert store.match(keys) == 30
+        with opened(url) as stranger, pytest.raises(StoreUnavailable, match=r"ca=/path/ca\.pem"):
+            stranger.match(keys)
 
 
 def test_no_node_at_all_is_unavailable():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import threading
 import time
 import traceback
@@ -20,7 +19,7 @@ from pdstore.store import open_store
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import empty_slots, get, put
-from tests.support.redis_server import free_port
+from tests.support.redis_server import free_port, make_certificate
 from tests.support.redis_store import SIZE, deadline, fails_to_put, opened, put_one
 
 pytestmark = pytest.mark.redis
@@ -97,12 +96,7 @@ def test_a_server_that_wants_a_password_denies_who_has_none(guarded_server):
 
 @pytest.fixture
 def certificate(tmp_path):
-    """A self-signed certificate for 127.0.0.1, and its key."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = "-subj /CN=pdstore -addext subjectAltName=IP:127.0.0.1"
-    make = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {subject} -keyout {key} -out {cert}"
-    subprocess.run(make.split(), check=True, capture_output=True)
-    return cert, key
+    return make_certificate(tmp_path)
 
 
 def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, certificate):
