@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import secrets
+import subprocess
 import threading
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,6 +16,7 @@ from pdstore.errors import ConfigError, StoreClosed, StoreFull
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
+from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.threads import run_together
@@ -178,3 +183,24 @@ def test_another_size_than_the_arena_has_is_refused(open_arena):
     assert len(open_arena(size=4 * MIB).memory()) == 4 * MIB
     with pytest.raises(ConfigError, match="there already"):
         open_arena(size=8 * MIB)
+
+
+@pytest.fixture
+def huge_disk(tmp_path):
+    """A tmpfs that gives huge pages."""
+    disk = tmp_path / "huge"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256m,mode=0700,huge=always", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs with huge pages can be mounted here")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_huge_pages_are_used_where_the_file_system_gives_them(library, huge_disk):
+    with contextlib.closing(ArenaStore(library, "pool", directory=huge_disk, size=64 * MIB)) as one:
+        put(one, fresh_keys(8), [bytes(4 * MIB)] * 8)
+        maps = Path("/proc/self/smaps").read_text().split("VmFlags")
+        ours = [text for text in maps if f" {huge_disk}/" in text]
+        sizes = [int(kb) for text in ours for kb in re.findall(r"ShmemPmdMapped: +(\d+)", text)]
+        assert sum(sizes) * 1024 >= 16 * MIB
