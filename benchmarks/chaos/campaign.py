@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import httpx
 
-from benchmarks.chaos.asking import Answer, ask
+from benchmarks.chaos.asking import Answer, NoAnswerError, ask
 from benchmarks.chaos.audit import Audit
 from benchmarks.chaos.disk import open_disk
 from benchmarks.chaos.engines import Engine
@@ -32,6 +32,7 @@ _VARIANTS = (
     Options(faulty="seed={seed}&error_rate=0.02&miss_rate=0.05&corrupt_rate=0.05"),
 )
 
+_WARM_UP_S = 120.0
 _FOR_D = {"do_remote_decode": True}
 
 Say = Callable[[str], None]
@@ -108,13 +109,23 @@ class Campaign:
 
     async def _warm_up(self, stage: Stage) -> str:
         """Asks as often at once as a round does. Returns the namespace that the pair uses."""
+        deadline = time.monotonic() + _WARM_UP_S
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            await asyncio.gather(
-                *(ask(client, stage.url, p, self._engine) for p in self._prompts[:8])
-            )
+            while not await self._has_answered(client, stage):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answers in {_WARM_UP_S:g} s, and nothing is hurt yet")
             body = {"prompt": self._prompts[0], "max_tokens": 1, "kv_transfer_params": _FOR_D}
             said = await client.post(stage.url_of("prefill") + "/v1/completions", json=body)
         return str(said.json()["kv_transfer_params"]["pdstore"]["namespace"])
+
+    async def _has_answered(self, client: httpx.AsyncClient, stage: Stage) -> bool:
+        """False if a first answer took longer than the router waits for one."""
+        some = self._prompts[:8]
+        try:
+            await asyncio.gather(*(ask(client, stage.url, p, self._engine) for p in some))
+        except NoAnswerError:
+            return False
+        return True
 
     async def _run_round(self, stage: Stage, pool: Pool, audit: Audit) -> None:
         number, self._number = self._number, self._number + 1
