@@ -65,7 +65,6 @@ def test_no_state_is_wrong(shape, num_faults, least):
         (Shape(num_beats=3), 0),
         (Shape(num_beats=1), 1),
         (FOLLOWS_BEAT, 1),
-        (Shape(num_beats=1, follows=True, relayed=False), 0),
     ],
 )
 def test_no_state_of_a_larger_handoff_is_wrong(shape, num_faults):
