@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,26 @@ HASHES = kit.page_hashes(5)
 SAVED, LOADED = [3, 1, 7, 2, 9], [8, 4, 0, 5, 6]
 
 
-@pytest.fixture(params=["file", "shm", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(
+    params=[
+        "file",
+        "shm",
+        pytest.param("redis", marks=pytest.mark.redis),
+        pytest.param("mooncake", marks=pytest.mark.mooncake),
+    ]
+)
 def store_url(request, tmp_path):
     if request.param == "redis":
-        return f"{request.getfixturevalue('redis_url')}/0"
-    return {"file": f"file://{tmp_path}/pool", "shm": f"shm://p?size=8MiB&dir={tmp_path}"}[
-        request.param
-    ]
+        yield f"{request.getfixturevalue('redis_url')}/0"
+    elif request.param == "mooncake":
+        from tests.support.mooncake_cluster import Cluster
+
+        with contextlib.closing(Cluster(tmp_path)) as cluster:
+            yield cluster.url
+    else:
+        yield {"file": f"file://{tmp_path}/pool", "shm": f"shm://p?size=8MiB&dir={tmp_path}"}[
+            request.param
+        ]
 
 
 def files_of(directory: Path) -> list[Path]:

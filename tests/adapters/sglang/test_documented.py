@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -13,6 +16,15 @@ from tests.docs.commands import ROOT
 wheel = pytest.importorskip("tests.support.sglang_wheel")
 kit = pytest.importorskip("tests.support.sglang_server")
 
+COLLECT = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+Metrics().miss(Reason.ABSENT)
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
 PAGE = (ROOT / "docs" / "sglang.md").read_text()
 
 
@@ -29,3 +41,11 @@ def test_the_flags_of_the_page_are_sglangs():
 def test_the_extra_config_of_the_page_opens_the_backend():
     (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert json.loads(text) == kit.DYNAMIC
+
+
+def test_metrics_are_where_sglang_collects_those_of_its_processes(tmp_path):
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    shown = subprocess.run(
+        [sys.executable, "-c", COLLECT], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert 'pdstore_misses_total{reason="absent"} 1.0' in shown.stdout, shown.stderr
