@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from examples.demo.conversation import Conversation
 from examples.demo.row import Json, Row
 
 MAX_COMPUTED_TOKENS = 1
+
+_WIDE = 250
 
 _HEADINGS = (
     "prompt tokens",
@@ -101,12 +107,16 @@ def _handoff_problems(run: Run) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Returns one line per prompt, in columns."""
-    lines = [_HEADINGS, *(row.cells() for row in rows)]
-    numbers = range(len(_HEADINGS) - 1)
-    widths = [max(len(line[i]) for line in lines) for i in numbers]
-    return "\n".join(
-        "  ".join([*(line[i].rjust(widths[i]) for i in numbers), line[-1]]) for line in lines
-    )
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for heading in _HEADINGS:
+        is_last = heading is _HEADINGS[-1]
+        made.add_column(heading, justify="left" if is_last else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row.cells()))  # an answer may look like markup
+    console = Console(width=_WIDE, color_system=None)
+    with console.capture() as text:
+        console.print(made)
+    return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
 def lines(runs: Runs) -> tuple[str, str, str]:
