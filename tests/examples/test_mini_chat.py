@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from examples.make_checkpoint import make_checkpoint
 from tests.examples.test_mini_server import Serving
@@ -108,3 +111,26 @@ def test_a_checkpoint_without_a_template_says_what_to_do(serving, chat):
     response = chat()
     assert response.status_code == 400
     assert "no chat template: ask /v1/completions" in response.json()["error"]["message"]
+
+
+def test_every_answer_is_of_openais_own_types(serving, chat):
+    """With all fields that they demand, each of its type."""
+    ChatCompletion.model_validate(chat(logprobs=True, top_logprobs=2).json(), strict=True)
+    Completion.model_validate(serving.ask(prompt=PROMPT, max_tokens=6, logprobs=2), strict=True)
+    lines = [line for line in chat(stream=True).text.splitlines() if line.startswith("data: {")]
+    assert lines
+    for line in lines:
+        ChatCompletionChunk.model_validate_json(line.removeprefix("data: "), strict=True)
+
+
+def test_openais_own_client_is_answered(serving, chat):
+    with openai.OpenAI(base_url=str(serving.client.base_url.join("/v1")), api_key="none") as client:
+        asked = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 6}
+        whole = client.chat.completions.create(**asked).choices[0].message.content
+        parts = list(client.chat.completions.create(**asked, stream=True))
+        [model] = client.models.list().data
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            client.chat.completions.create(**{**asked, "messages": []})
+    assert whole == chat().json()["choices"][0]["message"]["content"]
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+    assert model.id == "tiny"
