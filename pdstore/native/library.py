@@ -112,7 +112,7 @@ class Library:
         return done.value, why.value
 
     def find_files(self, paths: Sequence[str]) -> list[bool]:
-        """Returns for each path whether a file is there."""
+        """Returns True for each path that has a file."""
         found = (c_uint8 * len(paths))()
         self.calls.pds_find_files(_joined(paths), len(paths), found)
         return list(map(bool, bytes(found)))

@@ -88,7 +88,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Loads pages into the host pool; returns for each whether it is there."""
+        """Loads pages into the host pool; returns True for each that is there."""
         pool, pages = self._pool, self._pages
         if pool is None or pages is None:
             return [False] * len(keys)
@@ -98,9 +98,9 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Stores pages of the host pool; returns for each whether it is stored.
+        """Stores pages of the host pool; returns True for each that is stored.
 
-        Says so too of pages that this instance does not save: SGLang would warn of each.
+        Pages that this instance does not save are True too, or SGLang would warn of each.
         """
         pool, pages = self._pool, self._pages
         if pool is None or pages is None or not self._saves or not self._settings.publish:
