@@ -26,6 +26,7 @@ END = "<|end|>"
 VOCABULARY = 257  # the bytes, and END
 MAX_TOKENS = 4096
 SLIDING_WINDOW = 64
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -113,9 +114,9 @@ def make_tiny(kind: str, directory: Path, seed: int = 0) -> Path:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each byte, and END."""
+    """Returns a tokenizer with one token for each byte, END, and a template that adds nothing."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, END])}, []))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, chat_template=_TEMPLATE)

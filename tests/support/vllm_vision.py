@@ -20,15 +20,13 @@ from transformers.models.blip.image_processing_pil_blip import BlipImageProcesso
 from tests.support.vllm_checkpoints import VOCABULARY, llama_config, make_tokenizer
 
 IMAGE_TOKENS, PIXELS = 16, 56
-_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 _DEPTH = {"num_hidden_layers": 2, "initializer_range": 0.2}
 
 
 def make_vision(directory: Path) -> Path:
-    """Writes the checkpoint, with its processor and a chat template that adds nothing."""
+    """Writes the checkpoint and its processor."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = _TEMPLATE
     images = BlipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
     Blip2Processor(images, tokenizer, num_query_tokens=IMAGE_TOKENS).save_pretrained(directory)
     text = llama_config(vocab_size=VOCABULARY + 1, architectures=["LlamaForCausalLM"])

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, post
+from tests.adapters.vllm.asking import (
+    ANSWER_S,
+    MOST_DIFFERENCE,
+    Since,
+    alone,
+    ask,
+    new_prompt,
+    post,
+)
 
 BLOCK, NUM_LETTERS = 64, 94
 """The tokens below NUM_LETTERS are ASCII; behind half a character no token's text is clear."""
@@ -50,3 +60,50 @@ def test_an_answer_of_one_token_never_reaches_d(pair, router):
         response = post(router, new_prompt(100), 1, stream=stream)
         assert response.status_code == 200
         assert since.computed == since.loaded == 0
+
+
+def chat(server, text: str, **more: Any) -> list[dict[str, Any]]:
+    """The parts of a chat's answer, which is streamed."""
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        **{"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": True},
+        **{"stream": True, "stream_options": {"include_usage": True}},
+        **{"return_token_ids": True, **more},
+    }
+    url = server.url + "/v1/chat/completions"
+    response = httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False)
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def said(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """All that is equal in two answers, but for their logprobs."""
+    choices = [choice for part in parts for choice in part["choices"]]
+    contents = [choice["delta"].get("content") or "" for choice in choices]
+    usage = parts[-1]["usage"]
+    return {
+        "text": "".join(contents),
+        "ids": [id for choice in choices for id in choice.get("token_ids") or ()],
+        "prompt": next(part["prompt_token_ids"] for part in parts if part.get("prompt_token_ids")),
+        "ends": [each["finish_reason"] for each in choices if each["finish_reason"]],
+        "usage": [usage[n] for n in ("prompt_tokens", "completion_tokens", "total_tokens")],
+    }
+
+
+def logprobs_of(parts: list[dict[str, Any]]) -> list[float]:
+    told = [choice["logprobs"] for part in parts for choice in part["choices"]]
+    return [each["logprob"] for one in told if one for each in one["content"]]
+
+
+def test_a_chat_goes_on_behind_p_s_token_in_token_ids(pair, router):
+    before = num_spliced(router)
+    for number in range(4):
+        text = f"2 words and {number} words. " * 12
+        expected = chat(pair.d, text, cache_salt=f"chat {number}")
+        since = Since(pair.d)
+        answer = chat(router, text)
+        assert said(answer) == said(expected)
+        assert logprobs_of(answer) == pytest.approx(logprobs_of(expected), abs=MOST_DIFFERENCE)
+        assert since.loaded > 0
+    assert num_spliced(router) > before, "every first token was half a character"

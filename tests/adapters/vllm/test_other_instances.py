@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
-from tests.adapters.vllm.asking import Since, alone, ask, counted, new_prompt, prefill
+from tests.adapters.vllm.asking import ANSWER_S, Since, alone, ask, counted, new_prompt, prefill
 from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.kv import eventually
 from tests.support.redis_gate import SAVE
 
-LONG = 900
+BLOCK, LONG = 64, 900
 
 
 @pytest.fixture
@@ -95,16 +96,25 @@ def test_kv_of_another_dtype_is_never_loaded(pair, launcher, checkpoints, starte
     assert_never_loads(started(p), started(d), "dtype")
 
 
-def test_the_next_turn_finds_what_d_decoded(pair, launcher, checkpoints, started):
+def forget(server):
+    """Empties a server's own prefix cache, and not the pool."""
+    response = httpx.post(server.url + "/reset_prefix_cache", timeout=ANSWER_S, trust_env=False)
+    assert response.json() == {"success": True}
+
+
+def test_the_next_turn_s_p_loads_the_prompt_and_the_answer(pair, launcher, checkpoints, started):
     env = switched_on(pair.redis.url, "decode") | {"PDSTORE_SAVE_DECODED": "1"}
     d = started(launcher.vllm("saving-d", checkpoints("llama"), *CACHING, env=env))
-    prompt = new_prompt(300)
-    answer = ask(d, prompt, 200, kv_transfer_params=prefill(pair.p, prompt))
-    answer.assert_same(alone(pair.d, prompt, 200))
-    whole_blocks = (300 + 200 - 1) // 64 * 64
-    eventually(lambda: counted(d).get("pdstore_tokens_total:saved", 0) >= whole_blocks - 300, 30)
-    turn = prompt + answer.ids + new_prompt(50)
+    prompt = new_prompt(200)
+    answer = ask(d, prompt, 150, kv_transfer_params=prefill(pair.p, prompt))
+    answer.assert_same(alone(pair.d, prompt, 150))
+    # The last token of an answer is never computed in its own turn.
+    whole_blocks = (200 + 150 - 1) // BLOCK * BLOCK
+    num_saved = whole_blocks - 200 // BLOCK * BLOCK
+    eventually(lambda: counted(d).get("pdstore_tokens_total:saved", 0) >= num_saved, 30)
+    turn = prompt + answer.ids + new_prompt(3)
+    forget(pair.p)
     since = Since(pair.p)
     answer = ask(pair.proxy, turn)
-    assert since.computed == len(turn) - whole_blocks
+    assert (since.loaded, since.computed) == (whole_blocks, len(turn) - whole_blocks)
     answer.assert_same(alone(pair.d, turn))
