@@ -102,6 +102,8 @@ BENCHMARKS = [line for line in LINES if "python -m benchmarks." in line]
 def test_a_benchmark_of_a_page_knows_its_options(line, monkeypatch, capsys):
     module, *arguments = words(line)[2:]
     monkeypatch.setattr(sys, "argv", [module, "--help"])
+    for name in (module, f"{module}.__main__"):  # another test may have imported it
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as caught:
         runpy.run_module(module, run_name="__main__")
     assert caught.value.code == 0

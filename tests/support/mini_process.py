@@ -36,7 +36,7 @@ class MiniProcess:
         self._url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "examples.mini_engine", "--model", checkpoint]
         command += ["--port", str(self.port), "--num-blocks", "64"]
-        own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        own = {**os.environ, "PYTHONPATH": str(checkout)}
         environment = {**own, **variables, "PDSTORE_ROLE": role}
         output = stack.enter_context(self._log.open("wb"))
         self._process = stack.enter_context(
@@ -68,6 +68,13 @@ class MiniProcess:
         self._process.wait(DEADLINE_S)
 
 
+_WITHOUT_EDITABLE = """
+# an editable installation of this checkout comes before the directory of the other one
+import sys
+sys.meta_path = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
+"""
+
+
 def other_version(directory: Path, *, is_format_equal: bool = False) -> Path:
     """Makes a checkout of a version of pdstore that is not this one, by default of another format.
 
@@ -85,4 +92,5 @@ def other_version(directory: Path, *, is_format_equal: bool = False) -> Path:
         text = file.read_text()
         assert text.count(before) == 1
         file.write_text(text.replace(before, after))
+    (checkout / "sitecustomize.py").write_text(_WITHOUT_EDITABLE)
     return checkout
