@@ -97,7 +97,7 @@ $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 .venv-release/.stamp: pyproject.toml | packages
 	$(call make_venv,.venv-release)
 	@.venv-release/bin/pip install -qq --upgrade pip
-	@.venv-release/bin/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) --group release
+	@.venv-release/bin/pip install --no-compile $$([ -t 1 ] || echo -qq) $(PIP_ARGS) --group release
 	@touch $@
 
 define make_venv

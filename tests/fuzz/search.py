@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 
 R = TypeVar("R")
 
-FEW, MANY = 60, 20_000
+FEW, MANY = 30, 20_000
 MOST_BYTES = 16 << 20
 MOST_S = 10.0
 
