@@ -28,7 +28,8 @@ browser     chromium                 has_program chromium
 
 has_venv() { "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; }
 has_program() { command -v "$1" >/dev/null; }
-has_library() { PATH=$PATH:$SBIN ldconfig -p | grep -q "^[[:space:]]*${1//./\\.} "; }
+# grep reads to the end: one that stops at the first match may end ldconfig by a signal, which counts.
+has_library() { PATH=$PATH:$SBIN ldconfig -p | grep "^[[:space:]]*${1//./\\.} " >/dev/null; }
 
 # missing_of NEED...: the packages that are not there, a line each.
 missing_of() {
