@@ -10,9 +10,8 @@ import torch
 
 from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
-
-wheel = pytest.importorskip("tests.support.sglang_wheel")
-kit = pytest.importorskip("tests.support.sglang_server")
+from tests.support import sglang_server as kit
+from tests.support import sglang_wheel as wheel
 
 HASHES = kit.page_hashes(5)
 SAVED, LOADED = [3, 1, 7, 2, 9], [8, 4, 0, 5, 6]

@@ -9,12 +9,9 @@ import subprocess
 import sys
 import zipfile
 
-import pytest
-
 from tests.docs.commands import ROOT
-
-wheel = pytest.importorskip("tests.support.sglang_wheel")
-kit = pytest.importorskip("tests.support.sglang_server")
+from tests.support import sglang_server as kit
+from tests.support import sglang_wheel as wheel
 
 COLLECT = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from pdstore.errors import ConfigError, LayoutError
+from tests.support import sglang_server as kit
+from tests.support import sglang_wheel as wheel
 
-wheel = pytest.importorskip("tests.support.sglang_wheel")
-kit = pytest.importorskip("tests.support.sglang_server")
-from_module = pytest.importorskip("pdstore.adapters.sglang.host_pages")
-SERVED = pytest.importorskip("pdstore.adapters.sglang.server").ServedModel("float16", "w", "", None)
+# isort: split
+from pdstore.adapters.sglang.host_pages import HostPages
+from pdstore.adapters.sglang.server import ServedModel
+
+SERVED = ServedModel("float16", "w", "", None)
 
 
 def pages_of(pool, rank=0, size=1):
-    return from_module.HostPages.of(pool, SERVED, rank, size)
+    return HostPages.of(pool, SERVED, rank, size)
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])

@@ -8,13 +8,15 @@ import urllib.request
 import pytest
 
 from pdstore.metrics import Metrics
+from tests.support import sglang_server as kit
+from tests.support import sglang_wheel as wheel
 from tests.support.kv import settings_of
 
-wheel = pytest.importorskip("tests.support.sglang_wheel")
-kit = pytest.importorskip("tests.support.sglang_server")
-HostPages = pytest.importorskip("pdstore.adapters.sglang.host_pages").HostPages
-PagePool = pytest.importorskip("pdstore.adapters.sglang.page_pool").PagePool
-ServedModel = pytest.importorskip("pdstore.adapters.sglang.server").ServedModel
+# isort: split
+from pdstore.adapters.sglang.host_pages import HostPages
+from pdstore.adapters.sglang.page_pool import PagePool
+from pdstore.adapters.sglang.server import ServedModel
+
 HASHES = kit.page_hashes(3)
 
 

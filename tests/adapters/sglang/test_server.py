@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from pdstore.errors import ConfigError
+from tests.support import sglang_server as kit
+from tests.support import sglang_wheel as wheel
 from tests.support.kv import settings_of as settings
 
-wheel = pytest.importorskip("tests.support.sglang_wheel")
-kit = pytest.importorskip("tests.support.sglang_server")
-server = pytest.importorskip("pdstore.adapters.sglang.server")
+# isort: split
+from pdstore.adapters.sglang import server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
