@@ -41,5 +41,5 @@ class EndedJobs:
                 return
             result = run.job.result
             assert result is not None
-            seconds = time.monotonic() - run.submitted_at
+            seconds = time.monotonic() - run.job.began
             self._metrics.job_ended(run.direction, result.reason, seconds, result.error)

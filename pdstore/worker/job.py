@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -22,11 +23,13 @@ class Job:
     when the pool closes. After the end nothing reads or writes the paged cache for it any more.
     All methods may be called from a signal handler too.
 
+    began: monotonic seconds; no call of the store is earlier.
     end: ends the work; `JobRun.end`.
     """
 
     def __init__(self, direction: Direction, end: End) -> None:
         self.direction = direction
+        self.began = time.monotonic()
         self._end = end
         self._pid = os.getpid()
         self._latch = Latch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from pdstore.errors import JobError, StoreError
@@ -52,7 +51,6 @@ class JobRun:
     ) -> None:
         self.direction, self.num_bytes, self.urgency = direction, num_bytes, urgency
         self.job = Job(direction, self.end)
-        self.submitted_at = time.monotonic()
         self.deadline = Deadline(seconds)
         self._seconds = seconds
         self._work: Work | None = work

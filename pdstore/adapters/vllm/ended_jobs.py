@@ -16,28 +16,24 @@ class EndedJobs:
         self._ended: collections.deque[EndedJob] = collections.deque()
 
     def watch(self, request_id: str, job: Job, number: int | None = None) -> None:
-        """Takes up a job that has just begun; `number` is that of a save."""
-        begin = time.time()
-        job.on_end(lambda ended: self._ended.append(_told(request_id, number, begin, ended)))
+        """Takes up a job that has begun, or even ended; `number` is that of a save."""
+        job.on_end(lambda ended: self._ended.append(_told(request_id, number, ended)))
 
     def take(self) -> list[EndedJob]:
         """Returns the jobs that have ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
 
-def _told(request_id: str, number: int | None, begin: float, job: Job) -> EndedJob:
-    now, result, calls = time.time(), job.result, job.in_store
+def _told(request_id: str, number: int | None, job: Job) -> EndedJob:
+    result, calls, now = job.result, job.in_store, time.monotonic()
     assert result is not None
-    in_store = None
-    if calls is not None:
-        zero = now - time.monotonic()  # monotonic seconds are this host's own
-        in_store = Interval(zero + calls[0], zero + calls[1])
+    zero = time.time() - now  # monotonic seconds are this host's own
     return EndedJob(
         request_id,
         number,
         job.direction,
         result.num_tokens,
         result.reason,
-        Interval(begin, now),
-        in_store,
+        Interval(zero + job.began, zero + now),
+        Interval(zero + calls[0], zero + calls[1]) if calls is not None else None,
     )

@@ -18,7 +18,9 @@ def test_a_save_and_a_load_are_told_once_with_their_times(instance):
     begin = time.time()
     ended.watch("r", one.pool.save(keys, TABLE), number=3)
     [save] = eventually(ended.take)
-    ended.watch("r", one.pool.load(keys, TABLE))
+    job = one.pool.load(keys, TABLE)
+    job.wait(10)  # a job may be over before it is watched
+    ended.watch("r", job)
     [load] = eventually(ended.take)
     assert ended.take() == []
     assert (save.request_id, save.number, save.direction) == ("r", 3, Direction.SAVE)
