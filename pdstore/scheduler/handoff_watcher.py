@@ -53,6 +53,7 @@ class HandoffWatcher:
     patience_s: how long a call of the store may take before it counts as stuck.
     on_other_pool: called with a hand-off whose P uses another pool.
     pace_of_p: what P's prefill costs; it learns from what is watched.
+    pace: of the looks; None for the one that suits the store.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class HandoffWatcher:
         patience_s: float,
         on_other_pool: Callable[[Handoff], None],
         pace_of_p: PrefillRate | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._namespace, self._metrics, self._identity = namespace, metrics, identity
         self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
@@ -82,11 +84,11 @@ class HandoffWatcher:
         self._listen_deadline = Deadline(0.0)
         self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._listener: ChangeListener | None = None
-        self._pace = Pace()
+        self._pace = pace or Pace()
         teller = find_optional(store, TellsChanges)
         if teller is not None:
             self._listener = ChangeListener(teller, lambda: self._thread.wake())
-            self._pace = Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
+            self._pace = pace or Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
     def add(self, lookup: Lookup) -> None:
