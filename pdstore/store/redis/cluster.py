@@ -30,6 +30,9 @@ _ROUNDS = 3
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
 """Replies after which another node may have the key. A time-out is not one: it has cost enough."""
 
+_LATER = (redis.TimeoutError, ClusterDownError)
+"""Replies after which another node may have the slot by the next call, or one at all."""
+
 
 class Address(NamedTuple):
     """The place of a node."""
@@ -73,8 +76,8 @@ class Cluster:
             waiting = [i for i in waiting if isinstance(replies[i], _ELSEWHERE)]
             if not waiting:
                 break
-        if any(isinstance(reply, redis.TimeoutError) for reply in replies):
-            self._map = None  # a replica may have taken over by the next call
+        if any(isinstance(reply, _LATER) for reply in replies):
+            self._map = None
         return replies
 
     def masters(self) -> Sequence[redis.Redis]:

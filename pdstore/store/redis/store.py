@@ -129,7 +129,9 @@ class RedisStore(Store):
             pipe = client.pipeline(transaction=False)
             for name in found:
                 pipe.unlink(name)
-            self._execute(pipe, prefix)
+            for reply in self._execute(pipe, prefix):
+                if isinstance(reply, RedisError):
+                    raise error_of(self.label, reply, BlockKey(prefix), 0) from reply
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         """Lists values with the memory they take: asking for their length would count as a use."""

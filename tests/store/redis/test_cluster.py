@@ -156,6 +156,22 @@ def test_a_slot_that_moves_or_has_moved_is_followed(cluster, store, is_moved):
             break
 
 
+def test_a_slot_that_nobody_served_at_first_is_found_when_somebody_does(cluster):
+    [key] = fresh_keys(1)
+    slot, number = key_slot(key.encode()), node_of(cluster, key)
+    with cluster.masters[number].client() as owner, opened(cluster.url) as store:
+        for node in cluster.masters:
+            with node.client() as raw:
+                raw.execute_command("CLUSTER", "DELSLOTS", slot)
+        with pytest.raises(StoreUnavailable):
+            store.match([key])
+        owner.execute_command("CLUSTER", "ADDSLOTS", slot)
+        for _ in deadline():
+            with contextlib.suppress(StoreUnavailable):
+                if put(store, [key], [b"x"]) == 1:
+                    break
+
+
 def give(cluster, slot: int, number: int) -> None:
     """Tells every master whose a slot is from now on, the new owner first."""
     for node in (cluster.masters[number], *cluster.masters):

@@ -33,6 +33,7 @@ def guarded_server(redis_server):
         "pdstore": ACL,
         "leaser": f"{ACL} +config|get",
         "reader": "+get +getrange +exists +expire",
+        "lister": "+scan",
     }
     users = [
         ["--user", name, "on", ">p@ss/w", "~pds1:*", "-@all", *right.split()]
@@ -77,6 +78,15 @@ def test_a_user_without_the_right_is_denied_at_the_key(guarded_server):
             store.match([BlockKey("other:key")])
         with pytest.raises(StoreDenied, match=keys[0].rpartition(":0:0:")[0]):
             store.clear(keys[0].split(":")[1])
+
+
+def test_a_clear_by_a_user_who_may_not_remove_what_it_finds_is_denied(guarded_server):
+    keys = fresh_keys(2)
+    with opened(as_user(guarded_server, "pdstore")) as store:
+        put(store, keys, [b"x"] * 2)
+        with opened(as_user(guarded_server, "lister")) as lister, pytest.raises(StoreDenied):
+            lister.clear(keys[0].split(":")[1])
+        assert store.match(keys) == 2
 
 
 @pytest.mark.parametrize("url", ["redis://pdstore:hush-hush@{}", "redis://:hush-hush@{}"])
@@ -158,7 +168,7 @@ def test_a_unix_socket_that_is_not_there_is_unavailable(tmp_path):
 
 def test_a_server_that_hangs_is_a_timeout_and_nothing_comes_late(redis_server):
     server, keys = redis_server(), fresh_keys(2)
-    with opened(f"{server.url}?timeout=0.3") as store:
+    with opened(f"{server.url}?timeout=0.6") as store:
         values = [put_one(store, key) for key in keys]
         slots = empty_slots([SIZE] * 2)
         before = bytes(slots.view)
@@ -168,7 +178,7 @@ def test_a_server_that_hangs_is_a_timeout_and_nothing_comes_late(redis_server):
             store.get(keys, slots)
         with pytest.raises(StoreTimeout):
             store.match(keys)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 6
         server.resume()
         assert get(store, keys, [SIZE] * 2) == values
         assert bytes(slots.view) == before
@@ -268,7 +278,7 @@ def test_a_bad_url_says_what_to_write(url, words):
 
 def test_a_clear_on_a_server_that_hangs_is_a_timeout(redis_server):
     server = redis_server()
-    with opened(f"{server.url}?timeout=0.2") as store:
+    with opened(f"{server.url}?timeout=0.5") as store:
         assert store.match(fresh_keys(1)) == 0
         server.pause()
         with pytest.raises(StoreTimeout, match="pds1:0000"):
