@@ -112,16 +112,16 @@ def test_a_block_that_the_pool_lost_after_the_handoff_is_not_waited_for(p, d, st
     keys = p.cache.keys(range(200))
     assert p.pool.save(keys, P_BLOCKS, handoff=ONE).wait(10).reason is None
     store.remove([keys.store_keys([part])[2] for part in p.layout.parts])
-    assert follow(d, 200).wait(1) == JobResult(128, Reason.ABSENT)
+    assert follow(d, 200).wait(10) == JobResult(128, Reason.ABSENT)
     assert_loaded(p, d, 128)
 
 
 def test_a_load_ends_when_nothing_more_is_stored(p, instance):
-    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, handoff_wait_s=0.3)
+    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, handoff_wait_s=1.0)
     job, keys, saved = follow(d, 200), p.cache.keys(range(200)), 0
     for end in (64, 128):  # together longer than the wait
         with pytest.raises(TimeoutError):
-            job.wait(0.2)
+            job.wait(0.6)
         part = keys.prefix(end)
         assert p.pool.save(part, P_BLOCKS, first_token=saved).wait(10).reason is None
         saved = end

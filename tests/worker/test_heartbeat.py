@@ -63,10 +63,9 @@ def test_it_beats_from_a_hand_offs_begin_to_its_end(heartbeat, recorder):
     one.begin(ONE)
     eventually(lambda: len(recorder.put_at) >= 3)
     one.end(ONE)
-    time.sleep(2 * PERIOD_S)  # the turn that was under way
     count = len(recorder.put_at)
-    time.sleep(5 * PERIOD_S)  # in which it would beat on
-    assert len(recorder.put_at) == count
+    time.sleep(7 * PERIOD_S)  # in which it would beat on
+    assert len(recorder.put_at) <= count + 1, "the turn that was under way"
 
 
 def test_many_hand_offs_are_one_beat_a_period(heartbeat, recorder):

@@ -71,7 +71,7 @@ def test_a_bug_in_a_body_is_a_fault_and_the_worker_goes_on(make):
 
 def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
     queue = make()
-    job = queue.submit(held(gate, seconds=0.02))
+    job = queue.submit(held(gate, seconds=0.4))
     assert job.wait(5).reason is Reason.DEADLINE
     assert queue.num_hung == 1
     gate.open()
@@ -223,7 +223,7 @@ def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make):
 def test_too_many_hung_calls_refuse_new_jobs_until_one_returns(make):
     gates = [Gate() for _ in range(MAX_HUNG_CALLS + 1)]
     queue = make(workers=6)
-    for job in [queue.submit(held(g, seconds=0.02)) for g in gates]:
+    for job in [queue.submit(held(g, seconds=0.4)) for g in gates]:
         job.wait(5)
     assert queue.submit(run_of()).result.reason is Reason.STORE_SLOW
     gates[0].open()
@@ -252,9 +252,9 @@ def test_a_job_follows_those_it_is_after(make, gate):
 def test_the_clock_of_a_job_that_waits_for_others_starts_when_it_may_run(make, gate):
     queue = make()
     first = queue.submit(held(gate))
-    last = queue.submit(run_of(seconds=0.05), after=[first])
+    last = queue.submit(run_of(seconds=0.4), after=[first])
     with pytest.raises(TimeoutError):
-        last.wait(0.2)
+        last.wait(0.5)
     gate.open()
     assert last.wait(5).reason is None
 

@@ -89,7 +89,7 @@ def test_ranges_run_side_by_side_and_the_load_ends_with_the_last_of_them(p, stor
     assert not job.done
     gate.opened.set()
     assert job.wait(10).num_tokens == 320
-    assert d.pool.num_jobs == 0
+    eventually(lambda: d.pool.num_jobs == 0)
     d.close()
 
 

@@ -146,7 +146,7 @@ def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
     save.layers_done(2)
     assert save.job.wait(10).reason is Reason.DEADLINE
     save.layers_done(6)
-    assert p.pool.num_jobs == 0
+    eventually(lambda: p.pool.num_jobs == 0)
 
 
 def test_the_deadline_counts_from_the_last_layers(instance):
@@ -154,11 +154,11 @@ def test_the_deadline_counts_from_the_last_layers(instance):
         def synchronize(self):
             pass
 
-    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.4, range_bytes=1)
+    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.8, range_bytes=1)
     save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
     for n in range(3):
         with pytest.raises(TimeoutError):
-            save.job.wait(0.25)  # a model that takes its time
+            save.job.wait(0.3)  # a model that takes its time
         save.layers_done(2 * n + 2, Event())
     assert save.job.wait(10).reason is None
 

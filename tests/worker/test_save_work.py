@@ -168,12 +168,12 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
 
         def put(self, keys, slots):
             if why == "deadline" and ":handoff:" not in keys[0]:
-                self.hold.wait(0.3)
+                self.hold.wait(0.6)
             if why == "no_marker" and ":done" in keys[0]:
                 return 0
             return super().put(keys, slots)
 
-    limits = {"deadline": {"save_deadline_s": 0.1}, "queue_full": {"queue_jobs": 1}}
+    limits = {"deadline": {"save_deadline_s": 0.3}, "queue_full": {"queue_jobs": 1}}
     p = instance(over=Store(store), **limits.get(why, {}))
     d = instance(fill=POISON, handoff_wait_s=30.0)
     keys = p.cache.keys(range(100))

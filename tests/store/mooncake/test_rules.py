@@ -272,8 +272,8 @@ def test_the_master_says_the_lease_that_the_url_promises(store):
     """Rule 3: `lease=` must be the master's --default_kv_lease_ttl, or less."""
     keys = fresh_keys(1)
     put(store, keys, [b"x"])
-    store.match(keys)
     start = time.monotonic()
+    store.match(keys)
     with master_of(store) as raw:
         eventually(lambda: raw.batch_remove(keys, False) == [0], LEASE_S + 5)
     assert time.monotonic() - start > LEASE_S - 0.5
