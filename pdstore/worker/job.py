@@ -92,8 +92,8 @@ class Job:
 
     def note_store_call(self, begin: float, end: float) -> None:
         """The run says when a store call began and ended. Of two at once, one may be left out."""
-        before = self._store_calls
-        self._store_calls = (before[0] if before else begin, end)
+        first, last = self._store_calls or (begin, end)
+        self._store_calls = (min(first, begin), max(last, end))
 
     def settle(self, result: JobResult) -> None:
         """The run says how the job ended; only the first call counts."""

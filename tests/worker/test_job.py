@@ -23,6 +23,14 @@ def test_only_the_first_result_counts():
     assert job.result == JobResult(1)
 
 
+def test_its_time_in_the_store_is_from_the_first_begin_to_the_last_end():
+    job = job_of()
+    assert job.in_store is None
+    for begin, end in ((2.0, 3.0), (1.0, 4.0), (2.5, 3.5)):  # of workers that call at once
+        job.note_store_call(begin, end)
+    assert job.in_store == (1.0, 4.0)
+
+
 def test_waiting_for_a_job_is_bounded():
     with pytest.raises(TimeoutError):
         job_of().wait(0.01)
