@@ -20,23 +20,24 @@ from pdstore.format.pulse import is_beat
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.handoff_progress import HandoffProgress
+from pdstore.scheduler.look_plan import LookPlan, Round
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_search import MarkerSearch
 from pdstore.scheduler.marker_wait import MarkerWait, Verdict
 from pdstore.scheduler.pace import Pace
 from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.scheduler.pulses import Pulses
 from pdstore.scheduler.rates import PrefillRate
 from pdstore.scheduler.wait_index import WaitIndex
 from pdstore.store.base import Store
-from pdstore.store.change_listener import ChangeListener
+from pdstore.store.change_listener import ChangeListener, News
 from pdstore.store.find import find_optional
-from pdstore.store.optional import TellsChanges
+from pdstore.store.optional import FindsKeys, NamesChanges, TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MOST_ANSWERS = 8  # matches between two looks for markers
 _SWEEP_S = 0.05  # how late the end of a lookup, or of its time, may be noticed
 _TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of other hosts
-_LOOKS_PER_FAILED = 3  # it is rare
 
 
 class HandoffWatcher:
@@ -48,6 +49,7 @@ class HandoffWatcher:
 
     A look is one call of the store for all waits if the store can look for many keys (`FindsKeys`).
     It follows each change if the store tells of changes (`TellsChanges`); else the store is polled.
+    Where the store names what changes (`NamesChanges`), a look is for that alone (`LookPlan`).
 
     find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
     patience_s: how long a call of the store may take before it counts as stuck.
@@ -73,27 +75,31 @@ class HandoffWatcher:
         self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
         self._search = MarkerSearch(store)
         self._arrivals: deque[Lookup] = deque()
-        self._waits = WaitIndex()
+        self._waits, self._pulses = WaitIndex(), Pulses(namespace)
         self._new: list[MarkerWait] = []  # since the last look
         self._computing: set[MarkerWait] = set()  # whose P computes: time may end them
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
         self._pace_of_p = pace_of_p or PrefillRate()
         self._watched: list[HandoffProgress] = []  # of lookups that ended early, to learn the pace
-        self._num_looks = 0
         self._sweep_deadline = Deadline(0.0)
-        self._listen_deadline = Deadline(0.0)
         self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._listener: ChangeListener | None = None
         self._pace = pace or Pace()
         teller = find_optional(store, TellsChanges)
+        names = isinstance(teller, NamesChanges) and find_optional(store, FindsKeys) is not None
+        self._plan = LookPlan(self._wanted, self._among, names=names)
         if teller is not None:
-            self._listener = ChangeListener(teller, lambda: self._thread.wake())
+            self._listener = ChangeListener(teller, self._tell)
             self._pace = pace or Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
     def add(self, lookup: Lookup) -> None:
         """Takes a lookup with a hand-off. From any thread."""
         self._arrivals.append(lookup)
+        self._thread.wake()
+
+    def _tell(self, news: News) -> None:
+        self._plan.tell(news)
         self._thread.wake()
 
     def __len__(self) -> int:
@@ -111,12 +117,8 @@ class HandoffWatcher:
         if self._listener is not None:
             self._listener.close()
         is_stopped = self._thread.stop(1.0)
-        waiting = [
-            *self._arrivals,
-            *(w.lookup for w in self._waits),
-            *(a[0] for a in self._answers),
-        ]
-        for lookup in waiting:
+        waiting = [wait.lookup for wait in self._waits] + [answer[0] for answer in self._answers]
+        for lookup in [*self._arrivals, *waiting]:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
         if is_stopped:  # else the thread is in a store call, and owns these
             self._arrivals.clear()
@@ -146,7 +148,9 @@ class HandoffWatcher:
             if is_same:
                 wait = MarkerWait(lookup, handoff, self._namespace, pace=self._pace_of_p)
                 self._waits.add(wait)
+                self._pulses.add(wait)
                 self._new.append(wait)
+                self._plan.ask(wait.wanted(with_failed=True))
                 self._pace.hurry()
             else:
                 self._on_other_pool(handoff)
@@ -172,33 +176,35 @@ class HandoffWatcher:
         blocked_s = self._pace.blocked_s()
         if blocked_s > 0:
             return blocked_s
-        self._num_looks += 1
-        keys = self._wanted(with_failed=self._num_looks % _LOOKS_PER_FAILED == 0)
+        keys = self._plan.next()
         started_at = time.monotonic()
         found = call_or(partial(self._search_for, keys), None)
         if found is None:
             self._look_at_each()
         else:
-            news = {key for key in found if not is_beat(key)}
-            self._note(news)
-            if self._search.is_whole(len(keys)) and self._listen_deadline.is_over():
-                self._listen_deadline = Deadline(_SWEEP_S)
-                self._listen(found, started_at)
-        took_s = time.monotonic() - started_at
-        return self._pace.after(self._search.num_calls(len(keys)), took_s)
+            self._note({key for key in found if not is_beat(key)})
+            heard = self._plan.note(found)
+            if heard is not None and self._search.is_whole(len(keys)):
+                self._drop_dead(heard)
+        num_calls = self._search.num_calls(len(keys))
+        pause_s = self._pace.after(num_calls, time.monotonic() - started_at)
+        remaining_s = self._plan.remaining_s
+        return pause_s if remaining_s is None else max(remaining_s, self._pace.blocked_s())
 
-    def _wanted(self, *, with_failed: bool) -> list[BlockKey]:
-        wanted = self._waits.wanted(with_failed=with_failed)
-        if self._watched:
-            wanted += [key for progress in self._watched for key in progress.wanted()]
-            wanted = list(dict.fromkeys(wanted))
-        return wanted
+    def _wanted(self, with_failed: bool) -> list[BlockKey]:
+        wanted = self._waits.wanted(with_failed=with_failed) + self._pulses.wanted()
+        watched = [key for progress in self._watched for key in progress.wanted()]
+        return list(dict.fromkeys(wanted + watched)) if watched else wanted
+
+    def _among(self, news: Sequence[BlockKey]) -> list[BlockKey]:
+        watched = {key for progress in self._watched for key in progress.wanted()}
+        return [key for key in news if key in self._waits or key in watched]
 
     def _search_for(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns those of the keys that are stored; a store that errs ends all waits."""
         try:
             with self._asking():
-                return self._search.stored(keys)
+                return self._search.stored(keys) if keys else set()
         except StoreError as error:
             for wait in self._waits:
                 why = error.with_traceback(None)
@@ -217,11 +223,9 @@ class HandoffWatcher:
                 self._note(found)
         self._drop([wait for wait in self._waits if wait.lookup.is_over()])
 
-    def _listen(self, found: set[BlockKey], asked_at: float) -> None:
-        """Takes note of beats and ends the waits whose P has died."""
-        for wait in self._waits:
-            wait.listen(found, asked_at)
-        dead = [wait for wait in self._waits if wait.is_dead]
+    def _drop_dead(self, heard: Round) -> None:
+        """Ends the waits whose P has not beaten for too long when the store was looked through."""
+        dead = self._pulses.note(heard.found, heard.began_at)
         self._answers.extend((wait.lookup, Reason.HANDOFF_DEAD) for wait in dead)
         self._drop(dead)
 
@@ -232,13 +236,16 @@ class HandoffWatcher:
         for progress in self._watched:
             progress.note(found)
         self._watched = [progress for progress in self._watched if not progress.is_over]
-        concerned = dict.fromkeys([*self._waits.about(found), *self._new, *self._computing])
+        news_of = dict.fromkeys(self._waits.about(found))
+        concerned = dict.fromkeys([*news_of, *self._new, *self._computing])
         self._new.clear()
         for wait in concerned:
             if self._is_ended(wait, found):
                 self._drop([wait])
             else:
                 self._waits.renew(wait)
+                if wait in news_of:
+                    self._plan.ask(wait.wanted(with_failed=False))
                 if wait.progress is not None:
                     self._computing.add(wait)
 
@@ -261,6 +268,7 @@ class HandoffWatcher:
         """Lets D load what P has stored so far, and follow it."""
         progress.count(self._metrics, because)
         self._watched.append(progress)
+        self._plan.ask(progress.wanted())
         wait.lookup.finish(Match.following(wait.lookup.keys, wait.handoff))
 
     def _observe_wait(self, lookup: Lookup) -> None:
@@ -278,6 +286,7 @@ class HandoffWatcher:
     def _drop(self, waits: Iterable[MarkerWait]) -> None:
         for wait in waits:
             self._waits.remove(wait)
+            self._pulses.remove(wait)
             self._computing.discard(wait)
 
     @contextlib.contextmanager

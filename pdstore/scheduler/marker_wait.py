@@ -1,4 +1,4 @@
-"""MarkerWait: one lookup's wait for P's markers, which ends early if P stops beating."""
+"""MarkerWait: one lookup's wait for P's markers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import Namespace
-from pdstore.format.pulse import Pulse
 from pdstore.scheduler.handoff_progress import HandoffProgress
 from pdstore.scheduler.lookup import Lookup
 from pdstore.scheduler.rates import PrefillRate
@@ -28,7 +27,7 @@ class MarkerWait:
 
     lookup, handoff: the hand-off is the lookup's.
     pace: the cost of P's prefill, for a lookup that follows.
-    clock: monotonic seconds, those of `asked_at` too.
+    clock: monotonic seconds.
     progress: P's, from `started` on; None before that, and if P has answered.
     """
 
@@ -46,8 +45,6 @@ class MarkerWait:
         self._started = handoff.id.started(namespace)
         self._done = [handoff.id.done(namespace, n) for n in range(namespace.num_shards)]
         self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
-        instance = handoff.id.instance
-        self._pulse = Pulse(namespace, instance, clock=clock) if instance is not None else None
         self._pace, self._clock = pace or PrefillRate(clock), clock
         self.progress: HandoffProgress | None = None
 
@@ -56,23 +53,12 @@ class MarkerWait:
         started = [self._started] if self.lookup.follows else []
         if self.progress is not None:
             started = self.progress.wanted()
-        beats = self._pulse.wanted() if self._pulse is not None else []
-        return self._wanted + started + ([self._failed] if with_failed else []) + beats
-
-    def listen(self, stored: set[BlockKey], asked_at: float) -> None:
-        """Takes note of the beats of P that a look found."""
-        if self._pulse is not None:
-            self._pulse.note(stored, asked_at)
+        return self._wanted + started + ([self._failed] if with_failed else [])
 
     @property
     def failed(self) -> BlockKey:
         """The key that is stored when some of the prompt will not come."""
         return self._failed
-
-    @property
-    def is_dead(self) -> bool:
-        """True if P has stopped beating."""
-        return self._pulse is not None and self._pulse.is_silent()
 
     def take(self, stored: set[BlockKey]) -> Verdict | None:
         """Takes note of markers that are stored. Returns why the wait is over, or None."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from pdstore.errors import StoreError
-from pdstore.store.optional import TellsChanges
+from pdstore.format.keys import BlockKey
+from pdstore.store.optional import NamesChanges, TellsChanges
 from pdstore.threads import Ticker
+
+News: TypeAlias = Sequence[BlockKey] | None
+"""Keys that were stored; None: any may be."""
 
 _WAIT_S = 0.1  # how long `close` may have to wait
 _SETTLE_S = 0.0005  # changes within it are told together
@@ -15,13 +20,15 @@ _SETTLE_S = 0.0005  # changes within it are told together
 class ChangeListener:
     """Calls `on_change` soon after each change of the store, as long as somebody listens.
 
-    It calls once after every start too, for what changed before it listened.
+    on_change: takes the keys that were stored where the store names them (`NamesChanges`), else
+      None. It is called once after every start too, with None, for what changed before.
     """
 
     def __init__(
-        self, store: TellsChanges, on_change: Callable[[], None], *, retry_s: float = 1.0
+        self, store: TellsChanges, on_change: Callable[[News], None], *, retry_s: float = 1.0
     ) -> None:
         self._store, self._on_change, self._retry_s = store, on_change, retry_s
+        self._namer = store if isinstance(store, NamesChanges) else None
         self._is_listening = False
         self._seen: int | None = None
         self._thread = Ticker("pdstore-changes", self._turn)
@@ -48,8 +55,9 @@ class ChangeListener:
             now = self._store.wait_for_change(self._seen, _WAIT_S)
         except StoreError:  # the calls that need the store report it
             return self._retry_s
-        if now == self._seen:
+        seen, self._seen = self._seen, now
+        if now == seen:
             return 0.0
-        self._seen = now
-        self._on_change()
+        names = None if self._namer is None or seen is None else self._namer.keys_since(seen)
+        self._on_change(names)
         return _SETTLE_S

@@ -15,6 +15,7 @@ from pdstore.store.optional import (
     ErrorCodes,
     FindsKeys,
     ListsValues,
+    NamesChanges,
     TellsChanges,
     TellsRoom,
 )
@@ -110,6 +111,7 @@ _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     FindsKeys: _KeysThrough,
     InPlace: _InPlaceThrough,
     ListsValues: _unwrapped,
+    NamesChanges: _unwrapped,
     NativeInPlace: _NativeInPlaceThrough,
     TellsChanges: _unwrapped,
     TellsRoom: _unwrapped,

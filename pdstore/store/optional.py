@@ -86,6 +86,19 @@ class TellsChanges(Protocol):
         """
 
 
+@runtime_checkable
+class NamesChanges(TellsChanges, Protocol):
+    """A store that also says what was stored: whoever waits for some keys looks for few others."""
+
+    def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
+        """Returns the keys that were put between two of `wait_for_change`'s numbers.
+
+        seen: the first number; the other one is the present one.
+        None if they are not all known, because they were too many or it is too long ago. Says
+        nothing of puts that `wait_for_change` does not hear of. Asks nobody. From any thread.
+        """
+
+
 ALL_KEYS = "pds1:"
 """The beginning of every key of pdstore, in a store that keeps other things too."""
 

@@ -12,7 +12,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.format.pulse import Pulse
 from pdstore.outcome import Reason
 from pdstore.store.base import Store
-from pdstore.store.change_listener import ChangeListener
+from pdstore.store.change_listener import ChangeListener, News
 from pdstore.store.checked import count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
@@ -190,7 +190,9 @@ class Follower:
         self._follows: list[Follow] = []
         self._pause_s = _FIRST_PAUSE_S
         teller = find_optional(store, TellsChanges)
-        self._listener = None if teller is None else ChangeListener(teller, self._wake)
+        self._listener = (
+            None if teller is None else ChangeListener(teller, lambda _: self._thread.wake())
+        )
         self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
 
     def add(
@@ -225,7 +227,7 @@ class Follower:
             self._listener.close()
         self._thread.stop(1.0)
 
-    def _wake(self) -> None:
+    def _wake(self, news: News) -> None:
         self._thread.wake()
 
     def _turn(self) -> float | None:

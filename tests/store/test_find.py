@@ -47,6 +47,9 @@ class Offering(MemoryStore):
     def wait_for_change(self, seen, timeout_s):
         return 7
 
+    def keys_since(self, seen):
+        return ["k"]
+
     def _called(self, name):
         self.calls.append(name)
         if self.fails:

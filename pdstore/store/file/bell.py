@@ -1,28 +1,43 @@
-"""Bell: tells the processes of this host that something was put into a pool's directory.
+"""Bell: tells the processes of this host which keys were put into a pool's directory.
 
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
-Who puts writes a byte into every pipe; who listens polls its own. So nobody polls the directory,
-nothing has to run, and a process that was killed leaves a pipe without a reader, which the next
-ring removes. Pipes reach the processes of one kernel only: of other hosts' puts nothing is heard.
+Who puts writes the keys into every pipe, a line each, or a "!" for more than a few; who listens
+polls its own. So nobody polls the directory, nothing has to run, and a process that was killed
+leaves a pipe without a reader, which the next ring removes. Pipes reach the processes of one kernel
+only: of other hosts' puts nothing is heard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import select
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from pdstore.format.keys import BlockKey
 from pdstore.threads import Deadline
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OPEN = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_BYTES = 64 << 10
+_MOST_BYTES = 2048  # of a ring: pipes take so much whole or not at all, also the smallest ones
+_MOST_READS = 64
+_MANY = b"!"
+
+
+class _Heard(NamedTuple):
+    """The keys of one read; None if there were more than could be told."""
+
+    number: int
+    keys: Sequence[BlockKey] | None
 
 
 class Bell:
@@ -32,15 +47,21 @@ class Bell:
         self._folder = root / "bells"
         self._boot = _boot_id()
         self._number = 0  # of the times that it was heard
+        self._heard: tuple[_Heard, ...] = ()  # the last times; replaced and never changed
         self._pipe: int | None = None
         self._path: Path | None = None
         self._polling = threading.Lock()
 
-    def ring(self) -> None:
-        """Wakes all who listen. A directory that is gone or cannot be read has nobody listening."""
+    def ring(self, keys: Sequence[BlockKey]) -> None:
+        """Tells all who listen that these keys were put.
+
+        A directory that is gone or cannot be read has nobody listening.
+        """
         with contextlib.suppress(OSError):
-            for name in os.listdir(self._folder):
-                self._ring(name)
+            names = os.listdir(self._folder)
+            message = _message_of(keys) if names else _MANY
+            for name in names:
+                self._ring(name, message)
 
     def wait(self, seen: int | None, timeout_s: float) -> int:
         """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
@@ -56,6 +77,18 @@ class Bell:
                 finally:
                     self._polling.release()
         return self._number
+
+    def keys_since(self, seen: int) -> list[BlockKey] | None:
+        """Returns the keys as `NamesChanges.keys_since` does."""
+        reads = [heard for heard in self._heard if heard.number > seen]
+        if reads and reads[0].number != seen + 1:
+            return None
+        found: list[BlockKey] = []
+        for heard in reads:
+            if heard.keys is None:
+                return None
+            found += heard.keys
+        return found
 
     def close(self) -> None:
         """Listens no more."""
@@ -95,11 +128,16 @@ class Bell:
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         if poll.poll(timeout_s * 1e3):
+            data = b""
             with contextlib.suppress(BlockingIOError):
-                os.read(self._pipe, _READ_BYTES)
-            self._number += 1
+                data = os.read(self._pipe, _READ_BYTES)
+            heard = _Heard(
+                self._number + 1, _keys_in(data, fcntl.fcntl(self._pipe, fcntl.F_GETPIPE_SZ))
+            )
+            self._heard = (*self._heard[1 - _MOST_READS :], heard)
+            self._number += 1  # last: whoever sees the number finds its keys
 
-    def _ring(self, name: str) -> None:
+    def _ring(self, name: str, message: bytes) -> None:
         if name.startswith("."):
             return
         path = self._folder / name
@@ -111,10 +149,26 @@ class Bell:
             return
         try:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
-                with contextlib.suppress(BlockingIOError):  # full: it will be heard anyway
-                    os.write(pipe, b"!")
+                with contextlib.suppress(BlockingIOError):  # full, as its reader will see
+                    os.write(pipe, message)
         finally:
             os.close(pipe)
+
+
+def _message_of(keys: Sequence[BlockKey]) -> bytes:
+    if sum(map(len, keys)) + len(keys) > _MOST_BYTES:
+        return _MANY + b"\n"
+    return "".join([f"{key}\n" for key in keys]).encode()
+
+
+def _keys_in(data: bytes, pipe_bytes: int) -> list[BlockKey] | None:
+    """Returns the keys that were read; None where "!" says more, or there was no room for some.
+
+    A pipe that refuses a ring is at least half full, for it keeps them in pages of its own size.
+    """
+    if _MANY in data or len(data) >= pipe_bytes // 4:
+        return None
+    return [BlockKey(line) for line in data.decode("ascii", "replace").splitlines()]
 
 
 def _boot_id() -> str:

@@ -131,6 +131,9 @@ class FileStore(Store):
         with named_error(self.label, "cannot hear of changes"):
             return self._bell.wait(seen, timeout_s)
 
+    def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
+        return self._bell.keys_since(seen)
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
         check_call(keys, slots)

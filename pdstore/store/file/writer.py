@@ -43,7 +43,7 @@ class Writer:
                 self._write(keys, paths, slots, range(n, stop), write)
             finally:
                 self._evictor.settle(slots.sizes[n:stop])
-                self._bell.ring()
+                self._bell.ring(keys[n:stop])
             n = stop
         return n
 
