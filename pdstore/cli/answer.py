@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdstore.cli.main import drop_output
 from pdstore.errors import ConfigError
 from pdstore.format.namespace import Json
 
@@ -49,22 +50,34 @@ class Output:
     def emit(self, answer: Answer) -> None:
         """Writes an answer. Raises ConfigError."""
         text = json.dumps(answer.document, indent=1) + "\n"
-        if self._target == "-":
-            sys.stdout.write(text)
-        elif self._target is not None:
+        if self._target not in (None, "-"):
             self._write(text)
-        else:
-            console = Console(highlight=False)
-            if not console.is_terminal:  # a pipe has no edge to fold at
-                console.width = _WIDE
-            for part in answer.shown:
-                console.print(part)
+            return
+        try:
+            if self._target == "-":
+                sys.stdout.write(text)
+            else:
+                _show(answer.shown)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            drop_output()
+            raise ConfigError(f"cannot write standard output: {error.strerror}") from error
 
     def _write(self, text: str) -> None:
         try:
             Path(str(self._target)).write_text(text)
         except OSError as error:
             raise ConfigError(f"--json: cannot write {self._target}: {error.strerror}") from error
+
+
+def _show(parts: Sequence[RenderableType]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a pipe has no edge to fold at
+        console.width = _WIDE
+    for part in parts:
+        console.print(part)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:

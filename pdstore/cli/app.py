@@ -37,8 +37,10 @@ class Pool(enum.Enum):
 def _run(name: str, json_target: str | None, *arguments: object, **options: object) -> None:
     """Runs the function `name` ("module.function") and emits its answer."""
     module_name, _, function_name = name.rpartition(".")
-    output = importlib.import_module("pdstore.cli.answer").Output(json_target)
-    function = getattr(importlib.import_module(f"pdstore.cli.{module_name}"), function_name)
+    answers = importlib.import_module("pdstore.cli.answer")
+    output = answers.Output(json_target)
+    with answers.busy("loading"):  # torch alone takes a second or more
+        function = getattr(importlib.import_module(f"pdstore.cli.{module_name}"), function_name)
     answer = function(*arguments, **options)
     output.emit(answer)
     raise typer.Exit(answer.status)
@@ -202,6 +204,7 @@ def up(
     kind: Annotated[Pool, typer.Argument(help="The server to start.")],
     memory: Annotated[str, typer.Option(help="For values.")] = "1GiB",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: a free one.")] = None,
+    json: JsonTarget = None,
 ) -> None:
     """Start a pool for a rehearsal on this host; Ctrl-C stops it."""
-    _run("rehearsal.up", None, kind.value, memory, port)
+    _run("rehearsal.up", None, kind.value, memory, port, json)

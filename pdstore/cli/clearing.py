@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdstore.cli.answer import Answer, busy
 from pdstore.cli.open_pool import open_pool
-from pdstore.cli.quantity import count, size
+from pdstore.cli.quantity import counted, size
 from pdstore.cli.survey import NamespaceUse, survey
 from pdstore.errors import ConfigError
 from pdstore.format.namespace import Json, prefix_of
@@ -22,7 +22,7 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
             with busy(f"clearing {use.hex}"):
                 pool.store.clear(use.hex)
         label = pool.store.label
-    what = f"{count(use.num_values)} values, {size(use.num_bytes)}, of {use.hex} in {label}"
+    what = f"{counted(use.num_values, 'value')}, {size(use.num_bytes)}, of {use.hex} in {label}"
     line = f"would forget {what} (--dry-run)" if is_rehearsal else f"forgot {what}"
     document: Json = {
         "store": label,

@@ -7,7 +7,7 @@ from math import inf
 
 from pdstore.cli.answer import Answer, busy, muted, table
 from pdstore.cli.open_pool import open_pool
-from pdstore.cli.quantity import age, count, size
+from pdstore.cli.quantity import age, count, counted, size
 from pdstore.cli.stored_key import StoredKey
 from pdstore.cli.survey import NamespaceUse, survey
 from pdstore.format.keys import Kind
@@ -30,7 +30,7 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
     youngest = nsmallest(limit or len(values), values, key=lambda v: (v.age_s or inf, v.key))
     rows = [_line(v) for v in youngest]
     total = sum(value.num_bytes for value in values)
-    note = f"{count(len(values))} values, {size(total)}"
+    note = f"{counted(len(values), 'value')}, {size(total)}"
     if len(youngest) < len(values):
         note += f"; the {len(youngest)} used last are shown (--limit 0 for all)"
     document: list[Json] = [
@@ -49,7 +49,8 @@ def du(url: str | None) -> Answer:
         tells = find_optional(pool.store, TellsRoom)
         room = tells.room() if tells else None
         label = pool.store.label
-    note = f"{label}: {size(sum(use.num_bytes for use in uses))} in {len(uses)} namespaces"
+    total = size(sum(use.num_bytes for use in uses))
+    note = f"{label}: {total} in {counted(len(uses), 'namespace')}"
     if room is not None and room.capacity_bytes:
         used = (room.used_bytes or 0) / room.capacity_bytes
         note += f"; {used:.0%} of {size(room.capacity_bytes)} used ({room.keeper}, {room.policy})"
@@ -70,10 +71,10 @@ def _kind(value: StoredValue) -> str:
 
 
 def _line(value: StoredValue) -> list[str]:
-    _, namespace, rest = (value.key + "::").split(":", 2)
-    shown = rest.removesuffix("::") or namespace
-    start = namespace[:DIGITS] if rest.strip(":") else ""
-    return [age(value.age_s), size(value.num_bytes), _kind(value), start, shown]
+    _, _, name = value.key.partition(":")
+    namespace, _, rest = name.partition(":")
+    shown = [namespace[:DIGITS], rest] if rest else ["", name]
+    return [age(value.age_s), size(value.num_bytes), _kind(value), *shown]
 
 
 def _row(use: NamespaceUse) -> list[str]:

@@ -35,11 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return _OK
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else _OK
     return _OK
+
+
+def drop_output() -> None:
+    """Sends standard output nowhere, so that what it still holds is no error at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from pdstore.cli.answer import Answer
+from pdstore.cli.answer import Answer, Output
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 
 _START_S, _STOP_S, _PAUSE_S = 20.0, 5.0, 0.02
@@ -73,23 +73,29 @@ class Rehearsal:
                 process.wait()
 
 
-def up(kind: str, memory: str, port: int | None) -> Answer:
+def up(kind: str, memory: str, port: int | None, json_target: str | None = None) -> Answer:
     """Starts a pool, says how to use it, and stops it at Ctrl-C. It listens on loopback alone.
 
     port: None takes a free one.
+    json_target: where a document with the URL goes as soon as the pool serves; None: a line for
+    a shell is printed instead.
     """
-    num_bytes = _bytes_of(memory)
+    num_bytes, output = _bytes_of(memory), Output(json_target)
     with tempfile.TemporaryDirectory(prefix="pdstore_up_") as scratch:
         rehearsal = Rehearsal(Path(scratch))
         try:
             with _ending_at_sigterm(), contextlib.suppress(KeyboardInterrupt):
                 url = _STARTS[kind](rehearsal, scratch, num_bytes, port)
-                print(f"export PDSTORE_STORE='{url}'", flush=True)
+                if json_target is None:
+                    print(f"export PDSTORE_STORE='{url}'", flush=True)
+                else:
+                    output.emit(Answer({"kind": kind, "store": url, "memory_bytes": num_bytes}))
                 print(f"{kind} runs with {memory} until Ctrl-C", file=sys.stderr)
                 rehearsal.wait()
         finally:
             rehearsal.stop()
-    return Answer({"stopped": kind}, [f"{kind} is stopped, and its values are gone"])
+    said = f"{kind} is stopped, and its values are gone"
+    return Answer({"stopped": kind}, [said] if json_target is None else [])
 
 
 def _start_redis(rehearsal: Rehearsal, scratch: str, num_bytes: int, port: int | None) -> str:

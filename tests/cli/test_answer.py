@@ -8,6 +8,7 @@ import pytest
 
 from pdstore.cli.answer import Answer, Output, busy, heading, muted, table
 from pdstore.errors import ConfigError
+from tests.support.command import run
 
 ANSWER = Answer({"a": 1}, [heading("title"), table(["what", ">ms"], [["put", "12"]]), muted("end")])
 
@@ -39,3 +40,8 @@ def test_no_spinner_runs_where_nobody_looks(capsys):
     with busy("waiting"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_is_told_what_takes_its_time(file_url):
+    err = run("du", "--store", file_url, FORCE_COLOR="1").err
+    assert err.index("loading …") < err.index("listing")

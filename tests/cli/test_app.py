@@ -9,11 +9,12 @@ from pdstore.cli.app import app
 from pdstore.cli.main import main
 
 
-def test_every_command_has_a_line_of_help(capsys):
+def test_every_command_has_a_line_of_help_and_json(capsys):
     commands = typer.main.get_command(app).commands
     assert {"ls", "du", "inspect", "purge", "doctor", "native", "calc"} <= set(commands)
     for name, command in commands.items():
         assert command.help, name
+        assert "json" in {parameter.name for parameter in command.params}, name
         assert main([name, "--help"]) == 0
     capsys.readouterr()
 

@@ -24,12 +24,12 @@ def test_an_unknown_command_or_flag_says_how_to_use_it(arguments, capsys):
     assert "Usage: pdstore" in capsys.readouterr().err
 
 
-def test_help_loads_neither_torch_nor_the_settings():
+def test_help_loads_no_library_but_its_own():
     code = """
 import sys
 from pdstore.cli.main import main
 assert main(["--help"]) == 0
-heavy = {"torch", "numpy", "pydantic", "rich"} & set(sys.modules)
+heavy = {"torch", "numpy", "pydantic", "rich", "redis", "mooncake"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -54,3 +54,11 @@ def test_a_reader_that_has_seen_enough_is_no_error(filled_file):
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", ["", "--json -"])
+def test_output_that_cannot_be_written_is_one_line(options, filled_file):
+    command = f"'{sys.executable}' -m pdstore ls --store '{filled_file}' {options} >/dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "pdstore: cannot write standard output: No space left on device\n"

@@ -28,4 +28,7 @@ def test_ages(seconds, said):
 
 def test_counts_and_durations():
     assert quantity.count(1234567) == "1,234,567"
+    assert [quantity.counted(n, "value") for n in (0, 1, 1200)] == [
+        *("0 values", "1 value", "1,200 values")
+    ]
     assert [quantity.duration(s) for s in (0.00031, 1.23)] == ["0.31 ms", "1.23 s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -18,27 +19,40 @@ from tests.support.child import child
 from tests.support.redis_server import need_redis_server
 
 
-def use(kind, end):
+def use(kind, end, *options):
     """Starts a pool, puts a value, ends it by a signal; returns its URL and exit status."""
-    command = [sys.executable, "-m", "pdstore", "up", kind, "--memory", "64MiB"]
+    command = [sys.executable, "-m", "pdstore", "up", kind, "--memory", "64MiB", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with child(command, **pipes) as process:
-        line = process.stdout.readline()
-        [url] = re.findall(r"^export PDSTORE_STORE='(.+)'$", line)
+        [url] = re.findall(r"[a-z]+://[^'\"]+", _announcement(process, is_json=bool(options)))
         store = open_store(url, read_settings())
         assert put(store, fresh_keys(1), [b"x" * 100]) == 1
         store.close()
         process.send_signal(end)
         out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-    assert "is stopped" in out
+    assert ("is stopped" in out) is not bool(options)
     return url, process.returncode
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_a_redis_serves_until_it_is_told_to_end(end):
+def _announcement(process, *, is_json):
+    """Reads what tells of the pool: a line for a shell, or a document of several lines."""
+    lines = [process.stdout.readline()]
+    while is_json and lines[-1].strip() != "}":
+        lines.append(process.stdout.readline())
+    text = "".join(lines)
+    if is_json:
+        return json.loads(text)["store"]
+    assert text.startswith("export PDSTORE_STORE='")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("end", "options"), [(signal.SIGINT, []), (signal.SIGTERM, ["--json", "-"])]
+)
+def test_a_redis_serves_until_it_is_told_to_end(end, options):
     need_redis_server()
-    url, status = use("redis", end)
+    url, status = use("redis", end, *options)
     assert status == 0
     store = open_store(url, read_settings())
     with pytest.raises(StoreError):
