@@ -1,4 +1,4 @@
-"""Pools for the command: real files and a real redis, each with two prompts of two namespaces."""
+"""Pools for the command, each with two prompts of two namespaces: files, a redis, a Mooncake."""
 
 from __future__ import annotations
 
@@ -7,16 +7,37 @@ import pytest
 from pdstore.format.keys import PromptKeys
 from pdstore.settings import read_settings
 from pdstore.store import open_store
-from tests.support.command import namespace_of, save
+from tests.support.command import namespace_of, run_json, save
+from tests.support.mooncake_cluster import Cluster
 
 PROMPT = range(40)  # two blocks of 16 and a tail of 8
+MOONCAKE_BYTES = 1 << 30
+"""Room for a prompt, which `doctor` asks for."""
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", "redis", pytest.param("mooncake", marks=pytest.mark.mooncake)])
 def url(request, tmp_path):
     if request.param == "file":
         return f"file://{tmp_path}/pool"
-    return request.getfixturevalue("redis_server")().url
+    if request.param == "redis":
+        return request.getfixturevalue("redis_server")().url
+    return request.getfixturevalue("mooncake_url")
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory):
+    """One real Mooncake for all of these tests."""
+    cluster = Cluster(tmp_path_factory.mktemp("mooncake"), segment=MOONCAKE_BYTES)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def mooncake_url(mooncake):
+    """The URL of a Mooncake that no other test has left namespaces in."""
+    yield mooncake.url
+    for use in run_json("du", "--store", mooncake.url)["namespaces"]:
+        run_json("purge", "--namespace", use["namespace"], "--store", mooncake.url)
 
 
 @pytest.fixture

@@ -32,11 +32,11 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize("document", [SMALL, LATENT], ids=["heads", "latent"])
-def test_every_byte_comes_back_and_nothing_is_left(document, config, file_url):
-    answer = selftest(file_url, config(document), 150)
+def test_every_byte_comes_back_and_nothing_is_left(document, config, url):
+    answer = selftest(url, config(document), 150)
     assert (answer.status, answer.document["problem"]) == (0, None)
     assert list(answer.document["seconds"]) == ["save", "find", "load"]
-    assert du(file_url).document["namespaces"] == []
+    assert du(url).document["namespaces"] == []
 
 
 def test_a_redis_that_is_full_is_named(config, redis_server):
