@@ -13,6 +13,7 @@ from pdstore.cli.break_even import Machine, break_even
 from pdstore.cli.checks.configuration import check_settings
 from pdstore.cli.checks.finding import Finding, Level, info, ok, warn
 from pdstore.cli.checks.host import available_memory, check_limits, check_memory, check_native
+from pdstore.cli.checks.pages import MOUNTS, check_pages
 from pdstore.cli.checks.peer import check_peers
 from pdstore.cli.checks.room import check_room
 from pdstore.cli.checks.round_trip import RoundTrip, Speed
@@ -23,6 +24,7 @@ from pdstore.errors import PDStoreError
 from pdstore.format.namespace import Json
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
+from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.find import find_optional
@@ -62,10 +64,11 @@ def doctor(asked: Asked, count_gpus: Callable[[], int] | None = None) -> Answer:
     shape = ModelShape.of(asked.model) if asked.model else None
     arguments = frozenset({"store"} if asked.url else ())
     findings = [*check_settings(settings, arguments, asked.engine_block)]
+    count_gpus = count_gpus or _count_gpus
     with busy("looking at this host"):
-        findings += check_host(settings, count_gpus or _count_gpus)
+        findings += check_host(settings, count_gpus)
     with busy("trying the store"):
-        findings += _check_store(settings, shape, asked.machine)
+        findings += _check_store(settings, shape, asked.machine, count_gpus)
     if asked.peers:
         with busy("asking P and D"):
             findings += check_peers(asked.peers)
@@ -80,7 +83,10 @@ def check_host(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Fi
 
 
 def _check_store(
-    settings: Settings, shape: ModelShape | None, machine: Machine
+    settings: Settings,
+    shape: ModelShape | None,
+    machine: Machine,
+    count_gpus: Callable[[], int],
 ) -> Iterator[Finding]:
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
@@ -91,6 +97,8 @@ def _check_store(
         if any(finding.subject == "connect" for finding in tried):
             return
         yield from check_room(plain, shape.kv_bytes() if shape else None)
+        if isinstance(plain, ArenaStore):
+            yield from check_pages(plain.path, MOUNTS.read_text(), count_gpus())
         yield from _check_contents(plain)
         if shape is not None and trip.speed is not None:
             yield _verdict(shape, machine, trip.speed)

@@ -91,7 +91,11 @@ def started_pair(launcher, checkpoints, tmp_path_factory) -> Iterator[Pair]:
     gates = Gate(redis.port), Gate(redis.port)
     model = checkpoints("llama")
     with receiving() as receiver:
-        seen = TRACES | {"PDSTORE_TRACES": receiver.url, "PDSTORE_STATUS_PORT": "0"}
+        seen = TRACES | {
+            "PDSTORE_TRACES": receiver.url,
+            "PDSTORE_STATUS_PORT": "0",
+            "PDSTORE_SELFTEST": "1",
+        }
         options = (*CACHING, "--otlp-traces-endpoint", f"{receiver.url}/v1/traces")
         p, d = (
             launcher.vllm(role[0], model, *options, env=switched_on(gate.url, role) | seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import re
 from typing import Any
 
@@ -40,6 +42,24 @@ def line_of(server, handoff: str) -> str:
 
 def page_of(server) -> str:
     return re.findall(r"status on (http://\S+)", server.log.read_text())[-1]
+
+
+def test_an_instance_tries_a_block_of_its_own_layout_before_it_serves(pair):
+    for server in (pair.p, pair.d):
+        before, said, _ = server.log.read_text().partition("Application startup complete")
+        assert said
+        assert "self-test: a block of 64 tokens came back byte for byte" in before
+
+
+def test_two_versions_of_vllm_share_blocks_unless_a_field_of_their_kv_differs(pair):
+    p, d = (
+        httpx.get(f"{page_of(server)}/pdstore", trust_env=False).json()["namespace"]
+        for server in (pair.p, pair.d)
+    )
+    assert p == d
+    version = importlib.metadata.version("vllm").partition("+")[0]
+    assert p["fields"]["layers"]
+    assert version not in json.dumps(p["fields"])
 
 
 def test_each_request_is_one_line_on_p_and_one_on_d(pair):
