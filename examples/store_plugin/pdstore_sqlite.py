@@ -113,7 +113,7 @@ class SQLiteStore(Store):
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=self._timeout_s, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
         connection.execute("PRAGMA synchronous = OFF")  # a cache need not outlive a power cut
+        connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
         connection.execute("CREATE TABLE IF NOT EXISTS blocks (key TEXT PRIMARY KEY, value BLOB)")
         return connection
