@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -39,19 +40,22 @@ class Reporting:
         number: int = 0,
     ) -> None:
         self.journal = Journal()
-        self._spans: Spans | None = None
         self._server: StatusServer | None = None
-        if settings.traces is not None:
-            store = StoreURL.of(settings.store).label
-            self._spans = Spans.to(
-                settings.traces, settings.role, namespace=namespace.hex, store=store
-            )
-            self.journal.listen(self._spans.add)
-        if settings.status_port is not None:
-            shown = Snapshot(settings, namespace, registries, self.journal, problem)
-            port = settings.status_port and settings.status_port + number
-            self._server = StatusServer(port, shown.take)
-            log.info("status on %s", self._server.url)
+        with contextlib.ExitStack() as undo:
+            if settings.traces is not None:
+                store = StoreURL.of(settings.store).label
+                spans = Spans.to(
+                    settings.traces, settings.role, namespace=namespace.hex, store=store
+                )
+                undo.callback(spans.close)
+                self.journal.listen(spans.add)
+            if settings.status_port is not None:
+                shown = Snapshot(settings, namespace, registries, self.journal, problem)
+                port = settings.status_port and settings.status_port + number
+                self._server = StatusServer(port, shown.take)
+                undo.callback(self._server.close)
+                log.info("status on %s", self._server.url)
+            self._opened = undo.pop_all()
 
     @property
     def url(self) -> str | None:
@@ -60,6 +64,4 @@ class Reporting:
 
     def close(self) -> None:
         """Stops the page and sends the last spans. Twice is fine."""
-        for opened in (self._server, self._spans):
-            if opened is not None:
-                opened.close()
+        self._opened.close()

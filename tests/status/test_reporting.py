@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import httpx
 import pytest
 
+from pdstore.errors import ConfigError
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.status.reporting import Reporting
 from tests.status.test_snapshot import NAMESPACE
+from tests.support.kv import eventually
 from tests.support.otlp_receiver import receiving
 from tests.support.redis_server import free_port
 from tests.telemetry.test_request_record import RECORD
@@ -36,8 +40,16 @@ def test_without_the_settings_there_is_no_page(report):
 
 def test_instances_of_one_environment_have_pages_beside_each_other(report):
     port = free_port()
-    assert report(status_port=port, number=1).url == f"http://127.0.0.1:{port + 1}"
+    assert report(status_port=port - 1, number=1).url == f"http://127.0.0.1:{port}"
     assert report(status_port=0, number=1).url is not None
+
+
+def test_a_port_that_is_taken_leaves_no_thread(report):
+    port = int(report(status_port=0).url.rpartition(":")[2])
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError):
+        report(status_port=port, traces="http://127.0.0.1:4318")
+    eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def test_the_page_adds_up_the_numbers_of_several_registries(report):
