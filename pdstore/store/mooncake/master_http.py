@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.request
@@ -53,7 +54,7 @@ class MasterHttp:
             with self._opener.open(f"http://{self._address}{path}", timeout=_TIMEOUT_S) as answer:
                 text: str = answer.read().decode("utf-8", "replace")
                 return text
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise StoreUnavailable(
                 f"{self._label}: only the master's HTTP server can list a pool, and the one at"
                 f" {self._address} does not answer ({error}): name its port by ?metrics_port=, and"
