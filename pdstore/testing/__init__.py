@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-_SUITES = ("values", "prefixes", "clears", "threads", "lifecycle", "pressure")
+_SUITES = ("values", "prefixes", "clears", "threads", "lifecycle", "pressure", "listings")
 _NAMES = (*(f"suite.{suite}" for suite in _SUITES), "values")
 pytest.register_assert_rewrite(*[f"{__name__}.{name}" for name in _NAMES])
 
