@@ -131,7 +131,7 @@ def test_memory_that_cannot_be_pinned_or_unpinned_is_an_error(library, device, c
 @pytest.mark.parametrize("call", ["batch", "synchronize"])
 def test_a_sticky_error_poisons_the_engine_and_fails_what_is_queued(library, device, call):
     bench = SwapBench(library, device, CopyPath.BATCH)
-    library.delay(2000)
+    library.delay(50_000)
     library.fail(call, 3, CODE, sticky=True)
     tickets = [bench.swap.start(Direction.SAVE, bench.copies) for _ in range(5)]
     outcomes = []
