@@ -166,6 +166,7 @@ class Settings(BaseSettings):
     traces: str | None = Field(
         None,
         pattern=r"^https?://",
+        repr=False,  # it may hold a password
         description="URL of an OTLP receiver: a span for each request (extra `otel`). Unset: none.",
     )
     breaker_failures: int = Field(

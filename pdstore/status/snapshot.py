@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry
 import pdstore
 from pdstore.format.namespace import Namespace
 from pdstore.settings import Settings, origin_of, variable_of
-from pdstore.store.url import StoreURL
+from pdstore.store.url import StoreURL, without_secret
 from pdstore.telemetry.advice import ADVICE
 from pdstore.telemetry.journal import Journal
 from pdstore.telemetry.metric_table import METRICS, Across, Kind
 
 Json: TypeAlias = dict[str, object]
+
+_URLS = ("store", "traces")
 
 
 class Snapshot:
@@ -65,8 +67,8 @@ def settings_of(settings: Settings) -> list[Json]:
     for field in Settings.model_fields:
         value = getattr(settings, field)
         text = str(int(value) if isinstance(value, bool) else value)  # as a variable is written
-        if field == "store":
-            text = StoreURL.of(text).label
+        if field in _URLS:
+            text = without_secret(text)
         origin = origin_of(settings, field)
         shown.append({"name": variable_of(field), "value": text, "origin": origin})
     return shown

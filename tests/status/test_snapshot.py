@@ -17,13 +17,15 @@ NAMESPACE = Namespace({"weights": "w"}, (Part(0, 0),), block_tokens=16)
 
 def test_settings_have_origins_and_no_secrets(monkeypatch):
     monkeypatch.setenv("PDSTORE_SALT", "tenant-secret")
-    settings = read_settings(store="redis://me:password@there/0")
+    urls = {"store": "redis://me:password@there/0", "traces": "http://me:password@there:4318"}
+    settings = read_settings(**urls)
     shown = {one["name"]: one for one in settings_of(settings)}
     assert shown["PDSTORE_SALT"]["origin"] == "environment"
     assert shown["PDSTORE_STORE"]["origin"] == "argument"
+    assert shown["PDSTORE_STORE"]["value"] == "redis://me:***@there/0"
     assert shown["PDSTORE_WORKERS"]["origin"] == "default"
     assert "secret" not in json.dumps(shown)
-    assert "password" not in json.dumps(shown)
+    assert "password" not in json.dumps(shown) + repr(settings)
 
 
 def test_a_snapshot_is_json_with_requests_counts_and_reasons():
