@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-def run_together(*functions: Callable[[], None], deadline_s: float = 10.0) -> None:
+def run_together(*functions: Callable[[], None], deadline_s: float = 30.0) -> None:
     """Runs functions at once; raises the first error, AssertionError for one that does not end."""
     start_background(*functions)(deadline_s)
 

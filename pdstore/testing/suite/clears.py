@@ -24,7 +24,7 @@ LARGE = 64 << 10
 class ClearTests:
     """A namespace is blocks of any group and shard, tails and markers."""
 
-    deadline_s: ClassVar[float] = 10.0
+    deadline_s: ClassVar[float] = 30.0
     clears_under_readers: ClassVar[bool] = False
 
     @pytest.fixture

@@ -22,7 +22,7 @@ SIZE = 4096
 class LifeTests:
     """A store ends when it is told to, in bounded time, and only in its own process."""
 
-    deadline_s: ClassVar[float] = 10.0
+    deadline_s: ClassVar[float] = 30.0
 
     @every_verb
     def test_calls_after_close_raise_store_closed(self, store: Store, verb: Verb) -> None:

@@ -18,7 +18,7 @@ SIZE = 64 << 10
 class ThreadTests:
     """A value appears whole or not at all, and calls do not mix."""
 
-    deadline_s: ClassVar[float] = 10.0
+    deadline_s: ClassVar[float] = 30.0
 
     def test_a_value_appears_whole_or_not_at_all(self, store: Store, peer: Store) -> None:
         keys = fresh_keys(30)
