@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Makes sure that the system has what pip cannot install, before anything else is done.
 #
-#   scripts/system_packages.sh [NEED]...     venv, compiler, redis, mooncake; without one: these
-#                                            also monitoring and browser, for tests that skip else
+#   scripts/system_packages.sh [NEED]... [--wanted NEED...]
+#
+#   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser
 #
 # Does nothing where all is there. Installs what is missing by apt-get as root or by a sudo that
-# asks for no password; elsewhere says in one sentence what to install, and exits with 1.
+# asks for no password; elsewhere says in one sentence what to install, and exits with 1. What is
+# only wanted is installed in the same way, and done without elsewhere: tests then skip.
 # `make` calls it; PYTHON is the interpreter that makes the virtual environments (python3).
 set -euo pipefail
 
@@ -82,5 +84,17 @@ main() {
     return 1
 }
 
-[[ $# -gt 0 ]] || set -- venv compiler redis mooncake
-main "$@"
+want() {
+    local missing
+    mapfile -t missing < <(missing_of "$@")
+    [[ ${#missing[@]} -eq 0 ]] || install "${missing[@]}" || true
+}
+
+needs=()
+while [[ $# -gt 0 && $1 != --wanted ]]; do
+    needs+=("$1")
+    shift
+done
+[[ ${#needs[@]} -gt 0 ]] || needs=(venv compiler redis mooncake)
+main "${needs[@]}"
+[[ $# -eq 0 ]] || want "${@:2}"

@@ -131,6 +131,18 @@ def test_what_apt_get_could_not_install_is_said_with_its_reason(system: System) 
     assert done.stderr.endswith(f"E: no network\n{INSTALL} redis-server\n")
 
 
+@pytest.mark.parametrize("number", ["1000", "0"])
+def test_what_is_only_wanted_is_asked_of_apt_where_that_may_be_and_stops_nothing(
+    system: System, number: str
+) -> None:
+    system.complete()
+    system.program("id", f"echo {number}")
+    assert system.check("redis", "--wanted", "browser", "monitoring").returncode == 0
+    wanted = [line.split()[-3:] for line in system.installed() if line.startswith("install")]
+    packages = ["prometheus", "prometheus-alertmanager", "chromium"]
+    assert wanted == ([packages] if number == "0" else [])
+
+
 @pytest.mark.parametrize("where", ["url", "docker"])
 def test_a_redis_elsewhere_is_enough_where_none_can_be_installed(
     system: System, where: str

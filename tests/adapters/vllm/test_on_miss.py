@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pdstore.format.handoff import HandoffId
 from tests.adapters.vllm.asking import (
     Since,
     alone,
@@ -21,7 +22,7 @@ from tests.support.kv import eventually
 from tests.support.redis_gate import LOAD, SAVE
 
 LONG = 900
-PATIENT_S = 60
+PATIENT_S = 30
 DEAD_S = 20.0
 """A dead P costs D 1.5 s; a machine may be slow."""
 
@@ -52,6 +53,22 @@ def test_a_killed_p_fails_its_request_within_seconds(pair, strict_d, launcher):
     print(f"D ended the request {took:.2f} s after P's death")
     assert took < DEAD_S
     assert since["pdstore_misses_total:handoff_dead"] == 1
+    assert_blocks_are_back(strict_d)
+
+
+@pytest.mark.nightly
+def test_a_marker_that_is_late_fails_its_request_alone(pair, strict_d):
+    """A hand-off that no P has announced is waited for, and others are answered meanwhile."""
+    since, never, prompt = Since(strict_d), {"attempt": HandoffId.new().hex}, new_prompt(LONG)
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(
+            post, strict_d, new_prompt(LONG), kv_transfer_params={"pdstore": never}
+        )
+        answer = post(strict_d, prompt, kv_transfer_params=prefill(pair.p, prompt))
+        assert answer.status_code == 200
+        assert not late.done()
+        assert late.result().status_code == 500
+    assert since["pdstore_misses_total:handoff_late"] == 1
     assert_blocks_are_back(strict_d)
 
 

@@ -41,7 +41,7 @@ class TestArenaStore(StoreTests):
 
     def write_raw(self, store, key, data):
         if not data:
-            pytest.skip("an arena holds no empty values")
+            pytest.skip("this store holds no empty values")
         reservation = store.reserve([key], [len(data)])
         reservation.places.value(0)[:] = data
         store.publish(reservation, 1)
