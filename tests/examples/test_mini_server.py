@@ -251,7 +251,7 @@ def test_a_client_that_goes_during_a_stream_ends_its_request(serving, monkeypatc
     with serving.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-    request = serving.engine.scheduler.running[0]
+        request = serving.engine.scheduler.running[0]  # it runs until the client has gone
     until(lambda: request.is_aborted)
     gate.open(1)
     until(lambda: serving.engine.cache.num_free == 32)
