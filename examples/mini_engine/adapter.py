@@ -104,8 +104,9 @@ class Adapter:
             request.miss_reason = found.reason and found.reason.value
             num_prompt = len(request.prompt)
             usable = found.num_tokens if num_prompt > 1 else 0
+            follows = found.follow is not None
             decision = self._break_even.decide(
-                request, start=0, found=usable, num_tokens=num_prompt
+                request, start=0, found=usable, num_tokens=num_prompt, follows=follows
             )
             request.decision = decision
             if decision.num_tokens > 0:
@@ -131,6 +132,7 @@ class Adapter:
         self._metrics.exposed_seconds.observe(time.time() - tracker.timer.arrived_at)
         if result.reason is not None:
             request.miss_reason = result.reason.value
+        self._break_even.worked(request, result.busy_s)
         self._break_even.load_ended(request, result.num_tokens)
         self.cache.note_load(result.num_tokens, result.busy_s)
         tracker.num_saved = result.num_tokens

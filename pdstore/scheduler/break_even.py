@@ -44,13 +44,19 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _Prompt:
-    """A prompt whose KV is not all there: `at` is the first token that has to be computed."""
+    """A prompt whose KV is not all there: `at` is the first token that has to be computed.
+
+    follows: its load waits for P.
+    busy_s: seconds that its load was at work, once that is known.
+    """
 
     num_tokens: int
     at: int
     decision: Decision
     decided_at: float
     num_loading: int = 0
+    follows: bool = False
+    busy_s: float | None = None
 
 
 class _Backlog(NamedTuple):
@@ -96,11 +102,15 @@ class BreakEven:
         self._prompts: dict[Hashable, _Prompt] = {}
         self._learning: Hashable = None  # the prompt that is computed to learn what that costs
 
-    def decide(self, name: Hashable, *, start: int, found: int, num_tokens: int) -> Decision:
+    def decide(
+        self, name: Hashable, *, start: int, found: int, num_tokens: int, follows: bool = False
+    ) -> Decision:
         """Decides for a prompt of which the engine has `start` tokens and the pool `found`.
 
         name: of the request; asked again, it is decided anew. A load counts as begun from now on,
           until `load_ended`.
+        follows: the load would follow a hand-off. `worked` says then how much of its time it did
+          not wait for P; without that it tells no rate.
         """
         self.forget(name)
         backlog = self._backlog()
@@ -112,18 +122,23 @@ class BreakEven:
             wanted = self._choose(name, start, found, num_tokens, backlog)
             way = "compute" if wanted == start else "load" if wanted == found else "both"
         decision = Decision(wanted, way, load_s, compute_s)
-        prompt = _Prompt(num_tokens, wanted, decision, self._clock(), wanted - start)
+        prompt = _Prompt(num_tokens, wanted, decision, self._clock(), wanted - start, follows)
         self._prompts[name] = prompt
         if prompt.num_loading:
-            self._loads.started(prompt.num_loading)
+            self._loads.started(prompt.num_loading, follows=follows)
         return decision
+
+    def worked(self, name: Hashable, busy_s: float) -> None:
+        """Takes up the seconds that a load which follows was at work; call `load_ended` next."""
+        prompt = self._prompts.get(name)
+        if prompt is not None:
+            prompt.busy_s = max(busy_s, prompt.busy_s or 0.0)
 
     def load_ended(self, name: Hashable, num_present: int) -> None:
         """The load has ended, and so many leading tokens of the prompt are there."""
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.num_loading:
-            missing = max(0, prompt.at - num_present)
-            self._loads.ended(prompt.num_loading, max(0, prompt.num_loading - missing))
+            self._note_load(prompt, max(0, prompt.at - num_present))
             prompt.num_loading, prompt.at = 0, num_present
 
     def computed(
@@ -148,7 +163,17 @@ class BreakEven:
         """Forgets a prompt: its request has ended, however far it came."""
         prompt = self._prompts.pop(name, None)
         if prompt is not None and prompt.num_loading:
-            self._loads.dropped(prompt.num_loading)
+            self._loads.dropped(prompt.num_loading, follows=prompt.follows)
+
+    def _note_load(self, prompt: _Prompt, num_missing: int) -> None:
+        num_tokens = prompt.num_loading
+        brought = max(0, num_tokens - num_missing)
+        if not prompt.follows:
+            self._loads.ended(num_tokens, brought)
+        elif prompt.busy_s is not None:
+            self._loads.followed(num_tokens, brought, prompt.busy_s)
+        else:
+            self._loads.dropped(num_tokens, follows=True)
 
     def _end(self, name: Hashable) -> Outcome:
         prompt = self._prompts.pop(name)

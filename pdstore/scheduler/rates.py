@@ -63,51 +63,83 @@ class CostTable:
         return nearest.seconds / nearest.tokens
 
 
+class _Window:
+    """The loads that share a store, their tokens, and their time, since one of them began.
+
+    note: called with the tokens that were on their way at once, those that came, and the seconds.
+    """
+
+    def __init__(self, clock: Clock, note: Callable[[float, float, float], None]) -> None:
+        self._clock, self._note = clock, note
+        self.outstanding = 0
+        self._since = self._peak = self._brought = self._busy_s = 0.0
+
+    def started(self, num_tokens: int) -> None:
+        """Takes a load of so many tokens."""
+        if self.outstanding == 0:
+            self._open()
+        self.outstanding += num_tokens
+        self._peak = max(self._peak, self.outstanding)
+
+    def ended(self, num_tokens: int, num_brought: int, busy_s: float) -> None:
+        """Takes the end of a load, which was at work for `busy_s`."""
+        self.outstanding -= num_tokens
+        self._brought += num_brought
+        self._busy_s += busy_s
+        if self.outstanding == 0 or self._brought >= 2 * self._peak:
+            took = min(self._busy_s, self._clock() - self._since)
+            if took > 0:
+                self._note(self._peak, self._brought, took)
+            self._open()
+
+    def dropped(self, num_tokens: int) -> None:
+        """Takes the end of a load that says nothing."""
+        self.outstanding -= num_tokens
+        if self.outstanding == 0:
+            self._open()
+
+    def _open(self) -> None:
+        self._since, self._peak = self._clock(), float(self.outstanding)
+        self._brought = self._busy_s = 0.0
+
+
 class LoadRate:
     """Measures what loading costs, by how many tokens are on their way at once.
 
     Loads share the store, so no single one tells its rate. The time in which anything was loading
     is cut into windows: one ends when the store has nothing left to do, or when twice as much has
     come as was ever on its way in it, so that loads which lie across its ends weigh little.
+
+    A load that follows a hand-off waits for P between its blocks, for as long as P computes. Of
+    such loads, which have windows of their own, only the time counts that they were at work.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
         self._costs = CostTable(clock)
-        self._outstanding = 0
-        self._since = self._peak = self._brought = 0.0
+        self._settled = _Window(clock, self._costs.note)
+        self._following = _Window(clock, self._costs.note)
 
-    def started(self, num_tokens: int) -> None:
+    def started(self, num_tokens: int, *, follows: bool = False) -> None:
         """A load of so many tokens begins."""
-        if self._outstanding == 0:
-            self._open_window()
-        self._outstanding += num_tokens
-        self._peak = max(self._peak, self._outstanding)
+        (self._following if follows else self._settled).started(num_tokens)
 
     def ended(self, num_tokens: int, num_brought: int) -> None:
         """A load that was begun has ended; it brought so many tokens."""
-        self._outstanding -= num_tokens
-        self._brought += num_brought
-        took = self._clock() - self._since
-        if self._outstanding == 0 or self._brought >= 2 * self._peak:
-            if took > 0:
-                self._costs.note(self._peak, self._brought, took)
-            self._open_window()
+        self._settled.ended(num_tokens, num_brought, math.inf)
 
-    def dropped(self, num_tokens: int) -> None:
+    def followed(self, num_tokens: int, num_brought: int, busy_s: float) -> None:
+        """A load that follows has ended; it was at work for so many seconds."""
+        self._following.ended(num_tokens, num_brought, busy_s)
+
+    def dropped(self, num_tokens: int, *, follows: bool = False) -> None:
         """A load that was begun was given up, and how far it came is not known."""
-        self._outstanding -= num_tokens
-        if self._outstanding == 0:
-            self._open_window()
+        (self._following if follows else self._settled).dropped(num_tokens)
 
     def seconds(self, num_tokens: int) -> float | None:
         """Returns the time until so many more tokens are there; None if it is not known."""
-        size = self._outstanding + num_tokens
+        size = self._settled.outstanding + self._following.outstanding + num_tokens
         cost = self._costs.per_token(size)
         return None if cost is None else cost * size
-
-    def _open_window(self) -> None:
-        self._since, self._peak, self._brought = self._clock(), float(self._outstanding), 0.0
 
 
 class PrefillRate:

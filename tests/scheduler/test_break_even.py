@@ -122,6 +122,29 @@ def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
     assert ways[-10:] == ["load"] * 10
 
 
+def test_a_load_that_waits_for_p_does_not_make_the_store_slow(open_break_even, clock):
+    break_even = open_break_even(100_000, 20_000)
+    before = ask(break_even, "before").load_s
+    break_even.forget("before")
+    for name in range(8):  # P computes each for longer than D would
+        follow = {"start": 0, "found": TOKENS, "num_tokens": TOKENS, "follows": True}
+        assert break_even.decide(name, **follow).way == "load"
+        clock.now += 1.0
+        break_even.worked(name, TOKENS / 100_000)
+        break_even.load_ended(name, TOKENS)
+        break_even.computed([(name, TOKENS - 1, TOKENS)], 0.001)
+    decision = ask(break_even)
+    assert (decision.way, decision.load_s) == ("load", pytest.approx(before, rel=0.1))
+
+
+def test_a_load_that_waits_for_p_says_nothing_without_its_time_at_work(clock):
+    break_even = BreakEven("auto", 64, clock=clock)
+    break_even.decide("a", start=0, found=TOKENS, num_tokens=TOKENS, follows=True)
+    clock.now += 60.0
+    break_even.load_ended("a", TOKENS)
+    assert ask(break_even, "b").load_s is None
+
+
 def test_an_outcome_says_what_was_decided_and_what_it_took(open_break_even, clock):
     metrics = Metrics()
     break_even = open_break_even(100_000, 20_000, metrics=metrics)

@@ -87,6 +87,31 @@ def test_a_load_that_was_given_up_says_nothing(clock):
     assert rate.seconds(1000) is None
 
 
+def test_of_loads_that_follow_only_the_time_at_work_counts(clock):
+    """Four at once wait for P for a minute, and for the store for half a second each."""
+    rate = LoadRate(clock)
+    for _ in range(4):
+        rate.started(1000, follows=True)
+    rate.started(1000)
+    clock.now += 1.0
+    rate.ended(1000, 1000)
+    assert rate.seconds(0) == pytest.approx(4.0), "what follows holds up no other measurement"
+    clock.now += 60.0
+    for _ in range(4):
+        rate.followed(1000, 1000, busy_s=0.5)
+    assert rate.seconds(4000) == pytest.approx(2.0)
+
+
+def test_loads_that_follow_share_the_time_that_all_took(clock):
+    rate = LoadRate(clock)
+    for _ in range(4):
+        rate.started(1000, follows=True)
+    clock.now += 2.0
+    for _ in range(4):
+        rate.followed(1000, 1000, busy_s=2.0)
+    assert rate.seconds(4000) == pytest.approx(2.0)
+
+
 def test_a_prefill_is_measured_by_position(clock):
     rate = PrefillRate(clock)
     rate.note_step([(0, 8192)], 0.8192)

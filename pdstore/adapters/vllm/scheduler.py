@@ -60,9 +60,8 @@ class PDStoreConnectorScheduler:
         number: int = 0,
         patience: Patience | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._metrics = settings, metrics
         self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
-        self._metrics = metrics
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
         self._break_even = BreakEven(settings.load, 1)
@@ -124,8 +123,7 @@ class PDStoreConnectorScheduler:
         keys = keys_of(request, self._cache)
         if keys is None:
             return None
-        tracker = RequestTracker(request, keys)
-        self._requests[request.request_id] = tracker
+        tracker = self._requests[request.request_id] = RequestTracker(request, keys)
         params = request.kv_transfer_params
         is_prefill = self._cache.is_prefill(params)
         if is_prefill:
@@ -152,9 +150,10 @@ class PDStoreConnectorScheduler:
             return 0  # vLLM computes the last token anyway, and would ask for it again and again
         if tracker.must_load and found.reason is not None:
             return int(request.num_tokens) - 1 - num_computed  # for blocks whose load can fail
-        usable = max(num_computed, tracker.usable(found))
+        usable, follows = max(num_computed, tracker.usable(found)), found.follow is not None
+        name, total = request.request_id, request.num_tokens
         decision = self._break_even.decide(
-            request.request_id, start=num_computed, found=usable, num_tokens=request.num_tokens
+            name, start=num_computed, found=usable, num_tokens=total, follows=follows
         )
         return decision.num_tokens - num_computed
 
@@ -224,13 +223,14 @@ class PDStoreConnectorScheduler:
         loaded: requests whose load has ended, also those that failed.
         """
         if report is not None:
+            for request_id, (num_tokens, seconds) in report.loaded.items():
+                self._break_even.worked(request_id, seconds)
+                if self._cache is not None:
+                    self._cache.note_load(num_tokens, seconds)
             for request_id in report.failed:
                 self.give_up(request_id)
             if self._refs is not None:
                 self._refs.release(report.released)
-            if self._cache is not None:
-                for num_tokens, seconds in report.loaded.values():
-                    self._cache.note_load(num_tokens, seconds)
             self._records.take(report.ended, self._requests)
         for request_id in loaded:
             tracker = self._requests.get(request_id)
