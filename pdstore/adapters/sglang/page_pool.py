@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdstore.adapters.sglang.host_pages import HostPages
+from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import HASH_BYTES
 from pdstore.metrics import Metrics
@@ -47,6 +48,9 @@ class PagePool:
             undo.callback(self._pool.close)
             self._cache = PrefixCacheManager(settings, self.namespace, metrics=metrics, store=store)
             undo.callback(self._cache.close)
+            self._wait = PageWait(settings, store, metrics) if settings.role == "decode" else None
+            if self._wait is not None:
+                undo.callback(self._wait.close)
             reporting = Reporting(
                 settings, self.namespace, [metrics.registry], lambda: self._pool.problem, rank
             )
@@ -55,8 +59,13 @@ class PagePool:
             self._resources = undo.pop_all()
 
     def num_stored(self, hashes: Sequence[str]) -> int:
-        """Returns how many of the first pages are stored."""
+        """Returns how many of the first pages are stored.
+
+        With PDSTORE_ROLE=decode it waits for those that P is still storing, as `PageWait` does.
+        """
         keys = self._keys(hashes)
+        if self._wait is not None and hashes:
+            self._wait.wait(keys)
         return len(self._cache.lookup(keys).wait(_LONGEST_S).keys)
 
     def load(self, hashes: Sequence[str], numbers: Sequence[int]) -> int:

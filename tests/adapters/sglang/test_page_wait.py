@@ -1,0 +1,142 @@
+"""PageWait: waits as long as pages appear, and no longer than its bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from pdstore.adapters.sglang.page_wait import PageWait
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Namespace, Part
+from pdstore.metrics import Metrics
+from pdstore.store.connect import connect_store
+from pdstore.testing.values import put
+from tests.support.clock import Clock
+from tests.support.kv import settings_of
+from tests.support.scripted_store import Scripted
+
+NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=64, num_shards=1)
+KEYS = PromptKeys(NAMESPACE).extend(range(4 * 64))
+OTHERS = PromptKeys(NAMESPACE).extend(range(1, 4 * 64 + 1))
+NAMES = KEYS.store_keys(NAMESPACE.parts)
+LONG_S = 30.0
+
+
+class D:
+    """A decode instance's wait over a store that this process puts pages into."""
+
+    def __init__(self, store_url: str, *, total_s: float = LONG_S, **bounds: float) -> None:
+        self.metrics = Metrics()
+        settings = settings_of(store=store_url, handoff_wait_s=total_s)
+        self.store = connect_store(settings, self.metrics)
+        self.wait = PageWait(settings, self.store, self.metrics, **bounds)
+
+    def store_pages(self, *numbers: int) -> None:
+        put(self.store, [NAMES[n] for n in numbers], [b"page"] * len(numbers))
+
+    def begin(self) -> threading.Thread:
+        """Waits on a thread of its own; returns it when the wait has begun."""
+        waiting = threading.Thread(target=self.wait.wait, args=[KEYS])
+        waiting.start()
+        return waiting
+
+    def num_waits(self) -> float | None:
+        name = "pdstore_handoff_wait_seconds_count"
+        return self.metrics.registry.get_sample_value(name)
+
+    def close(self) -> None:
+        self.wait.close()
+        self.store.close()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def serve(store_url=f"file://{tmp_path}/pool", **options) -> D:
+            return stack.enter_context(contextlib.closing(D(store_url, **options)))
+
+        yield serve
+
+
+@pytest.mark.parametrize("store_url", [None, "memory://"], ids=["told", "polled"])
+def test_it_ends_with_the_last_page(serve, store_url):
+    d = serve(*([store_url] if store_url else []), stall_s=LONG_S)
+    waiting = d.begin()
+    for number in range(4):
+        assert waiting.is_alive()
+        d.store_pages(number)
+    waiting.join(LONG_S / 2)
+    assert not waiting.is_alive()
+
+
+def test_what_is_stored_already_is_not_waited_for(serve):
+    d = serve(stall_s=LONG_S)
+    d.store_pages(0, 1, 2, 3)
+    d.wait.wait(KEYS)
+    assert d.num_waits() == 0
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"stall_s": 0.05},
+        {"stall_s": LONG_S, "total_s": 0.05},
+    ],
+)
+def test_pages_that_do_not_come_are_given_up(serve, bounds):
+    d = serve(**bounds)
+    d.store_pages(0, 1)
+    began = time.monotonic()
+    d.wait.wait(KEYS)
+    assert time.monotonic() - began < LONG_S / 2
+    assert d.num_waits() == 1
+
+
+def test_each_page_gives_the_next_one_its_time():
+    """Four pages take longer than a stall may, and are waited for all the same."""
+    store = Scripted(0, 0, 1, 1, 2, 2, 3, 3, 4)
+    wait = PageWait(
+        settings_of(handoff_wait_s=1000), store, Metrics(), stall_s=8.0, clock=Clock(step=1.0)
+    )
+    with contextlib.closing(wait):
+        wait.wait(KEYS)
+    assert not store.script
+
+
+def test_after_waits_in_vain_no_prompt_is_waited_for_until_one_is_stored(serve):
+    d = serve(stall_s=0.02, most_vain=2, rest_s=LONG_S)
+    for _ in range(4):
+        d.wait.wait(KEYS)
+    assert d.num_waits() == 2
+    d.store_pages(0, 1, 2, 3)
+    d.wait.wait(KEYS)
+    d.wait.wait(OTHERS)
+    assert d.num_waits() == 3
+
+
+def test_after_the_rest_one_prompt_is_waited_for_again(serve):
+    clock = Clock(step=0.01)
+    d = serve(stall_s=0.02, most_vain=1, rest_s=5.0, clock=clock)
+    for now, num_waits in [(100.0, 1), (104.0, 1), (106.0, 2), (106.5, 2)]:
+        clock.now = now
+        d.wait.wait(KEYS)
+        assert d.num_waits() == num_waits
+
+
+def test_a_store_that_is_away_is_not_waited_for(serve):
+    d = serve("redis://127.0.0.1:1/0", stall_s=LONG_S)
+    began = time.monotonic()
+    d.wait.wait(KEYS)
+    assert time.monotonic() - began < LONG_S / 2
+
+
+def test_a_close_ends_a_wait(serve):
+    d = serve(stall_s=LONG_S)
+    waiting = d.begin()
+    d.wait.close()
+    waiting.join(LONG_S / 2)
+    assert not waiting.is_alive()
