@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ class Server:
         config: dict[str, object] | None = None,
         **settings: object,
     ) -> None:
-        self.pool = pool
+        self.pool, self._is_started = pool, False
         runtime_context.get_context().set_server_args(server_args(model, **(arguments or {})))
         extra = {**DYNAMIC, "pd_transfer_via_storage": True, "staging": "8MiB", **settings}
         self.backend = StorageBackendFactory.create_backend(
@@ -126,9 +127,35 @@ class Server:
         self._controller._page_transfer(operation)
         return operation.completed_tokens // PAGE
 
+    def start(self) -> None:
+        """Starts SGLang's own storage threads, for `ask`; `close` stops them."""
+        vars(self._controller).update(
+            enable_storage=True,
+            storage_stop_event=threading.Event(),
+            prefetch_threshold=PAGE,
+            prefetch_sync_groups=[],
+        )
+        self._controller._start_storage_threads()
+        self._is_started = True
+
+    def ask(self, request: str, hashes: Sequence[str]) -> None:
+        """Asks for pages as SGLang's scheduler does when a request arrives; returns at once."""
+        self._controller.prefetch(request, list(hashes))
+
+    def found(self) -> tuple[str, int]:
+        """Waits for the next request of which pages are stored; returns it, and how many."""
+        operation = self._controller.prefetch_hit_queue.get(timeout=60)
+        return operation.request_id, len(operation.hash_value)
+
+    def revoked(self) -> str:
+        """Waits for the next request that SGLang computes, and returns it."""
+        return self._controller.prefetch_revoke_queue.get(timeout=60)
+
     def page(self, number: int) -> bytes:
         """The bytes of a page, in SGLang's own order."""
         return bytes(self.pool.get_data_page(number * PAGE).view(torch.uint8).numpy())
 
     def close(self) -> None:
+        if self._is_started:
+            self._controller._stop_storage_threads()
         self.backend.close()

@@ -34,7 +34,8 @@ class PageWait:
 
     For one thread at a time; `close` may come from another one.
 
-    stall_s: seconds without a new page that end a wait.
+    settings: PDSTORE_LOOKUP_WAIT_S without a new page ends a wait, and so does
+      PDSTORE_HANDOFF_WAIT_S in all.
     most_vain: waits in a row without any page, before the rest.
     rest_s: seconds of the rest, which a prompt that is stored whole ends early.
     clock: monotonic seconds.
@@ -46,18 +47,17 @@ class PageWait:
         store: Store,
         metrics: Metrics,
         *,
-        stall_s: float = 1.0,
         most_vain: int = 3,
         rest_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lookup_s, self._total_s = settings.lookup_wait_s, settings.handoff_wait_s
+        self._stall_s, self._total_s = settings.lookup_wait_s, settings.handoff_wait_s
         self._metrics, self._clock = metrics, clock
-        self._stall_s, self._most_vain, self._rest_s = stall_s, most_vain, rest_s
+        self._most_vain, self._rest_s = most_vain, rest_s
         self._teller = find_optional(store, TellsChanges)
         is_told = self._teller is not None
         self._pace = Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2) if is_told else Pace()
-        self._queue = LookupQueue(partial(find, store), self._lookup_s)
+        self._queue = LookupQueue(partial(find, store), self._stall_s)
         self._num_vain = 0
         self._rest_until = self._clock()
         self._closed = Latch()
@@ -68,9 +68,9 @@ class PageWait:
         keys: of at least one page.
         """
         began, found = self._clock(), self._look(keys)
-        if not _is_short(found):
+        if found.reason is None:
             self._note(came=True)
-        elif began >= self._rest_until:
+        elif _is_short(found) and began >= self._rest_until:
             came = self._follow(keys, len(found.keys))
             self._metrics.handoff_wait_seconds.observe(self._clock() - began)
             self._note(came=came)
@@ -117,9 +117,9 @@ class PageWait:
         """Returns the match of the pool as it is now, within a lookup's time."""
         if self._queue.is_stuck:
             return Match.miss(keys, Reason.STORE_SLOW)
-        lookup = Lookup(keys, None, self._lookup_s, lambda found: None)
+        lookup = Lookup(keys, None, self._stall_s, lambda found: None)
         self._queue.add(lookup)
-        return lookup.wait(2 * self._lookup_s)  # it ends by itself before that
+        return lookup.wait(2 * self._stall_s)  # it ends by itself before that
 
 
 def _is_short(found: Match) -> bool:

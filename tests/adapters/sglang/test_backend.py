@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,32 @@ def test_an_instance_that_does_not_save_loads_all_the_same(serve, settings):
     assert p.backend.batch_exists(HASHES) == 0
     p.backup(HASHES, SAVED)
     assert d.prefetch(HASHES, LOADED) == 5
+
+
+def test_a_decode_server_waits_for_pages_that_are_still_being_stored(serve, store_url):
+    hashes = kit.page_hashes(5, "on its way")
+    p = serve(wheel.mha_pool(), store=store_url, role="prefill")
+    d = serve(wheel.mha_pool(), store=store_url, role="decode", lookup_wait_s=30, handoff_wait_s=60)
+    d.start()
+    d.ask("a request", hashes)
+    assert p.backup(hashes[:2], SAVED[:2]) == 2
+    assert p.backup(hashes[2:], SAVED[2:]) == 3
+    assert d.found() == ("a request", 5)
+    assert d.prefetch(hashes, LOADED) == 5
+    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+
+
+def test_a_prompt_that_nobody_stores_holds_up_the_others_for_a_moment_only(serve):
+    """SGLang asks for one prompt after the other."""
+    d = serve(wheel.mha_pool(), role="decode", lookup_wait_s=0.2, handoff_wait_s=60)
+    serve(wheel.mha_pool()).backup(HASHES, SAVED)
+    d.start()
+    for request, hashes in [("lost", kit.page_hashes(5, "another")), ("stored", HASHES)]:
+        d.ask(request, hashes)
+    began = time.monotonic()
+    assert d.found() == ("stored", 5)
+    assert time.monotonic() - began < 30
+    assert d.revoked() == "lost"
 
 
 def test_off_is_off(serve, tmp_path):

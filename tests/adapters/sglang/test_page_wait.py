@@ -28,9 +28,9 @@ LONG_S = 30.0
 class D:
     """A decode instance's wait over a store that this process puts pages into."""
 
-    def __init__(self, store_url: str, *, total_s: float = LONG_S, **bounds: float) -> None:
+    def __init__(self, store_url, *, stall_s=LONG_S, total_s=LONG_S, **bounds) -> None:
         self.metrics = Metrics()
-        settings = settings_of(store=store_url, handoff_wait_s=total_s)
+        settings = settings_of(store=store_url, lookup_wait_s=stall_s, handoff_wait_s=total_s)
         self.store = connect_store(settings, self.metrics)
         self.wait = PageWait(settings, self.store, self.metrics, **bounds)
 
@@ -64,7 +64,7 @@ def serve(tmp_path):
 
 @pytest.mark.parametrize("store_url", [None, "memory://"], ids=["told", "polled"])
 def test_it_ends_with_the_last_page(serve, store_url):
-    d = serve(*([store_url] if store_url else []), stall_s=LONG_S)
+    d = serve(*([store_url] if store_url else []))
     waiting = d.begin()
     for number in range(4):
         assert waiting.is_alive()
@@ -74,7 +74,7 @@ def test_it_ends_with_the_last_page(serve, store_url):
 
 
 def test_what_is_stored_already_is_not_waited_for(serve):
-    d = serve(stall_s=LONG_S)
+    d = serve()
     d.store_pages(0, 1, 2, 3)
     d.wait.wait(KEYS)
     assert d.num_waits() == 0
@@ -84,7 +84,7 @@ def test_what_is_stored_already_is_not_waited_for(serve):
     "bounds",
     [
         {"stall_s": 0.05},
-        {"stall_s": LONG_S, "total_s": 0.05},
+        {"total_s": 0.05},
     ],
 )
 def test_pages_that_do_not_come_are_given_up(serve, bounds):
@@ -100,7 +100,7 @@ def test_each_page_gives_the_next_one_its_time():
     """Four pages take longer than a stall may, and are waited for all the same."""
     store = Scripted(0, 0, 1, 1, 2, 2, 3, 3, 4)
     wait = PageWait(
-        settings_of(handoff_wait_s=1000), store, Metrics(), stall_s=8.0, clock=Clock(step=1.0)
+        settings_of(lookup_wait_s=8.0, handoff_wait_s=1000), store, Metrics(), clock=Clock(step=1.0)
     )
     with contextlib.closing(wait):
         wait.wait(KEYS)
@@ -128,14 +128,14 @@ def test_after_the_rest_one_prompt_is_waited_for_again(serve):
 
 
 def test_a_store_that_is_away_is_not_waited_for(serve):
-    d = serve("redis://127.0.0.1:1/0", stall_s=LONG_S)
+    d = serve("redis://127.0.0.1:1/0")
     began = time.monotonic()
     d.wait.wait(KEYS)
     assert time.monotonic() - began < LONG_S / 2
 
 
 def test_a_close_ends_a_wait(serve):
-    d = serve(stall_s=LONG_S)
+    d = serve()
     waiting = d.begin()
     d.wait.close()
     waiting.join(LONG_S / 2)
