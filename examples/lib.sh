@@ -25,11 +25,16 @@ value_of() {
 }
 
 # find_python [ENGINE]: prints the first python that has the examples' packages: $PYTHON, the active
-# environment's, or that of `make setup` (`make setup-vllm` for vllm).
+# environment's, or that of `make setup` (`make setup-vllm` for vllm). For sglang, which is installed
+# where its GPU is: $PYTHON or the first on the PATH.
 find_python() {
     local python engine=${1:-mini} setup=setup venv=.venv modules=(torch transformers uvicorn httpx)
     local check='import importlib.util as u, sys
 sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))'
+    if [[ $engine == sglang ]]; then
+        printf '%s' "${PYTHON:-python3}"
+        return
+    fi
     if [[ $engine == vllm ]]; then
         setup=setup-vllm venv=.venv-vllm modules+=(vllm)
     fi
@@ -47,7 +52,8 @@ module_of() {
     case $1 in
         mini) printf 'examples.mini_engine' ;;
         vllm) printf 'examples.vllm_serve' ;;
-        *) die "unknown engine '$1': there are mini and vllm" ;;
+        sglang) printf 'examples.sglang_serve' ;;
+        *) die "unknown engine '$1': there are mini, vllm and sglang" ;;
     esac
 }
 
@@ -73,7 +79,7 @@ find_model() {
 
 # serve ROLE PORT OPTIONS...: replaces the script by one engine instance that uses the pool.
 serve() {
-    local role=$1 port=$2 engine=mini python module model options=()
+    local role=$1 port=$2 engine=mini dry_run='' python module model options=()
     shift 2
     while [[ $# -gt 0 ]]; do
         case $1 in
@@ -82,14 +88,18 @@ serve() {
             --store) PDSTORE_STORE=$(value_of "$@"); shift 2 ;;
             --model) MODEL=$(value_of "$@"); shift 2 ;;
             --engine) engine=$(value_of "$@"); shift 2 ;;
+            --dry-run) dry_run=--dry-run; shift ;;
             --) shift; break ;;
             *) die "unknown option '$1' (--help shows them)" ;;
         esac
     done
     module=$(module_of "$engine")
-    need_free_port "$port"
+    [[ -z $dry_run || $engine == sglang ]] || die "--dry-run is for --engine sglang"
+    [[ $engine != sglang || -n $MODEL ]] || die "sglang needs a checkpoint: --model DIR"
+    [[ -n $dry_run ]] || need_free_port "$port"
     python=$(find_python "$engine")
     [[ $engine != vllm || -n $MODEL ]] || options=(--tiny) # for the tiny checkpoint only
+    [[ -z $dry_run ]] || options=("$dry_run")
     model=$(find_model "$python")
     export PD_TRANSFER_VIA_STORAGE=1
     [[ -z ${PDSTORE_STORE:-} ]] || export PDSTORE_STORE

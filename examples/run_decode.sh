@@ -6,7 +6,8 @@
 #   --port    or DECODE_PORT    where it listens (8200)
 #   --store   or PDSTORE_STORE  the pool, the same for P and D (file://, a directory of this user)
 #   --model   or MODEL          a checkpoint; else a tiny one is trained, once, in a minute
-#   --engine                    mini (the default) or vllm
+#   --engine                    mini (the default), vllm, or sglang (which needs --model)
+#   --dry-run                   print sglang's command and start nothing
 #
 # Sets PD_TRANSFER_VIA_STORAGE=1 itself. Ctrl-C stops it. Beside it: run_prefill.sh, run_router.sh.
 set -euo pipefail

@@ -19,7 +19,8 @@ log = logging.getLogger("router")
 _QUIET_S = 60.0
 _NO_PARAMS = (
     "answers without kv_transfer_params, so D computes its prompts: start it with"
-    " PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1"
+    " PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1 (SGLang never answers"
+    " with any: there D finds the pages by itself)"
 )
 _JSON = {"content-type": "application/json"}
 

@@ -51,6 +51,9 @@ RUN_BY = {
     "examples/run_decode.sh": (
         "tests/examples/test_scripts.py::test_an_engine_is_started_with_the_switch_on"
     ),
+    "examples/run_*.sh --engine sglang *": (
+        "tests/adapters/sglang/test_documented.py::test_the_flags_of_the_scripts_are_sglangs"
+    ),
     "examples/run_router.sh": (
         "tests/examples/test_scripts.py::test_the_router_finds_p_and_d_and_says_how_to_ask"
     ),

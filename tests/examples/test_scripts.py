@@ -82,9 +82,19 @@ def test_a_wrong_option_is_said(script: str, arguments: list[str], message: str)
 
 @pytest.mark.parametrize("script", ENGINES)
 def test_an_unknown_engine_is_said(script: str) -> None:
-    done = run(script, "--engine", "sglang")
+    done = run(script, "--engine", "other")
     assert done.returncode == 2
-    assert "unknown engine 'sglang': there are mini and vllm" in done.stderr
+    assert "unknown engine 'other': there are mini, vllm and sglang" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["--dry-run"], "--dry-run is for --engine sglang"), (["--engine", "sglang"], "--model DIR")],
+)
+def test_what_only_one_engine_can_is_said(arguments: list[str], why: str) -> None:
+    done = run("run_decode.sh", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:3])

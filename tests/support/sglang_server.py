@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 import threading
 import types
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ def server_args(model: Path, **changes: object) -> types.SimpleNamespace:
         "context_length": None,
         "json_model_override_args": "{}",
         "enable_lora": None,
+        "hicache_storage_prefetch_policy": "wait_complete",
     }
     return types.SimpleNamespace(**(arguments | changes))
 
@@ -93,7 +95,9 @@ class Server:
         config: dict[str, object] | None = None,
         **settings: object,
     ) -> None:
-        self.pool, self._is_started = pool, False
+        self.pool = pool
+        self._asking: threading.Thread | None = None
+        self._stop = threading.Event()
         runtime_context.get_context().set_server_args(server_args(model, **(arguments or {})))
         extra = {**DYNAMIC, "pd_transfer_via_storage": True, "staging": "8MiB", **settings}
         self.backend = StorageBackendFactory.create_backend(
@@ -128,15 +132,17 @@ class Server:
         return operation.completed_tokens // PAGE
 
     def start(self) -> None:
-        """Starts SGLang's own storage threads, for `ask`; `close` stops them."""
+        """Starts SGLang's own thread that asks for pages, one request after the other."""
         vars(self._controller).update(
-            enable_storage=True,
-            storage_stop_event=threading.Event(),
+            storage_stop_event=self._stop,
             prefetch_threshold=PAGE,
             prefetch_sync_groups=[],
+            prefetch_queue=queue.Queue(),
+            prefetch_hit_queue=queue.Queue(),
+            prefetch_revoke_queue=queue.Queue(),
         )
-        self._controller._start_storage_threads()
-        self._is_started = True
+        self._asking = threading.Thread(target=self._controller.prefetch_thread_func)
+        self._asking.start()
 
     def ask(self, request: str, hashes: Sequence[str]) -> None:
         """Asks for pages as SGLang's scheduler does when a request arrives; returns at once."""
@@ -156,6 +162,10 @@ class Server:
         return bytes(self.pool.get_data_page(number * PAGE).view(torch.uint8).numpy())
 
     def close(self) -> None:
-        if self._is_started:
-            self._controller._stop_storage_threads()
+        self._stop.set()
+        if self._asking is not None:
+            for waiting in (self._controller.prefetch_queue, self._controller.prefetch_buffer):
+                waiting.put(None)
+            self._asking.join(60)
+            self._controller.prefetch_io_aux_thread.join(60)
         self.backend.close()

@@ -17,6 +17,7 @@ from pdstore.adapters.sglang.server import (
     served_model,
     server_arguments,
     settings_of,
+    warn_of_haste,
 )
 from pdstore.errors import ConfigError
 from pdstore.metrics import Metrics
@@ -61,6 +62,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return
         self._args = server_arguments()
         refuse_unsupported(storage_config, self._args)
+        warn_of_haste(self._settings, self._args)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens the pool on SGLang's allocated host pool."""
@@ -81,7 +83,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._refuse_hybrid(host_pool_name)
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Returns how many of the first pages are stored."""
+        """Returns how many of the first pages are stored; a D waits for those that still come."""
         pool = self._pool
         return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError
 from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
+
+log = logging.getLogger(__name__)
 
 VERSIONS = "0.5.17 to 0.5.23"
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size")
@@ -65,6 +68,18 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
         raise ConfigError(
             'pdstore reads and writes pages in place: add "interface_v1": 1 to'
             " --hicache-storage-backend-extra-config"
+        )
+
+
+def warn_of_haste(settings: Settings, args: Any) -> None:
+    """Warns of a D that SGLang lets compute before P's pages are there."""
+    policy = args.hicache_storage_prefetch_policy
+    if settings.role == "decode" and policy != "wait_complete":
+        log.warning(
+            "--hicache-storage-prefetch-policy is %s: SGLang computes a prompt although its pages"
+            " still come. Start the decode server with wait_complete: each of pdstore's waits has"
+            " a bound",
+            policy,
         )
 
 

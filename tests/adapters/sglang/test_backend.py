@@ -181,6 +181,19 @@ def test_a_prompt_that_nobody_stores_holds_up_the_others_for_a_moment_only(serve
     assert d.revoked() == "lost"
 
 
+@pytest.mark.parametrize(
+    ("role", "policy", "is_said"),
+    [
+        ("decode", "timeout", True),
+        ("decode", "wait_complete", False),
+        ("prefill", "timeout", False),
+    ],
+)
+def test_a_decode_server_that_may_not_wait_is_said(serve, caplog, role, policy, is_said):
+    serve(wheel.mha_pool(), role=role, arguments={"hicache_storage_prefetch_policy": policy})
+    assert ("Start the decode server with wait_complete" in caplog.text) is is_said
+
+
 def test_off_is_off(serve, tmp_path):
     server = serve(wheel.mha_pool(), pd_transfer_via_storage=False)
     server.backend.register_mem_host_pool_v2(object(), "mamba")
