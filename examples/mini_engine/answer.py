@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
 
+from openai.types import CompletionChoice
+from openai.types.chat import ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as DeltaChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as DeltaLogprobs
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
 from transformers import PreTrainedTokenizerBase
 
+from examples.mini_engine.openai_types import (
+    AnyAnswer,
+    Delta,
+    Json,
+    Message,
+    MessageChunk,
+    MessageCompletion,
+    Text,
+    TextCompletion,
+    Usage,
+)
 from examples.mini_engine.protocol import ChatBody, Options
 from examples.mini_engine.request import Request, Token
-
-Json = dict[str, Any]
 
 _HALF_CHARACTER = "\ufffd"
 _CONTEXT_TOKENS = 4
@@ -21,6 +38,7 @@ class Answer:
     """The answer to one request: `add` takes tokens, `part` returns those since the last part."""
 
     prefix = "cmpl"
+    _has_prompt_in_choice = True  # as in vLLM
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, model: str, body: Options, request: Request
@@ -38,7 +56,6 @@ class Answer:
         self._is_first = True
         self._head: Json = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "object": self.kind,
             "created": int(time.time()),
             "model": model,
         }
@@ -52,68 +69,66 @@ class Answer:
             self._text += text
             self._context, self._pending = self._pending, []
 
-    def part(self, finish_reason: str | None = None) -> Json:
+    def part(self, finish_reason: str | None = None) -> AnyAnswer:
         """Returns the tokens and the text since the last part.
 
         Text that ends in half a character waits for its other half, but not with a finish reason.
         """
         if finish_reason is not None:
             self._text += self._new_text()
-        choice: Json = {"index": 0, "finish_reason": finish_reason, **self._content()}
-        part: Json = {**self._head, "choices": [choice]}
+        choice: Json = {"index": 0, "finish_reason": finish_reason}
+        more: Json = {}
         if self._body.return_token_ids:
             choice["token_ids"] = [token.id for token in self._tokens]
             prompt = self._request.prompt if self._is_first else None
-            self._place_of_prompt(part)["prompt_token_ids"] = prompt
+            (choice if self._has_prompt_in_choice else more)["prompt_token_ids"] = prompt
         if finish_reason is not None and self._request.answer_params is not None:
-            part["kv_transfer_params"] = self._request.answer_params
+            more["kv_transfer_params"] = self._request.answer_params
+        part = self._answer(choice, more)
         self._num_chars += len(self._text)
         self._text, self._tokens, self._offsets, self._is_first = "", [], [], False
         return part
 
     @property
-    def kind(self) -> str:
-        """OpenAI's name of the answer's form."""
-        return "text_completion"
-
-    @property
     def is_stream(self) -> bool:
         return bool(self._body.stream)
 
-    def end(self, finish_reason: str) -> list[Json]:
+    def end(self, finish_reason: str) -> list[AnyAnswer]:
         """Returns the last parts of a stream, with the usage if asked for, or the whole answer."""
         last = self.part(finish_reason)
-        usage = {**self._head, "choices": [], "usage": self._usage()}
         if not self.is_stream:
-            return [{**usage, **last}]
+            last.usage = self._usage()
+            return [last]
         options = self._body.stream_options
-        return [last, usage] if options and options.include_usage else [last]
+        if not (options and options.include_usage):
+            return [last]
+        return [last, self._answer(None, {"usage": self._usage()})]
 
-    def _content(self) -> Json:
-        """Returns the part of a choice that holds the text since the last part."""
-        wants_logprobs = self._request.num_logprobs is not None
-        return {"text": self._text, "logprobs": self._logprobs() if wants_logprobs else None}
+    def _answer(self, choice: Json | None, more: Json) -> AnyAnswer:
+        """Returns an answer with the text since the last part.
 
-    def _place_of_prompt(self, part: Json) -> Json:
-        """Returns the part of the answer that shows the prompt's ids: the choice, as in vLLM."""
-        choice: Json = part["choices"][0]
-        return choice
+        choice: fields of its only choice; None: there is none. more: fields beside the choices.
+        """
+        choices: list[CompletionChoice] = []
+        if choice is not None:
+            choices = [Text(text=self._text, logprobs=self._logprobs(), **choice)]
+        return TextCompletion(object="text_completion", choices=choices, **self._head, **more)
 
-    def _usage(self) -> Json:
+    def _usage(self) -> Usage:
         request = self._request
         num_prompt, num_output = len(request.prompt), len(request.output_ids)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": request.num_loaded},
-            "pdstore": {
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=request.num_loaded),
+            pdstore={
                 "loaded_tokens": request.num_loaded,
                 "computed_tokens": request.num_fed,
                 "reason": request.miss_reason,
                 **self._decision(),
             },
-        }
+        )
 
     def _decision(self) -> Json:
         """Returns what was decided for what the pool had; nothing if it had nothing."""
@@ -132,16 +147,18 @@ class Answer:
         before = self._decode(self._context)
         return self._decode(self._context + self._pending)[len(before) :]
 
-    def _logprobs(self) -> Json:
-        return {
-            "tokens": [self._decode([token.id]) for token in self._tokens],
-            "token_logprobs": [token.logprob for token in self._tokens],
-            "top_logprobs": [
+    def _logprobs(self) -> Logprobs | None:
+        if self._request.num_logprobs is None:
+            return None
+        return Logprobs(
+            tokens=[self._decode([token.id]) for token in self._tokens],
+            token_logprobs=[token.logprob for token in self._tokens],
+            top_logprobs=[
                 {self._decode([id]): logprob for id, logprob in reversed(token.top)}
                 for token in self._tokens
             ],
-            "text_offset": self._offsets,
-        }
+            text_offset=self._offsets,
+        )
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -151,26 +168,33 @@ class ChatAnswer(Answer):
     """The answer to a conversation: the next message, whole or in parts."""
 
     prefix = "chatcmpl"
+    _has_prompt_in_choice = False
 
-    @property
-    def kind(self) -> str:
-        return "chat.completion.chunk" if self.is_stream else "chat.completion"
+    def _answer(self, choice: Json | None, more: Json) -> AnyAnswer:
+        told = self._told_logprobs()
+        fields = {**self._head, **more}
+        if not self.is_stream:
+            message = ChatCompletionMessage(role="assistant", content=self._text)
+            logprobs = None if told is None else ChoiceLogprobs(content=told)
+            whole = Message(message=message, logprobs=logprobs, **(choice or {}))
+            return MessageCompletion(object="chat.completion", choices=[whole], **fields)
+        parts: list[DeltaChoice] = []
+        if choice is not None:
+            delta = ChoiceDelta(role="assistant", content=self._text)
+            part_logprobs = None if told is None else DeltaLogprobs(content=told)
+            parts = [Delta(delta=delta, logprobs=part_logprobs, **choice)]
+        return MessageChunk(object="chat.completion.chunk", choices=parts, **fields)
 
-    def _content(self) -> Json:
-        said = {"role": "assistant", "content": self._text}
-        logprobs = None if self._request.num_logprobs is None else self._logprobs()
-        return {"delta" if self.is_stream else "message": said, "logprobs": logprobs}
-
-    def _place_of_prompt(self, part: Json) -> Json:
-        return part
-
-    def _logprobs(self) -> Json:
-        told = [
-            self._told(token.id, token.logprob)
-            | {"top_logprobs": [self._told(*likely) for likely in token.top]}
+    def _told_logprobs(self) -> list[ChatCompletionTokenLogprob] | None:
+        if self._request.num_logprobs is None:
+            return None
+        return [
+            ChatCompletionTokenLogprob(
+                **self._told(token.id, token.logprob),
+                top_logprobs=[TopLogprob(**self._told(*likely)) for likely in token.top],
+            )
             for token in self._tokens
         ]
-        return {"content": told}
 
     def _told(self, id: int, logprob: float) -> Json:
         text = self._decode([id])

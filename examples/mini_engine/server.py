@@ -8,6 +8,7 @@ import json
 import math
 import socket
 import sys
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import FrameType
@@ -20,8 +21,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.mini_engine.answer import Answer, Json, answer_of
+from examples.mini_engine.answer import Answer, answer_of
 from examples.mini_engine.engine import Engine, EngineError
+from examples.mini_engine.openai_types import AnyAnswer, ServedModel, json_of
 from examples.mini_engine.prompt import prompt_of
 from examples.mini_engine.protocol import Body, ChatBody, RefusedError
 from examples.mini_engine.request import Finish, Request, Token
@@ -81,6 +83,7 @@ class Handlers:
         self._engine = engine
         self._model = engine.model
         self._name = engine.config.name
+        self._started_at = int(time.time())
 
     async def completions(self, http: HttpRequest) -> Response:
         return await self._answer(http, Body.of(await _read(http)))
@@ -100,12 +103,17 @@ class Handlers:
         if body.stream:
             return StreamingResponse(_sse(first, parts), media_type="text/event-stream")
         await parts.aclose()
-        return JSONResponse(first)
+        return Response(json_of(first), media_type="application/json")
 
     async def models(self, http: HttpRequest) -> Response:
-        limit = self._model.max_model_len
-        model = {"id": self._name, "object": "model", "owned_by": "pdstore", "max_model_len": limit}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = ServedModel(
+            id=self._name,
+            object="model",
+            created=self._started_at,
+            owned_by="pdstore",
+            max_model_len=self._model.max_model_len,
+        )
+        return JSONResponse({"object": "list", "data": [model.model_dump(exclude_unset=True)]})
 
     async def health(self, http: HttpRequest) -> Response:
         """Returns 503 when no request can be answered; `degraded` if only the pool has trouble."""
@@ -145,7 +153,7 @@ class Handlers:
 
     async def _parts(
         self, request: Request, answer: Answer, events: Events
-    ) -> AsyncGenerator[Json, None]:
+    ) -> AsyncGenerator[AnyAnswer, None]:
         """Submits a request and yields its answer in parts; closing it early aborts the request."""
         try:
             self._engine.submit(request)
@@ -196,12 +204,12 @@ def _sink_of(events: Events) -> Callable[[Token | Finish], None]:
     return sink
 
 
-async def _sse(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[str]:
+async def _sse(first: AnyAnswer, parts: AsyncGenerator[AnyAnswer, None]) -> AsyncIterator[str]:
     """Yields server-sent events. An error comes as the last event before [DONE]."""
     try:
-        yield f"data: {json.dumps(first)}\n\n"
+        yield f"data: {json_of(first)}\n\n"
         async for part in parts:
-            yield f"data: {json.dumps(part)}\n\n"
+            yield f"data: {json_of(part)}\n\n"
     except RefusedError as error:
         yield f"data: {json.dumps(error.body)}\n\n"
     yield "data: [DONE]\n\n"

@@ -59,7 +59,7 @@ def test_p_decides_for_a_warm_prefix_too(open_instance, load, way):
     assert request.decision.way == way
     assert request.num_loaded == (TOKENS // 64 * 64 if way == "load" else 0)
     answer = Answer(p.model.tokenizer, "m", Body(prompt=longer), request).end("length")[-1]
-    assert answer["usage"]["pdstore"]["decision"] == way
+    assert answer.usage.pdstore["decision"] == way
 
 
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
@@ -72,7 +72,7 @@ def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
     assert last.decision.compute_s < last.decision.load_s
     assert last.took_s < requests[0].took_s
     answer = Answer(d.model.tokenizer, "m", Body(prompt=last.prompt), last).end("length")[-1]
-    told = answer["usage"]["pdstore"]
+    told = answer.usage.pdstore
     assert (told["decision"], told["took_s"]) == ("compute", last.took_s)
     assert told["estimated_compute_s"] < told["estimated_load_s"]
     value = d.counters.registry.get_sample_value
