@@ -49,7 +49,7 @@ class Adapter:
         weights = pdstore.weights_revision(config.model, settings)
         namespace = layout.namespace(settings, weights=weights)
         if settings.selftest:
-            self_test(settings, layout, cache.layers[0].device)
+            self_test(settings, layout, cache.layers)
         self._settings = settings
         self._metrics = metrics
         self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)

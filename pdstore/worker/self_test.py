@@ -25,29 +25,34 @@ _WAIT_S = 60.0
 _MOST_ID = 1 << 15
 
 
-def self_test(settings: Settings, layout: Layout, device: torch.device) -> None:
+def self_test(settings: Settings, layout: Layout, kv_caches: Sequence[torch.Tensor]) -> None:
     """Saves a random block, loads it elsewhere, and compares every byte of it.
 
     Block copies, staging and store are those that the engine will use; the KV cache is a small one
-    of the same layout on `device`. The block is of a namespace of its own, and removed at the end.
+    on the device, and in the order in memory, of the engine's own, which is not touched. The block
+    is of a namespace of its own, and removed at the end.
+
+    kv_caches: the engine's, as `KVPool` takes them.
     Raises StoreError with the step that failed; ConfigError and LayoutError as `KVPool` does.
     """
     store = connect_store(settings, Metrics())
     try:
-        _try(store, settings.model_copy(update={"publish": True}), layout, device)
+        _try(store, settings.model_copy(update={"publish": True}), layout, kv_caches)
     finally:
         store.close()
     log.info("self-test: a block of %d tokens came back byte for byte", layout.block_tokens)
 
 
-def _try(store: Store, settings: Settings, layout: Layout, device: torch.device) -> None:
+def _try(
+    store: Store, settings: Settings, layout: Layout, kv_caches: Sequence[torch.Tensor]
+) -> None:
     namespace = layout.namespace(settings, weights=f"selftest:{secrets.token_hex(8)}")
     keys = PromptKeys(namespace).extend(
         [secrets.randbelow(_MOST_ID) for _ in range(layout.block_tokens)]
     )
     num = layout.block_tokens // layout.engine_block_tokens
     here, there = ([list(ids)] * layout.num_tables for ids in (range(num), range(num, 2 * num)))
-    caches = [_random(layout, layer, 2 * num, device) for layer in range(len(layout.layers))]
+    caches = [_random_like(cache, 2 * num) for cache in kv_caches]
     pool = KVPool(settings, layout, caches, namespace, store=store)
     try:
         pool.ready()
@@ -72,11 +77,9 @@ def _wait(step: str, keys: PromptKeys, start: Callable[[], Job]) -> None:
         raise StoreError(f"the self-test's {step} failed ({why}): {result.error or ''}")
 
 
-def _random(layout: Layout, layer: int, num_blocks: int, device: torch.device) -> torch.Tensor:
-    shape = (
-        num_blocks,
-        layout.engine_block_tokens,
-        layout.local_heads(layer),
-        layout.layers[layer].channels,
-    )
-    return torch.randn(shape, device=device).to(getattr(torch, layout.dtype))
+def _random_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Returns random blocks whose dimensions lie in memory in the same order as the cache's."""
+    outermost_first = sorted(range(cache.dim()), key=cache.stride, reverse=True)
+    shape = (num_blocks, *cache.shape[1:])
+    made = torch.empty_permuted(shape, outermost_first, dtype=cache.dtype, device=cache.device)
+    return made.copy_(torch.randn(shape, device=cache.device))

@@ -12,8 +12,6 @@ from pdstore.store.optional import ListsValues
 from pdstore.worker.self_test import self_test
 from tests.support.kv import LAYERS
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(params=["file", "redis"])
 def url(request, tmp_path):
@@ -22,10 +20,20 @@ def url(request, tmp_path):
     return request.getfixturevalue("redis_server")().url
 
 
-def tried(url, *, layers=LAYERS, dtype="float32", **changes):
+def tried(url, *, layers=LAYERS, dtype="float32", page=None, **changes):
     settings = read_settings(store=url, staging="8MiB", **changes)
-    layout = Layout.of(settings, dtype=dtype, layers=layers, engine_block_tokens=16, rope="")
-    self_test(settings, layout, CPU)
+    layout = Layout.of(
+        settings, dtype=dtype, layers=layers, engine_block_tokens=16, rope="", page=page
+    )
+    self_test(settings, layout, [cache_of(spec, dtype, is_paged=bool(page)) for spec in layers])
+
+
+def cache_of(spec, dtype, *, is_paged):
+    """An engine's cache of a layer; in pages each head's tokens lie together."""
+    heads, dtype = spec.num_kv_heads, getattr(torch, dtype)
+    if is_paged:
+        return torch.zeros(4, heads, 16, spec.channels, dtype=dtype).transpose(1, 2)
+    return torch.zeros(4, 16, heads, spec.channels, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +42,9 @@ def tried(url, *, layers=LAYERS, dtype="float32", **changes):
         {},
         {"dtype": "bfloat16", "order": "head", "publish": False},
         {"layers": [LayerSpec(1, 24, value_dim=0, kind="mla")] * 2},
+        {"page": "packed"},
     ],
-    ids=["plain", "heads first, read-only", "latent"],
+    ids=["plain", "heads first, read-only", "latent", "pages"],
 )
 def test_a_block_of_the_layout_comes_back_and_nothing_is_left(url, shape):
     tried(url, **shape)

@@ -75,7 +75,7 @@ class PDStoreConnectorWorker:
         namespace = layout.namespace(self._settings, weights=weights)
         tensors = list(caches.values())
         if self._settings.selftest:
-            self_test(self._settings, layout, tensors[0].device)
+            self_test(self._settings, layout, tensors)
         pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
         self.begin(pool, rows_per_block, layers_by_step(self._vllm_config, layout, list(caches)))
