@@ -20,7 +20,7 @@ class Usage(CompletionUsage):
 
 
 class VllmsChoice(BaseModel):
-    """What vLLM's choices have besides. finish_reason: `abort` too, and None in a stream."""
+    """A choice with vLLM's additions. finish_reason: `abort` too, and None in a stream."""
 
     finish_reason: str | None
     token_ids: list[int] | None = None
@@ -41,7 +41,7 @@ class Delta(VllmsChoice, DeltaChoice):  # type: ignore[misc]
 
 
 class VllmsAnswer(BaseModel):
-    """What vLLM's answers have besides."""
+    """An answer with vLLM's additions."""
 
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: Json | None = None
