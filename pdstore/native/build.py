@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _FILE = "libpdstore.so"
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = _PACKAGE.parent / "csrc"
+_FOR_GPUS: Sequence[str] = ()
+_FOR_HOSTS: Sequence[str] = ("-DPDSTORE_CUDA=OFF",)
 
 
 def checkout_sources() -> Path:
@@ -42,7 +44,20 @@ def find_library(*, with_cuda: bool) -> Path:
     packaged = _PACKAGE / _FILE
     if packaged.exists():
         return packaged
-    return build_library(checkout_sources(), () if with_cuda else ("-DPDSTORE_CUDA=OFF",))
+    return build_library(checkout_sources(), _FOR_GPUS if with_cuda else _FOR_HOSTS)
+
+
+def find_built(
+    package: Path = _PACKAGE, sources: Path = _SOURCES, directory: Path | None = None
+) -> Path | None:
+    """Returns the path of a library that serves host memory and is there; builds none.
+
+    directory: the cache; None takes this user's.
+    """
+    found = [package / _FILE]
+    if (sources / "CMakeLists.txt").exists():
+        found += [_place_of(sources, each, directory) / _FILE for each in (_FOR_HOSTS, _FOR_GPUS)]
+    return next((path for path in found if path.exists()), None)
 
 
 def build_library(
@@ -55,7 +70,7 @@ def build_library(
     Concurrent processes wait for the first one's build. Raises NativeError with the compiler's
     output.
     """
-    place = (directory or native_cache_directory()) / _digest(sources, options)
+    place = _place_of(sources, options, directory)
     built = place / _FILE
     if built.exists():
         return built
@@ -64,6 +79,10 @@ def build_library(
         if not built.exists():
             _build(sources, options, built)
     return built
+
+
+def _place_of(sources: Path, options: Sequence[str], directory: Path | None = None) -> Path:
+    return (directory or native_cache_directory()) / _digest(sources, options)
 
 
 def _build(sources: Path, options: Sequence[str], target: Path) -> None:

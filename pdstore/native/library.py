@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -17,7 +18,7 @@ from pdstore.native.abi import (
     Info,
     raise_error,
 )
-from pdstore.native.build import find_library
+from pdstore.native.build import find_built, find_library
 from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -150,11 +151,16 @@ _addressof, _first_byte = ctypes.addressof, c_char.from_buffer
 class LibraryLoader:
     """Finds or builds the library, and loads each form of it once.
 
-    find: as `find_library`.
+    find: as `find_library`. find_built: as the function of this name.
     """
 
-    def __init__(self, find: Callable[..., Path] = find_library) -> None:
-        self._find = find
+    def __init__(
+        self,
+        find: Callable[..., Path] = find_library,
+        find_built: Callable[[], Path | None] = find_built,
+    ) -> None:
+        self._find, self._find_built = find, find_built
+        self._has_looked = False
         self._loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
         self._missing: dict[bool, str] = {}  # why there is none: another try would fail as slowly
         self._warned: set[str] = set()
@@ -181,6 +187,21 @@ class LibraryLoader:
                 log.warning("block copies go through torch: %s", error)
             return None
 
+    def built(self, settings: Settings) -> Library | None:
+        """The library for host memory if nothing need be built for it; else None, and no warning.
+
+        For threads that must not wait for a compiler. It looks for a build once in a process.
+        """
+        if settings.native == "off":
+            return None
+        if not self._loaded and not self._has_looked:
+            self._has_looked = True
+            path = self._find_built()
+            if path is not None:
+                with contextlib.suppress(NativeError):  # `load` gives the reason
+                    self._loaded[False] = Library(path)
+        return self._loaded.get(True) or self._loaded.get(False)
+
     def _load(self, for_gpu: bool) -> Library:
         """Looks for a form once in a process; that for GPUs serves host memory too."""
         library = self._loaded.get(True) or self._loaded.get(for_gpu)
@@ -202,5 +223,6 @@ def _why_no_gpu(library: Library) -> str:
     return "was built without CUDA"
 
 
-load_library = LibraryLoader().load
-"""Loads the library that all of this process shares; see `LibraryLoader.load`."""
+_loader = LibraryLoader()
+load_library, built_library = _loader.load, _loader.built
+"""Give the library that all of this process shares; see `LibraryLoader`."""

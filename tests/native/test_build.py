@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pdstore.errors import NativeError
-from pdstore.native.build import build_library
+from pdstore.native.build import build_library, find_built
 
 
 def test_the_compilers_output_is_in_the_error(tmp_path):
@@ -39,6 +39,22 @@ def test_concurrent_callers_wait_for_one_build(tmp_path):
     assert len(set(built)) == 1
     assert built[0].read_text() == "built"
     assert count.read_text() == "x"
+
+
+def test_only_what_is_built_is_found_without_a_build(tmp_path):
+    sources, package, cache = (tmp_path / name for name in ("csrc", "package", "cache"))
+    assert find_built(package, sources, cache) is None
+    sources.mkdir()
+    (sources / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.22)\nproject(x NONE)\n"
+        "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
+    )
+    assert find_built(package, sources, cache) is None
+    built = build_library(sources, directory=cache)
+    assert find_built(package, sources, cache) == built
+    package.mkdir()
+    (package / "libpdstore.so").write_text("packaged")
+    assert find_built(package, sources, cache) == package / "libpdstore.so"
 
 
 def test_a_changed_source_is_another_build(tmp_path):

@@ -63,6 +63,30 @@ def test_a_form_is_found_and_loaded_once():
     assert found == [False]
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_who_must_not_wait_gets_what_is_built_and_looks_for_it_once(is_built):
+    path, looks = native_kit.open_library().path, []
+
+    def find_built():
+        looks.append(1)
+        return path if is_built else None
+
+    loader = LibraryLoader(missing, find_built)
+    found = [loader.built(settings_of()) for _ in range(2)]
+    assert looks == [1]
+    assert found[0] is found[1]
+    assert (found[0] is not None) is is_built
+    assert loader.built(settings_of(native="off")) is None
+
+
+def test_who_must_not_wait_gets_the_library_that_others_have_loaded():
+    path = native_kit.open_library().path
+    loader = LibraryLoader(lambda *, with_cuda: path, lambda: None)
+    assert loader.built(settings_of()) is None
+    loaded = loader.load(settings_of(), for_gpu=False)
+    assert loader.built(settings_of()) is loaded is not None
+
+
 @pytest.mark.skipif(native_kit.HAS_GPU, reason="there is a GPU")
 def test_a_library_that_finds_no_gpu_does_not_serve_one():
     loader = LibraryLoader(lambda *, with_cuda: native_kit.open_library().path)

@@ -16,7 +16,7 @@ class Leases:
     Without the library there is a call for each value.
 
     lease_s: how long values live from their last use on.
-    library: returns the library if this process uses it anyway, else None: no lookup builds it.
+    library: returns the library if it need not be built, else None: no lookup builds it.
     """
 
     def __init__(self, lease_s: float, library: Callable[[], Library | None]) -> None:

@@ -17,7 +17,7 @@ from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
-from pdstore.native.library import Library, load_library
+from pdstore.native.library import Library, built_library, load_library
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.file.bell import Bell
@@ -50,6 +50,7 @@ class FileStore(Store):
 
     library: gives the native library, which sums values while it reads them, or None to do that in
       Python; called at the first use.
+    built: gives the library if it need not be built, for lookups, which wait for no compiler.
 
     Constructing makes the directory. Raises ConfigError or StoreDenied for one that cannot be used.
     """
@@ -62,6 +63,7 @@ class FileStore(Store):
         lease_s: float = DEFAULT_LEASE_S,
         handoff_ttl_s: float = 600.0,
         library: Callable[[], Library | None] = lambda: None,
+        built: Callable[[], Library | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.label = f"file://{root}"
@@ -69,9 +71,9 @@ class FileStore(Store):
             raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
-        self._library = library
+        self._built = built
         self._checksums = ChecksumFiles(library)
-        self._leases = Leases(lease_s, lambda: self._checksums.library)
+        self._leases = Leases(lease_s, built)
         self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
@@ -104,6 +106,7 @@ class FileStore(Store):
             lease_s=lease_s,
             handoff_ttl_s=settings.handoff_ttl_s,
             library=partial(load_library, settings, for_gpu=False),
+            built=partial(built_library, settings),
         )
 
     @property
@@ -120,7 +123,7 @@ class FileStore(Store):
         self._lifecycle.check()
         check_call(keys)
         paths = list(map(self._path_of, keys))  # of keys that are asked for again and again
-        library = self._library() if len(keys) >= _MANY else None
+        library = self._built() if len(keys) >= _MANY else None
         if library is not None:
             return library.find_files(paths)
         return [os.access(path, os.F_OK) for path in paths]

@@ -69,7 +69,7 @@ class TestFileStoreThatSums(TestFileStore):
         with contextlib.ExitStack() as stack:
 
             def open_at(name, budget=None):
-                store = FileStore(tmp_path / name, budget=budget, library=library)
+                store = FileStore(tmp_path / name, budget=budget, library=library, built=library)
                 return stack.enter_context(contextlib.closing(Summing(store)))
 
             yield open_at
@@ -93,12 +93,22 @@ class TestFileStoreThatSums(TestFileStore):
 @pytest.mark.parametrize("native", ["off", "require"])
 def test_which_stored_answers_for_many_keys_as_for_few(tmp_path, native):
     library = load_library(settings_of(native=native), for_gpu=False)
-    with contextlib.closing(FileStore(tmp_path / "pool", library=lambda: library)) as store:
+    with contextlib.closing(FileStore(tmp_path / "pool", built=lambda: library)) as store:
         keys = fresh_keys(200)
         put(store, keys[::3], [b"x" * 64] * 67)
         want = [n % 3 == 0 for n in range(200)]
         assert store.which_stored(keys) == want
         assert [store.which_stored([key]) for key in keys] == [[is_there] for is_there in want]
+
+
+def test_no_lookup_waits_for_a_build_of_the_library(tmp_path):
+    builds = []
+    library = lambda: builds.append(1)  # noqa: E731
+    with contextlib.closing(FileStore(tmp_path / "pool", library=library)) as store:
+        keys = fresh_keys(200)
+        assert store.which_stored(keys) == [False] * 200
+        assert store.match(keys) == 0
+    assert builds == []
 
 
 def test_which_stored_answers_for_each_key_and_leases_none(store):
