@@ -14,6 +14,7 @@ PIP_ARGS ?=
 PROCESSORS ?=
 ARGS ?=
 SGLANG ?= 0.5.17
+LMCACHE ?= 0.5.6
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 BIN := $(abspath $(VENV))/bin
 VLLM_BIN := $(abspath $(VLLM_VENV))/bin
@@ -87,6 +88,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt | packages
 	  -e '.[redis,$(MOONCAKE),seal,cli,otel,examples,test,dev,docs]'
 	@$(BIN)/pip download -qq --no-deps --only-binary :all: --dest $(VENV)/wheels sglang==$(SGLANG) \
 	  || echo "no wheel of SGLang $(SGLANG) for this Python: the tests with its classes are skipped" >&2
+	@$(BIN)/pip download -qq --no-deps --only-binary :all: --dest $(VENV)/wheels lmcache==$(LMCACHE) \
+	  || echo "no wheel of LMCache $(LMCACHE) for this Python: the tests with its classes are skipped" >&2
 	@touch $@
 
 $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages

@@ -23,6 +23,7 @@ ALLOWED = {
     },
     "fetch": {"csrc": "std::atomic's fetch_add and fetch_sub"},
     "idx": {"csrc": "CUDA's threadIdx and blockIdx", "pdstore/adapters/vllm": "vLLM's engine_idx"},
+    "object": {"pdstore/adapters/lmcache": "LMCache's ObjectKey and object groups"},
     "req": {"pdstore/adapters/vllm": "vLLM's finished_req_ids"},
 }
 """Banned words that a library, or another meaning, needs in one place."""

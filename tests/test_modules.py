@@ -35,6 +35,7 @@ DOORS = {
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "servers", "cluster")],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
+    "lmcache": ["adapters.lmcache.l2_adapter"],
     "sglang": [f"adapters.sglang.{name}" for name in ("backend", "server")],
     "pickle": [],
     "marshal": [],

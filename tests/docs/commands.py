@@ -68,6 +68,9 @@ RUN_BY = {
     "sglang serve *": (
         "tests/adapters/sglang/test_documented.py::test_the_flags_of_the_page_are_sglangs"
     ),
+    "lmcache *": (
+        "tests/adapters/lmcache/test_documented.py::test_the_flags_of_the_page_are_lmcaches"
+    ),
     "mooncake_master *": (
         f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
     ),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pdstore.adapters.checkpoint import find_checkpoint
 from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError
 from pdstore.format.weights import weights_revision
@@ -129,25 +130,14 @@ def _dtype(asked: str, stored_as: torch.dtype) -> str:
 
 def _directory(args: Any) -> Path:
     """Returns the checkpoint's directory, of a hub's name its snapshot in the hub's cache."""
-    directory = Path(args.model_path)
-    if directory.is_dir():
-        return directory
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(args.model_path, "config.json", revision=args.revision)
-    except (ImportError, ValueError) as error:
-        raise _unknown(args) from error
-    if not isinstance(found, str):
-        raise _unknown(args)
-    return Path(found).parent
-
-
-def _unknown(args: Any) -> ConfigError:
-    return ConfigError(
-        f"the checkpoint {args.model_path} is neither a directory nor in the hub's cache, so that"
-        " its weights and its shape are not known: start SGLang with --model-path DIRECTORY"
-    )
+    directory = find_checkpoint(args.model_path, args.revision)
+    if directory is None:
+        raise ConfigError(
+            f"the checkpoint {args.model_path} is neither a directory nor in the hub's cache, so"
+            " that its weights and its shape are not known: start SGLang with --model-path"
+            " DIRECTORY"
+        )
+    return directory
 
 
 def _rope(directory: Path, args: Any) -> str:

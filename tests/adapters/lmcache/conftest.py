@@ -1,0 +1,21 @@
+"""Adapters for the tests of the LMCache adapter, closed at their end."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+
+@pytest.fixture
+def open_adapter(tmp_path):
+    """Opens adapters: `open_adapter(store=...)`; over a pool in files, if not told otherwise."""
+    from tests.support.lmcache_server import Adapter
+
+    with contextlib.ExitStack() as stack:
+
+        def open_adapter(**params) -> Adapter:
+            params = {"store": f"file://{tmp_path}/pool", **params}
+            return stack.enter_context(contextlib.closing(Adapter(**params)))
+
+        yield open_adapter
