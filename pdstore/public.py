@@ -33,6 +33,7 @@ from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Namespace, Part
+from pdstore.format.pipeline import Pipeline
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
@@ -94,6 +95,7 @@ __all__ = [
     "Outcome",
     "PDStoreError",
     "Part",
+    "Pipeline",
     "PoolClosed",
     "PrefixCacheManager",
     "PromptKeys",

@@ -16,6 +16,7 @@ _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other projects
 _DAY_S = 86_400.0
+MAX_LAYER_RANGES = 64
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
 """A time in seconds; 0 means not to wait."""
@@ -87,7 +88,7 @@ class Settings(BaseSettings):
     layer_ranges: int | None = Field(
         None,
         ge=1,
-        le=64,
+        le=MAX_LAYER_RANGES,
         description="Runs of layers a block is stored in. Unset: 1 to 4 by size. Equal on P and D.",
     )
     publish: bool = Field(

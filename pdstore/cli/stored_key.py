@@ -16,7 +16,7 @@ class StoredKey(NamedTuple):
 
     name: the prefix hash of a block, the id of a hand-off.
     num_tokens: of a tail; None for whole blocks, whose key does not say.
-    state: of a marker: started, done or failed.
+    state: of a marker: started, done, failed, or stageN for the end of one pipeline stage.
     """
 
     kind: Kind

@@ -38,6 +38,13 @@ class HandoffId(NamedTuple):
         """Returns the key that is stored when a shard of the prompt is durable."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")
 
+    def stage_done(self, namespace: Namespace, shard: int, stage: int) -> BlockKey:
+        """Returns the key that P stores when one pipeline stage of a shard is durable.
+
+        Only P's stages look for it: the last of them stores `done`.
+        """
+        return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:stage{stage}")
+
     def failed(self, namespace: Namespace) -> BlockKey:
         """Returns the key that P stores when a shard will not be saved."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
@@ -53,7 +60,7 @@ class HandoffId(NamedTuple):
         return None if named == self.hex else named
 
     def marker(self, namespace: Namespace, shard: int, num_shards: int, num_tokens: int) -> Header:
-        """Returns the value under `done` and `failed`: a header without a payload."""
+        """Returns the value under every marker but `started`: a header without a payload."""
         return Header(
             flags=FLAG_MARKER,
             group=0,

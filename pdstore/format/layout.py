@@ -9,10 +9,12 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from pdstore.errors import LayoutError
+from pdstore.format.layer_groups import groups_of, range_of
 from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout_check import check_layout, check_pages_are_shared
 from pdstore.format.namespace import Namespace, Part
 from pdstore.format.namespace_fields import namespace_fields
+from pdstore.format.pipeline import Pipeline
 from pdstore.settings import Settings
 
 NO_BLOCK = -1
@@ -34,7 +36,8 @@ class Layout:
     `Layout.of` fills in what the settings say.
 
     dtype: torch's name of the cache's element type.
-    layers: one LayerSpec per layer, in order; equal specs of one layer range form one KV group.
+    layers: one LayerSpec per layer of the whole model, in order; equal specs of one layer range
+      form one KV group.
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
@@ -46,6 +49,7 @@ class Layout:
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
     num_ranges: how many runs of layers a block is stored in, as even as they can be. P stores the
       values of one range while the model computes the next.
+    pipeline: the stages of pipeline-parallel ranks; None if each rank holds all layers.
 
     Raises LayoutError for numbers that do not fit together.
     """
@@ -63,6 +67,7 @@ class Layout:
     tp_size: int = 1
     draft_layers: int = 0
     num_ranges: int = 1
+    pipeline: Pipeline | None = None
 
     @classmethod
     def of(
@@ -79,6 +84,7 @@ class Layout:
         tp_rank: int = 0,
         tp_size: int = 1,
         draft_layers: int = 0,
+        pipeline: Pipeline | None = None,
     ) -> Layout:
         """Returns the layout with block size, order, shards and layer ranges from the settings.
 
@@ -89,7 +95,7 @@ class Layout:
         layers = tuple(layers)
         is_engines = gives_back or page is not None
         if page is not None:
-            _check_pages_are_shared(settings)
+            check_pages_are_shared(settings)
         layout = cls(
             dtype=dtype,
             layers=layers,
@@ -105,40 +111,10 @@ class Layout:
             draft_layers=draft_layers,
         )
         wanted = settings.layer_ranges or min(MAX_RANGES, layout.block_bytes // RANGE_BYTES)
-        return replace(layout, num_ranges=max(1, min(wanted, len(layers))))
+        return replace(layout, num_ranges=max(1, min(wanted, len(layers))), pipeline=pipeline)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise LayoutError("a layout needs at least one layer")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise LayoutError(f"{self.dtype!r} is no torch dtype")
-        if (self.order == "page") != (self.page is not None):
-            raise LayoutError("the order is that of pages if, and only if, `page` says how")
-        if self.block_tokens % self.engine_block_tokens or (
-            self.order == "page" and self.block_tokens != self.engine_block_tokens
-        ):
-            raise LayoutError(
-                f"PDSTORE_BLOCK_TOKENS={self.block_tokens} must be a multiple of the engine's block"
-                f" of {self.engine_block_tokens} tokens"
-            )
-        if self.num_shards % self.tp_size or not 0 <= self.tp_rank < self.tp_size:
-            raise LayoutError(
-                f"PDSTORE_KV_SHARDS={self.num_shards} must be a multiple of the TP size"
-                f" {self.tp_size}, and rank {self.tp_rank} below it"
-            )
-        self._check_splits()
-
-    def _check_splits(self) -> None:
-        """Raises LayoutError for layers and heads that do not split as asked."""
-        if not 1 <= self.num_ranges <= len(self.layers):
-            raise LayoutError(f"{len(self.layers)} layers do not make {self.num_ranges} ranges")
-        for spec in self.layers:
-            if spec.kind != "mla" and spec.num_kv_heads % self.num_shards:
-                raise LayoutError(
-                    f"{spec.num_kv_heads} KV heads do not split into {self.num_shards} shards:"
-                    " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
-                    " ranks hold copies of are not supported)"
-                )
+        check_layout(self)
 
     @cached_property
     def itemsize(self) -> int:
@@ -153,28 +129,37 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layer numbers of each KV group; groups in order of their first layer.
+        """The layer numbers of each KV group, over all ranks; groups in order of first layers."""
+        return groups_of(self.layers, self.num_ranges)
 
-        A group's layers are of one range, and those of a range come before those of the next.
-        """
-        groups: dict[tuple[int, LayerSpec], list[int]] = {}
-        for number, spec in enumerate(self.layers):
-            groups.setdefault((self.range_of(number), spec), []).append(number)
-        return tuple(tuple(numbers) for numbers in groups.values())
+    @cached_property
+    def held_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers in this rank's cache, in the cache's order."""
+        return tuple(range(len(self.layers))) if self.pipeline is None else self.pipeline.layers
+
+    @cached_property
+    def held_ranges(self) -> tuple[int, ...]:
+        """The layer ranges that have layers in this rank's cache, in order."""
+        return tuple(dict.fromkeys(self.range_of(layer) for layer in self.held_layers))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 without one."""
+        return 1 if self.pipeline is None else self.pipeline.num_stages
 
     def range_of(self, layer: int) -> int:
         """Returns the layer range that a layer belongs to, counted from 0."""
-        return layer * self.num_ranges // len(self.layers)
+        return range_of(layer, len(self.layers), self.num_ranges)
 
     def range_of_part(self, part: Part) -> int:
         """Returns the layer range that a part's layers belong to."""
         return self.range_of(self.groups[part.group][0])
 
     def num_whole_ranges(self, num_layers: int) -> int:
-        """Returns how many layer ranges are complete once the first `num_layers` are computed."""
-        if num_layers >= len(self.layers):
-            return self.num_ranges
-        return self.range_of(num_layers)
+        """Returns how many `held_ranges` are complete once the first layers held are computed."""
+        if num_layers >= len(self.held_layers):
+            return len(self.held_ranges)
+        return self.held_ranges.index(self.range_of(self.held_layers[num_layers]))
 
     @cached_property
     def num_tables(self) -> int:
@@ -201,9 +186,14 @@ class Layout:
 
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
-        """The parts that this rank saves and loads; an MLA group belongs to every rank."""
-        mine = self.owned_shards
-        return tuple(p for p in self.parts if p.shard in mine or self.shards_of(p.group) == 1)
+        """The parts that this rank saves and loads; an MLA group belongs to its whole stage."""
+        shards, layers = self.owned_shards, set(self.held_layers)
+        return tuple(
+            part
+            for part in self.parts
+            if self.groups[part.group][0] in layers
+            and (part.shard in shards or self.shards_of(part.group) == 1)
+        )
 
     @cached_property
     def grid_shards(self) -> int:
@@ -212,7 +202,7 @@ class Layout:
 
     @cached_property
     def owned_shards(self) -> range:
-        """The shards that this rank marks in a hand-off, because all their parts are its own."""
+        """The shards that this rank marks in a hand-off: all their parts in its stage are its."""
         if self.grid_shards == 1:
             return range(1)
         per_rank = self.num_shards // self.tp_size
@@ -288,12 +278,3 @@ class Layout:
 
     def _spec(self, group: int) -> LayerSpec:
         return self.layers[self.groups[group][0]]
-
-
-def _check_pages_are_shared(settings: Settings) -> None:
-    """Raises LayoutError if tenants are kept apart, because pages would tell one of another."""
-    if settings.salt is not None:
-        raise LayoutError(
-            "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
-            " what an earlier request left in them: they cannot be used together"
-        )

@@ -107,8 +107,8 @@ class Follow:
         if handoff.instance is not None:
             self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s, self._split = stall_s, split
-        self._lanes = [_Lane(prompt, first_block, n) for n in range(prompt.layout.num_ranges)]
-        for n in range(len(self._lanes)):
+        self._lanes = [_Lane(prompt, first_block, n) for n in prompt.layout.held_ranges]
+        for n in prompt.layout.held_ranges:
             work.release([], n)  # no token counts before all of its layer ranges are loaded
 
     @property

@@ -17,8 +17,9 @@ from pdstore.worker.beats import Beats
 class Heartbeat:
     """Puts one small value each `period_s`, as long as a hand-off is being saved.
 
-    The first one comes a period after a hand-off's begin: most are saved by then. One rank beats
-    for its instance, and until the other ranks' saves must have ended too. A beat that the store
+    The first one comes a period after a hand-off's begin: most are saved by then. One rank, with
+    the first layer's first shard, beats for its instance, and until the other ranks' saves must
+    have ended too. A beat that the store
     does not take is left out. Any thread may call, and a signal handler too.
     """
 
@@ -31,8 +32,9 @@ class Heartbeat:
         period_s: float = PERIOD_S,
     ) -> None:
         self._store, self._namespace, self._period_s = store, namespace, period_s
-        self._is_mine = settings.publish and 0 in layout.owned_shards
-        is_alone = len(layout.owned_shards) == layout.grid_shards
+        is_first = 0 in layout.owned_shards and 0 in layout.held_layers
+        self._is_mine = settings.publish and is_first
+        is_alone = len(layout.owned_shards) == layout.grid_shards and layout.num_stages == 1
         self._linger_s = 0.0 if is_alone else settings.save_deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
         self._beats: dict[str, Beats] = {}

@@ -37,33 +37,32 @@ class OpenSave:
         self._num_released = 0
 
     def layers_done(self, num_layers: int, ready: ReadyEvent | None = None) -> None:
-        """Says that the first `num_layers` layers of the cache hold the tokens to save.
+        """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
 
         ready: an event after which they do; None: after what the calling thread's current stream
           has queued. It is cheap to call for every layer: nothing happens before a range is whole.
         Raises SwapError while the stream is being captured into a graph.
         """
         layout = self._prompt.layout
-        num_whole = layout.num_whole_ranges(num_layers)
+        num_whole, held = layout.num_whole_ranges(num_layers), layout.held_ranges
         if num_whole <= self._num_released or self._waits_for_more(num_whole):
             return
         ready = ready or self._order()
-        if num_whole - self._num_released == layout.num_ranges:
+        if num_whole - self._num_released == len(held):
             self._release(None, ready, is_last=True)
         else:
             for number in range(self._num_released, num_whole):
-                self._release(number, ready, is_last=number == layout.num_ranges - 1)
+                self._release(held[number], ready, is_last=number == len(held) - 1)
         self._num_released = num_whole
         self._wake()
 
     def _waits_for_more(self, num_whole: int) -> bool:
         """True if the ranges that are whole but not released are too small to be saved alone."""
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
-        if num_whole == layout.num_ranges:
+        if num_whole == len(layout.held_ranges):
             return False
-        num_bytes = sum(
-            bytes_of(layout, keys, first, number) for number in range(self._num_released, num_whole)
-        )
+        waiting = layout.held_ranges[self._num_released : num_whole]
+        num_bytes = sum(bytes_of(layout, keys, first, number) for number in waiting)
         return num_bytes < self._split.early_bytes
 
     def _release(self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool) -> None:

@@ -135,7 +135,7 @@ class KVPool:
         save = self.begin_save(
             keys, block_ids, first_token=first_token, handoff=handoff, after=after
         )
-        save.layers_done(len(self.layout.layers), ready)
+        save.layers_done(len(self.layout.held_layers), ready)
         return save.job
 
     def begin_save(

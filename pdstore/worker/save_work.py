@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from pdstore.errors import StoreError
 from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
@@ -120,7 +121,7 @@ class SaveWork(Work):
         for saves_left in reversed(range(_MOST_ROUNDS)):
             missing = self._first_missing(child, 0, shortfall)
             if missing is None:
-                return self._mark_done(child, handoff)
+                return self._mark_stored(child, handoff)
             if shortfall is not None and shortfall.error is not None:
                 return shortfall
             if saves_left:
@@ -151,16 +152,35 @@ class SaveWork(Work):
         self._progress = keys.num_tokens if missing is None else keys.end_of(missing)
         return missing
 
-    def _mark_done(self, child: ChildJob, handoff: HandoffId) -> Shortfall | None:
+    def _mark_stored(self, child: ChildJob, handoff: HandoffId) -> Shortfall | None:
+        """Tells D that this rank's shards are durable, once all pipeline stages of them are.
+
+        Each stage marks its own end first and then looks for the others', so the last one sees all.
+        """
         layout, namespace = self._prompt.layout, self._prompt.keys.namespace
-        markers = {
-            handoff.done(namespace, n): handoff.marker(
-                namespace, n, layout.grid_shards, self._progress
-            )
-            for n in layout.owned_shards
-        }
-        reason = self._mover.mark(child, markers)
+        shards, stages = layout.owned_shards, range(layout.num_stages)
+        if layout.pipeline is not None:
+            own = {n: handoff.stage_done(namespace, n, layout.pipeline.stage) for n in shards}
+            if (reason := self._mark(child, handoff, own)) is not None:
+                return Shortfall(reason)
+            ends = [handoff.stage_done(namespace, n, stage) for n in shards for stage in stages]
+            if self._mover.num_matched(child, ends) < len(ends):
+                return None
+        reason = self._mark(child, handoff, {n: handoff.done(namespace, n) for n in shards})
         return None if reason is None else Shortfall(reason)
+
+    def _mark(
+        self, child: ChildJob, handoff: HandoffId, keys: Mapping[int, BlockKey]
+    ) -> Reason | None:
+        """Puts markers under the keys of some shards."""
+        namespace, num_shards = self._prompt.keys.namespace, self._prompt.layout.grid_shards
+        return self._mover.mark(
+            child,
+            {
+                key: handoff.marker(namespace, shard, num_shards, self._progress)
+                for shard, key in keys.items()
+            },
+        )
 
 
 def _nothing() -> None:

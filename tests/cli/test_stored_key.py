@@ -25,6 +25,8 @@ def test_markers_and_the_pools_id_are_read_back():
     handoff = HandoffId.new()
     marker = StoredKey.of(handoff.done(NAMESPACE, 5))
     assert marker == (Kind.HANDOFF, NAMESPACE.hex, 0, 5, handoff.hex, None, "done")
+    stage = StoredKey.of(handoff.stage_done(NAMESPACE, 5, 12))
+    assert stage == marker._replace(state="stage12")
     assert StoredKey.of(POOL_ID_KEY).kind is Kind.POOL
 
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from pdstore.errors import LayoutError
 from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
+from pdstore.format.pipeline import Pipeline
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings(block_tokens=64)
@@ -29,15 +29,6 @@ def layout(**changes) -> Layout:
             **changes,
         }
     )
-
-
-def test_layers_of_one_shape_and_window_are_a_group():
-    assert layout().groups == ((0, 2), (1,))
-
-
-def test_layers_of_another_range_are_another_group_and_ranges_come_in_order():
-    assert layout(layers=(FULL, SLIDING) * 3, num_ranges=2).groups == ((0, 2), (1,), (3, 5), (4,))
-    assert layout(layers=(FULL,) * 5, num_ranges=3).groups == ((0, 1), (2, 3), (4,))
 
 
 @pytest.mark.parametrize("num_ranges", [1, 2, 3, 7])
@@ -95,21 +86,29 @@ def test_an_mla_group_has_one_shard_that_every_rank_owns():
         assert two.shards_of(0) == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"layers": ()}, "at least one layer"),
-        ({"dtype": "float31"}, "float31"),
-        ({"engine_block_tokens": 48}, "PDSTORE_BLOCK_TOKENS"),
-        ({"num_shards": 3, "tp_size": 2}, "PDSTORE_KV_SHARDS"),
-        ({"num_shards": 16}, "do not split"),
-        ({"tp_rank": 1}, "rank 1"),
-        ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused(changes, word):
-    with pytest.raises(LayoutError, match=word):
-        layout(**changes)
+def test_a_stage_owns_the_parts_of_its_layers_and_all_ranks_together_all_of_them():
+    ranks = [
+        layout(
+            layers=(FULL, MLA) * 2,
+            num_ranges=2,
+            num_shards=2,
+            tp_size=2,
+            tp_rank=tp_rank,
+            pipeline=Pipeline((0, 0, 1, 1), stage),
+        )
+        for stage in range(2)
+        for tp_rank in range(2)
+    ]
+    assert [rank.held_layers for rank in ranks] == [(0, 1)] * 2 + [(2, 3)] * 2
+    assert [rank.held_ranges for rank in ranks] == [(0,)] * 2 + [(1,)] * 2
+    assert {part for rank in ranks for part in rank.owned_parts} == set(ranks[0].parts)
+    assert not set(ranks[0].owned_parts) & set(ranks[2].owned_parts)
+    assert [list(rank.owned_shards) for rank in ranks] == [[0], [1], [0], [1]]
+
+
+def test_a_stages_range_is_whole_with_the_last_of_its_own_layers():
+    last = layout(layers=(FULL,) * 6, num_ranges=3, pipeline=Pipeline((0, 0, 1, 1, 1, 1), stage=1))
+    assert [last.num_whole_ranges(done) for done in range(5)] == [0, 0, 1, 1, 2]
 
 
 NAMESPACE_CHANGES = [
@@ -140,11 +139,15 @@ def test_everything_that_changes_bytes_changes_the_namespace():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"engine_block_tokens": 32}, {"num_shards": 2, "tp_size": 2, "tp_rank": 1}],
+    [
+        {"engine_block_tokens": 32},
+        {"num_shards": 2, "tp_size": 2, "tp_rank": 1},
+        {"pipeline": Pipeline((0, 1, 2), stage=1)},
+    ],
 )
 def test_what_is_of_one_instance_only_is_not_in_the_namespace(changes):
-    base = layout(num_shards=changes.get("num_shards", 1))
+    base = layout(num_shards=changes.get("num_shards", 1), num_ranges=3)
     assert (
-        layout(**changes).namespace(SETTINGS, weights="w").digest
+        layout(**changes, num_ranges=3).namespace(SETTINGS, weights="w").digest
         == base.namespace(SETTINGS, weights="w").digest
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
+from pdstore.format.pipeline import Pipeline
 from pdstore.settings import read_settings
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.swap.base import Swap
@@ -25,10 +26,11 @@ def settings_of(**changes: object) -> Settings:
 
 
 def caches_of(layout: Layout, num_blocks: int = 64, fill: float | None = None) -> list:
-    """Per layer [num_blocks, engine_block_tokens, heads, channels], random or `fill`."""
+    """Per held layer [num_blocks, engine_block_tokens, heads, channels], random or `fill`."""
     caches = []
-    for n, spec in enumerate(layout.layers):
-        shape = (num_blocks, layout.engine_block_tokens, layout.local_heads(n), spec.channels)
+    for n in layout.held_layers:
+        channels = layout.layers[n].channels
+        shape = (num_blocks, layout.engine_block_tokens, layout.local_heads(n), channels)
         dtype = getattr(torch, layout.dtype)
         cache = torch.randn(shape) if fill is None else torch.full(shape, fill)
         caches.append(cache.to(dtype))
@@ -51,6 +53,7 @@ class Instance:
         weights: str = "w",
         range_bytes: int = RANGE_BYTES,
         num_blocks: int = 64,
+        pipeline: Pipeline | None = None,
         swap: Callable[[Layout, list], Swap] | None = None,
         **changes: object,
     ) -> None:
@@ -61,6 +64,7 @@ class Instance:
             layers=layers,
             engine_block_tokens=engine_block_tokens,
             rope="",
+            pipeline=pipeline,
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, num_blocks, fill)

@@ -22,7 +22,9 @@ def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[Laye
     if layout.order != "page":
         return list(kv_caches)
     caches_as_bytes(layout, kv_caches)
-    return [_as_cells(layer, cache) for layer, cache in enumerate(kv_caches)]
+    return [
+        _as_cells(layer, cache) for layer, cache in zip(layout.held_layers, kv_caches, strict=True)
+    ]
 
 
 def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
@@ -35,13 +37,18 @@ def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
 
 def caches_as_bytes(
     layout: Layout, kv_caches: Sequence[LayerCache]
-) -> list[tuple[torch.Tensor, ...]]:
-    """Views each layer's cache tensors as bytes. Raises LayoutError if they do not fit."""
-    if len(kv_caches) != len(layout.layers):
-        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(layout.layers)} layers")
-    caches = [_as_bytes(layout, n, cache) for n, cache in enumerate(kv_caches)]
-    one = caches[0][0]
-    if any(t.shape[0] != one.shape[0] or t.device != one.device for c in caches for t in c):
+) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Views the cache tensors of each layer that this rank holds as bytes, by the layer's number.
+
+    Raises LayoutError if they do not fit.
+    """
+    held = layout.held_layers
+    if len(kv_caches) != len(held):
+        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(held)} layers")
+    caches = {n: _as_bytes(layout, n, cache) for n, cache in zip(held, kv_caches, strict=True)}
+    one = caches[held[0]][0]
+    tensors = [tensor for cache in caches.values() for tensor in cache]
+    if any(t.shape[0] != one.shape[0] or t.device != one.device for t in tensors):
         raise LayoutError("all caches must have the same number of blocks and be on one device")
     return caches
 

@@ -82,8 +82,8 @@ class NativeSwap(Swap):
     ) -> None:
         self._layout = layout
         self._caches = caches_as_bytes(layout, kv_caches)
-        self.device = self._caches[0][0].device
-        self.num_blocks = self._caches[0][0].shape[0]
+        one = self._caches[layout.held_layers[0]][0]
+        self.device, self.num_blocks = one.device, one.shape[0]
         self._library = library
         self._ordinal = CPU if self.device.type == "cpu" else self.device.index
         if self.device.type == "cuda":

@@ -16,12 +16,13 @@ from pdstore.worker.swap.torch import TorchSwap
 def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache]) -> Swap:
     """Opens the native engine where PDSTORE_NATIVE and the machine allow it, else torch.
 
-    kv_caches: one entry for each layer, as `TorchSwap` takes them; kept until `close`.
+    kv_caches: one entry for each of `layout.held_layers`, as `TorchSwap` takes them; kept until
+      `close`.
     Raises ConfigError if the native library is required and missing, LayoutError for tensors that
     do not fit the layout, DeviceError or SwapError if the device refuses what the engine needs.
     """
     kv_caches, layout = pages_as_cells(layout, kv_caches), layout.cells
-    device = caches_as_bytes(layout, kv_caches)[0][0].device
+    device = caches_as_bytes(layout, kv_caches)[layout.held_layers[0]][0].device
     library = None
     if device.type in ("cpu", "cuda"):
         library = load_library(settings, for_gpu=device.type == "cuda")

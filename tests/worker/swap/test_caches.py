@@ -32,7 +32,7 @@ def test_the_bytes_are_those_of_the_tensors():
     layout = layout_of()
     caches = caches_of(layout, 4)
     views = caches_as_bytes(layout, caches)
-    for cache, (view,) in zip(caches, views, strict=True):
+    for cache, (view,) in zip(caches, views.values(), strict=True):
         assert view.dtype == torch.uint8
         assert view.data_ptr() == cache.data_ptr()
 

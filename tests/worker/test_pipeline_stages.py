@@ -1,0 +1,127 @@
+"""Pipeline stages, each with a pool of its own: the hand-off is complete when all have stored."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pdstore import LayerSpec
+from pdstore.format.handoff import HandoffId
+from pdstore.format.pipeline import Pipeline
+from pdstore.outcome import Reason
+from tests.support.kv import POISON, eventually
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS
+
+LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(1, 24, value_dim=0, kind="mla")) * 2
+NUM_TOKENS = 200
+KEPT = {"layer_ranges": 2, "layers": LAYERS}
+
+
+@pytest.fixture
+def stages(instance):
+    """Makes the ranks of an instance with some layers in each stage."""
+
+    def make(counts, **more):
+        stage_of = tuple(itertools.chain(*([n] * count for n, count in enumerate(counts))))
+        return [
+            instance(pipeline=Pipeline(stage_of, n), **KEPT, **more) for n in range(len(counts))
+        ]
+
+    return make
+
+
+def caches_of(ranks):
+    """The caches of all layers, whichever stage holds them."""
+    return [cache for rank in ranks for cache in rank.caches]
+
+
+def assert_same_tokens(d, p, num_tokens=NUM_TOKENS):
+    for got, want in zip(caches_of(d), caches_of(p), strict=True):
+        got, want = got[D_BLOCKS].flatten(0, 1), want[P_BLOCKS].flatten(0, 1)
+        assert torch.equal(got[:num_tokens], want[:num_tokens])
+        assert (got[num_tokens:] == POISON).all()
+
+
+def publish(rank, handoff):
+    keys = rank.cache.keys(range(NUM_TOKENS))
+    return rank.pool.save(keys, P_BLOCKS, handoff=handoff).wait(10)
+
+
+@pytest.mark.parametrize(
+    ("of_p", "of_d"), [((3, 3), (6,)), ((6,), (3, 3)), ((3, 3), (3, 3))], ids=str
+)
+def test_p_and_d_of_any_stages_hand_over(stages, of_p, of_d):
+    p, d = stages(of_p), stages(of_d, fill=POISON)
+    handoff, params = p[0].cache.announce(p[0].cache.keys(range(NUM_TOKENS)))
+    assert all(publish(rank, handoff).reason is None for rank in p)
+    found = d[0].cache.lookup(d[0].cache.keys(range(NUM_TOKENS)), params).wait(10)
+    assert (found.num_tokens, found.reason) == (NUM_TOKENS, None)
+    for rank in d:
+        assert rank.pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == NUM_TOKENS
+    assert_same_tokens(d, p)
+
+
+def lookup(d, params):
+    return d.cache.lookup(d.cache.keys(range(NUM_TOKENS)), params)
+
+
+def test_d_waits_until_the_last_stage_has_stored(stages):
+    first, last = stages((3, 3))
+    [d] = stages((6,))
+    handoff, params = first.cache.announce(first.cache.keys(range(NUM_TOKENS)))
+    assert publish(last, handoff).reason is None
+    waiting = lookup(d, params)
+    assert d.store.match([handoff.done(d.namespace, 0)]) == 0
+    assert waiting.poll() is None
+    assert publish(first, handoff).reason is None
+    assert waiting.wait(10).num_tokens == NUM_TOKENS
+
+
+def test_a_stage_that_fails_ends_the_hand_off(stages):
+    first, last = stages((3, 3))
+    [d] = stages((6,), handoff_wait_s=60.0)
+    handoff, params = first.cache.announce(first.cache.keys(range(NUM_TOKENS)))
+    assert publish(first, handoff).reason is None
+    last.pool.abort_handoff(handoff)
+    found = lookup(d, params).wait(30)
+    assert (found.num_tokens, found.reason) == (0, Reason.HANDOFF_FAILED)
+
+
+def test_without_a_stages_last_values_d_has_the_blocks_that_are_whole(stages):
+    """The stage has died: what it stored before counts, and the rest is a miss with a reason."""
+    p = first, last = stages((3, 3))
+    d = [alone] = stages((6,), fill=POISON, handoff_wait_s=0.5)
+    handoff, params = first.cache.announce(first.cache.keys(range(NUM_TOKENS)))
+    assert publish(first, handoff).reason is None
+    last.pool.save(last.cache.keys(range(NUM_TOKENS)).prefix(128), P_BLOCKS).wait(10)
+    found = lookup(alone, params).wait(10)
+    assert (found.num_tokens, found.reason) == (128, Reason.HANDOFF_LATE)
+    assert alone.pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == 128
+    assert_same_tokens(d, p, 128)
+
+
+def test_a_load_follows_both_stages(stages):
+    p, d = stages((3, 3)), stages((6,), fill=POISON)
+    handoff = HandoffId.new()
+    keys = d[0].cache.keys(range(NUM_TOKENS))
+    job = d[0].pool.load(keys, D_BLOCKS, follow=handoff)
+    for rank in p:
+        assert not job.done
+        assert publish(rank, handoff).reason is None
+    assert job.wait(10).num_tokens == NUM_TOKENS
+    assert_same_tokens(d, p)
+
+
+def test_a_stage_saves_its_ranges_while_it_computes_its_later_layers(instance):
+    pipeline = Pipeline((0, 0, 1, 1, 1, 1), stage=1)
+    p = instance(layer_ranges=3, layers=LAYERS, pipeline=pipeline, workers=4, range_bytes=1)
+    keys = p.cache.keys(range(NUM_TOKENS))
+    early = [part for part in p.layout.owned_parts if p.layout.range_of_part(part) == 1]
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    save.layers_done(2)
+    eventually(lambda: p.store.match(keys.store_keys(early)) == len(early) * len(keys))
+    assert not save.job.done
+    save.layers_done(4)
+    assert save.job.wait(10).num_tokens == NUM_TOKENS
