@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.adapters.shaping import SHAPING, canonical, shaping
+from pdstore.adapters.vllm.stages import NamedLayer, all_layers
 from pdstore.errors import ConfigError, LayoutError
 from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import Layout
@@ -45,7 +46,6 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         "KV cache scales that are calculated at run time": getattr(
             vllm_config.cache_config, "calculate_kv_scales", False
         ),
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "sleep mode (it frees the KV cache that pdstore copies from)": getattr(
@@ -85,26 +85,25 @@ def layout_of(
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
-) -> Layout:
-    """The layout of one rank's real KV cache.
+) -> tuple[Layout, dict[str, torch.Tensor]]:
+    """The layout of one rank's real KV cache, and the cache in the form that `KVPool` takes.
 
-    kv_caches: the result of `layer_views`.
+    kv_caches: vLLM's tensors, as `layer_views` takes them.
+    Every stage of a pipeline calls it at the same time: they tell each other their layers.
     Raises LayoutError for layers or sharding that are not supported.
     """
     parallel = vllm_config.parallel_config
-    if getattr(kv_cache_config, "kv_tp_replicas", 1) > 1:
-        raise LayoutError(
-            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
-            " tensor-parallel size"
-        )
-    names = layers_of(kv_cache_config)
-    first = kv_caches[names[0]]
-    blocks = {kv_caches[name].shape[1] for name in names}
-    if len(blocks) > 1:
-        raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens")
-    specs = _layer_specs(kv_cache_config, kv_caches, parallel.tensor_parallel_size)
+    views: dict[str, torch.Tensor] = {}
+
+    def own_layers() -> list[NamedLayer]:
+        views.update(layer_views(kv_cache_config, kv_caches))
+        return _own_layers(kv_cache_config, views, parallel.tensor_parallel_size)
+
+    layers, pipeline = all_layers(own_layers, _pipeline_ranks())
+    names, specs = [layer.name for layer in layers], [layer.spec for layer in layers]
+    own_name, first = next(iter(views.items()))
     hf_config = vllm_config.model_config.hf_text_config
-    return Layout.of(
+    layout = Layout.of(
         settings,
         dtype=str(first.dtype).removeprefix("torch."),
         layers=specs,
@@ -112,11 +111,13 @@ def layout_of(
         gives_back=any(spec.window for spec in specs),
         rope=_shaping(vllm_config, names),
         quantization=_quantization(vllm_config),
-        page=_page(vllm_config, names[0]) if first.device.type == "cpu" else None,
+        page=_page(vllm_config, own_name) if first.device.type == "cpu" else None,
         tp_rank=_tp_rank(vllm_config),
         tp_size=parallel.tensor_parallel_size,
         draft_layers=max(0, len(names) - getattr(hf_config, "num_hidden_layers", len(names))),
+        pipeline=pipeline,
     )
+    return layout, views
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
@@ -154,16 +155,28 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
     return weights_revision(model.model, settings)
 
 
-def _layer_specs(
+def _own_layers(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
-) -> Sequence[LayerSpec]:
-    specs = []
+) -> list[NamedLayer]:
+    """The layers in this rank's cache, group by group."""
+    if getattr(kv_cache_config, "kv_tp_replicas", 1) > 1:
+        raise LayoutError(
+            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
+            " tensor-parallel size"
+        )
+    if not kv_caches:
+        raise LayoutError("no layer of it has a KV cache; choose a smaller pipeline-parallel size")
+    blocks = {cache.shape[1] for cache in kv_caches.values()}
+    if len(blocks) > 1:
+        raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens")
+    layers = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
             spec = by_layer.get(name, group.kv_cache_spec)
-            specs.append(_layer_spec(name, spec, kv_caches[name], tp_size, table))
-    return specs
+            layer = _layer_spec(name, spec, kv_caches[name], tp_size, table)
+            layers.append(NamedLayer(name, layer))
+    return layers
 
 
 def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
@@ -218,6 +231,12 @@ def _quantization(vllm_config: Any) -> str | None:
     weights = vllm_config.model_config.quantization
     cache = vllm_config.cache_config.cache_dtype
     return None if weights is None and cache == "auto" else canonical([weights, str(cache)])
+
+
+def _pipeline_ranks() -> Any:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return get_pp_group()
 
 
 def _tp_rank(vllm_config: Any) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pdstore.adapters.vllm.describe import (
-    layer_views,
     layers_by_step,
     layout_of,
     revision_of,
@@ -69,8 +68,9 @@ class PDStoreConnectorWorker:
         vLLM captures graphs right after this hook: then the end of pinning is waited for here.
         Raises PDStoreError if the cache does not fit.
         """
-        caches = layer_views(self._kv_cache_config, kv_caches)
-        layout = layout_of(self._settings, self._vllm_config, self._kv_cache_config, caches)
+        layout, caches = layout_of(
+            self._settings, self._vllm_config, self._kv_cache_config, kv_caches
+        )
         weights = revision_of(self._settings, self._vllm_config)
         namespace = layout.namespace(self._settings, weights=weights)
         tensors = list(caches.values())
@@ -92,7 +92,7 @@ class PDStoreConnectorWorker:
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
-        self._step_saves = StepSaves(len(pool.layout.layers), layers)
+        self._step_saves = StepSaves(len(pool.layout.held_layers), layers)
 
     def ready(self) -> None:
         """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -57,6 +58,22 @@ def _import_vllm() -> None:
 
     for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")  # on CPUs it spawns
+    _let_later_stages_receive(vllm.v1.worker.cpu_model_runner.CPUModelRunner)
+
+
+def _let_later_stages_receive(runner: Any) -> None:
+    """Allocates what a pipeline stage receives, as vLLM does in the warm-up that it skips here."""
+    receive = runner.sync_and_gather_intermediate_tensors
+
+    @functools.wraps(receive)
+    def allocated(self: Any, *args: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return receive(self, *args)
+
+    runner.sync_and_gather_intermediate_tensors = allocated
 
 
 def _become(asked: dict[str, Any]) -> None:

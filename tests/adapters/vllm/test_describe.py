@@ -81,7 +81,6 @@ def test_a_plain_configuration_is_accepted():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline"),
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_sleep_mode": True}, "sleep mode"),

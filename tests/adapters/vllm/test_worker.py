@@ -88,7 +88,7 @@ def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp
     url = f"file://{tmp_path}/pool"
     key_file = write_seal_key(tmp_path / "seal.key")
     sealed = settings_of(store=url, seal_key_file=key_file)
-    said = {"layer_views": dict(enumerate(instance.caches)), "layout_of": instance.layout}
+    said = {"layout_of": (instance.layout, dict(enumerate(instance.caches)))}
     for name, value in {**said, "revision_of": "w", "layers_by_step": []}.items():
         monkeypatch.setattr(worker_module, name, lambda *_, value=value: value)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
