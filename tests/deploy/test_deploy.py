@@ -13,6 +13,8 @@ import yaml
 from pdstore.settings import Settings, variable_of
 from tests.deploy.commands import DEPLOY, ROOT, commands_of, options_of, services, variables
 
+KINDS_WITH_PODS = ("Deployment", "StatefulSet")
+
 
 def test_every_variable_is_a_setting():
     assert variables() >= {"PD_TRANSFER_VIA_STORAGE", "PDSTORE_STORE", "PDSTORE_ROLE"}
@@ -63,6 +65,19 @@ def test_no_image_runs_as_root():
     to_run = [stage for stage in stages if " AS wheel\n" not in stage]
     assert len(to_run) == 2
     assert all("\nUSER 10001\n" in stage for stage in to_run)
+
+
+def test_no_pod_has_rights_that_its_user_would_not_get():
+    paths = DEPLOY.glob("kustomize/**/*.yaml")
+    objects = [o for path in paths for o in yaml.safe_load_all(path.read_text())]
+    pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] in KINDS_WITH_PODS]
+    assert len(pods) == 6
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        for container in pod["containers"]:
+            rights = container["securityContext"]
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert not rights["allowPrivilegeEscalation"]
 
 
 def test_prometheus_asks_services_of_compose_and_has_the_alerts():
