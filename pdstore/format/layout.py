@@ -202,7 +202,7 @@ class Layout:
 
     @cached_property
     def owned_shards(self) -> range:
-        """The shards that this rank marks in a hand-off: all their parts in its stage are its."""
+        """The shards that this rank marks in a hand-off: it has all parts of them in its stage."""
         if self.grid_shards == 1:
             return range(1)
         per_rank = self.num_shards // self.tp_size

@@ -15,8 +15,8 @@ from pdstore.settings import MAX_LAYER_RANGES
 class Pipeline:
     """The stages of an instance's layers, and the stage of this rank.
 
-    No part of the namespace: P and D may have different stages. For that no value may hold layers
-    of two stages, so every KV group must lie within one.
+    It is no part of the namespace, so P and D may have different stages. Therefore no value may
+    hold layers of two stages: every KV group must lie within one.
 
     stage_of: the stage of each layer, in the layout's order.
     stage: this rank's, counted from 0.

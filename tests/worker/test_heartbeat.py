@@ -8,6 +8,7 @@ import pytest
 
 from pdstore import HandoffId
 from pdstore.errors import StoreUnavailable
+from pdstore.format.pipeline import Pipeline
 from pdstore.format.pulse import RING, beat_key, is_beat
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.heartbeat import Heartbeat
@@ -102,6 +103,18 @@ def test_nothing_is_put_for_nothing_announced(heartbeat, recorder, handoff):
     one.begin(handoff or ONE)
     time.sleep(5 * PERIOD_S)  # in which it would beat
     assert recorder.put_at == []
+
+
+def test_the_stage_with_the_first_layer_beats_until_the_others_must_have_ended(heartbeat, recorder):
+    first, later = (
+        heartbeat(layer_ranges=3, pipeline=Pipeline((0, 0, 1), stage)) for stage in range(2)
+    )
+    later.begin(ONE)
+    time.sleep(5 * PERIOD_S)  # in which it would beat
+    assert recorder.put_at == []
+    first.begin(ONE)
+    first.end(ONE)
+    eventually(lambda: len(recorder.put_at) >= 3)
 
 
 def test_a_save_that_ends_soon_costs_no_beat(instance, recorder):
