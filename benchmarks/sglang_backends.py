@@ -1,0 +1,106 @@
+"""The pools between two SGLang servers: pdstore's stores, and SGLang's own backends."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from examples.sglang_serve import HICACHE
+
+Started = tuple[list[str], dict[str, str]]
+"""The options and the environment of P and D, whose store runs."""
+
+_MASTER_PORT, _REDIS_PORT = 50061, 31999
+_EXTRA = '--hicache-storage-backend-extra-config={"prefetch_threshold": 64}'
+
+
+class Room(Protocol):
+    """Where a backend finds its place.
+
+    pool: a memory-backed directory.
+    logs: a directory for the output of the stores' processes.
+    budget: the size of a pool.
+    store: the process of a store that is a server, which a backend may set.
+    """
+
+    pool: Path
+    logs: Path
+    store: subprocess.Popen[bytes] | None
+
+    @property
+    def budget(self) -> str: ...
+
+
+def _pdstore(store: str) -> Started:
+    return list(HICACHE), {
+        "PD_TRANSFER_VIA_STORAGE": "1",
+        "PDSTORE_STORE": store,
+        "PDSTORE_WEIGHTS": "random-0",
+        "PDSTORE_REQUIRE_STORE": "1",
+    }
+
+
+def _files(room: Room, running: contextlib.ExitStack) -> Started:
+    return _pdstore(f"file://{room.pool}/pdstore-file?budget={room.budget}")
+
+
+def _arena(room: Room, running: contextlib.ExitStack) -> Started:
+    directory = room.pool / "pdstore-shm"
+    directory.mkdir()
+    return _pdstore(f"shm://sglang?size={room.budget}&dir={directory}")
+
+
+def _redis(room: Room, running: contextlib.ExitStack) -> Started:
+    options = ["--port", str(_REDIS_PORT), "--save", "", "--io-threads", "4"]
+    room.store = _beside(room, "redis-server", options, running)
+    running.callback(setattr, room, "store", None)
+    return _pdstore(f"redis://127.0.0.1:{_REDIS_PORT}/0")
+
+
+def _theirs(backend: str) -> list[str]:
+    kept = [each for each in HICACHE if not each.startswith("--hicache-storage-backend")]
+    return [*kept, f"--hicache-storage-backend={backend}", _EXTRA]
+
+
+def _their_files(room: Room, running: contextlib.ExitStack) -> Started:
+    return _theirs("file"), {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": f"{room.pool}/theirs"}
+
+
+def _their_mooncake(room: Room, running: contextlib.ExitStack) -> Started:
+    options = [f"--rpc_port={_MASTER_PORT}", "--rpc_address=127.0.0.1", "--metrics_port=9013"]
+    _beside(room, "mooncake_master", options, running)
+    return _theirs("mooncake"), {
+        "MOONCAKE_MASTER": f"127.0.0.1:{_MASTER_PORT}",
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "16gb",
+    }
+
+
+def _beside(
+    room: Room, program: str, options: list[str], running: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    """Starts a store's process, which ends with `running`."""
+    found = shutil.which(program)
+    if found is None:
+        raise RuntimeError(f"no {program} on the PATH")
+    with (room.logs / f"{program}.log").open("ab") as log:
+        process = subprocess.Popen([found, *options], stdout=log, stderr=subprocess.STDOUT)
+    running.callback(process.wait, 10)
+    running.callback(process.kill)
+    time.sleep(1)
+    return process
+
+
+BACKENDS: dict[str, Callable[[Room, contextlib.ExitStack], Started]] = {
+    "pdstore-shm": _arena,
+    "pdstore-file": _files,
+    "pdstore-redis": _redis,
+    "file": _their_files,
+    "mooncake": _their_mooncake,
+}

@@ -1,0 +1,131 @@
+"""Faults between two SGLang servers and their pool: D's answer has to be that of one server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.sglang_instance import Instance
+
+Row = dict[str, Any]
+
+_TOKENS = 8
+_START_S = 150.0
+
+
+class Scene(NamedTuple):
+    """The servers, and the pool between P and D.
+
+    directory: of the pool's values; empty where a server keeps them.
+    store: the process of a store that is a server; None for files.
+    prompt: one that nobody has asked yet.
+    settle_s: seconds in which P has stored it.
+    """
+
+    directory: Path
+    store: subprocess.Popen[bytes] | None
+    plain: Instance
+    p: Instance
+    d: Instance
+    prompt: list[int]
+    settle_s: float
+
+    def save(self) -> None:
+        """Lets P store the prompt, and forget it."""
+        self.p.ask(self.prompt, 1)
+        time.sleep(self.settle_s)
+        self.p.forget()
+
+    def ask(self) -> Row:
+        """D's answer beside that of one server."""
+        given, whole = self.d.ask(self.prompt, _TOKENS), self.plain.ask(self.prompt, _TOKENS)
+        for each in (self.plain, self.d):
+            each.forget()
+        return {
+            "d_first_token_s": given.first_at - given.asked_at,
+            "d_computed": len(self.prompt) - given.num_cached,
+            "equals_one_server": given.ids == whole.ids,
+        }
+
+
+def _damaged(scene: Scene) -> Row:
+    """Flips a bit in each MiB of what is stored, from its second half on."""
+    scene.save()
+    num_bits = 0
+    for file in _values(scene.directory):
+        size = file.stat().st_size
+        with file.open("r+b") as value:
+            for at in range(size // 2, size, 1 << 20):
+                byte = os.pread(value.fileno(), 1, at)
+                num_bits += os.pwrite(value.fileno(), bytes([byte[0] ^ 1]), at)
+    return {"bits": num_bits, **scene.ask()}
+
+
+def _restarted(scene: Scene) -> Row:
+    """Starts D again over a pool that P has filled."""
+    scene.save()
+    scene.d.stop()
+    scene.d.start()
+    return {"started_s": scene.d.wait_ready(_START_S), **scene.ask()}
+
+
+def _dead(scene: Scene) -> Row:
+    """Kills P when it has answered: pages that it has not stored will not come."""
+    scene.p.ask(scene.prompt, 1)
+    scene.p.stop(kill=True)
+    found = scene.ask()
+    scene.p.start()
+    return {"started_s": scene.p.wait_ready(_START_S), **found}
+
+
+def _hung(scene: Scene) -> Row:
+    """Stops the store's process while D asks."""
+    assert scene.store is not None
+    scene.save()
+    with _stopped(scene.store):
+        return scene.ask()
+
+
+def _gone(scene: Scene) -> Row:
+    """Ends the store, or deletes its files, under the servers."""
+    scene.save()
+    if scene.store is not None:
+        scene.store.kill()
+        scene.store.wait(10)
+    else:
+        shutil.rmtree(scene.directory, ignore_errors=True)
+    return scene.ask()
+
+
+@contextlib.contextmanager
+def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def _values(directory: Path) -> Iterator[Path]:
+    """The files that hold values: a page has more than 64 KiB."""
+    for file in directory.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 16:
+            yield file
+
+
+def faults_of(*, is_server: bool) -> dict[str, Callable[[Scene], Row]]:
+    """The faults of a store that is a server, or of files; the pool's end is the last."""
+    own = {"store hung": _hung} if is_server else {"pages damaged": _damaged}
+    return {
+        **own,
+        "D restarted over a warm pool": _restarted,
+        "P killed after its answer": _dead,
+        "store gone": _gone,
+    }

@@ -1,0 +1,158 @@
+"""One SGLang server in a process of its own, asked over HTTP by token ids."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Answer:
+    """Tokens of an answer, and when they came; times are those of `time.monotonic`.
+
+    num_cached: tokens of the prompt that were not computed, from any tier.
+    logprobs: of each token of `ids`; empty where they were not asked for.
+    """
+
+    asked_at: float
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a decode step; 0 for an answer of one token."""
+        return (self.ended_at - self.first_at) / max(1, len(self.ids) - 1)
+
+
+class Instance:
+    """One server. `start` it, `wait_ready`, `ask`, `stop`.
+
+    launch: the arguments of Python that start a server, before its options.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        launch: Sequence[str],
+        options: Sequence[str],
+        environment: Mapping[str, str],
+        logs: Path,
+    ) -> None:
+        self.name, self._url = name, f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, *launch, "--port", str(port), *options]
+        self._environment = {**os.environ, **environment}
+        self._log = logs / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its processes end with it
+            )
+
+    def wait_ready(self, timeout_s: float) -> float:
+        """Returns the seconds that it took. Raises RuntimeError with the log's end if it fails."""
+        began = time.monotonic()
+        while time.monotonic() - began < timeout_s:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                break
+            if self._answers("/health"):
+                return time.monotonic() - began
+            time.sleep(0.5)
+        tail = self._log.read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"{self.name} does not start:\n{tail}")
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        logprobs: bool = False,
+        timeout_s: float = 90,
+    ) -> Answer:
+        """Asks for exactly so many tokens, greedily. Raises OSError."""
+        body: dict[str, Any] = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
+            "stream": True,
+            "return_logprob": logprobs,
+        }
+        content = json.dumps(body).encode()
+        answer = Answer(time.monotonic())
+        with self._request("/generate", content, timeout_s) as lines:
+            for event in _events(lines):
+                answer.ended_at = time.monotonic()
+                answer.first_at = answer.first_at or answer.ended_at
+                _take(answer, event)
+        return answer
+
+    def forget(self) -> None:
+        """Empties the caches on the GPU and in host memory; the pool keeps what it has."""
+        end = time.monotonic() + 5
+        while not self._answers("/flush_cache", b"") and time.monotonic() < end:
+            time.sleep(0.25)  # a backup still runs
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Ends all its processes; twice is fine."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+            process.wait(15)
+        with contextlib.suppress(ProcessLookupError):  # what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(15)
+
+    def _answers(self, path: str, content: bytes | None = None) -> bool:
+        """True if the server answers that all is well."""
+        try:
+            self._request(path, content, timeout_s=10).close()
+        except OSError:
+            return False
+        return True
+
+    def _request(self, path: str, content: bytes | None = None, timeout_s: float = 10) -> Any:
+        request = urllib.request.Request(self._url + path, content)
+        request.add_header("content-type", "application/json")
+        return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def _events(lines: Any) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        text = line.decode().strip().removeprefix("data:").strip()
+        if text.startswith("{"):
+            event: dict[str, Any] = json.loads(text)
+            if "error" in event:
+                raise OSError(f"refused: {event['error']}")
+            yield event
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    """Takes a chunk, which repeats all tokens so far."""
+    about = event["meta_info"]
+    answer.ids = list(event["output_ids"])
+    answer.num_cached = about.get("cached_tokens", 0)
+    answer.logprobs = [each[0] for each in about.get("output_token_logprobs", ())]
