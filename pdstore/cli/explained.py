@@ -23,6 +23,7 @@ from pdstore.store.optional import StoredValue
 Algorithm = Literal["sha256", "xxh3_128"]
 _ALGORITHMS: tuple[Algorithm, ...] = ("sha256", "xxh3_128")
 _ROWS = 12
+_MOST_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _ids_of(text: str) -> list[int]:
         found = json.loads(listed if listed.lstrip().startswith("[") else f"[{listed}]")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--ids: {text[:40]!r} is neither ids nor a file of them") from error
-    if not found or not all(isinstance(each, int) for each in found):
+    if not found or not all(type(each) is int and 0 <= each <= _MOST_ID for each in found):
         raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
     return cast("list[int]", found)
 

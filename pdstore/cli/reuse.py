@@ -20,9 +20,16 @@ def read_trace(path: str) -> list[list[int]]:
     """Returns the block ids of each request. Raises ConfigError."""
     try:
         lines = Path(path).read_text().splitlines()
-        return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+        return [_ids_of(json.loads(line)) for line in lines if line.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no trace with hash_ids: {error!r}") from error
+
+
+def _ids_of(request: dict[str, object]) -> list[int]:
+    ids = request["hash_ids"]
+    if isinstance(ids, list) and all(type(each) is int for each in ids):
+        return ids
+    raise ValueError(f"hash_ids is no list of numbers: {str(ids)[:40]}")
 
 
 class ReuseDistances:

@@ -63,7 +63,10 @@ def test_ids_come_from_a_file_too(filled_file, tmp_path):
 
 @pytest.mark.parametrize(
     "question",
-    [Question(), Question("text"), Question(ids="one"), Question(ids="[]"), Question(ids="1,,2")],
+    [
+        *(Question(), Question("text"), Question(ids="one"), Question(ids="[]")),
+        *(Question(ids="1,,2"), Question(ids="1,2147483648"), Question(ids="[[1]]")),
+    ],
 )
 def test_what_is_no_prompt_is_refused(file_url, question):
     with pytest.raises(ConfigError, match="--ids"):

@@ -41,6 +41,7 @@ def test_a_trace_is_read_and_nonsense_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 1, "hash_ids": [0, 1]}\n{"hash_ids": [0]}\n')
     assert read_trace(str(path)) == [[0, 1], [0]]
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="no trace"):
-        read_trace(str(path))
+    for nonsense in ("{}", "[]", '{"hash_ids": 5}', '{"hash_ids": [[1]]}', "not JSON"):
+        path.write_text(nonsense)
+        with pytest.raises(ConfigError, match="no trace"):
+            read_trace(str(path))
