@@ -135,9 +135,7 @@ def calc(
     mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak.")] = 0.5,
     prompt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; again for more.")] = None,
     kv_element_bytes: Annotated[int | None, typer.Option(min=1, max=4, help="1: fp8.")] = None,
-    params: Annotated[
-        float | None, typer.Option(min=1, help="Active parameters, such as 37e9.")
-    ] = None,
+    params: Annotated[float | None, typer.Option(min=1, help="Active ones, such as 37e9.")] = None,
     bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="GB/s, for a verdict.")] = None,
     trace: Annotated[str | None, typer.Option(help="JSON lines with hash_ids: pool size.")] = None,
     hit_rate: Annotated[float | None, typer.Option(help="With --trace; 0 to 1.")] = None,

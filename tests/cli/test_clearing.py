@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdstore.cli.clearing import clear
-from pdstore.cli.listing import du
 from pdstore.errors import ConfigError
-from tests.support.command import run, run_json
-
-
-def namespaces(url):
-    return {use["namespace"] for use in du(url).document["namespaces"]}
+from tests.support.command import namespaces, run, run_json
 
 
 def test_one_namespace_goes_and_the_other_stays(filled, prompts):

@@ -50,6 +50,11 @@ def run_json(*arguments: str, **variables: str) -> Any:
     return ran.json
 
 
+def namespaces(url: str) -> set[str]:
+    """The namespaces of a pool, as `pdstore du` finds them."""
+    return {use["namespace"] for use in run_json("du", "--store", url)["namespaces"]}
+
+
 def namespace_of(name: str, *, parts: tuple[Part, ...] = (Part(0, 0),)) -> Namespace:
     return Namespace({"test": name}, parts, block_tokens=16)
 
