@@ -40,6 +40,7 @@ PATIENT = {
     "PDSTORE_LAYER_RANGES": "2",  # one for each stage: the checkpoint has two layers
     "PDSTORE_SAVE_DEADLINE_S": "20",  # beside a first forward, which takes seconds
     "PDSTORE_LOAD_DEADLINE_S": "20",
+    "PDSTORE_HANDOFF_WAIT_S": "20",
 }
 
 
