@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -20,6 +21,7 @@ from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 
 _START_S, _STOP_S, _PAUSE_S = 20.0, 5.0, 0.02
 _HOST = "127.0.0.1"
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Rehearsal:
@@ -84,7 +86,7 @@ def up(kind: str, memory: str, port: int | None, json_target: str | None = None)
     with tempfile.TemporaryDirectory(prefix="pdstore_up_") as scratch:
         rehearsal = Rehearsal(Path(scratch))
         try:
-            with _ending_at_sigterm(), contextlib.suppress(KeyboardInterrupt):
+            with _signals(signal.default_int_handler), contextlib.suppress(KeyboardInterrupt):
                 url = _STARTS[kind](rehearsal, scratch, num_bytes, port)
                 if json_target is None:
                     print(f"export PDSTORE_STORE='{url}'", flush=True)
@@ -93,7 +95,8 @@ def up(kind: str, memory: str, port: int | None, json_target: str | None = None)
                 print(f"{kind} runs with {memory} until Ctrl-C", file=sys.stderr)
                 rehearsal.wait()
         finally:
-            rehearsal.stop()
+            with _signals(signal.SIG_IGN):  # a second one would leave a server behind
+                rehearsal.stop()
     said = f"{kind} is stopped, and its values are gone"
     return Answer({"stopped": kind}, [said] if json_target is None else [])
 
@@ -123,13 +126,16 @@ _STARTS = {"redis": _start_redis, "mooncake": _start_mooncake}
 
 
 @contextlib.contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end this process as Ctrl-C does, so that no server is left behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _signals(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
+) -> Iterator[None]:
+    """Handles Ctrl-C, SIGTERM and a terminal that is closed in one way."""
+    before = {number: signal.signal(number, handler) for number in _ENDS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _bytes_of(text: str) -> int:

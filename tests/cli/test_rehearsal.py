@@ -1,4 +1,4 @@
-"""`pdstore up`: a server that can be used until Ctrl-C or SIGTERM, and is gone afterwards."""
+"""`pdstore up`: a server that can be used until a signal ends it, and is gone afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _announcement(process, *, is_json):
 
 
 @pytest.mark.parametrize(
-    ("end", "options"), [(signal.SIGINT, []), (signal.SIGTERM, ["--json", "-"])]
+    ("end", "options"), [(signal.SIGHUP, []), (signal.SIGTERM, ["--json", "-"])]
 )
 def test_a_redis_serves_until_it_is_told_to_end(end, options):
     need_redis_server()
