@@ -22,7 +22,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("!reset", lambda loader, node: None)
-_Loader.add_constructor("!override", lambda loader, node: loader.construct_mapping(node, deep=True))
+_Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
 
 
 def services() -> dict[str, dict[str, Any]]:
