@@ -21,7 +21,7 @@ FLOORS = (
     ("adapters", "testing", "cli", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats")
+VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats", "pool_events")
 DOORS = {
     "os.environ": ["settings", "environment"],
     "threading.Thread": ["threads"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
+from pdstore.adapters.vllm.pool_events import PoolEvents
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError
@@ -63,6 +64,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         settings = settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
         self._shows_status = settings.status_port is not None
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._tells_events = getattr(events, "enable_kv_cache_events", False)
+        self._num_ranks = vllm_config.parallel_config.world_size
+        self._events: PoolEvents | None = None
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
@@ -103,10 +108,18 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        self.scheduler.begin([m for m in metadata.values() if isinstance(m, RankLayout)])
+        self._begin([m for m in metadata.values() if isinstance(m, RankLayout)])
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        self.scheduler.begin([m for m in metadata.values() if isinstance(m, RankLayout)])
+        self._begin([m for m in metadata.values() if isinstance(m, RankLayout)])
+
+    def _begin(self, ranks: Sequence[RankLayout]) -> None:
+        self.scheduler.begin(ranks)
+        namespace = ranks[0].namespace
+        if self._tells_events and not namespace.windows:  # of these, vLLM's hashes name no block
+            self._events = PoolEvents(
+                self._num_ranks, ranks[0].block_tokens, namespace.block_tokens
+            )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler.bind(gpu_block_pool)
@@ -119,6 +132,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._events is not None:
+            self._events.add(request)
         found = self.scheduler.num_found(request, num_computed_tokens)
         return found, bool(found)
 
@@ -140,6 +155,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(lambda: None)
     def _add_saves(self, metadata: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
         self.scheduler.add_saves(metadata, scheduler_output)
+        if self._events is not None:
+            self._events.plan(metadata.saves)
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -148,11 +165,15 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         if new is not None and self._shows_status:
             self.scheduler.worker_metrics.observe(new)
         self.scheduler.report(report, list(connector_output.finished_recving or ()))
+        if self._events is not None and report is not None:
+            self._events.take_ended(report.ended)
 
     @degrades(lambda: (False, None))
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._events is not None:
+            self._events.finish(request.request_id)
         return False, self.scheduler.finish(request)
 
     def request_finished_all_groups(
@@ -170,7 +191,15 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: False)
     def reset_cache(self) -> bool:
-        return self.scheduler.reset()
+        is_clear = self.scheduler.reset()
+        if is_clear and self._events is not None:
+            self._events.clear()
+        return is_clear
+
+    @degrades(tuple)
+    def take_events(self) -> Sequence[Any]:
+        """Returns KV events of the pool, where `--kv-events-config` enables them."""
+        return self._events.take() if self._events is not None else ()
 
     # Worker side.
 

@@ -1,0 +1,177 @@
+"""PoolEvents: a subscriber of vLLM's KV events hears of what is durable in the pool, and when."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+import zmq
+from vllm import SamplingParams
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from pdstore.adapters.vllm.messages import EndedJob, Interval, SaveSpec
+from pdstore.adapters.vllm.pool_events import PoolEvents
+from pdstore.format.handoff import HandoffId
+from pdstore.outcome import Direction
+
+ENGINE_BLOCK, BLOCK = 16, 64
+WAIT_MS = 30_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hash_seed():
+    init_none_hash(sha256)
+
+
+def request_of(num_tokens=200, name="r", **more):
+    hasher = get_request_block_hasher(ENGINE_BLOCK, sha256)
+    params = SamplingParams(max_tokens=1)
+    return Request(name, list(range(num_tokens)), params, None, block_hasher=hasher, **more)
+
+
+def save(number, first_token, name="r", handoff=None):
+    return SaveSpec(number, name, None, (), first_token, handoff)
+
+
+def ended(number, num_tokens, name="r"):
+    at = Interval(0.0, 1.0)
+    return EndedJob(name, number, Direction.SAVE, num_tokens, None, at)
+
+
+@pytest.fixture
+def events():
+    return PoolEvents(1, ENGINE_BLOCK, BLOCK)
+
+
+def published(hashes):
+    """vLLM's hashes as it publishes them: as numbers by default."""
+    return [maybe_convert_block_hash(each) for each in hashes]
+
+
+def told(events):
+    """The hashes of the blocks told since the last call."""
+    return [each for event in events.take() for each in event.block_hashes]
+
+
+def test_a_subscriber_decodes_them_as_vllms_own(events, tmp_path):
+    asked = request_of(cache_salt="tenant")
+    events.add(asked)
+    events.plan([save(1, 0)])
+    events.take_ended([ended(1, 200)])
+    endpoint = f"ipc://{tmp_path}/events"
+    publisher = ZmqEventPublisher(0, endpoint=endpoint)
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    try:
+        subscriber.subscribe(b"")
+        subscriber.connect(endpoint)
+        batch = KVEventBatch(ts=0.0, events=events.take())
+        end = time.monotonic() + WAIT_MS / 1000
+        while not subscriber.poll(100):  # what is published before it has joined is not heard
+            assert time.monotonic() < end
+            publisher.publish(batch)
+        _, _, payload = subscriber.recv_multipart()
+    finally:
+        context.destroy(linger=0)
+        publisher.shutdown()
+    [event] = msgspec.msgpack.Decoder(KVEventBatch).decode(payload).events
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == published(asked.block_hashes[:12])
+    assert (event.parent_block_hash, event.block_size, event.medium) == (None, 16, "STORAGE")
+    assert event.token_ids == list(range(192))
+    assert event.extra_keys[0] == ("tenant",)
+    assert event.extra_keys[1:] == [None] * 11
+
+
+def test_only_whole_stored_blocks_are_told_and_only_when_durable(events):
+    asked = request_of()
+    events.add(asked)
+    events.plan([save(1, 0), save(2, 64)])
+    assert told(events) == []
+    events.take_ended([ended(1, 70)])
+    assert told(events) == published(asked.block_hashes[:4])
+    events.take_ended([ended(2, 200)])
+    [event] = events.take()
+    assert event.block_hashes == published(asked.block_hashes[4:12])
+    assert [event.parent_block_hash] == published(asked.block_hashes[3:4])
+    assert event.token_ids == list(range(64, 192))
+
+
+def test_behind_a_gap_nothing_is_told_until_it_is_filled(events):
+    asked = request_of()
+    events.add(asked)
+    events.plan([save(1, 0), save(2, 64), save(3, 128)])
+    events.take_ended([ended(3, 192), ended(2, 128)])
+    assert told(events) == []
+    events.take_ended([ended(1, 64)])
+    assert told(events) == published(asked.block_hashes[:12])
+
+
+def test_what_a_save_could_not_store_is_not_told(events):
+    asked = request_of()
+    events.add(asked)
+    events.plan([save(1, 0), save(2, 128)])
+    events.take_ended([ended(1, 64), ended(2, 192)])
+    assert told(events) == published(asked.block_hashes[:4])
+
+
+def test_a_handoff_tells_the_whole_prompt_that_it_has_checked(events):
+    asked = request_of()
+    events.add(asked)
+    events.plan([save(1, 128, handoff=HandoffId.new())])
+    events.take_ended([ended(1, 200)])
+    assert told(events) == published(asked.block_hashes[:12])
+
+
+def test_all_ranks_must_have_stored_a_block():
+    events, asked = PoolEvents(2, ENGINE_BLOCK, BLOCK), request_of()
+    events.add(asked)
+    events.plan([save(1, 0)])
+    events.take_ended([ended(1, 200)])
+    assert told(events) == []
+    events.take_ended([ended(1, 128)])
+    assert told(events) == published(asked.block_hashes[:8])
+
+
+def test_a_block_is_told_once_until_the_pool_is_cleared(events):
+    first, second = request_of(), request_of(128, "s")
+    for asked in (first, second):
+        events.add(asked)
+    events.plan([save(1, 0), save(2, 0, "s")])
+    events.take_ended([ended(1, 200), ended(2, 128, "s")])
+    assert told(events) == published(first.block_hashes[:12])
+    events.clear()
+    [removed] = events.take()
+    assert isinstance(removed, BlockRemoved)
+    assert removed.medium == "STORAGE"
+    assert sorted(removed.block_hashes) == sorted(published(first.block_hashes[:12]))
+    events.clear()
+    assert events.take() == []
+
+
+def test_a_save_may_end_after_its_request(events):
+    asked = request_of()
+    events.add(asked)
+    events.plan([save(1, 0)])
+    events.finish("r")
+    events.take_ended([ended(1, 64)])
+    assert told(events) == published(asked.block_hashes[:4])
+    events.plan([save(2, 64)])
+    events.take_ended([ended(2, 192)])  # forgotten with its last save
+    assert told(events) == []
+
+
+def test_without_vllms_hashes_nothing_is_told(events):
+    asked = Request("r", list(range(200)), SamplingParams(max_tokens=1), None)
+    events.add(asked)
+    events.plan([save(1, 0)])
+    events.take_ended([ended(1, 200)])
+    assert told(events) == []
