@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 9 };
+enum { PDS_ABI = 10 };
 
 enum {
   PDS_OK = 0,
@@ -105,8 +105,7 @@ typedef struct {
 } pds_plan;
 
 typedef struct {
-  int64_t bytes, slices;  // submitted to the device so far
-  int64_t cpu_ns;         // of the pump thread
+  int64_t bytes, slices, cpu_ns;  // submitted to the device so far; of the pump thread
 } pds_stats;
 
 int32_t pds_info(pds_info_t *info);
@@ -149,6 +148,10 @@ int32_t pds_exchange_capture_mode(int32_t *mode);
 enum { PDS_OTHER_LENGTH = -1 };
 int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
                        int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
+// Reads and verifies all of them, on the engine's threads too; `starts`: the first 56 bytes of each.
+// PDS_ERR_VALUE: some cannot be read or are not right.
+int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
+                        const int64_t *sizes, const char *starts, int64_t count);
 // The same checksums of values in memory, of at least 64 bytes each.
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
@@ -177,17 +180,14 @@ typedef struct {
   int64_t lock_timeout_ns;  // calls fail with PDS_ERR_TIMEOUT after it
 } pds_arena_options;
 typedef struct {
-  int64_t data_at, data_bytes;
-  int64_t slab_bytes;  // no value lies in two of these
+  int64_t data_at, data_bytes, slab_bytes;  // no value lies in two slabs
 } pds_arena_info;
 typedef struct {
-  int64_t stored, reserved, resting, free;  // slots
-  int64_t slabs;                            // in use
+  int64_t stored, reserved, resting, free, slabs;  // slots; slabs that are in use
 } pds_arena_counts;
 typedef struct {
-  int64_t bytes;
-  int64_t age_ns;  // since its last use; negative: unknown
-  char key[208];   // a zero after it
+  int64_t bytes, age_ns;  // since its last use; negative: unknown
+  char key[208];          // a zero after it
 } pds_arena_value;
 enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of values
 

@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "checksum.h"
-#include "pdstore.h"
+#include "value_file.h"
 
 namespace {
 
@@ -49,7 +49,9 @@ int32_t read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
   return beyond == 0 ? 0 : beyond < 0 ? static_cast<int32_t>(-beyond) : PDS_OTHER_LENGTH;
 }
 
-int32_t read_path(const char *path, char *to, int64_t bytes, uint64_t *checksum) {
+}  // namespace
+
+int32_t pds::read_value_file(const char *path, char *to, int64_t bytes, uint64_t *checksum) {
   // A link is not followed, and a pipe that somebody put there cannot hold us up.
   int file;
   do {
@@ -61,8 +63,6 @@ int32_t read_path(const char *path, char *to, int64_t bytes, uint64_t *checksum)
   return why;
 }
 
-}  // namespace
-
 extern "C" int32_t pds_read_files(const char *paths, const uint64_t *addresses,
                                   const int64_t *sizes, int64_t num_files, uint64_t *checksums,
                                   int64_t *num_read, int32_t *why) {
@@ -70,7 +70,8 @@ extern "C" int32_t pds_read_files(const char *paths, const uint64_t *addresses,
   *num_read = 0, *why = 0;
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1) {
     if (addresses[i] == 0 || sizes[i] < kHeaderBytes) return PDS_ERR_ARGUMENT;
-    *why = read_path(paths, reinterpret_cast<char *>(addresses[i]), sizes[i], &checksums[i]);
+    char *to = reinterpret_cast<char *>(addresses[i]);
+    *why = pds::read_value_file(paths, to, sizes[i], &checksums[i]);
     if (*why != 0) break;
     ++*num_read;
   }

@@ -26,7 +26,7 @@ from pdstore.native.abi import (
     Stats,
     raise_error,
 )
-from pdstore.native.library import Library
+from pdstore.native.library import Library, joined
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,24 @@ class Engine:
             )
         raise_error(error)
         return Ticket(self._library, handle)
+
+    def read_values(
+        self, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
+    ) -> bool:
+        """Reads whole files, each to its address, on the engine's threads too, and verifies them.
+
+        addresses, sizes: packed, 64 bits each; sizes are of at least 64 bytes.
+        starts: the first 56 bytes of each value, side by side.
+        Returns whether all were there and right; if not, any bytes may have been written.
+        Raises SwapError if the engine is closed.
+        """
+        with self.lent() as handle:
+            code = self._calls.pds_read_values(
+                handle, joined(paths), addresses, sizes, starts, len(paths)
+            )
+        if code not in (Code.OK, Code.VALUE):
+            raise SwapError(f"values cannot be read: {Code(code).name}")
+        return bool(code == Code.OK)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[c_void_p]:

@@ -75,7 +75,7 @@ class Library:
         count, done, why = len(paths), c_int64(), c_int32()
         to, wanted = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         sums, ends = (c_uint64 * count)(), (byref(done), byref(why))
-        if self.calls.pds_read_files(_joined(paths), to, wanted, count, sums, *ends):
+        if self.calls.pds_read_files(joined(paths), to, wanted, count, sums, *ends):
             raise ValueError("a file of fewer bytes than a header, or no address")
         return list(sums[: done.value]), why.value
 
@@ -107,7 +107,7 @@ class Library:
         """
         count, done, why = len(paths), c_int64(), c_int32()
         of, given = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        names, ends = (os.fsencode(temporary), _joined(paths)), (byref(done), byref(why))
+        names, ends = (os.fsencode(temporary), joined(paths)), (byref(done), byref(why))
         if self.calls.pds_write_files(*names, of, given, count, *ends):
             raise ValueError("a value of fewer bytes than a header, or no address")
         return done.value, why.value
@@ -115,7 +115,7 @@ class Library:
     def find_files(self, paths: Sequence[str]) -> list[bool]:
         """Returns True for each path that has a file."""
         found = (c_uint8 * len(paths))()
-        self.calls.pds_find_files(_joined(paths), len(paths), found)
+        self.calls.pds_find_files(joined(paths), len(paths), found)
         return list(map(bool, bytes(found)))
 
     def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class Library:
         """
         done, why = c_int64(), c_int32()
         ends = (byref(done), byref(why))
-        if self.calls.pds_lease_files(_joined(paths), len(paths), used_ns, until_ns, *ends):
+        if self.calls.pds_lease_files(joined(paths), len(paths), used_ns, until_ns, *ends):
             raise ValueError("a time before 1970")
         return done.value, why.value
 
@@ -136,7 +136,8 @@ class Library:
         return before.value
 
 
-def _joined(paths: Sequence[str]) -> bytes:
+def joined(paths: Sequence[str]) -> bytes:
+    """Returns paths as the library takes them: a zero after each."""
     return os.fsencode("\0".join(paths)) + b"\0"
 
 

@@ -13,6 +13,7 @@ from pdstore.store.optional import (
     StoredValue,
     TellsChanges,
     TellsRoom,
+    VerifyingReader,
 )
 from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
@@ -36,6 +37,7 @@ __all__ = [
     "StoredValue",
     "TellsChanges",
     "TellsRoom",
+    "VerifyingReader",
     "check_call",
     "open_store",
 ]

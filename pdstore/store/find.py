@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, TypeVar
 
 from pdstore.format.keys import BlockKey, Kind
+from pdstore.native.engine import Engine
 from pdstore.native.value_batch import ValueBatch
 from pdstore.store.base import Slots, Store
 from pdstore.store.in_place import InPlace, Loan, NativeInPlace, Reservation, Taken
@@ -18,6 +19,7 @@ from pdstore.store.optional import (
     NamesChanges,
     TellsChanges,
     TellsRoom,
+    VerifyingReader,
 )
 from pdstore.store.wrappers import CallWrapper, WrapperStore
 
@@ -47,6 +49,16 @@ class _ReaderThrough:
     ) -> int:
         get = self._inner.get_with_checksums
         return self._wrapper.around("get", get, keys, slots, checksums)
+
+
+class _VerifierThrough:
+    def __init__(self, wrapper: CallWrapper, inner: VerifyingReader) -> None:
+        self._wrapper, self._inner = wrapper, inner
+
+    def get_right(
+        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+    ) -> int:
+        return self._wrapper.around("get", self._inner.get_right, keys, slots, starts, engine)
 
 
 class _WriterThrough:
@@ -115,4 +127,5 @@ _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     NativeInPlace: _NativeInPlaceThrough,
     TellsChanges: _unwrapped,
     TellsRoom: _unwrapped,
+    VerifyingReader: _VerifierThrough,
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey
+from pdstore.native.engine import Engine
 from pdstore.store.base import Slots
 
 CHECKSUM_AT = 56
@@ -36,6 +37,22 @@ class ChecksumReader(Protocol):
         `checksums` is as long as `keys`. The first n are of the bytes that are in the slots, where
         n is the result or, if a StoreError is raised, its `num_done`. Every value has at least 64
         bytes; ValueError otherwise.
+        """
+
+
+@runtime_checkable
+class VerifyingReader(Protocol):
+    """A store whose values libpdstore reads, many in a call, and verifies on the way."""
+
+    def get_right(
+        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+    ) -> int:
+        """Gets values if all are there and right; else returns 0, and the slots hold anything.
+
+        starts: the first 56 bytes of each value, side by side.
+        engine: its threads read beside the caller's.
+        Returns how many there are. Raises StoreError, or SwapError for an engine that is closed.
+        Whoever gets 0 goes the way of `get` to find out why.
         """
 
 

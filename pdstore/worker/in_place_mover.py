@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.format import block
@@ -146,7 +147,8 @@ class InPlaceMover(Mover):
                     self._confirm(loan, usable, loaded)
 
                 copies = self._copies_to(usable, value_at, first_token)
-                self._scatter(child, copies, ready, copied, held.pop_all())
+                start = partial(self._swap.start_scatter, copies, ready)
+                self._scatter(child, start, copied, held.pop_all())
             return read
 
     def _wait_for_memory(self, child: ChildJob) -> None:

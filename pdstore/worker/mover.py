@@ -21,6 +21,7 @@ from pdstore.worker.block_range import Split
 from pdstore.worker.block_tables import tables_of
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
+from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import PromptBlocks, Value, counted_tokens, whole_blocks
 
 log = logging.getLogger(__name__)
@@ -209,16 +210,21 @@ class Mover(ABC):
         is_in_it = value.number == first_token // block_tokens
         return first_token - value.number * block_tokens if is_in_it else 0
 
+    def _begins_within(self, run: ValueRun, first_token: int) -> bool:
+        """True if tokens of one of these blocks must not be written."""
+        block, before = divmod(first_token, self._block_tokens)
+        return before > 0 and run.blocks.first <= block < run.blocks.stop
+
     def _scatter(
         self,
         child: ChildJob,
-        copies: Sequence[BlockCopy],
-        ready: ReadyEvent | None,
+        start: Callable[[], Callable[[], None]],
         copied: Callable[[], None],
         held: contextlib.ExitStack,
     ) -> None:
         """Starts copies to the paged cache and lets them go on while the child job does more.
 
+        start: starts them, and returns what waits for their end.
         copied: called when they are done. held: given back then, or when anything fails.
         """
         with contextlib.ExitStack() as under_way:
@@ -226,7 +232,7 @@ class Mover(ABC):
                 child.begin_copy()
                 under_way.callback(child.end_copy)
                 under_way.enter_context(held.pop_all())
-            wait = self._swap.start_scatter(copies, ready)
+            wait = start()
             rest = under_way.pop_all()
 
             def finish() -> None:

@@ -156,11 +156,6 @@ class NativeMover(InPlaceMover):
             ready=self._native_swap.handle_of(ready),
         )
 
-    def _begins_within(self, run: ValueRun, first_token: int) -> bool:
-        """True if tokens of one of these blocks must not be written."""
-        block, before = divmod(first_token, self._block_tokens)
-        return before > 0 and run.blocks.first <= block < run.blocks.stop
-
 
 def _kinds_of(window: Sequence[Value]) -> list[Kind]:
     if isinstance(window, ValueRun):

@@ -13,6 +13,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, NativeInPlace
+from pdstore.store.optional import VerifyingReader
 from pdstore.store.seal import seal_store
 from pdstore.worker.block_range import Split
 from pdstore.worker.in_place_mover import InPlaceMover
@@ -23,6 +24,7 @@ from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.verifying_mover import VerifyingMover
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,10 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    return StagedMover(layout, swap, store, metrics, staging, Split(range_bytes), removed)
+    split, reader = Split(range_bytes), find_optional(store, VerifyingReader)
+    if reader is not None and isinstance(swap, NativeSwap):
+        return VerifyingMover(layout, swap, store, metrics, reader, staging, split, removed)
+    return StagedMover(layout, swap, store, metrics, staging, split, removed)
 
 
 def _in_place(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Part
 
 
@@ -55,6 +55,10 @@ class PackedBlocks:
     def names(self, first: int, stop: int) -> bytes:
         """The keys of some values, a zero after each."""
         return self._names[self._name_at(first) : self._name_at(stop)]
+
+    def keys(self, first: int, stop: int) -> list[BlockKey]:
+        """The keys of some values."""
+        return [BlockKey(name) for name in self.names(first, stop)[:-1].decode().split("\0")]
 
     def starts(self, first: int, stop: int) -> bytes:
         """The first bytes of some values, side by side."""

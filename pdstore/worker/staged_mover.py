@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TypeAlias
 
 from pdstore.errors import LayoutError, StoreError
 from pdstore.format import block
@@ -24,6 +25,8 @@ from pdstore.worker.mover import BAD, Loaded, Mover, Verified
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.values import Value, whole_blocks
+
+Arrived: TypeAlias = Callable[[Sequence[Value], Callable[[], Callable[[], None]]], None]
 
 
 class StagedMover(Mover):
@@ -92,7 +95,7 @@ class StagedMover(Mover):
         ready: ReadyEvent | None,
         loaded: Loaded,
     ) -> Reason | None:
-        rest: Sequence[Value] = list(values)
+        rest = values
         while rest:
             with contextlib.ExitStack() as held:
                 numbers = self._lend_beside_a_copy(child, held, len(rest))
@@ -101,15 +104,8 @@ class StagedMover(Mover):
                     return Reason.NO_SLOTS
                 window = rest[: whole_blocks(rest, len(numbers))]
                 rest = rest[len(window) :]
-                slots = self._slots(numbers, [value.size for value in window])
-                read = self._read(child, window, slots)
-                usable = self._whole(window, read)
-                if usable:
-                    copies = self._copies_to(usable, slots.value, first_token)
-                    self._scatter(
-                        child, copies, ready, partial(loaded, usable, True), held.pop_all()
-                    )
-                    self._count("loaded", usable)
+                arrived = partial(self._arrived, child, held, loaded)
+                read = self._take(child, window, numbers, first_token, ready, arrived)
                 if read.error is not None:
                     raise read.error
                 if read.reason is not None:
@@ -129,6 +125,39 @@ class StagedMover(Mover):
                 self._store.put(keys, slots)
             stored = self.num_matched(child, keys)
         return None if stored == len(keys) else Reason.LOST
+
+    def _take(
+        self,
+        child: ChildJob,
+        window: Sequence[Value],
+        numbers: Sequence[int],
+        first_token: int,
+        ready: ReadyEvent | None,
+        arrived: Arrived,
+    ) -> Verified:
+        """Reads values into slots, verifies them, and starts to scatter the whole blocks of those.
+
+        arrived: takes those values, and what starts their copies.
+        """
+        window = list(window)
+        slots = self._slots(numbers, [value.size for value in window])
+        read = self._read(child, window, slots)
+        usable = self._whole(window, read)
+        if usable:
+            copies = self._copies_to(usable, slots.value, first_token)
+            arrived(usable, partial(self._swap.start_scatter, copies, ready))
+        return read
+
+    def _arrived(
+        self,
+        child: ChildJob,
+        held: contextlib.ExitStack,
+        loaded: Loaded,
+        values: Sequence[Value],
+        start: Callable[[], Callable[[], None]],
+    ) -> None:
+        self._scatter(child, start, partial(loaded, values, True), held.pop_all())
+        self._count("loaded", values)
 
     def _put(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> bool:
         """Seals and stores values that were gathered; False if the store took not all of them."""

@@ -28,7 +28,7 @@ class ChecksumFiles:
             ended = read_values(paths, slots)
             sums = [checksum(slots.value(i)) for i in range(ended.num_done)]
         else:
-            sums, why = library.read_files(paths, _addresses(slots), slots.sizes)
+            sums, why = library.read_files(paths, addresses_of(slots), slots.sizes)
             ended = Ended(len(sums), why)
         checksums[: len(sums)] = sums
         return ended
@@ -37,7 +37,7 @@ class ChecksumFiles:
         """Writes as `write_values` does, each value with its checksum in place."""
         library = self._used() if paths else None
         if library is not None:
-            return Ended(*library.write_files(temporary, paths, _addresses(slots), slots.sizes))
+            return Ended(*library.write_files(temporary, paths, addresses_of(slots), slots.sizes))
         for i in range(len(paths)):
             write_checksum(slots.value(i))
         return write_values(temporary, paths, slots)
@@ -53,6 +53,7 @@ def check_sizes(slots: Slots) -> None:
         raise ValueError(f"a value of fewer than {HEADER_BYTES} bytes has no checksum")
 
 
-def _addresses(slots: Slots) -> list[int]:
+def addresses_of(slots: Slots) -> list[int]:
+    """Returns where the slots lie in memory."""
     base = address_of(slots.view)
     return [base + number * slots.slot_bytes for number in slots.numbers]

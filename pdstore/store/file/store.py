@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,11 +18,12 @@ from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
+from pdstore.native.engine import Engine
 from pdstore.native.library import Library, built_library, load_library
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.file.bell import Bell
-from pdstore.store.file.checksums import ChecksumFiles, check_sizes
+from pdstore.store.file.checksums import ChecksumFiles, addresses_of, check_sizes
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import error_of, named_error
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
@@ -151,6 +153,16 @@ class FileStore(Store):
         check_sizes(slots)
         paths = [self._directory.path(key) for key in keys]
         return self._count(keys, self._checksums.read(paths, slots, checksums))
+
+    def get_right(
+        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+    ) -> int:
+        self._lifecycle.check()
+        check_call(keys, slots)
+        check_sizes(slots)
+        paths = [self._directory.path(key) for key in keys]
+        places = array("Q", addresses_of(slots)).tobytes(), array("q", slots.sizes).tobytes()
+        return len(keys) if engine.read_values(paths, *places, starts) else 0
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()

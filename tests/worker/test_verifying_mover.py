@@ -1,0 +1,103 @@
+"""VerifyingMover: a share is read in one call of the library; what that cannot do is told why."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from pdstore import JobResult, Reason
+from pdstore.metrics import Metrics
+from pdstore.native.library import load_library
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.file.store import FileStore
+from pdstore.store.instrumented import Instrumented
+from pdstore.worker import values
+from tests.support.kv import BLOCK_BYTES, POISON, settings_of
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
+
+
+class Spied(FileStore):
+    """Files that note which calls read them."""
+
+    def __init__(self, root, library):
+        super().__init__(root, library=library)
+        self.calls: list[str] = []
+
+    def get_right(self, keys, slots, starts, engine):
+        self.calls.append("get_right")
+        return super().get_right(keys, slots, starts, engine)
+
+    def get_with_checksums(self, keys, slots, checksums):
+        self.calls.append("get_with_checksums")
+        return super().get_with_checksums(keys, slots, checksums)
+
+
+@pytest.fixture
+def store(tmp_path, library):
+    store = Spied(tmp_path / "pool", partial(load_library, settings_of(), for_gpu=False))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def pair(instance):
+    shape = {"layer_ranges": 2, "range_bytes": 2 * BLOCK_BYTES, "workers": 2}
+    return [instance(fill=fill, **shape) for fill in (None, POISON)]
+
+
+@pytest.mark.parametrize("num_tokens", [64, 200, 320])
+def test_full_blocks_come_in_single_calls_and_a_tail_by_steps(pair, store, num_tokens):
+    p, d = pair
+    assert save(p, range(num_tokens)) == JobResult(num_tokens)
+    assert load(d, range(num_tokens)) == JobResult(num_tokens)
+    assert_loaded(p, d, num_tokens)
+    assert "get_right" in store.calls
+    assert ("get_with_checksums" in store.calls) == (num_tokens % 64 > 0)
+
+
+def test_no_value_of_a_full_block_is_made_for_a_load(pair, monkeypatch):
+    p, d = pair
+    save(p, range(320))
+    made = []
+    monkeypatch.setattr(values, "Value", lambda *fields: made.append(fields))
+    assert load(d, range(320)) == JobResult(320)
+    assert made == []
+
+
+@pytest.mark.parametrize(("harm", "reason"), [("damage", Reason.CORRUPT), ("remove", Reason.LOST)])
+def test_a_value_that_is_not_right_ends_the_load_there_with_its_reason(
+    instance, store, tmp_path, harm, reason
+):
+    p, d = (instance(fill=fill) for fill in (None, POISON))
+    save(p, range(320))
+    found = d.cache.match(d.cache.keys(range(320)))
+    third = p.cache.keys(range(320)).store_keys(p.layout.parts)[2]
+    [path] = (tmp_path / "pool").glob(f"*/{third}")
+    if harm == "remove":
+        path.unlink()
+    else:
+        value = path.read_bytes()
+        path.write_bytes(value[:-1] + bytes([value[-1] ^ 1]))
+    result = d.pool.load(found.keys, D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (128, reason)
+    assert_loaded(p, d, 128)
+    assert not path.exists()
+
+
+def test_the_first_tokens_are_left_alone(pair):
+    p, d = pair
+    save(p, range(320))
+    job = d.pool.load(d.cache.keys(range(320)), D_BLOCKS, first_token=80)
+    assert job.wait(10).num_tokens == 320
+    assert_loaded(p, d, 320, first_token=80)
+
+
+def test_bytes_are_counted_whichever_way_they_come(instance, store):
+    metrics = Metrics()
+    p = instance(over=Instrumented(CircuitBreaker(store), metrics))
+    save(p, range(320))
+    p.pool.load(p.cache.keys(range(320)), P_BLOCKS).wait(10)
+    value = metrics.registry.get_sample_value
+    saved, loaded = (value("pdstore_bytes_total", {"direction": way}) for way in ("save", "load"))
+    assert saved == loaded > 5 * BLOCK_BYTES
