@@ -20,6 +20,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason, reason_of
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_wait import MarkerWait, Verdict
+from pdstore.scheduler.pulses import Pulses
 from pdstore.scheduler.matching import find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
@@ -184,19 +185,21 @@ class Actors:
         lookup = Lookup(self.keys, handoff, 60.0, lambda _: None, follows=self.shape.follows)
         watch, verdict = Watch(store, self.rules), None
         wait = MarkerWait(lookup, handoff, self.namespace, clock=watch.clock)
+        pulses, dead = Pulses(self.namespace, clock=watch.clock), []
+        pulses.add(wait)
         try:
-            while not (verdict or watch.is_late or wait.is_dead):
-                wanted = wait.wanted(with_failed=True)
+            while not (verdict or watch.is_late or dead):
+                wanted = wait.wanted(with_failed=True) + pulses.wanted()
                 for stored in watch.looks(wanted):
                     verdict = wait.take(stored)
-                    wait.listen(stored, watch.clock.now)
-                    if verdict or wait.wanted(with_failed=True) != wanted:
+                    dead = pulses.note(stored, watch.clock.now)
+                    if verdict or dead or wait.wanted(with_failed=True) + pulses.wanted() != wanted:
                         break
         except StoreError as error:
             return Match.miss(self.keys, reason_of(error))
         if verdict is Verdict.BEGUN:
             return Match.following(self.keys, handoff)
-        late = Reason.HANDOFF_DEAD if wait.is_dead else Reason.HANDOFF_LATE
+        late = Reason.HANDOFF_DEAD if dead else Reason.HANDOFF_LATE
         because = {Verdict.DONE: None, Verdict.FAILED: Reason.HANDOFF_FAILED}
         return find(store, self.keys, because.get(verdict, late))
 
