@@ -208,6 +208,7 @@ def test_a_master_that_comes_and_goes_during_the_traffic_costs_misses_only(clust
 
 
 def test_a_holder_that_hangs_costs_a_bounded_wait_and_no_late_bytes(cluster, pair):
+    pair.assert_heals()  # of the test before: both know the pool now
     job, params = pair.save(tokens := pair.prompt())
     assert job.wait(LATEST_S).reason is None
     with stopped(cluster.holder):
