@@ -20,8 +20,8 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason, reason_of
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_wait import MarkerWait, Verdict
-from pdstore.scheduler.pulses import Pulses
 from pdstore.scheduler.matching import find
+from pdstore.scheduler.pulses import Pulses
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.beats import Beats
