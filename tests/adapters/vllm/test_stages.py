@@ -64,6 +64,7 @@ def servers(gate, started_pair, launcher, checkpoints):
         server.stop()
 
 
+@pytest.mark.nightly  # vLLM's stages spin while they wait: on two cores nothing else gets on
 def test_p_and_d_hand_over_whichever_has_stages(servers):
     staged, plain = servers
     for p, d in ((staged, plain), (plain, staged)):
@@ -75,6 +76,7 @@ def test_p_and_d_hand_over_whichever_has_stages(servers):
         assert_idle(d)
 
 
+@pytest.mark.nightly
 def test_d_computes_what_a_killed_stage_of_p_did_not_store(servers, gate):
     """The last one that uses the server with stages."""
     staged, plain = servers
