@@ -148,8 +148,8 @@ int32_t pds_exchange_capture_mode(int32_t *mode);
 enum { PDS_OTHER_LENGTH = -1 };
 int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
                        int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
-// Reads and verifies all of them, on the engine's threads too; `starts`: the first 56 bytes of each.
-// PDS_ERR_VALUE: some cannot be read or are not right.
+// Reads and verifies all of them, on the engine's threads too; `starts`: the first 56 bytes of
+// each. PDS_ERR_VALUE: some cannot be read or are not right.
 int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
                         const int64_t *sizes, const char *starts, int64_t count);
 // The same checksums of values in memory, of at least 64 bytes each.

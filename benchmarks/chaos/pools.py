@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import sys
@@ -33,6 +34,10 @@ _QUICK_MOONCAKE = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
 }
+
+
+_CREW = min(15, max(1, (os.cpu_count() or 1) // 2))
+"""The native library's threads, which begin with the first share of several values."""
 
 
 class Pool(ABC):
@@ -100,6 +105,7 @@ class FilePool(Pool):
     """Files on the small disk, with a budget that evicts."""
 
     kind = "file"
+    late_threads = _CREW
 
     @property
     def url(self) -> str:
@@ -136,6 +142,7 @@ class ArenaPool(Pool):
     """Shared memory on the small disk."""
 
     kind = "arena"
+    late_threads = _CREW
 
     @property
     def url(self) -> str:

@@ -61,8 +61,8 @@ int32_t read(const Folder &folder, pds_engine *engine, std::mt19937 &random, boo
     addresses.push_back(reinterpret_cast<uint64_t>(value.data()));
     sizes.push_back(static_cast<int64_t>(value.size()));
   }
-  const int32_t code = pds_read_values(engine, paths.data(), addresses.data(), sizes.data(),
-                                       starts.data(), count);
+  const int32_t code =
+      pds_read_values(engine, paths.data(), addresses.data(), sizes.data(), starts.data(), count);
   for (int i = 0; code == PDS_OK && i < count; ++i) {
     std::string wanted = value_of((first + i) % kFiles);
     std::memcpy(&wanted[kStart], &values[i][kStart], 8);  // its sum
