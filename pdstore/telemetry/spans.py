@@ -32,6 +32,8 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        from pdstore.telemetry.span_ids import SpanIds
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f"traces need a package that is not installed ({error.name}):"
@@ -40,6 +42,7 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
     attributes = Resource.create({"service.name": service, **resource})
     provider = TracerProvider(
         resource=attributes.merge(OTELResourceDetector().detect()),
+        id_generator=SpanIds(),
         shutdown_on_exit=False,  # whoever opens it closes it
     )
     exporter = OTLPSpanExporter(endpoint=_endpoint(url), timeout=_EXPORT_S)
