@@ -92,14 +92,12 @@ class Layout:
         blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
         over the window's edge.
         """
-        layers = tuple(layers)
-        is_engines = gives_back or page is not None
         if page is not None:
             check_pages_are_shared(settings)
         layout = cls(
             dtype=dtype,
-            layers=layers,
-            block_tokens=engine_block_tokens if is_engines else settings.block_tokens,
+            layers=tuple(layers),
+            block_tokens=engine_block_tokens if gives_back or page else settings.block_tokens,
             engine_block_tokens=engine_block_tokens,
             rope=rope,
             quantization=quantization,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,38 +10,13 @@ import torch
 from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 from tests.support import lmcache_server as kit
+from tests.support.engine_pools import files_of
+from tests.support.engine_pools import store_url as store_url
 
 # isort: split
 from pdstore.adapters.lmcache.l2_adapter import process_metrics
 
 KEYS = kit.chunk_keys(5)
-
-
-@pytest.fixture(
-    params=[
-        "file",
-        "shm",
-        pytest.param("redis", marks=pytest.mark.redis),
-        pytest.param("mooncake", marks=pytest.mark.mooncake),
-    ]
-)
-def store_url(request, tmp_path):
-    if request.param == "redis":
-        yield f"{request.getfixturevalue('redis_url')}/0"
-    elif request.param == "mooncake":
-        from tests.support.mooncake_cluster import Cluster
-
-        with contextlib.closing(Cluster(tmp_path)) as cluster:
-            yield cluster.url
-    else:
-        yield {"file": f"file://{tmp_path}/pool", "shm": f"shm://p?size=8MiB&dir={tmp_path}"}[
-            request.param
-        ]
-
-
-def files_of(directory: Path) -> list[Path]:
-    """The stored chunks of a pool in files."""
-    return [file for file in directory.rglob("pds1:*") if file.name != "pds1:pool"]
 
 
 def content(memory) -> bytes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,36 +11,11 @@ from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
+from tests.support.engine_pools import files_of
+from tests.support.engine_pools import store_url as store_url
 
 HASHES = kit.page_hashes(5)
 SAVED, LOADED = [3, 1, 7, 2, 9], [8, 4, 0, 5, 6]
-
-
-@pytest.fixture(
-    params=[
-        "file",
-        "shm",
-        pytest.param("redis", marks=pytest.mark.redis),
-        pytest.param("mooncake", marks=pytest.mark.mooncake),
-    ]
-)
-def store_url(request, tmp_path):
-    if request.param == "redis":
-        yield f"{request.getfixturevalue('redis_url')}/0"
-    elif request.param == "mooncake":
-        from tests.support.mooncake_cluster import Cluster
-
-        with contextlib.closing(Cluster(tmp_path)) as cluster:
-            yield cluster.url
-    else:
-        yield {"file": f"file://{tmp_path}/pool", "shm": f"shm://p?size=8MiB&dir={tmp_path}"}[
-            request.param
-        ]
-
-
-def files_of(directory: Path) -> list[Path]:
-    """The stored pages of a pool in files."""
-    return [file for file in directory.rglob("pds1:*") if file.name != "pds1:pool"]
 
 
 def count_of(server, name: str, **labels: str) -> float | None:
