@@ -95,7 +95,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
-    parser.add_argument("--check", action="store_true", help="compare D's tokens with one instance")
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="?",
+        default=0,
+        const=10**9,
+        metavar="TOKENS",
+        help="compare D's tokens with one instance, for prompts of up to so many tokens (all)",
+    )
     parser.add_argument(
         "--check-following",
         action="store_true",

@@ -26,7 +26,10 @@ MODES = ("relayed", "concurrent", "settled", "computed")
 
 @dataclass
 class Sample:
-    """One prompt, handed over once. Seconds; `exposed_s` of "computed" is D's whole prefill."""
+    """One prompt, handed over once. Seconds; `exposed_s` of "computed" is D's whole prefill.
+
+    is_same: True if D's tokens were those of one instance; None if that was not looked at.
+    """
 
     store: str
     mode: str
@@ -35,7 +38,7 @@ class Sample:
     ttft_s: float
     prefill_s: float
     d_computed: int
-    is_same: bool
+    is_same: bool | None
     reason: str | None
     marks: dict[str, float] = field(default_factory=dict)  # what the client saw, seconds of now()
 
@@ -43,21 +46,23 @@ class Sample:
 class Client:
     """Asks one P and one D, and an instance without a pool beside them.
 
-    check: compare D's answers with those of the lone instance, which is asked twice: the second
-        time it takes the prompt from its own prefix cache, and computes one token as D does. So
-        prompts are one token longer then, for an engine's cache has whole blocks only.
+    check_up_to: compare D's answers to prompts of at most so many tokens with those of the lone
+        instance, which is asked twice: the second time it takes the prompt from its own prefix
+        cache, and computes one token as D does. So such prompts are one token longer, for an
+        engine's cache has whole blocks only.
     """
 
     def __init__(
-        self, store: str, p: Instance, d: Instance, alone: Instance, *, check: bool
+        self, store: str, p: Instance, d: Instance, alone: Instance, *, check_up_to: int
     ) -> None:
-        self.store, self._check = store, check
+        self.store, self._check_up_to = store, check_up_to
         self._p, self._d, self._alone = p, d, alone
         self._num_asked = 0
 
     def hand_over(self, mode: str, num_tokens: int) -> Sample:
         """Hands one new prompt over. Both instances have nothing to do before and after."""
-        prompt = Prompt(num_tokens + self._check, secrets.randbits(48))
+        is_checked = num_tokens <= self._check_up_to
+        prompt = Prompt(num_tokens + is_checked, secrets.randbits(48))
         name = f"{mode}-{self._num_asked}"
         self._num_asked += 1
         for each in (self._p, self._d):
@@ -77,14 +82,15 @@ class Client:
             ttft_s=first - (asked if mode == "computed" else sent),
             prefill_s=answered - sent,
             d_computed=facts["computed"],
-            is_same=True,
+            is_same=None,
             reason=facts["reason"],
         )
         marks = {"P asked": sent, "P answered": answered, "D asked": asked, "first token": first}
         sample.marks = marks
         for each in (self._p, self._d):
             each.settle()
-        sample.is_same = self._is_right(prompt, facts["ids"])
+        if is_checked:
+            sample.is_same = self._is_right(prompt, facts["ids"])
         return sample
 
     def timeline(self, mode: str, num_tokens: int, path: Path) -> None:
@@ -165,8 +171,6 @@ class Client:
         return sent, answered, asked
 
     def _is_right(self, prompt: Prompt, ids: list[int]) -> bool:
-        if not self._check:
-            return True
         for _ in range(2):
             self._alone.stage(prompt)
             self._alone.ask(Ask("check", prompt, NUM_DECODED))

@@ -26,7 +26,8 @@ def _row(samples: list[Sample]) -> dict[str, Any]:
     return row | {
         "d_computed": max(s.d_computed for s in samples),
         "samples": len(samples),
-        "same_answers": sum(s.is_same for s in samples),
+        "same_answers": sum(s.is_same is True for s in samples),
+        "compared_answers": sum(s.is_same is not None for s in samples),
         "reasons": sorted({s.reason for s in samples if s.reason}),
     }
 
@@ -46,6 +47,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         )
     for tokens, took in found["alone_prefill_s"].items():
         yield f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f}"
+    compared = sum(row["compared_answers"] for row in found["rows"])
+    if compared:
+        same = sum(row["same_answers"] for row in found["rows"])
+        yield f"answers that were those of one instance: {same} of {compared}"
     for name in dict.fromkeys(burst["store"] for burst in found["bursts"]):
         of_store = [burst for burst in found["bursts"] if burst["store"] == name]
         handed = median(t for burst in of_store for t in burst["ttft_s"])

@@ -69,8 +69,8 @@ class Run:
 
     def _clients(self) -> list[Client]:
         pairs = self.setup.pairs.items()
-        check = self.given.check
-        return [Client(name, p, d, self.setup.alone, check=check) for name, (p, d) in pairs]
+        most = self.given.check
+        return [Client(name, p, d, self.setup.alone, check_up_to=most) for name, (p, d) in pairs]
 
     def _rounds(self) -> Iterator[bool]:
         for number in range(self.given.rounds + 1):
