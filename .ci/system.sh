@@ -50,7 +50,7 @@ bind() {
 
 # make_system PACKAGES [OPTION]... [MIRROR [SCRIPT]]: makes the release `suite` of a distribution.
 make_system() {
-    local packages=$1 options=() 
+    local packages=$1 options=()
     shift
     while [[ ${1:-} == -* ]]; do options+=("$1"); shift; done
     debootstrap --variant=minbase --include="$packages" "${options[@]}" "$suite" "$root" "$@" \

@@ -23,8 +23,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def run(measure: Callable[[], Report], json: Path | None) -> None:
     """Prints a report and writes it to `json`.
 
-    What a user can mend ends the program with one line, and a `json` that cannot be written before
-    anything is measured; Ctrl-C ends it with 130.
+    An error that a user can mend ends the program with one line; a `json` that cannot be written
+    does so before anything is measured. Ctrl-C ends the program with exit status 130.
     """
     try:
         if json is not None:

@@ -1,4 +1,4 @@
-"""Simulates what a fleet of instances asks of its store in a second: calls and bytes.
+"""Simulates the load of a fleet of instances on its store: calls and bytes a second.
 
     python -m benchmarks.fleet TRACE [--instances 1000] [--json benchmarks/results/fleet.json]
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE")
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--busy", type=float, default=0.7, help="part of the time that P computes")
-    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
+    parser.add_argument("--requests", type=int, help="use this many of the trace's requests")
     parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args()
     run(lambda: simulate(given), given.json)

@@ -122,7 +122,7 @@ def open_engine(size: Size, device: str, directory: Path, way: str) -> Engine:
 
 
 def prefill(engine: Engine, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first token, and until the hand-off is published and the blocks are free."""
+    """Returns the seconds to the first token, and until all is published and blocks are free."""
     first, ended = threading.Event(), threading.Event()
     finishes: list[Finish] = []
 

@@ -66,7 +66,7 @@ class Overload:
         self._numbers: list[int] = []
 
     async def run(self, num_requests: int) -> dict[str, Any]:
-        """Asks that often, and returns what came of it."""
+        """Asks `num_requests` times. Returns the run's numbers: answers, times, memory, jobs."""
         await self._ask_all(num_requests // 10)
         early = self._peak_mib()
         began = time.monotonic()
@@ -132,9 +132,9 @@ class Overload:
 
 
 def _quantiles(buckets: dict[float, float]) -> dict[str, float]:
-    """Returns the upper bounds of the buckets that hold the median, the 99th percentile, the end.
+    """Returns the upper bounds of the buckets with the median, the 99th percentile and the end.
 
-    buckets: how many were at most so long.
+    buckets: for each upper bound, how many were at most so long, as Prometheus counts them.
     """
     ends = sorted(buckets)
     total = buckets[ends[-1]] if ends else 0.0

@@ -103,7 +103,7 @@ class Cache:
 
 
 def measure(cache: Cache, given: argparse.Namespace, window: int, workers: int) -> list[float]:
-    """One row: a save of another prompt, then loads of it."""
+    """Returns one row: saves a prompt that is new to the pool, then loads it several times."""
     num_bytes = given.tokens * given.layers * 8 * 256 * 2
     prompt = [random.randrange(1 << 30) for _ in range(given.tokens)]
     rates = []

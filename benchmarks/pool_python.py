@@ -4,8 +4,8 @@
 
 An engine's thread launches kernels from Python; while a worker of pdstore runs Python, it waits. So
 this sums, over all of pdstore's threads, the processor's time that is not spent in the native
-library, and how often one of them had to wait and then took the lock again. Times are of a prompt
-whose blocks hold little: the shares, calls and values are those of an 8B model's, the copies are
+library, and how often one of them had to wait and then took the lock again. Times are for a prompt
+whose blocks hold little: the shares, calls and values are those of an 8B model, the copies are
 not. They vary with the machine; the waits do not.
 """
 
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 class TimedCalls:
-    """Passes the library's calls that free Python's lock; sums pdstore's time in them."""
+    """Passes on the library's calls that free Python's lock; sums pdstore's time in them."""
 
     def __init__(self, calls: Any) -> None:
         self._calls = calls

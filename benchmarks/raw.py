@@ -31,7 +31,7 @@ class Raw(Protocol):
 
 
 def raw_of(url: str, store: Store, temporary: Path) -> Raw:
-    """The raw calls of the store that was opened at `url`.
+    """Returns the raw calls of the store that was opened at `url`.
 
     temporary: a directory on the file system to measure, for files.
     Raises ConfigError for a store whose raw calls are unknown.

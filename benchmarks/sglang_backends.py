@@ -13,19 +13,19 @@ from typing import Protocol
 from examples.sglang_serve import HICACHE
 
 Started = tuple[list[str], dict[str, str]]
-"""The options and the environment of P and D, whose store runs."""
+"""The options and the environment of P and D, once their store runs."""
 
 _MASTER_PORT, _REDIS_PORT = 50061, 31999
 _EXTRA = '--hicache-storage-backend-extra-config={"prefetch_threshold": 64}'
 
 
 class Room(Protocol):
-    """Where a backend finds its place.
+    """The place that a run gives to a backend.
 
     pool: a memory-backed directory.
     logs: a directory for the output of the stores' processes.
     budget: the size of a pool.
-    store: the process of a store that is a server, which a backend may set.
+    store: the store's process; a backend sets it if its store is a server.
     """
 
     pool: Path

@@ -44,7 +44,7 @@ class Scene(NamedTuple):
         self.p.forget()
 
     def ask(self) -> Row:
-        """D's answer beside that of one server."""
+        """Returns D's answer beside that of one server."""
         given, whole = self.d.ask(self.prompt, _TOKENS), self.plain.ask(self.prompt, _TOKENS)
         for each in (self.plain, self.d):
             each.forget()
@@ -114,14 +114,14 @@ def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _values(directory: Path) -> Iterator[Path]:
-    """The files that hold values: a page has more than 64 KiB."""
+    """Yields the files that hold values: a page has more than 64 KiB."""
     for file in directory.rglob("*"):
         if file.is_file() and file.stat().st_size > 1 << 16:
             yield file
 
 
 def faults_of(*, is_server: bool) -> dict[str, Callable[[Scene], Row]]:
-    """The faults of a store that is a server, or of files; the pool's end is the last."""
+    """Returns the faults of a store that is a server, or of files; the pool's end comes last."""
     own = {"store hung": _hung} if is_server else {"pages damaged": _damaged}
     return {
         **own,

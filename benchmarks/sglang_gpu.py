@@ -56,7 +56,7 @@ class Servers(Session):
 
     @contextlib.contextmanager
     def pair(self, backend: str) -> Iterator[Pair]:
-        """P and D over an empty pool of a backend. Raises RuntimeError if one does not start."""
+        """Starts P and D over an empty pool. Raises RuntimeError if one does not start."""
         with contextlib.ExitStack() as running:
             options, environment = BACKENDS[backend](self, running)
             made = [
@@ -71,7 +71,7 @@ class Servers(Session):
 
 
 def hand_over(pair: Pair, prompt: list[int], settle_s: float) -> Row:
-    """One prompt by way of P and D, as a router asks them."""
+    """Asks P and then D for one prompt, as a router does."""
     p, d = pair
     saved = p.ask(prompt, 1)
     time.sleep(settle_s)
@@ -86,7 +86,7 @@ def hand_over(pair: Pair, prompt: list[int], settle_s: float) -> Row:
 
 
 def measure(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -> None:
-    """Each number of tokens, `--runs` times: at once, and settled."""
+    """Hands `--runs` prompts of n tokens over: at once, and when P has settled."""
     for name, settle_s in (("at once", 0.0), ("settled", session.given.settle)):
         rows: list[Row] = []
         for run in range(session.given.runs):
@@ -102,7 +102,7 @@ def measure(session: Servers, backend: str, plain: Instance, pair: Pair, n: int)
 
 
 def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -> None:
-    """An answer of D against that of one server, computed whole, and with its own cache."""
+    """Compares an answer of D with that of one server, computed whole and with its own cache."""
     prompt = session.prompt_of(n, f"{backend} check {n}")
     pair[0].ask(prompt, 1)
     given = pair[1].ask(prompt, _CHECKED, logprobs=True)
@@ -125,7 +125,7 @@ def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -
 
 
 def distance(one: Answer, other: Answer) -> float | None:
-    """The largest difference of a logprob, up to where the answers part."""
+    """Returns the largest difference of a logprob, up to where the answers part."""
     alike = 0
     while alike < min(len(one.ids), len(other.ids)) and one.ids[alike] == other.ids[alike]:
         alike += 1
@@ -134,7 +134,7 @@ def distance(one: Answer, other: Answer) -> float | None:
 
 
 def compare(session: Servers, backend: str, plain: Instance) -> None:
-    """Everything that is measured of one backend."""
+    """Measures everything about one backend."""
     with session.pair(backend) as pair:
         with session.step(f"{backend} warm-up"):
             for n in (1000, session.given.tokens[0]):
@@ -149,7 +149,7 @@ def compare(session: Servers, backend: str, plain: Instance) -> None:
 
 
 def break_things(session: Servers, backend: str, plain: Instance, pair: Pair) -> None:
-    """Each fault in its turn, with a prompt of its own."""
+    """Tries each fault in its turn, with a prompt of its own."""
     directory, store = session.pool / backend, session.store
     for name, fault in faults_of(is_server=store is not None).items():
         if session.seconds_left() > 30:

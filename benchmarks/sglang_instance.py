@@ -72,7 +72,7 @@ class Instance:
             )
 
     def wait_ready(self, timeout_s: float) -> float:
-        """Returns the seconds that it took. Raises RuntimeError with the log's end if it fails."""
+        """Returns the seconds until the server was up. Raises RuntimeError with the log's end."""
         began = time.monotonic()
         while time.monotonic() - began < timeout_s:
             assert self._process is not None

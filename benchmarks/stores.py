@@ -76,13 +76,13 @@ def bench_stores(urls: Sequence[str], directory: Path, rounds: int) -> Report:
 
 
 def _name_of(url: str) -> str:
-    """The scheme, and which kind of Mooncake pool."""
+    """Returns the scheme, and the kind of a Mooncake pool."""
     parsed = StoreURL.of(url)
     return " ".join([parsed.scheme, *parsed.options.get("topology", "").split()])
 
 
 def _measure_match(report: Report, name: str, store: Store, rounds: int) -> None:
-    """One match of 1,024 stored keys."""
+    """Measures one match of 1,024 stored keys."""
     keys = [BlockKey(f"pds1:bench:{secrets.token_hex(16)}") for _ in range(_MATCH_KEYS)]
     slots = Slots(memoryview(bytearray(64)), 64, [0] * _MATCH_KEYS, [64] * _MATCH_KEYS)
     assert store.put(keys, slots) == _MATCH_KEYS

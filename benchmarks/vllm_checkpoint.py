@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 
 def write_llama(directory: Path, config: dict[str, Any]) -> None:
-    """A Llama, by the names of Hugging Face. One that is there already is kept."""
+    """Writes a Llama with the names of Hugging Face; keeps one that is there already."""
     text = json.dumps(config, indent=1)
     written = directory / "config.json"
     if written.exists() and written.read_text() == text:
@@ -33,7 +33,7 @@ def write_llama(directory: Path, config: dict[str, Any]) -> None:
 
 
 def _weight(name: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """Products as large as their inputs, and attention that looks at some tokens more."""
+    """Draws weights whose products are as large as their inputs, with uneven attention."""
     if len(shape) == 1:
         return torch.ones(shape)
     scale = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0

@@ -54,7 +54,7 @@ class Pair:
         processes.start(f"{connector}-proxy", proxy, partial(is_healthy, self.url))
 
     def computed(self) -> float:
-        """Prompt tokens that D has computed so far."""
+        """Returns the prompt tokens that D has computed so far."""
         return counters(self.decode_url).get("vllm:prompt_tokens_by_source_total:local_compute", 0)
 
 
@@ -90,7 +90,7 @@ def _environment(connector: str, pool: str, port: int) -> dict[str, str]:
 
 
 def measure(pairs: Sequence[Pair], num_requests: int, num_tokens: int, width: int) -> list[Any]:
-    """The same load for each pair, in turns of `width` requests."""
+    """Asks each pair for the same load, in turns of `width` requests."""
     took = dict.fromkeys((pair.connector for pair in pairs), 0.0)
     before = {pair.connector: pair.computed() for pair in pairs}
     answers: dict[str, list[Answer]] = {pair.connector: [] for pair in pairs}
@@ -117,7 +117,7 @@ def measure(pairs: Sequence[Pair], num_requests: int, num_tokens: int, width: in
 
 
 def measure_misses(pairs: Sequence[Pair], num_requests: int, num_tokens: int) -> list[Any]:
-    """D asked directly for prompts that nobody has stored."""
+    """Asks D directly for prompts that are not stored."""
     ttft: dict[str, list[float]] = {pair.connector: [] for pair in pairs}
     for _ in range(num_requests):
         for pair in pairs:
@@ -140,7 +140,7 @@ def _prompt(num_tokens: int) -> list[int]:
 
 
 def measure_steps(model: Path, pool: str) -> list[Any]:
-    """Scheduler seconds a step of 8 decoding requests, each kind twice, in turns."""
+    """Measures the scheduler's seconds a step of 8 decoding requests, twice each, in turns."""
     results = []
     for connector in (NONE, OURS, NONE, OURS):
         env = _environment(connector, pool, 20000) | {"PDSTORE_ROLE": "both"}

@@ -63,7 +63,7 @@ MLA = {
 def measure(
     session: Session, plain: Instance | None, p: Instance, d: Instance | None, n: int, seed: int
 ) -> Answer:
-    """One prompt everywhere: computed, saved, reloaded by P, loaded by D."""
+    """Takes one prompt everywhere: computed, saved, reloaded by P, loaded by D."""
     prompt = session.prompt_of(n, seed)
     row: Answer = {"tokens": n, "bytes": n * session.bytes_per_token}
     whole = None
@@ -93,9 +93,9 @@ def measure(
 
 
 def check(session: Session, plain: Instance, p: Instance, d: Instance, n: int, seed: int) -> Answer:
-    """Eight tokens of D against the same computed by vLLM alone, whole and with its own cache."""
+    """Compares eight tokens of D with those of vLLM alone, whole and with its own cache."""
     block = plain.started["block_tokens"]
-    n = (n - 1) // block * block + 1  # the own cache then lacks one token, as D does
+    n = (n - 1) // block * block + 1  # then vLLM's own cache lacks one token, as D does
     prompt = session.prompt_of(n, seed)
     whole = plain.ask(prompt, 8)
     cached = plain.ask(prompt, 8)
@@ -154,7 +154,7 @@ def compare(
 
 
 def trio(session: Session, prefix: str, store: str, model: dict[str, Any]) -> dict[str, Kind]:
-    """An instance without a connector, P, and D, which has the last GPU."""
+    """Returns an instance without a connector, P, and D, which has the last GPU."""
     first, last = ({"CUDA_VISIBLE_DEVICES": session.given.gpus[i]} for i in (0, -1))
     weights = {"PDSTORE_WEIGHTS": "dummy-1234-scaled"}
     p, d = (session.pdstore_environment(store, role, **weights) for role in ("prefill", "decode"))
@@ -202,7 +202,7 @@ def with_mooncake(session: Session) -> None:
 
 @contextlib.contextmanager
 def mooncakes(session: Session) -> Iterator[Path]:
-    """pdstore's pool and a master for the other connector, whose configuration file this is."""
+    """Runs pdstore's pool and a master for the other connector; yields that one's config file."""
     segment = session.given.segment
     pool = [ROOT / "examples/run_mooncake.sh", "--segment", segment]
     other = [

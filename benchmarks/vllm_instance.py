@@ -76,7 +76,10 @@ class Engine:
     def ask(
         self, prompt: list[int], max_tokens: int, params: Any = None, logprobs: int = 5
     ) -> Answer:
-        """params: the request's kv_transfer_params. logprobs: of how many tokens, at each place."""
+        """Asks for a prompt and steps until its answer is whole.
+
+        params: the request's kv_transfer_params. logprobs: of how many tokens, at each place.
+        """
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params else None
@@ -107,7 +110,7 @@ class Engine:
         }
 
     def settle(self) -> float:
-        """Steps until the connector has nothing left to do; how long that took."""
+        """Steps until the connector has nothing left to do. Returns the seconds that this took."""
         began = time.perf_counter()
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.llm.llm_engine.step()
@@ -146,8 +149,7 @@ class Engine:
 
 
 def _scale_what_is_loaded(loader: Any) -> None:
-    """Dummy weights that give products as large as their inputs, and attention that looks at some
-    tokens more than at others."""
+    """Makes vLLM scale its dummy weights: products as large as their inputs, uneven attention."""
     load = loader.load_weights
 
     def load_scaled(self: Any, model: Any, model_config: Any) -> None:
@@ -168,7 +170,7 @@ def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, 
 
 
 def serve(pipe: Connection, log: str, environment: dict[str, str], arguments: Any) -> None:
-    """An instance's process: makes an Engine, and calls what it is told to."""
+    """Runs in an instance's process: makes an Engine, and calls what it is told to."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -218,7 +220,7 @@ class Instance:
         theirs.close()
 
     def start(self, seconds: float) -> Answer:
-        """Waits until it is up, `seconds` at most; what it says about itself."""
+        """Waits until it is up, `seconds` at most. Returns what it says about itself."""
         self.started = self.answer(seconds)
         return self.started
 

@@ -43,7 +43,7 @@ Kind = tuple[dict[str, str], dict[str, Any]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that a session reads."""
+    """Adds the options that a session reads."""
     add = parser.add_argument
     add("--json", type=Path, required=True, help="the file of results")
     add("--pool", type=Path, default=Path("/dev/shm"), help="a memory-backed directory")
@@ -100,7 +100,7 @@ class Session:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A failure in it is written down, and ends nothing but it."""
+        """Runs a step; a failure in it is written down, and the next step goes on."""
         try:
             yield
         except Exception:
@@ -118,7 +118,7 @@ class Session:
         return [draw.randrange(10, self.vocabulary) for _ in range(num_tokens)]
 
     def files(self) -> str:
-        """A store over files that nobody has used before."""
+        """Returns the URL of a new, empty store over files."""
         return f"file://{self.pool}?budget={self.given.budget}"
 
     def pdstore_environment(self, store: str, role: str, **more: str) -> dict[str, str]:
@@ -134,7 +134,7 @@ class Session:
         }
 
     def llm_arguments(self, defaults: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """The arguments of LLM: for all instances, `defaults`, --llm, `more`; the last wins."""
+        """Returns the arguments of LLM: common ones, `defaults`, --llm, `more`; the last wins."""
         arguments = {
             "skip_tokenizer_init": True,
             "seed": 0,
@@ -148,7 +148,7 @@ class Session:
         return {**arguments, **defaults, **json.loads(self.given.llm), **more}
 
     def dummy_model(self, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """The arguments of LLM for a model that is nothing but its configuration."""
+        """Returns the arguments of LLM for a model that is nothing but its configuration."""
         name = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:8]
         directory = self.logs / f"model-{name}"
         directory.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class Session:
 
     @contextlib.contextmanager
     def instances(self, **kinds: Kind) -> Iterator[dict[str, Instance]]:
-        """Instances that start at once; those that do not start are left out."""
+        """Starts instances at once; those that do not start are left out."""
         started = {
             name: Instance(name, self.logs / f"{name}.log", *kind, self.seconds_left)
             for name, kind in kinds.items()
@@ -184,7 +184,7 @@ class Session:
 
 
 def distance(one: Answer, other: Answer) -> float | None:
-    """The largest difference of a logprob that both name, up to where the answers part."""
+    """Returns the largest difference of a logprob that both name, up to where answers part."""
     worst = None
     for i, (a, b) in enumerate(zip(one["logprobs"], other["logprobs"], strict=False)):
         both = [abs(a[token] - b[token]) for token in a if token in b]

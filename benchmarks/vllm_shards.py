@@ -56,15 +56,15 @@ class Direction(NamedTuple):
 
 
 def eight(instance: Instance, prompt: list[int], params: Any = None) -> Answer:
-    """Eight tokens, each with so many logprobs that any two answers have some in common."""
+    """Asks for eight tokens, with so many logprobs that any two answers have some in common."""
     answer: Answer = instance.ask(prompt, 8, params, 20)
     return answer
 
 
 def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
-    """One prompt everywhere: computed, saved, loaded by D, and reloaded by P."""
+    """Takes one prompt everywhere: computed, saved, loaded by D, and reloaded by P."""
     block = to.plain_d.started["block_tokens"]
-    n = (n - 1) // block * block + 1  # an own cache then lacks one token, as D does
+    n = (n - 1) // block * block + 1  # then vLLM's own cache lacks one token, as D does
     seed = f"{to.name} {n} {run}"  # a prompt that the pool has not seen
     prompt = session.prompt_of(n, seed)
     row: Answer = {"tokens": n, "bytes": n * session.bytes_per_token}
@@ -101,7 +101,7 @@ def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
 
 
 def _taken(taken: Answer, whole: Answer, cached: Answer) -> Answer:
-    """D's answer, against those of a vLLM with its TP size alone."""
+    """Compares D's answer with those of a vLLM alone that has D's TP size."""
     return {
         "d_ids_equal_whole": taken["ids"] == whole["ids"],
         "d_ids_equal_own_cache": taken["ids"] == cached["ids"],
@@ -112,7 +112,7 @@ def _taken(taken: Answer, whole: Answer, cached: Answer) -> Answer:
 
 
 def _reloaded(again: Answer, cached: Answer) -> Answer:
-    """P's own prompt from the pool, against one that never left vLLM."""
+    """Compares P's own prompt from the pool with one that never left vLLM."""
     return {
         "reload_computed": again["computed"],
         "reload_loaded": again["counters"].get("tokens_total:loaded", 0),
@@ -167,7 +167,7 @@ def compare(session: Session, to: Direction) -> None:
 
 
 def kinds_of(session: Session, checkpoint: Path) -> dict[str, Kind]:
-    """One rank on the first GPU, with pdstore on the last; two ranks on both."""
+    """Returns the instances: one rank on the first GPU, with pdstore on the last; two on both."""
     given = session.given
     shared = {"enforce_eager": True, "disable_custom_all_reduce": True}
     model = session.llm_arguments(shared, model=str(checkpoint), **given.backend)
@@ -183,7 +183,7 @@ def kinds_of(session: Session, checkpoint: Path) -> dict[str, Kind]:
 
 
 def check_weights(started: dict[str, Any]) -> None:
-    """Each rank holds what the same rank of the instance without a connector holds."""
+    """Raises ValueError unless each rank's weights are those of the rank without a connector."""
     for size in ("tp1", "tp2"):
         ours, theirs = (started[name].started["weights"] for name in (size, f"plain_{size}"))
         if ours != theirs:

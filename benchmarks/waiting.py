@@ -41,7 +41,7 @@ COLUMNS = [
 
 
 class Slow(MemoryStore):
-    """A store in memory whose every look takes some time, as one over a network does."""
+    """A store in memory whose lookups take some time, as over a network."""
 
     def __init__(self, call_s: float) -> None:
         super().__init__()

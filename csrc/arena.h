@@ -36,7 +36,7 @@ class Arena {
 
   const Geometry &geometry() const { return geometry_; }
 
-  // Codes of pdstore.h, as all below. No call of this process is in an index any more afterwards.
+  // Codes of pdstore.h, as all below. After it no call of this process is in the index.
   int32_t close();
   // In the child of a fork: the parent's locks must not live as long as the child.
   void forget();

@@ -19,7 +19,7 @@ constexpr int kEntryShift = 22;
 static_assert(kNumOwners << kEntryShift <= kWaiting);
 
 constexpr off_t kLocksAt = off_t{1} << 60;  // behind every file's end
-constexpr int64_t kLookAgain = 2'000'000;   // ns: that a holder has died is seen so late at most
+constexpr int64_t kLookAgain = 2'000'000;   // ns: a holder's death is seen within it
 
 flock record_of(uint32_t entry) {
   flock record{};
@@ -73,7 +73,7 @@ bool Owner::lives(uint32_t word) const {
 
 Locked lock(Header &header, const Owner &owner, int64_t deadline_ns) {
   const uint32_t mine = owner.word();
-  uint32_t waiting = 0;  // whoever has waited does not know who else does
+  uint32_t waiting = 0;  // kWaiting after a wait: others may still wait, so the unlock wakes one
   for (;;) {
     uint32_t holder = 0;
     if (header.lock.compare_exchange_strong(holder, mine | waiting)) return Locked::kYes;

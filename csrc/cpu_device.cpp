@@ -1,6 +1,6 @@
 // The CPU form: a device whose memory is the host's and whose streams do everything at once.
 //
-// Decision: no GPU is needed to test validation, the slice walk, descriptors of all three paths,
+// Decision: no GPU is needed to test validation, the walk over slices, descriptors of all paths,
 // tickets, order and errors; hosts without a GPU use the very same engine.
 #include <sys/mman.h>
 

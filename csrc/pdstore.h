@@ -123,8 +123,8 @@ int32_t pds_explain(const pds_engine *engine, int32_t part, int32_t num_tokens, 
 int32_t pds_get_stats(pds_engine *engine, int32_t direction, pds_stats *stats);
 
 // Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until
-// the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted). It
-// is passed by copies that have nothing to wait for.
+// the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted).
+// Later copies that have nothing to wait for may overtake it.
 int32_t pds_submit(pds_engine *engine, int32_t direction, const pds_item *items, int64_t num_items,
                    const int64_t *ids, int64_t num_ids, uint64_t stream, uint64_t ready,
                    pds_ticket **ticket, pds_error *error);

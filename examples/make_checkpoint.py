@@ -65,7 +65,7 @@ def _train(out: Path, steps: int) -> None:
 
 
 def documents_of_repository() -> list[str]:
-    """The docs and the package's sources, one text a file."""
+    """Returns the docs and the package's sources, one text a file."""
     paths = [ROOT / name for name in DOCS if (ROOT / name).exists()]
     paths += sorted((ROOT / "pdstore").rglob("*.py"))
     return [path.read_text(encoding="utf-8") for path in paths]

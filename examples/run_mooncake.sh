@@ -36,7 +36,7 @@ while [[ $# -gt 0 ]]; do
     esac
 done
 
-# program NAME: the one of $PYTHON, of the active environment, of make setup, or on the PATH.
+# program NAME: prints its path: beside $PYTHON, in the active environment or .venv, or on the PATH.
 program() {
     local directory found
     for directory in "${PYTHON:+$(dirname "$PYTHON")}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin}" \
@@ -61,7 +61,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 trap stop EXIT
 
-# die_with_logs MESSAGE: with the end of each log.
+# die_with_logs MESSAGE: prints the end of each log, and dies.
 die_with_logs() {
     tail -n 5 "$ROOT"/logs/mooncake_*.log >&2
     die "$1"

@@ -10,7 +10,8 @@
 #   --json     write the results to a file, too
 #
 # Exits with 0 only if every answer is that of one instance alone, D computed one token of each
-# prompt, and with the switch off D computed everything. The first line names the pool. Logs are in logs/. Ctrl-C stops it all.
+# prompt, and with the switch off D computed everything. The first line names the pool. Logs are in
+# logs/. Ctrl-C stops it all.
 set -euo pipefail
 # shellcheck source=examples/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -53,7 +53,7 @@ def requirements() -> list[str]:
 
 
 def name_it_vllm() -> None:
-    """`vllm serve` asks for the version of a package "vllm", and its "+cpu" names the platform."""
+    """Adds a package "vllm": `vllm serve` asks for its version, whose "+cpu" names the platform."""
     directory = Path(sysconfig.get_path("purelib")) / f"vllm-{VERSION}.dist-info"
     directory.mkdir(exist_ok=True)
     fields = ("Metadata-Version: 2.1", "Name: vllm", f"Version: {VERSION}+cpu")

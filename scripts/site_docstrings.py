@@ -1,4 +1,4 @@
-"""Makes lists of the lines `name: what it is` in docstrings, for the site's page of the API."""
+"""Turns lines such as `name: its meaning` in docstrings into lists, for the site's API page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MORE = re.compile(r"^  (?=\S)")
 
 
 class ListedNames(griffe.Extension):
-    """Turns each run of such lines, with those indented below them, into a Markdown list."""
+    """Makes each run of such lines, with those indented below them, a Markdown list."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:

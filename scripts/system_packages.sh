@@ -6,8 +6,8 @@
 #   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser
 #
 # Does nothing where all is there. Installs what is missing by apt-get as root or by a sudo that
-# asks for no password; elsewhere says in one sentence what to install, and exits with 1. What is
-# only wanted is installed in the same way, and done without elsewhere: tests then skip.
+# asks for no password; elsewhere says in one sentence what to install, and exits with 1. Packages
+# after --wanted are installed in the same way; where that fails, the tests that need them skip.
 # `make` calls it; PYTHON is the interpreter that makes the virtual environments (python3).
 set -euo pipefail
 
@@ -53,7 +53,7 @@ as_root() {
     fi
 }
 
-# Redis is also that of TEST_REDIS_URL or of a container: tests that need their own then skip.
+# A redis may also come from TEST_REDIS_URL or Docker: tests that need a server of their own skip.
 has_redis_elsewhere() {
     [[ -n ${TEST_REDIS_URL:-} ]] || timeout 5 docker info >/dev/null 2>&1
 }

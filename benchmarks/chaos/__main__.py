@@ -6,9 +6,10 @@
     make chaos ENGINE=vllm
 
 The instances are mini engines, or vLLM on a CPU (`--engine vllm`), and every answer is compared
-with one instance's, ids and probabilities. After each round all must be back: requests, blocks,
-slots, threads, fds, temporary files, keys. Each round's faults follow from the seed and its number;
-their moments in the code do not. The exit status is 1 if anything was wrong.
+with one instance's, ids and probabilities. After each round everything that it took must be free
+again: requests, blocks, slots, threads, fds, temporary files, keys. The faults of a round follow
+from the seed and the round's number; where they hit the code does not. The exit status is 1 if
+anything was wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seed", type=int, help="of all faults (a random one, which is printed)")
+    add("--seed", type=int, help="of all faults (default: a random one, printed)")
     add("--minutes", type=float, default=5.0, help="begin no round after this time (%(default)s)")
     add("--round", type=int, help="run this round alone")
     add("--quick", action="store_true", help="one short round on each store, for CI")

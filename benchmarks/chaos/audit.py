@@ -1,4 +1,4 @@
-"""Audit: after a round everything must be back: requests, blocks, slots, threads, fds, keys."""
+"""Audit: finds what a round has not given back: requests, blocks, slots, threads, fds, keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Audit:
         return total
 
     async def leaks(self) -> list[str]:
-        """Returns what is not back within some seconds, in words."""
+        """Returns what is still held some seconds after the round, in words."""
         deadline = time.monotonic() + _BACK_S
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
             while (found := await self._look(client)) and time.monotonic() < deadline:

@@ -51,7 +51,7 @@ class Campaign:
 
     shape: how long a round is, and how many of them a stage has; with the seed it gives the faults.
     engine: P's and D's.
-    first_round: to begin with; rounds are numbered from 0, whatever the time that they take.
+    first_round: the number of the first round that runs; rounds are numbered from 0.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Campaign:
         self.tally = Tally()
 
     async def run(self, seconds: float, num_stages: int | None = None) -> None:
-        """Runs rounds until the time is up, or on so many stages; begun rounds end whole."""
+        """Runs rounds until the time or `num_stages` is up; a round that has begun is finished."""
         make_checkpoint(self._model, self._engine.head_dim)
         with open_spawner(self._scratch, self._model, self._engine.name) as spawner:
             self._answers = await answers_of_one(spawner, self._model, self._prompts, self._engine)
@@ -108,12 +108,12 @@ class Campaign:
                 self.tally.add_stage(kind, audit)
 
     async def _warm_up(self, stage: Stage) -> str:
-        """Asks as often at once as a round does. Returns the namespace that the pair uses."""
+        """Asks with as many clients as a round has. Returns the namespace of P and D."""
         deadline = time.monotonic() + _WARM_UP_S
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             while not await self._has_answered(client, stage):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answers in {_WARM_UP_S:g} s, and nothing is hurt yet")
+                    raise TimeoutError(f"no answers in {_WARM_UP_S:g} s, before any fault")
             body = {"prompt": self._prompts[0], "max_tokens": 1, "kv_transfer_params": _FOR_D}
             said = await client.post(stage.url_of("prefill") + "/v1/completions", json=body)
         return str(said.json()["kv_transfer_params"]["pdstore"]["namespace"])

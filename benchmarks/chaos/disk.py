@@ -12,9 +12,9 @@ _BLOCK = 1 << 16
 
 
 class Disk:
-    """A directory on a tmpfs of so many MiB; without the right to mount, a plain directory.
+    """A directory on a tmpfs of its own, or a plain directory where this user may not mount.
 
-    is_small: whether it can be filled.
+    is_small: True if it is the tmpfs, which can be filled.
     """
 
     def __init__(self, path: Path, *, is_small: bool) -> None:
@@ -22,7 +22,7 @@ class Disk:
         self._filler = path / "filler"
 
     def fill(self, leave_bytes: int) -> None:
-        """Takes the room on it but for so many bytes."""
+        """Fills it, except for `leave_bytes`."""
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize - leave_bytes
         with contextlib.suppress(OSError), self._filler.open("wb") as file:

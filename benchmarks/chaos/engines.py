@@ -22,8 +22,8 @@ class Engine(ABC):
 
     head_dim: the smallest that it computes.
     block_tokens: of the blocks in the pool.
-    faults_per_s: as many as leave it time to answer.
-    most_threads: those that a process of it may start after its first requests.
+    faults_per_s: few enough that it has time to answer.
+    most_threads: how many one of its processes may start after its first requests.
     idle: metrics, and their values in an instance that does nothing.
     tells_by_steps: True if its metrics are those of its last step.
     """
@@ -38,7 +38,7 @@ class Engine(ABC):
 
     @abstractmethod
     def command(self, model: Path, port: int, role: str, store: str) -> Sequence[str]:
-        """Returns an instance's command line; without a role and a store it is one without pool."""
+        """Returns an instance's command line; an empty role and store leave the pool off."""
 
     def env(self, role: str, store: str) -> Mapping[str, str]:
         """Returns what an instance needs in its environment."""

@@ -32,12 +32,12 @@ class Injector:
         self._costly: list[tuple[float, float]] = []
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """Lets all of them happen at their times; returns when the last one is over."""
+        """Makes all faults happen at their times; returns when the last one is over."""
         began = time.monotonic()
         await asyncio.gather(*(self._happen(fault, began) for fault in faults))
 
     def may_have_cost(self, began: float, ended: float) -> bool:
-        """True if a fault on the way of answers happened between these moments, or just before."""
+        """True if a fault that may cost an answer was there between these times, or just before."""
         return any(start < ended and began < end + _GRACE_S for start, end in self._costly)
 
     async def _happen(self, fault: Fault, began: float) -> None:
@@ -52,7 +52,7 @@ class Injector:
             self._costly.append((start, time.monotonic()))
 
     async def _do(self, fault: Fault) -> bool:
-        """Makes a fault and its end happen. Returns whether it could."""
+        """Makes a fault happen, and ends it. Returns False if it could not."""
         if fault.kind in ("kill", "stop"):
             return await self._hurt_process(fault)
         if fault.target in self._stage.links:
@@ -69,14 +69,14 @@ class Injector:
         elif fault.kind == "vanish":
             return self._stage.pool.vanish()
         elif fault.kind == "leave":
-            self.leaving.set()  # wakes those that wait now
+            self.leaving.set()  # wakes the clients that wait at this moment
             self.leaving.clear()
         return True
 
     async def _hurt_process(self, fault: Fault) -> bool:
         child = self._child(fault.target)
         if not child.is_alive or child.is_stopped:
-            return False  # another fault has it
+            return False  # another fault holds this process
         if fault.kind == "stop":
             child.stop()
             await asyncio.sleep(fault.for_s)

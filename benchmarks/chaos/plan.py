@@ -9,7 +9,7 @@ from typing import NamedTuple
 INSTANCES = ("prefill", "decode", "router")
 LINKS = ("client-router", "router-prefill", "router-decode")
 ANSWER_PATH = frozenset({"decode", "router", "client-router", "router-decode"})
-"""A fault of these may cost a client its answer; one of any other may not."""
+"""Targets whose faults may cost a client its answer; faults of all others may not."""
 
 _LINK_KINDS = ("cut", "slow", "trickle", "hold", "half", "refuse")
 _BREAKS_ANSWERS = frozenset({"kill", "cut", "refuse", "half", "hold", "trickle"})
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 class Scene(NamedTuple):
     """The things that can be hurt in a round.
 
-    is_sheltered: the way of the answers stays whole, so that every request has to be answered.
+    is_sheltered: True if no fault touches ANSWER_PATH: then every request must be answered.
     """
 
     servers: Sequence[str]

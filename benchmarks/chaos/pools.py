@@ -37,7 +37,7 @@ _QUICK_MOONCAKE = {
 
 
 _CREW = min(15, max(1, (os.cpu_count() or 1) // 2))
-"""The native library's threads, which begin with the first share of several values."""
+"""Threads that the native library starts with the first share of several values."""
 
 
 class Pool(ABC):
@@ -47,7 +47,7 @@ class Pool(ABC):
     links: proxies between an instance and a server.
     env: what the instances need to use it.
     is_slow: recovering takes seconds.
-    late_threads: those that the store's library starts when it first needs them.
+    late_threads: how many threads the store's library starts only when it needs them.
     """
 
     kind: ClassVar[str]
@@ -81,13 +81,13 @@ class Pool(ABC):
         """Starts a server that was killed."""
 
     def vanish(self) -> bool:
-        """Deletes what it lies in. Returns whether it did."""
+        """Deletes the directory of its values. Returns False if it has none, or could not."""
         return False
 
     async def leftovers(self, num_stores: int) -> list[str]:
-        """Returns what is there although the pool was cleared, in words.
+        """Returns what is left although the pool was cleared, in words.
 
-        num_stores: those that the instances have open.
+        num_stores: stores that the instances have open.
         """
         return []
 
@@ -120,7 +120,7 @@ class FilePool(Pool):
         return self.disk.path / "pool"
 
     def vanish(self) -> bool:
-        with contextlib.suppress(OSError):  # somebody repairs it meanwhile
+        with contextlib.suppress(OSError):  # an instance makes it again meanwhile
             shutil.rmtree(self._root)
         return True
 
@@ -252,7 +252,7 @@ class MooncakePool(Pool):
 
 
 def _need_room(store: ArenaStore) -> None:
-    """Fills an arena for a moment: it looks for what dead processes hold when it needs room."""
+    """Fills an arena for a moment: only for want of room does it free what dead processes hold."""
     size = 1 << 16
     keys = fresh_keys(2 * len(store.memory()) // size)
     for key in keys:
@@ -266,7 +266,7 @@ def _program(name: str) -> str:
 
 
 async def wait_for_port(port: int) -> None:
-    """Returns when somebody listens. Raises TimeoutError."""
+    """Returns when a process listens on the port. Raises TimeoutError."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -274,7 +274,7 @@ async def wait_for_port(port: int) -> None:
             writer.close()
             return
         await asyncio.sleep(0.02)
-    raise TimeoutError(f"nobody listens on port {port} after {_START_S:g} s")
+    raise TimeoutError(f"nothing listens on port {port} after {_START_S:g} s")
 
 
 POOLS: dict[str, type[Pool]] = {

@@ -23,7 +23,7 @@ _NUM_CALM = 3
 
 @dataclass
 class Outcome:
-    """The end of a round's requests.
+    """Counts of how the requests of a round ended.
 
     refused: error answers while a fault was on their way; failures: everything that must not be.
     """

@@ -80,7 +80,7 @@ class Spawner:
     """A zygote and its children, which all end with it.
 
     model: the checkpoint that the instances serve.
-    engine: theirs, by name.
+    engine: the name of the engine that they run.
     """
 
     def __init__(self, scratch: Path, model: Path, engine: str) -> None:
@@ -105,7 +105,7 @@ class Spawner:
         env: Mapping[str, str] | None = None,
         clock: tuple[Path, int] | None = None,
     ) -> Child:
-        """Starts a process; one name's processes write one log."""
+        """Starts a process; processes of one name share a log."""
         assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None
         log = self._logs / f"{name}.log"

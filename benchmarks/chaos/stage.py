@@ -42,12 +42,12 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Options:
-    """The differences between two stages of one pool.
+    """The options in which stages over one kind of pool differ.
 
     mode: the router's.
     faulty: the options of `faulty+`, with which P and D fail on purpose; "" for neither.
-    env: more of P's and D's environment.
-    router: more of the router's command line.
+    env: added to P's and D's environment.
+    router: added to the router's command line.
     is_direct: True if there are no proxies between clients, the router, P and D.
     engine: P's and D's.
     """
@@ -78,11 +78,11 @@ class Stage:
         return self._url_through("client-router", "router")
 
     def url_of(self, name: str) -> str:
-        """Returns an instance's own URL, which no proxy is in front of."""
+        """Returns an instance's own URL, past any proxy."""
         return f"http://127.0.0.1:{self._ports[name]}"
 
     def _url_through(self, link: str, target: str) -> str:
-        """Returns an instance's URL for one side: a proxy's, if there are any."""
+        """Returns the URL by which one side reaches an instance: a proxy's, if there are any."""
         if self.options.is_direct:
             return self.url_of(target)
         return f"http://127.0.0.1:{self.links[link].port}"

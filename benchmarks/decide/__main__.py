@@ -3,9 +3,9 @@
     python -m benchmarks.decide --json benchmarks/results/decide.json
 
 The decisions are the product's (`BreakEven`, which learns as it does in an engine); the engine and
-the store are simulated, with the prefill of an 8B model on one H200, whose whole prompts are
-stored. Requests come in waves; the first waves of a cell, in which nothing is known yet, do not
-count. `--check` fails if `auto` is over the better of the two by more than 5 % at p99 in any cell.
+the store are simulated, with the prefill of an 8B model on one H200. All prompts are stored whole.
+Requests come in waves; the first waves of a cell, in which nothing is known yet, do not count.
+`--check` fails if `auto` is over the better of the two by more than 5 % at p99 in any cell.
 """
 
 from __future__ import annotations

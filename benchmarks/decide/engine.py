@@ -85,11 +85,11 @@ class Way:
         self._decided += [request.decision.way for request in asked if request.decision]
 
     def median_s(self) -> float:
-        """Returns the median of the last token of each wave that counts."""
+        """Returns the median, over the waves that count, of the last request's first token."""
         return median(max(times) for times in self._waves[LEARNING_WAVES:])
 
     def said(self) -> str:
-        """Returns how often D decided how, in the waves that count."""
+        """Returns how often D took each decision, in the waves that count."""
         counted = Counter(self._decided[LEARNING_WAVES * self._at_once :])
         return ", ".join(f"{count} {way}" for way, count in counted.most_common())
 

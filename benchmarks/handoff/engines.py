@@ -1,4 +1,4 @@
-"""Which instances a run has: one alone, and a P and a D for each store."""
+"""The instances of a run: one alone, and a P and a D for each store."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Setup:
         make_model(shape, self._model, "cpu" if given.cpu else "cuda:0", self._dtype)
 
     def start_alone(self) -> None:
-        """The instance without a pool, on the first GPU."""
+        """Starts the instance without a pool, on the first GPU."""
         self.alone = self._start("alone", {}, 0)
 
     def start_pair(self, store: str, url: str) -> None:
-        """P on the first GPU, D on the second if there is one."""
+        """Starts P on the first GPU, and D on the second if there is one."""
         common = {"store": url, "weights": "bench", "save_deadline_s": 60, "load_deadline_s": 60}
         self.pairs[store] = (
             self._start(f"{store}-p", common | {"role": "prefill"}, 0),
@@ -52,7 +52,7 @@ class Setup:
         )
 
     def ready(self) -> dict[str, Any]:
-        """Waits for all; what they say of themselves."""
+        """Waits for all. Returns what each says about itself."""
         return {each.name: each.ready(400) for each in self.instances}
 
     def stop(self) -> None:

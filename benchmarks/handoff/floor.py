@@ -8,7 +8,7 @@ from benchmarks.handoff.timeline import now
 
 
 def measure_floor() -> dict[str, float]:
-    """GB/s of one pinned copy of 256 MiB out of the first GPU and into the last."""
+    """Returns the GB/s of one pinned copy of 256 MiB out of the first GPU and into the last."""
     import torch
 
     size = 256 << 20

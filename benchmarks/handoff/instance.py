@@ -78,7 +78,7 @@ class Instance:
         theirs.close()
 
     def ready(self, timeout_s: float) -> dict[str, Any]:
-        """Waits for the start; what the engine says of itself."""
+        """Waits for the start. Returns what the engine says about itself."""
         about: dict[str, Any] = self.wait("about", "", timeout_s)[1]
         return about
 
@@ -88,13 +88,13 @@ class Instance:
         self.wait("staged", "")
 
     def ask(self, ask: Ask) -> float:
-        """Sends a request; when."""
+        """Sends a request. Returns the time at which it was sent."""
         at = now()
         self._pipe.send(ask)
         return at
 
     def wait(self, kind: str, name: str, timeout_s: float = 120) -> tuple[float, Any]:
-        """When the client got this word, and its value. Raises RuntimeError or TimeoutError."""
+        """Returns when this message came, and its value. Raises RuntimeError or TimeoutError."""
         end = now() + timeout_s
         while True:
             for i, (at, its_kind, its_name, value) in enumerate(self._inbox):
@@ -119,7 +119,7 @@ class Instance:
         self._pipe.send("record")
 
     def recorded(self) -> list[Any]:
-        """Ends the timeline; its spans."""
+        """Ends the timeline. Returns its spans."""
         self._pipe.send("recorded")
         spans: list[Any] = self.wait("spans", "")[1]
         return spans
@@ -159,7 +159,7 @@ def _serve(
         pipe.send(("about", "", engine.about()))
         _answer(pipe, engine, Recorder())
         engine.close()
-    except Exception:  # noqa: BLE001 - whatever it is, the client says it
+    except Exception:  # noqa: BLE001 - whatever it is, the client reports it
         traceback.print_exc()
         with contextlib.suppress(OSError):
             pipe.send(("error", "", traceback.format_exc()))
@@ -208,7 +208,7 @@ def _obey(
 
 
 def _next_word(pipe: Connection) -> Any:
-    """The client's next word; None when it has gone."""
+    """Returns the client's next message, or None when the client is gone."""
     try:
         return pipe.recv()
     except EOFError:

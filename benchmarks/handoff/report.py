@@ -12,7 +12,7 @@ HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16
 
 
 def rows_of(samples: list[Sample]) -> list[dict[str, Any]]:
-    """A row for each store, mode and length, in the order they were asked: medians, with ranges."""
+    """Returns a row for each store, mode and length, as they were asked: medians, with ranges."""
     kinds = dict.fromkeys((s.store, s.mode, s.tokens) for s in samples)
     return [_row([s for s in samples if (s.store, s.mode, s.tokens) == kind]) for kind in kinds]
 
@@ -33,7 +33,7 @@ def _row(samples: list[Sample]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows, the lone instance, the bursts and the floor, for people. Milliseconds."""
+    """Returns the rows, the lone instance, the bursts and the floor for people, in ms."""
     return "\n".join([HEAD + "  prefill  D computes", *_lines(found)])
 
 
@@ -64,5 +64,5 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def late_stores(leads: list[dict[str, Any]]) -> list[str]:
-    """The stores over which no load began before P's `done`: nothing was followed."""
+    """Returns the stores over which no load began before P's `done`: nothing was followed."""
     return [lead["store"] for lead in leads if max(lead["lead_s"]) <= 0]

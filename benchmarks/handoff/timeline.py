@@ -1,4 +1,4 @@
-"""Where one hand-off's time goes: what P and D did when, by one clock, as JSON and a picture."""
+"""Timeline: what P and D do when in one hand-off, by one clock, as JSON and a picture."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Records the calls of what is watched, in this process, from `begin` on.
+    """Records the calls of the watched functions in this process, from `begin` on.
 
     Before the first `begin` nothing is wrapped, so that nothing is slowed down.
     """
@@ -65,7 +65,7 @@ class Recorder:
         self._is_on = True
 
     def _install(self) -> None:
-        """Wraps what is watched; what is not installed here is left out."""
+        """Wraps the watched functions, except those of packages that are not installed here."""
         self._is_installed = True
         for place, label in WATCHED.items():
             module_name, _, path = place.partition(":")

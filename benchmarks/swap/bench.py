@@ -50,7 +50,7 @@ _COLUMNS = ["what", "shape", "blocks", "way", "path", "value", "unit", "of conti
 
 
 def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Report:
-    """Measures every shape both ways; `beside`: and what a running model feels of it.
+    """Measures every shape both ways; with `beside`, how far copies slow a running model, too.
 
     Raises ConfigError without a GPU or without the sources of the other ways.
     """
@@ -107,7 +107,7 @@ def _goal(shape: SwapShape, path: CopyPath | None, direction: Direction) -> floa
 def speed_of(
     limit: Callable[[], None], copy: Callable[[], None], num_bytes: int, rounds: int
 ) -> tuple[float, float]:
-    """GB/s, and as a part of the contiguous copy's just before."""
+    """Returns the GB/s, and their share of a contiguous copy's just before."""
     copy()
     limits, times = [], []
     for _ in range(rounds):
@@ -128,7 +128,7 @@ def _measure_small(
 
 
 def _measure_both(report: Report, rig: Rig, swap: NativeSwap, rounds: int) -> None:
-    """Both directions at once: halves of the blocks, so that no block is in both."""
+    """Measures both directions at once, each with half of the blocks."""
     half = rig.n // 2
     out = rig.pack(OUT, half)
     into = rig.pack_rest(IN, half)

@@ -23,12 +23,12 @@ _AHEAD = 4  # calls that are queued at once, as an engine's steps are
 
 
 class Background:
-    """Repeats a copy on a thread until `stop`; counts."""
+    """Repeats a copy on a thread until `stop`, and counts the copies."""
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy, self._stopped = copy, False
         self.count = 0
-        self._until = time.monotonic() + 30  # whatever it starves
+        self._until = time.monotonic() + 30  # a bound, should `stop` be starved
         self._worker = Worker("pdstore-bench", self._take)
 
     def stop(self) -> None:
@@ -54,7 +54,7 @@ class Beside:
         self._works = {"decode graph": decode(), "prefill graph": prefill(), "8k GEMM": gemm()}
 
     def measure(self, rig: Rig, *, every_path: bool) -> None:
-        """Of one rig's shape: the path that serving takes, or every path and other ways too."""
+        """Measures one rig's shape: the path that serving takes, or every path and way to copy."""
         chosen = [CopyPath[rig.serving.plan()[0].path]]
         paths = [CopyPath.STRIDED, CopyPath.BATCH, CopyPath.STAGE] if every_path else chosen
         swaps = {path: rig.swap(path) for path in paths}
@@ -98,7 +98,7 @@ def _bytes_of(rig: Rig) -> int:
 
 
 def keep_busy(rig: Rig, swap: NativeSwap, direction: Direction) -> Callable[[], None]:
-    """One copy after the other without a gap: the next one is queued while one runs."""
+    """Returns a call that copies without a gap: the next copy is queued while one runs."""
     packed, queued = rig.pack(direction, rig.n), []
 
     def copy() -> None:
@@ -124,7 +124,7 @@ def goal_of(what: str, way: str, direction: Direction) -> object:
 def beside(
     work: Callable[[], None], copy: Callable[[], None], num_bytes: int
 ) -> tuple[float, float]:
-    """Percent that the copy slows the work, and the copy's GB/s meanwhile."""
+    """Returns by how many percent the copy slows the work, and the copy's GB/s meanwhile."""
     alone, during, speeds = [pace(work)], [], []
     for _ in range(_TURNS):
         background = Background(copy)
@@ -139,7 +139,7 @@ def beside(
 
 
 def pace(work: Callable[[], None], for_s: float = _SECONDS) -> float:
-    """Seconds per call, on the device's clock."""
+    """Returns the seconds of a call, by the device's clock."""
     work()
     torch.cuda.current_stream().synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ def pace(work: Callable[[], None], for_s: float = _SECONDS) -> float:
 def readback(
     add: Add, rig: Rig, copy: Callable[[], None], path: CopyPath, direction: Direction
 ) -> None:
-    """A 4 KiB copy to the host on another stream, as a token's is."""
+    """Measures a 4 KiB copy to the host on another stream, as an engine copies its tokens."""
     device = torch.zeros(4096, dtype=torch.uint8, device="cuda")
     host = torch.zeros(4096, dtype=torch.uint8).pin_memory()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -189,7 +189,7 @@ def readback(
 
 
 def pump(add: Add, rig: Rig, swap: NativeSwap, path: CopyPath, direction: Direction) -> None:
-    """CPU of the engine's thread at full rate."""
+    """Measures the CPU time of the copy engine's thread at full rate."""
     background = Background(keep_busy(rig, swap, direction))
     while background.count < 2:
         time.sleep(0.001)
@@ -225,7 +225,7 @@ def submit_us(swap: NativeSwap, packed: Packed) -> float:
 
 
 def decode() -> Callable[[], None]:
-    """Sixteen times a 64 x 8192 x 8192 product and a norm, as a graph."""
+    """Returns a graph of a decode step: sixteen 64 x 8192 x 8192 products, each with a norm."""
     weights = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
     x = torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16)
 
@@ -238,7 +238,7 @@ def decode() -> Callable[[], None]:
 
 
 def prefill() -> Callable[[], None]:
-    """Four layers of an 8B model on 2,048 tokens, as a graph."""
+    """Returns a graph of a prefill: four layers of an 8B model on 2,048 tokens."""
     sizes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
     layers = [
         [torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.01 for size in sizes]

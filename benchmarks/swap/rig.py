@@ -35,7 +35,7 @@ _DEVICE_TABLES = (2, 3)
 
 
 class SwapShape(NamedTuple):
-    """KV of one engine block: as many regions, of as many bytes each."""
+    """The shape of one engine block's KV: a contiguous piece in each of the cache's regions."""
 
     name: str
     num_regions: int
@@ -49,7 +49,7 @@ class SwapShape(NamedTuple):
 class Rig:
     """Random blocks of a cache, random slots of a ring, and native swaps between them.
 
-    n: blocks in the cache's and the ring's use; every n up to it can be measured.
+    n: blocks in the cache and in the ring; any number up to it can be measured.
     """
 
     def __init__(self, library: BenchLibrary, shape: SwapShape, n: int) -> None:
@@ -83,7 +83,7 @@ class Rig:
         throughput: bool = False,
         sizes: dict[str, int] | None = None,
     ) -> NativeSwap:
-        """A swap of its own over the same memory."""
+        """Returns another swap over the same memory."""
         caches = list(self.cache)
         made = NativeSwap(
             self._library, self.layout, caches, path=path, throughput=throughput, sizes=sizes
@@ -93,11 +93,11 @@ class Rig:
         return made
 
     def pack(self, direction: Direction, n: int) -> Packed:
-        """The copy of the first n blocks."""
+        """Returns the copy of the first n blocks."""
         return self.serving.pack(direction, [self.piece(i) for i in range(n)])
 
     def pack_rest(self, direction: Direction, first: int) -> Packed:
-        """The copy of the blocks behind the first ones."""
+        """Returns the copy of the blocks after the first `first`."""
         return self.serving.pack(direction, [self.piece(i) for i in range(first, self.n)])
 
     def check(self, copy: Callable[[Direction], object]) -> None:
@@ -121,7 +121,7 @@ class Rig:
             raise SwapError(f"{self.shape.name}: wrong bytes")
 
     def native(self, swap: NativeSwap, direction: Direction, n: int) -> Callable[[], None]:
-        """One copy of n blocks, from the call to its end."""
+        """Returns a call that copies n blocks and waits for the end."""
         packed = self.pack(direction, n)
 
         def copy() -> None:
@@ -132,7 +132,7 @@ class Rig:
         return copy
 
     def baseline(self, method: str, direction: Direction, n: int) -> Callable[[], None]:
-        """One copy of n blocks in another way. The tables are made beforehand."""
+        """Returns a call that copies n blocks in another way; its tables are made beforehand."""
         number = METHODS[method]
         cache, host = self._tables(n)
         to, source = (host, cache) if direction is OUT else (cache, host)
@@ -146,7 +146,7 @@ class Rig:
         shape = self.shape
 
         def copy() -> None:
-            assert len(to) == len(source)  # and so all that the addresses are of lives on
+            assert len(to) == len(source)  # also keeps the tables, read by address, alive
             assert len(kept) in (0, 2)
             self._library.baseline(
                 number,
@@ -168,7 +168,7 @@ class Rig:
         self._pinned.close()
 
     def piece(self, i: int) -> BlockCopy:
-        """The i-th random block with its random slot."""
+        """Returns the i-th random block with its random slot."""
         start = self.slots[i] * self.slot_bytes + HEADER_BYTES
         payload = self._memory[start : start + self.shape.block_bytes]
         return BlockCopy(self.layout.parts[0], [self.ids[i]], 1, 0, payload)

@@ -60,7 +60,7 @@ def bench_start(rounds: int) -> Report:
 
 
 def _pin(pins: _Pins, num_bytes: int, span_bytes: int) -> tuple[float, list[float]]:
-    """Seconds until ready, and those of launches meanwhile."""
+    """Returns the seconds until all is pinned, and those of the launches meanwhile."""
     num_bytes -= num_bytes % _SLOT_BYTES
     memory = memoryview(mmap.mmap(-1, num_bytes))
     x = torch.zeros(1, device="cuda")

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def sweep(report: Report, rig: Rig, path: CopyPath, contiguous: Contiguous, rounds: int) -> None:
-    """Every choice of sizes for one shape."""
+    """Measures every choice of sizes for one shape."""
     num_bytes = rig.n * rig.shape.block_bytes
     for sizes, options in (STAGES if path is CopyPath.STAGE else COPIES).items():
         swap = rig.swap(path, sizes=options)
@@ -91,7 +91,7 @@ def sweep(report: Report, rig: Rig, path: CopyPath, contiguous: Contiguous, roun
 
 
 def small(copy: Callable[[], None], limit: Callable[[], None]) -> tuple[float, str, str]:
-    """Microseconds of a small copy right after another one, and after 20 ms of nothing."""
+    """Returns the microseconds of a small copy right after another, and after 20 ms of rest."""
     warm = median(seconds(copy) for _ in range(20)) * 1e6
     cold = []
     for _ in range(9):

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="room of each instance")
     parser.add_argument("--lags", type=float, nargs="*", default=[10.0, 60.0], metavar="S")
-    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--requests", type=int, help="use this many of them")
     parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args()
     run(lambda: measure(given), given.json)

@@ -77,7 +77,7 @@ class Fleet:
         return self._instances[0].keys(tokens)
 
     def ask(self, keys: PromptKeys) -> None:
-        """One request now: looks up what is stored, then saves the prompt."""
+        """Makes one request now: looks up what is stored, then saves the prompt."""
         self._save_until(self._clock())
         chosen = self._chance.randrange(len(self._instances))
         self.hits.num_tokens += keys.num_tokens

@@ -27,7 +27,7 @@ class TraceRequest(NamedTuple):
 
     @property
     def token_ids(self) -> array[int]:
-        """Token ids in which two prompts are equal exactly as far as their blocks are."""
+        """Returns token ids; two prompts share exactly as many as their blocks say."""
         ids = array("i")
         for block in self.blocks:
             ids.extend(array("i", [block]) * TRACE_BLOCK)

@@ -198,7 +198,7 @@ void processes_killed_anywhere() {
     int64_t found;
     get(view, batch, true);
     const int32_t code = pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
-    expect(code == PDS_OK, "the lock of a dead process is had");
+    expect(code == PDS_OK, "the lock of a dead process can be taken");
   }
   for (const pid_t child : alive) {
     if (child > 0) kill(child, SIGKILL), waitpid(child, nullptr, 0);

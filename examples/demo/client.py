@@ -39,7 +39,7 @@ class Answer:
 
 
 def is_healthy(url: str) -> bool:
-    """Returns whether the server answers that it is ready."""
+    """True if the server answers that it is ready."""
     try:
         return httpx.get(url + "/health", timeout=_PROBE_S, trust_env=False).status_code == 200
     except httpx.TransportError:

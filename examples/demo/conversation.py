@@ -25,7 +25,7 @@ class Conversation:
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each promise that was broken."""
+        """Returns a sentence for each promise that was broken."""
         found = [
             f"turn {number} of the conversation: the answer differs from that of one instance alone"
             for number, row in enumerate(self.rows, 1)
@@ -37,7 +37,7 @@ class Conversation:
 
     @property
     def line(self) -> str:
-        """The line of the output."""
+        """Returns the line of the output."""
         return (
             f"turn 2: P loaded {self.loaded_on_p} of {self.known} tokens of turn 1, prompt and"
             f" answer; {sum(row.is_same for row in self.rows)} of {len(self.rows)} same answers"

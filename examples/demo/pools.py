@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
 
 def choose(given: str | None, variables: Mapping[str, str]) -> Choice:
-    """The pool of `--store`, else of PDSTORE_STORE, else of Mooncake's variables, else files."""
+    """Chooses by `--store`, else by PDSTORE_STORE, else by Mooncake's variables, else files."""
     if given:
         return Choice(given, "--store")
     if variables.get("PDSTORE_STORE"):
@@ -82,7 +82,7 @@ def _start_redis(scratch: str, processes: Processes) -> str:
 
 
 def answers_ping(port: int) -> bool:
-    """Returns whether a redis on this host answers PING."""
+    """True if a redis on this host answers PING."""
     try:
         with socket.create_connection(("127.0.0.1", port), _PING_S) as connection:
             connection.sendall(b"PING\r\n")

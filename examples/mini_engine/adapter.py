@@ -30,7 +30,7 @@ class Adapter:
 
     An exception in pdstore costs a request its hits or its hand-off, and nothing else.
 
-    cache, pool: the scheduler's and the worker's part of pdstore.
+    cache, pool: the scheduler's and the worker's half of pdstore.
     journal: the records of the last requests.
     """
 
@@ -61,7 +61,7 @@ class Adapter:
         self._trackers: dict[Request, Tracker] = {}
 
     def ready(self) -> None:
-        """Waits until host memory is pinned, beside which the rest of the engine starts."""
+        """Waits until host memory is pinned; that goes on beside the rest of the engine's start."""
         self.pool.ready()
 
     @property
@@ -117,10 +117,9 @@ class Adapter:
         return False
 
     def is_loaded(self, request: Request) -> bool:
-        """Returns whether the load has ended.
+        """True if the load has ended.
 
-        Then the loaded tokens count as computed, except the prompt's last one: its logits are
-        needed.
+        Its tokens then count as computed, except the prompt's last one: its logits are needed.
         """
         tracker = self._trackers.get(request)
         if tracker is None or tracker.load is None:
@@ -156,7 +155,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def saving(self, chunks: Sequence[Chunk]) -> Iterator[Callable[[int], None]]:
-        """Saves what a step in here computes of prompts; a prompt's last chunk publishes it.
+        """Saves the KV of prompts that a step in here computes; a last chunk publishes its prompt.
 
         With PDSTORE_SAVE_DECODED=1 the blocks that answers fill are saved, too.
 
@@ -201,7 +200,7 @@ class Adapter:
                     self.pool.abort_handoff(tracker.handoff)
 
     def is_done(self, request: Request) -> bool:
-        """Returns whether no job reads or writes the request's blocks: they may be given back."""
+        """True if no job reads or writes the request's blocks: they may be given back."""
         tracker = self._trackers.get(request)
         if tracker is None:
             return True

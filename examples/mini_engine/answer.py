@@ -46,7 +46,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._body = body
         self._request = request
-        # The last tokens whose text is complete: a word's beginning is told by what is before it.
+        # The last tokens whose text is complete: a token may read otherwise after another one.
         self._context = request.prompt[-_CONTEXT_TOKENS:]
         self._pending: list[int] = []  # tokens after them, which may end in half a character
         self._tokens: list[Token] = []

@@ -27,7 +27,7 @@ class VllmsChoice(BaseModel):
 
 
 class Text(VllmsChoice, CompletionChoice):  # type: ignore[misc]
-    """A choice of a completion. prompt_token_ids: as vLLM, here and not in the answer."""
+    """A choice of a completion. prompt_token_ids: here and not in the answer, as in vLLM."""
 
     prompt_token_ids: list[int] | None = None
 
@@ -69,5 +69,5 @@ AnyAnswer = TextCompletion | MessageCompletion | MessageChunk
 
 
 def json_of(answer: BaseModel) -> str:
-    """Returns an answer as JSON with the fields that were set, those of the types here too."""
+    """Returns an answer as JSON: the fields that were set, those of nested types included."""
     return answer.model_dump_json(exclude_unset=True, serialize_as_any=True)

@@ -79,7 +79,7 @@ class Body(Options):
 
 
 class ChatBody(Options):
-    """A request to answer a conversation. What the messages may hold, the chat template decides."""
+    """A request to answer a conversation. The chat template decides what messages may hold."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)

@@ -29,7 +29,7 @@ class Scheduler:
         self.leaving: list[Request] = []  # FINISHED, with blocks that a job may still use
 
     def is_waiting_for_jobs(self) -> bool:
-        """Returns whether a lookup or a job can end: then the loop polls instead of sleeping."""
+        """True if a lookup or a job can end: the loop then polls instead of sleeping."""
         return bool(self.waiting or self.loading or self.leaving)
 
     def unfinished(self) -> list[Request]:

@@ -41,7 +41,7 @@ class Tracker:
         return self.found
 
     def add_save(self, job: pdstore.Job) -> None:
-        """Takes a save; it publishes the prompt if this instance is P and it is the last one."""
+        """Takes a save that has begun, and times it."""
         self.saves.append(job)
         self.timer.begin("save")
         job.on_end(lambda _: self.timer.end("save"))

@@ -78,9 +78,9 @@ class FirstToken:
 
     @classmethod
     def of(cls, body: Json, answer: Json | None) -> Self | None:
-        """Returns the first token; None if D has to give it, because P's answer does not do.
+        """Returns the first token; None if D has to give it, since P's answer is not enough.
 
-        A token that is half a character or has no text can only be told with those behind it.
+        A token that is half a character or has no text can only be shown with those after it.
         """
         match answer:
             case {"choices": [{"token_ids": [int()], "prompt_token_ids": [*prompt], "text": text}]}:

@@ -1,4 +1,4 @@
-"""Health: what an instance's /health says of it."""
+"""Health: what an instance's /health says about it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def run_json(*arguments: str, **variables: str) -> Any:
 
 
 def namespaces(url: str) -> set[str]:
-    """The namespaces of a pool, as `pdstore du` finds them."""
+    """Returns the namespaces of a pool, as `pdstore du` finds them."""
     return {use["namespace"] for use in run_json("du", "--store", url)["namespaces"]}
 
 

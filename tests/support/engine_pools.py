@@ -31,5 +31,5 @@ def store_url(request, tmp_path):
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The blocks that a pool in files holds."""
+    """Returns the files of a pool's blocks."""
     return [file for file in directory.rglob("pds1:*") if file.name != "pds1:pool"]

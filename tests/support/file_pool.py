@@ -18,7 +18,7 @@ def root_of(store) -> Path:
 
 
 def path_of(store, key) -> Path:
-    """Where a key's value is: in one of 256 directories."""
+    """Returns the path of a key's value: it is in one of 256 directories."""
     return root_of(store) / f"{zlib.crc32(key.encode()) % 256:02x}" / key
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def exit_code_of(function: Callable[[], object], timeout_s: float = 10.0) -> int | str:
-    """0 if `function` returned what is true in the child, 1 if not, "hangs" after the time."""
+    """Returns 0 if `function` was true in the child, 1 if not, "hangs" after the time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads run here, as in an engine
         pid = os.fork()

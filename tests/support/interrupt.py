@@ -10,10 +10,10 @@ from collections.abc import Callable
 def ends_though_interrupted(
     function: Callable[[], object], handler: Callable[[], object], timeout_s: float = 10.0
 ) -> bool:
-    """Runs `function`, and `handler` on the same thread before every line of it; False: it hangs.
+    """Runs `function`, and `handler` on the same thread before each line. False if that hangs.
 
-    A signal's handler interrupts the thread that it runs on wherever that is, and finds what it
-    holds held. Also lines of what `function` calls count, but not those of the handler.
+    A signal's handler interrupts its thread anywhere, while the thread holds what it holds. Lines
+    of the functions that `function` calls count too; those of the handler do not.
     """
     in_handler = False
 

@@ -15,7 +15,7 @@ Body = Callable[[ChildJob], Reason | None]
 
 
 class Shares(Work):
-    """Work of functions: some as shares, one for the end. It counts as progress what they set."""
+    """Work made of functions: the shares, and one for the end. The functions set its progress."""
 
     def __init__(self, *shares: Share, last: Body | None = None) -> None:
         self.shares, self.last = list(shares), last
@@ -61,7 +61,7 @@ class Gate:
 
     @property
     def num_inside(self) -> int:
-        """Jobs that have come to the gate."""
+        """The number of jobs that have come to the gate."""
         return len(self._inside)
 
     def open(self) -> None:
@@ -82,5 +82,5 @@ def held(
     seconds: float = 30.0,
     num_bytes: int = 1,
 ) -> JobRun:
-    """A job that stays inside its store call until the gate opens."""
+    """Starts a job that stays inside its store call until the gate opens."""
     return run_of(gate.pass_through, direction, seconds, num_bytes)

@@ -1,4 +1,4 @@
-"""Small KV caches for tests: an instance with its tensors, and how to compare two of them."""
+"""Small KV caches for tests: an instance with its tensors, which can be compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings_of(**changes: object) -> Settings:
 
 
 def caches_of(layout: Layout, num_blocks: int = 64, fill: float | None = None) -> list:
-    """Per held layer [num_blocks, engine_block_tokens, heads, channels], random or `fill`."""
+    """Returns a cache for each held layer, random or `fill`: [block, token, head, channel]."""
     caches = []
     for n in layout.held_layers:
         channels = layout.layers[n].channels
@@ -80,7 +80,7 @@ class Instance:
         )
 
     def tokens(self, block_ids: Sequence[int], layer: int = 0) -> torch.Tensor:
-        """The KV of a block table as [token, head, channel]."""
+        """Returns the KV of a block table as [token, head, channel]."""
         return self.caches[layer][list(block_ids)].flatten(0, 1)
 
     def close(self) -> None:

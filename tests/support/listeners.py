@@ -1,4 +1,4 @@
-"""The addresses that a port of this machine is open at."""
+"""The addresses on which a port of this machine is open."""
 
 from __future__ import annotations
 

@@ -34,26 +34,26 @@ EVENT_S = 60.0
 
 
 def chunk_keys(count: int, prompt: str = "a prompt", **fields: object) -> list[api.ObjectKey]:
-    """The names of a prompt's chunks, as LMCache's server makes them."""
+    """Returns the names of a prompt's chunks, as LMCache's server makes them."""
     names = {"model_name": "org/model", "kv_rank": api.ObjectKey.ComputeKVRank(1, 0, 1, 0)}
     hashes = [hashlib.sha256(f"{prompt} {number}".encode()).digest() for number in range(count)]
     return [api.ObjectKey(chunk_hash=each, **(names | fields)) for each in hashes]
 
 
 def layout(dtype: torch.dtype = torch.float16, shape: Sequence[int] = SHAPE):
-    """LMCache's description of a chunk."""
+    """Returns LMCache's description of a chunk."""
     return api.MemoryLayoutDesc([torch.Size(shape)], [dtype])
 
 
 def adapters_config(**params: object):
-    """LMCache's configuration of our adapter, as its command line has it; params: the adapter's."""
+    """Returns LMCache's configuration of our adapter, as its command line makes it of params."""
     usual = {"pd_transfer_via_storage": True, "weights": "w1", "staging": "8MiB", "workers": 2}
     spec = PLUGIN | {"adapter_params": usual | params}
     return parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
 
 
 def memory(fill: int = 0, dtype: torch.dtype = torch.float16, shape: Sequence[int] = SHAPE):
-    """LMCache's object for the memory of a chunk, each byte of which is `fill`."""
+    """Returns LMCache's object for the memory of a chunk, each byte of which is `fill`."""
     size = math.prod(shape) * dtype.itemsize
     meta = MemoryObjMetadata(torch.Size(shape), dtype, 0, size, 1, fmt=MemoryFormat.KV_2LTD)
     return TensorMemoryObj(torch.full((size,), fill, dtype=torch.uint8), meta, None)
@@ -79,13 +79,13 @@ class Adapter:
         return self.adapter.pop_completed_store_tasks()[number].is_successful()
 
     def find(self, keys: Sequence[api.ObjectKey], description=HALVES) -> list[int]:
-        """Which of the chunks are found, by number."""
+        """Returns the chunks that are found, by number."""
         number = self.adapter.submit_lookup_and_lock_task(list(keys), {0: description})
         _wait(self.adapter.get_lookup_and_lock_event_fd())
         return self.adapter.query_lookup_and_lock_result(number).get_indices_list()
 
     def load(self, keys: Sequence[api.ObjectKey], objects: Sequence[TensorMemoryObj]) -> list[int]:
-        """Loads chunks; which of them are there, by number."""
+        """Loads chunks. Returns those that came, by number."""
         number = self.adapter.submit_load_task(list(keys), list(objects))
         _wait(self.adapter.get_load_event_fd())
         return self.adapter.query_load_result(number).get_indices_list()
@@ -141,7 +141,7 @@ class Server:
         return found.popcount()
 
     def prefetch(self, *rows: Sequence[api.ObjectKey]) -> list[dict[api.ObjectKey, bytes]]:
-        """Forgets what LMCache's own memory holds, and gets chunks back; for each row what came."""
+        """Empties LMCache's own memory and gets chunks back. Returns what came, for each row."""
         self._manager.clear(force=True)
         groups = [api.GroupedObjectKeys(list(row), 0, self._layout) for row in rows]
         handle = self._manager.submit_prefetch_task(api.PrefetchTaskSpec(groups))

@@ -1,10 +1,9 @@
-"""LMCache's own classes, out of its wheel; importing this makes them importable, or skips the
-module that does.
+"""Makes LMCache's own classes importable from its wheel, or skips the module that imports this.
 
 `make setup` downloads the wheel without its dependencies. Its Python is imported from the archive
-and one of its libraries from a copy, because the system loads none out of an archive. Left out, by
-empty modules, are what measures LMCache itself and what compiles kernels: the L2 interface, its
-loader of plug-ins, keys, memory objects and bitmaps are the wheel's.
+and one of its libraries from a copy, because the system loads none out of an archive. Empty modules
+stand for its telemetry and for what compiles kernels; the L2 interface, the loader of plug-ins,
+keys, memory objects and bitmaps are the wheel's.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def until(condition):
     """Waits for something to become true, with a deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.001)
 
 
@@ -126,7 +126,7 @@ def prompt_of(num_tokens, seed=0):
 
 
 def expect(path, prompt, max_tokens=8):
-    """The greedy ids and their logprobs by transformers itself."""
+    """Returns the greedy ids and their logprobs by transformers itself."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     with torch.inference_mode():
         out = model.generate(
@@ -149,7 +149,7 @@ def assert_same(asked, ids, logprobs):
 
 
 class Gate:
-    """Stops an engine before its steps, to let them happen one by one."""
+    """Holds an engine before each of its steps, to let them happen one by one."""
 
     def __init__(self, engine, monkeypatch):
         self._steps = threading.Semaphore(0)

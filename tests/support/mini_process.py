@@ -60,7 +60,7 @@ class MiniProcess:
 
     @property
     def log(self) -> str:
-        """All that it has printed."""
+        """Returns all that it has printed."""
         return self._log.read_text()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -76,7 +76,7 @@ sys.meta_path = [f for f in sys.meta_path if not type(f).__module__.startswith("
 
 
 def other_version(directory: Path, *, is_format_equal: bool = False) -> Path:
-    """Makes a checkout of a version of pdstore that is not this one, by default of another format.
+    """Makes a checkout of another version of pdstore, by default with another stored format.
 
     The file's line of the format is changed, so that no history is needed.
     """

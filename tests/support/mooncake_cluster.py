@@ -177,17 +177,17 @@ def wait_until_it_serves(store: MooncakeStore, timeout_s: float = 15.0) -> None:
 
 
 def master_of(store: MooncakeStore) -> AbstractContextManager[Raw]:
-    """The library's object that talks to the master, for one call without the store's rules."""
+    """Lends the library's object that talks to the master, for a call without the store's rules."""
     return store.connections[0].call()
 
 
 def mover_of(store: MooncakeStore) -> AbstractContextManager[Raw]:
-    """The library's object that moves values."""
+    """Lends the library's object that moves values."""
     return store.connections[1].call()
 
 
 def size_of(store: MooncakeStore, key: BlockKey) -> int:
-    """The size of a stored value, or the code that says why there is none."""
+    """Returns the size of a stored value, or the code that says why there is none."""
     with master_of(store) as raw:
         return raw.get_size(key)
 
@@ -195,7 +195,7 @@ def size_of(store: MooncakeStore, key: BlockKey) -> int:
 def put_bare(
     store: MooncakeStore, keys: Sequence[BlockKey], slots: Slots, *, is_pinned: bool = False
 ) -> None:
-    """Puts values without a look afterwards, so without a lease. For slots of any memory."""
+    """Puts values from slots of any memory, without a look afterwards and so without a lease."""
     own = Slots(
         store.allocate(max(len(slots.view), SLAB_BYTES)),
         slots.slot_bytes,

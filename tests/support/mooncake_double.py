@@ -85,7 +85,7 @@ class RawDouble:
 
 
 class LibraryDouble:
-    """Makes the objects that it was given, one after the other, the last one again and again."""
+    """Hands out the objects that it was given, one after the other, then always the last one."""
 
     def __init__(self, *raws):
         self._raws = list(raws)
@@ -122,6 +122,6 @@ class ServerDouble:
 
 
 def double_store(library, server, **fields) -> MooncakeStore:
-    """A store on doubles; `fields` are MooncakeConfig's."""
+    """Returns a store on doubles; `fields` are MooncakeConfig's."""
     config = MooncakeConfig(master="m:1", **fields)
     return MooncakeStore("mooncake://m:1", config, library, server)

@@ -43,7 +43,7 @@ class FaultyLibrary(Library):
         self.calls.pds_test_live.argtypes = [c_void_p]
 
     def fail(self, call: str, nth: int, code: int, *, sticky: bool = False) -> None:
-        """Makes the nth call of this kind from now on fail; sticky: and all calls after it."""
+        """Makes the nth call of this kind from now on fail; if `sticky`, all calls after it too."""
         self.calls.pds_test_fail(CALLS.index(call), nth, code, sticky)
 
     def delay(self, microseconds: int) -> None:
@@ -51,12 +51,12 @@ class FaultyLibrary(Library):
         self.calls.pds_test_delay(microseconds)
 
     def mend(self) -> None:
-        """Takes every failure and delay back."""
+        """Takes back all failures and delays."""
         self.calls.pds_test_fail(-1, 0, 0, 0)
         self.calls.pds_test_delay(0)
 
     def live(self) -> tuple[int, int, int]:
-        """Device allocations, streams and events that exist now."""
+        """Returns how many device allocations, streams and events exist now."""
         live = Live()
         self.calls.pds_test_live(byref(live))
         return live.allocations, live.streams, live.events
@@ -73,7 +73,7 @@ def _build() -> FaultyLibrary | NativeError:
 
 
 def open_library() -> FaultyLibrary:
-    """The test build. Fails the test, with the reason, where it cannot be built; never skips."""
+    """Returns the test build. Fails the test with the reason where it cannot be built."""
     built = _build()
     if isinstance(built, NativeError):
         pytest.fail(f"no native library: {built}")

@@ -78,7 +78,7 @@ class OTLPReceiver:
 
 @contextlib.contextmanager
 def receiving() -> Iterator[OTLPReceiver]:
-    """A receiver that runs."""
+    """Runs a receiver."""
     receiver = OTLPReceiver()
     try:
         yield receiver

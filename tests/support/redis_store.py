@@ -20,7 +20,7 @@ def opened(url: str, **settings) -> contextlib.closing:
 
 
 def small_server(redis_server, policy):
-    """A server with room for about 40 values of 64 KiB."""
+    """Starts a server with room for about 40 values of 64 KiB."""
     server = redis_server("--maxmemory-policy", policy)
     with server.client() as client:
         client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
@@ -46,4 +46,4 @@ def deadline(seconds: float = 10.0):
     while time.monotonic() < end:
         yield
         time.sleep(0.005)
-    raise AssertionError(f"not within {seconds} s")
+    raise AssertionError(f"the condition did not come true within {seconds} s")

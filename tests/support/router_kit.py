@@ -57,7 +57,7 @@ class Servers:
 
 @contextlib.contextmanager
 def nobody() -> Any:
-    """A URL where connections are refused."""
+    """Yields a URL where connections are refused."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield url_of(sock)
@@ -142,7 +142,7 @@ async def never() -> AsyncIterator[bytes]:
 async def routed(
     prefills: list[Fake | str], decodes: list[Fake | str], **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a router in front of these instances (a string is the URL of one)."""
+    """Yields a client of a router in front of these instances (a string is the URL of one)."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(anyio.fail_after(DEADLINE_S))
         async with anyio.create_task_group() as group:

@@ -37,7 +37,7 @@ def checkpoint(directory: Path, weights: bytes = b"w", **config: object) -> Path
 
 
 def server_args(model: Path, **changes: object) -> types.SimpleNamespace:
-    """The arguments that the backend asks for, as a server has them by default."""
+    """Returns the arguments that the backend asks for, as a server has them by default."""
     arguments = {
         "model_path": str(model),
         "revision": None,
@@ -54,7 +54,7 @@ def server_args(model: Path, **changes: object) -> types.SimpleNamespace:
 
 
 def storage_config(extra: dict[str, object], **changes: object):
-    """SGLang's own configuration of a backend."""
+    """Returns SGLang's own configuration of a backend."""
     fields = {
         **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1},
         **{"attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False},
@@ -64,7 +64,7 @@ def storage_config(extra: dict[str, object], **changes: object):
 
 
 def page_hashes(count: int, prompt: str = "a prompt") -> list[str]:
-    """SHA-256 of each page and all before it, in hex, as SGLang names pages."""
+    """Returns SHA-256 of each page and all before it, in hex, as SGLang names pages."""
     names, last = [], prompt
     for _ in range(count):
         last = hashlib.sha256(last.encode()).hexdigest()
@@ -73,7 +73,7 @@ def page_hashes(count: int, prompt: str = "a prompt") -> list[str]:
 
 
 def indices_of(pages: Sequence[int]) -> torch.Tensor:
-    """SGLang's host indices of some pages: one for each token."""
+    """Returns SGLang's host indices of some pages: one for each token."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
@@ -158,7 +158,7 @@ class Server:
         return self._controller.prefetch_revoke_queue.get(timeout=60)
 
     def page(self, number: int) -> bytes:
-        """The bytes of a page, in SGLang's own order."""
+        """Returns the bytes of a page, in SGLang's own order."""
         return bytes(self.pool.get_data_page(number * PAGE).view(torch.uint8).numpy())
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
-"""SGLang's own Python classes, out of its wheel; importing this makes them importable,
-or skips the module that does.
+"""Makes SGLang's own classes importable from its wheel, or skips the module that imports this.
 
-`make setup` downloads the wheel without its dependencies, and it is never unpacked. Of SGLang only
-the GPU's half and its platform checks are left out, by empty modules: the storage interface, the
-loader of backends, the host pools, the cache controller and the server's context are the wheel's.
+`make setup` downloads the wheel without its dependencies, and it is never unpacked. Empty modules
+stand for the GPU's half and the platform checks; the storage interface, the loader of backends,
+the host pools, the cache controller and the server's context are the wheel's.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ __all__ = ["StorageBackendFactory", "cache_controller", "hicache_storage", "runt
 
 
 def mha_pool(*, layout: str = "page_first", dtype: torch.dtype = torch.float16, heads: int = 2):
-    """SGLang's host pool of a model with three layers, 16 pages of 64 tokens, filled at random."""
+    """Returns SGLang's host pool for three layers: 16 pages of 64 tokens, filled at random."""
     device = types.SimpleNamespace(
         **_shape(dtype), head_num=heads, head_dim=8, layer_shard_enabled=False
     )
@@ -93,7 +92,7 @@ def mha_pool(*, layout: str = "page_first", dtype: torch.dtype = torch.float16, 
 
 
 def mla_pool(*, layout: str = "page_first"):
-    """The same of a model with MLA."""
+    """Returns the same for a model with MLA."""
     device = types.SimpleNamespace(
         **_shape(torch.float16), kv_lora_rank=12, qk_rope_head_dim=4, layer_shard_enabled=False
     )

@@ -65,7 +65,7 @@ class Case:
         return cls(layout, num_blocks, buffer, caches)
 
     def copies(self, ids_of_blocks, num_tokens, host, first_token=0, parts=None):
-        """One copy per part and pool block, each with a guard around its payload."""
+        """Returns a copy per part and pool block, each with a guard around its payload."""
         copies, at = [], GUARD
         for ids in ids_of_blocks:
             for part in parts or self.layout.owned_parts:

@@ -11,7 +11,7 @@ SLIDING = LayerSpec(2, 8, kind="sliding", window=40, table=1)
 
 
 def prompt_of(num_tokens=200, layers=(FULL,) * 4, tables=None, **changes):
-    """A prompt of three full blocks and a tail; `changes`: settings."""
+    """Returns a prompt of three full blocks and a tail; `changes`: settings."""
     settings = settings_of(**changes)
     layout = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
     keys = PromptKeys(layout.namespace(settings, weights="w")).extend(range(num_tokens))

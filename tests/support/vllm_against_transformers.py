@@ -1,6 +1,6 @@
 """Prompts that the pool has a part of, answered by vLLM and by transformers.
 
-    python tests/vllm_against_transformers.py KIND DIRECTORY
+    python -m tests.support.vllm_against_transformers KIND DIRECTORY
 
 A process of its own, as vLLM wants it. Prints a list of rows, as JSON: how many tokens of a prompt
 were loaded, whether the answers have the same tokens, and by how much their logprobs differ.
@@ -28,7 +28,7 @@ Answer = list[tuple[int, float]]
 
 
 def make_prompts() -> list[list[int]]:
-    """One, then others that begin like it: in a block of it, in its tail, and the same again."""
+    """Returns a prompt, and others that part from it in a block or in its tail, or are equal."""
     choose = random.Random(1)
     first, other = ([choose.randrange(256) for _ in range(150)] for _ in range(2))
     return [first, first[:144] + other[:60], first[:70] + other[:9], first + other, first]
@@ -86,7 +86,7 @@ def compare(some: Answer, others: Answer) -> tuple[bool, float]:
 
 
 def wait_for_markers(pool: Path, number: int) -> None:
-    """Until that many prompts are in the pool whole."""
+    """Returns when `number` prompts are in the pool whole."""
     deadline = time.monotonic() + DEADLINE_S
     while len(list(pool.rglob("*:handoff:*:done"))) < number:
         assert time.monotonic() < deadline, "a prompt was not saved"

@@ -54,7 +54,7 @@ def _qwen3() -> PretrainedConfig:
 
 
 def _gemma3() -> PretrainedConfig:
-    """Four layers that see SLIDING_WINDOW tokens, and two that see all."""
+    """Returns four layers that see SLIDING_WINDOW tokens, and two that see all."""
     return Gemma3TextConfig(
         num_hidden_layers=6,
         num_key_value_heads=2,
@@ -67,7 +67,7 @@ def _gemma3() -> PretrainedConfig:
 
 
 def _mla() -> PretrainedConfig:
-    """DeepSeek-V2 without experts. Its latent is the only one vLLM's CPU kernel takes: 512 + 64."""
+    """Returns DeepSeek-V2 without experts, with the latent of vLLM's CPU kernel: 512 + 64."""
     return DeepseekV2Config(
         num_hidden_layers=2,
         num_key_value_heads=4,

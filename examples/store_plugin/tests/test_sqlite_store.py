@@ -57,6 +57,6 @@ def test_a_file_that_is_no_database_is_an_error_of_the_store(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite://host/pool.db", "sqlite:///x.db?size=1"])
-def test_a_url_that_is_none_of_its_own_says_what_to_write(url):
+def test_a_url_of_another_form_is_refused_with_the_right_one(url):
     with pytest.raises(ConfigError, match=r"write sqlite:///|known: timeout"):
         open_store(url, Settings())
