@@ -44,11 +44,12 @@ _PREFILL_AT_DECODE = (
     "a request is to be prefilled here for another instance, which PDSTORE_ROLE=decode never saves:"
     " start the prefill instance with PDSTORE_ROLE=prefill, and name it as such to the router"
 )
-_NO_HANDOFF = (
-    "a request without a hand-off, and the pool has nothing of its prompt: it is computed here."
-    " Look at the prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the"
-    " router, which has to relay the kv_transfer_params of its answer"
+_NOTHING = (
+    "the pool has nothing of a prompt that nobody hands over: it is computed here. Look at the"
+    " prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the router, which"
+    " has to {}"
 )
+_RELAY = "relay the kv_transfer_params of its answer"
 _EVICTED = (
     "P published a hand-off of which {} has not all any more: its blocks were evicted or removed"
     " since. Look at the pool's size and at its eviction policy"
@@ -61,6 +62,7 @@ class PrefixCacheManager:
     For one thread, the scheduler's, and for signal handlers that interrupt it.
 
     store: None opens PDSTORE_STORE; one that is given stays the caller's to close.
+    router_duty: the router's part in a hand-off, for the log of a D that finds nothing.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
     """
@@ -72,10 +74,12 @@ class PrefixCacheManager:
         *,
         metrics: Metrics | None = None,
         store: Store | None = None,
+        router_duty: str = _RELAY,
     ) -> None:
         self.namespace = namespace
         self.metrics = metrics or Metrics()
         self._settings = settings
+        self._router_duty = router_duty
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
         self.metrics.describe(settings.role, namespace.hex, self._store.label)
@@ -277,7 +281,7 @@ class PrefixCacheManager:
         if handoff is not None and handoff.num_tokens is not None:
             self._mismatches.warn(_EVICTED.format(self._store.label))
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
-            self._mismatches.warn(_NO_HANDOFF)
+            self._mismatches.warn(_NOTHING.format(self._router_duty))
 
     def _warn_of_other_pool(self, handoff: Handoff) -> None:
         ours = self._identity.current or b""

@@ -21,7 +21,7 @@ from pdstore.worker.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 60.0
+_GRACE_S = 60.0  # a job ends at its deadline; this is for a machine that is late
 _MOST_ID = 1 << 15
 
 
@@ -56,8 +56,8 @@ def _try(
     pool = KVPool(settings, layout, caches, namespace, store=store)
     try:
         pool.ready()
-        _wait("save", keys, lambda: pool.save(keys, here))
-        _wait("load", keys, lambda: pool.load(keys, there))
+        _wait("save", keys, lambda: pool.save(keys, here), settings.save_deadline_s)
+        _wait("load", keys, lambda: pool.load(keys, there), settings.load_deadline_s)
     finally:
         pool.close()
         with contextlib.suppress(StoreError):
@@ -70,8 +70,8 @@ def _bytes_of(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [cache.view(torch.uint8) for cache in caches]  # NaN is not equal to itself
 
 
-def _wait(step: str, keys: PromptKeys, start: Callable[[], Job]) -> None:
-    result = start().wait(_WAIT_S)
+def _wait(step: str, keys: PromptKeys, start: Callable[[], Job], deadline_s: float) -> None:
+    result = start().wait(deadline_s + _GRACE_S)
     if result.num_tokens != keys.num_tokens:
         why = result.reason.value if result.reason else "unknown"
         raise StoreError(f"the self-test's {step} failed ({why}): {result.error or ''}")

@@ -20,6 +20,7 @@ from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 
 _LONGEST_S = 3600.0  # a lookup and a job end by themselves, at their own deadlines
+_ROUTER_DUTY = "ask that instance for each prompt first"
 
 
 class PagePool:
@@ -46,7 +47,9 @@ class PagePool:
                 settings, pages.copied, pages.caches, self.namespace, metrics=metrics, store=store
             )
             undo.callback(self._pool.close)
-            self._cache = PrefixCacheManager(settings, self.namespace, metrics=metrics, store=store)
+            self._cache = PrefixCacheManager(
+                settings, self.namespace, metrics=metrics, store=store, router_duty=_ROUTER_DUTY
+            )
             undo.callback(self._cache.close)
             self._wait = PageWait(settings, store, metrics) if settings.role == "decode" else None
             if self._wait is not None:

@@ -10,7 +10,7 @@ import pytest
 from pdstore.metrics import Metrics
 from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
-from tests.support.kv import settings_of
+from tests.support.kv import eventually, settings_of
 
 # isort: split
 from pdstore.adapters.sglang.host_pages import HostPages
@@ -51,6 +51,12 @@ def test_names_tell_nothing_of_a_page_in_another_namespace(open_pool, tmp_path):
         assert open_pool(weights).save(HASHES, [0, 1, 2]) == 3
     names = {path.name.rsplit(":", 1)[1] for path in (tmp_path / "pool").rglob("pds1:*:0:0:*")}
     assert len(names) == 6
+
+
+def test_a_decode_server_that_finds_nothing_says_what_an_sglang_router_has_to_do(open_pool, caplog):
+    assert open_pool(role="decode", lookup_wait_s=0.1).num_stored(HASHES) == 0
+    eventually(lambda: "has to ask that instance for each prompt first" in caplog.text)
+    assert "kv_transfer_params" not in caplog.text
 
 
 def test_the_status_page_is_this_ranks(open_pool):
