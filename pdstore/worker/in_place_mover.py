@@ -9,17 +9,15 @@ from functools import partial
 from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
-from pdstore.format.layout import Layout
-from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
 from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Loaded, Mover, Verified
-from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.mover import Ends, Loaded, Mover, Verified
+from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, whole_blocks
 
 _LOOK_S = 0.05
@@ -31,24 +29,15 @@ class InPlaceMover(Mover):
     A value may be evicted while it is copied from. So it is verified where it lies, and after the
     copy the store is asked which values have stayed: only those count.
 
-    in_place: the same store.
+    in_place: the store of `ends`.
     memory: its memory, which is being registered with the device; jobs wait for that.
     split: values that are reserved or borrowed together are about one range of it.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        swap: Swap,
-        store: Store,
-        metrics: Metrics,
-        in_place: InPlace,
-        memory: MappedMemory,
-        split: Split,
-    ) -> None:
-        super().__init__(layout, swap, store, metrics, memory, split)
+    def __init__(self, ends: Ends, in_place: InPlace, memory: MappedMemory, split: Split) -> None:
+        super().__init__(ends, memory, split)
         self._in_place, self._mapped = in_place, memory
-        largest = block.HEADER_BYTES + layout.largest_payload_bytes
+        largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
     def save(

@@ -51,6 +51,15 @@ class HostMemory(Protocol):
     def ready(self, timeout_s: float) -> None: ...
 
 
+class Ends(NamedTuple):
+    """The ends between which values are moved, the paged cache and the store; and the counts."""
+
+    layout: Layout
+    swap: Swap
+    store: Store
+    metrics: Metrics
+
+
 class Mover(ABC):
     """Moves the values of a child job, on its worker's thread.
 
@@ -63,19 +72,15 @@ class Mover(ABC):
 
     def __init__(
         self,
-        layout: Layout,
-        swap: Swap,
-        store: Store,
-        metrics: Metrics,
+        ends: Ends,
         memory: HostMemory,
         split: Split,
         removed: frozenset[Reason] = BAD,
     ) -> None:
-        self.split, self._removed = split, removed
-        self._num_parts = len(layout.owned_parts)
-        self._block_tokens = layout.block_tokens
-        self._swap, self._store, self._metrics = swap, store, metrics
-        self._memory = memory
+        self.split, self._removed, self._memory = split, removed, memory
+        self._num_parts = len(ends.layout.owned_parts)
+        self._block_tokens = ends.layout.block_tokens
+        self._swap, self._store, self._metrics = ends.swap, ends.store, ends.metrics
 
     @property
     def problem(self) -> str | None:

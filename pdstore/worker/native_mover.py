@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from pdstore.format.keys import Kind, kind_of
-from pdstore.format.layout import Layout
-from pdstore.metrics import Metrics
 from pdstore.native.arena import text_of
 from pdstore.native.value_batch import ValueBatch
-from pdstore.store.base import Store
 from pdstore.store.in_place import NativeInPlace, Reservation, Taken
 from pdstore.worker.block_range import RANGE_BYTES, Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Loaded, Verified
+from pdstore.worker.mover import Ends, Loaded, Verified
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
 from pdstore.worker.value_run import ValueRun
@@ -31,23 +28,20 @@ class NativeMover(InPlaceMover):
     All Python that a worker runs keeps the engine's thread from Python's lock, so it runs little.
     When the library cannot do all of a call, `InPlaceMover` does it step by step and finds out why.
 
-    in_place: the same store.
+    swap, in_place: the swap and the store of `ends`.
     memory: as `InPlaceMover` takes it.
     range_bytes: about how much one call moves.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        ends: Ends,
         swap: NativeSwap,
-        store: Store,
-        metrics: Metrics,
         in_place: NativeInPlace,
         memory: MappedMemory,
         range_bytes: int = RANGE_BYTES,
     ) -> None:
-        split = Split.native(range_bytes)
-        super().__init__(layout, swap, store, metrics, in_place, memory, split)
+        super().__init__(ends, in_place, memory, Split.native(range_bytes))
         self._native_swap, self._native = swap, in_place
 
     def _fill(

@@ -18,7 +18,7 @@ from pdstore.store.seal import seal_store
 from pdstore.worker.block_range import Split
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import BAD, Mover
+from pdstore.worker.mover import BAD, Ends, Mover
 from pdstore.worker.native_mover import NativeMover
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
@@ -45,10 +45,11 @@ def open_mover(
     Raises ConfigError for a bad seal key file; it or LayoutError for staging that does not fit.
     """
     store = seal_store(store, settings)
+    ends = Ends(layout, swap, store, metrics)
     saves = settings.publish and settings.role != "decode"
     # an instance that never saves cannot heal the value, and may have the wrong key itself
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
-    mover = _in_place(layout, swap, store, metrics, range_bytes, undo)
+    mover = _in_place(ends, range_bytes, undo)
     if mover is not None:
         return mover
     staging = Staging(
@@ -60,18 +61,12 @@ def open_mover(
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
     split, reader = Split(range_bytes), find_optional(store, VerifyingReader)
     if reader is not None and isinstance(swap, NativeSwap):
-        return VerifyingMover(layout, swap, store, metrics, reader, staging, split, removed)
-    return StagedMover(layout, swap, store, metrics, staging, split, removed)
+        return VerifyingMover(ends, swap, reader, staging, split, removed)
+    return StagedMover(ends, staging, split, removed)
 
 
-def _in_place(
-    layout: Layout,
-    swap: Swap,
-    store: Store,
-    metrics: Metrics,
-    range_bytes: int,
-    undo: contextlib.ExitStack,
-) -> Mover | None:
+def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> Mover | None:
+    swap, store = ends.swap, ends.store
     in_place = find_optional(store, InPlace)
     if in_place is None:
         return None
@@ -84,5 +79,5 @@ def _in_place(
     log.info("%s: values are copied in its own memory, without staging", store.label)
     native = find_optional(store, NativeInPlace)
     if native is not None and isinstance(swap, NativeSwap):
-        return NativeMover(layout, swap, store, metrics, native, memory, range_bytes)
-    return InPlaceMover(layout, swap, store, metrics, in_place, memory, Split(range_bytes))
+        return NativeMover(ends, swap, native, memory, range_bytes)
+    return InPlaceMover(ends, in_place, memory, Split(range_bytes))

@@ -11,19 +11,17 @@ from typing import TypeAlias
 from pdstore.errors import LayoutError, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
-from pdstore.format.layout import Layout
-from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ChecksumReader, ChecksumWriter
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import BAD, Loaded, Mover, Verified
+from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Verified
 from pdstore.worker.staging import Staging
-from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, whole_blocks
 
 Arrived: TypeAlias = Callable[[Sequence[Value], Callable[[], Callable[[], None]]], None]
@@ -42,18 +40,15 @@ class StagedMover(Mover):
 
     def __init__(
         self,
-        layout: Layout,
-        swap: Swap,
-        store: Store,
-        metrics: Metrics,
+        ends: Ends,
         staging: Staging,
         split: Split,
         removed: frozenset[Reason] = BAD,
     ) -> None:
-        super().__init__(layout, swap, store, metrics, staging, split, removed)
+        super().__init__(ends, staging, split, removed)
         self._staging = staging
-        self._reader = find_optional(store, ChecksumReader)
-        self._writer = find_optional(store, ChecksumWriter)
+        self._reader = find_optional(ends.store, ChecksumReader)
+        self._writer = find_optional(ends.store, ChecksumWriter)
         largest = staging.largest_loan // 2
         if self._num_parts > largest:
             raise LayoutError(

@@ -8,16 +8,14 @@ from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.layout import Layout
-from pdstore.metrics import Metrics
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction, Reason
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
 from pdstore.store.optional import VerifyingReader
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import BAD, Verified
+from pdstore.worker.mover import BAD, Ends, Verified
 from pdstore.worker.staged_mover import Arrived, StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent
@@ -31,21 +29,19 @@ class VerifyingMover(StagedMover):
 
     What that call does not find right is read again by `StagedMover`, which says why.
 
-    reader: the same store.
+    swap, reader: the swap and the store of `ends`.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        ends: Ends,
         swap: NativeSwap,
-        store: Store,
-        metrics: Metrics,
         reader: VerifyingReader,
         staging: Staging,
         split: Split,
         removed: frozenset[Reason] = BAD,
     ) -> None:
-        super().__init__(layout, swap, store, metrics, staging, split, removed)
+        super().__init__(ends, staging, split, removed)
         self._native_swap, self._verifier = swap, reader
         self._base = address_of(staging.view) + HEADER_BYTES
 
