@@ -17,7 +17,10 @@
 #   torchao 0.17.0, apache-tvm-ffi 0.1.11, outlines 0.1.11, kernels 0.14.1: 3 or less each
 #   mooncake-transfer-engine-cuda13 0.3.14: 50 (for its own backend `mooncake`)
 # and the small ones of Requires-Dist in sglang's METADATA. Of sglang-kernel 1.1 GB are sgl_kernel/flash_ops.abi3.so,
-# for --attention-backend fa3; the servers take triton, which needs a C compiler there.
+# for --attention-backend fa3; the servers take triton, which needs a C compiler there. flashinfer compiles for
+# minutes: SGLANG_IS_FLASHINFER_AVAILABLE=false. SGLang's own kernels (HiCache, rope, activation) are compiled by nvcc
+# for one to two minutes, or lie in TVM_FFI_CACHE_DIR from before. SGLANG_DISABLED_MODEL_ARCHS spares the import of
+# 200 models.
 # What does not import is said before any server starts.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -16,6 +16,7 @@ Started = tuple[list[str], dict[str, str]]
 """The options and the environment of P and D, once their store runs."""
 
 _MASTER_PORT, _REDIS_PORT = 50061, 31999
+_HOST_POOL = "--hicache-size=7"  # GB: the last of HiCache's options wins; a prompt of 32k has 4.3
 _EXTRA = '--hicache-storage-backend-extra-config={"prefetch_threshold": 64}'
 
 
@@ -37,7 +38,7 @@ class Room(Protocol):
 
 
 def _pdstore(store: str) -> Started:
-    return list(HICACHE), {
+    return [*HICACHE, _HOST_POOL], {
         "PD_TRANSFER_VIA_STORAGE": "1",
         "PDSTORE_STORE": store,
         "PDSTORE_WEIGHTS": "random-0",
@@ -64,11 +65,13 @@ def _redis(room: Room, running: contextlib.ExitStack) -> Started:
 
 def _theirs(backend: str) -> list[str]:
     kept = [each for each in HICACHE if not each.startswith("--hicache-storage-backend")]
-    return [*kept, f"--hicache-storage-backend={backend}", _EXTRA]
+    return [*kept, _HOST_POOL, f"--hicache-storage-backend={backend}", _EXTRA]
 
 
 def _their_files(room: Room, running: contextlib.ExitStack) -> Started:
-    return _theirs("file"), {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": f"{room.pool}/theirs"}
+    directory = room.pool / "theirs"
+    directory.mkdir()  # P and D would both make it
+    return _theirs("file"), {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(directory)}
 
 
 def _their_mooncake(room: Room, running: contextlib.ExitStack) -> Started:
@@ -78,7 +81,7 @@ def _their_mooncake(room: Room, running: contextlib.ExitStack) -> Started:
         "MOONCAKE_MASTER": f"127.0.0.1:{_MASTER_PORT}",
         "MOONCAKE_PROTOCOL": "tcp",
         "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
-        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "16gb",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "12gb",
     }
 
 

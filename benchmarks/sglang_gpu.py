@@ -1,13 +1,14 @@
 """SGLang as P and D over a pool: how long a client waits between them, and what D computes.
 
     python -m benchmarks.sglang_gpu --json FILE [--pool DIRECTORY] [--gpus 0 1] [--faults]
-                                    [--backends pdstore-shm file mooncake] [--tokens 8192 32768]
+                                    [--backends pdstore-shm file ...] [--tokens 8192 32768]
 
 One server without a pool computes each prompt whole; its answers are what others are compared with.
-For each backend a P and a D are started (P beside that server on the first GPU, D on the last) and
-asked in turn, as a router does: D at once when P has answered, and again for another prompt when P
-has had time to store it. `file` and `mooncake` are SGLang's own backends. The file of results is
-written after each step; what fails is in it, and the next step goes on.
+Each backend has a P beside that server on the first GPU and a D on the last. All servers start at
+once; those of one backend at a time are asked, as a router does: D at once when P has answered, and
+again for another prompt when P has had time to store it. `file` and `mooncake` are SGLang's own
+backends. The file of results is written after each step; what fails is in it, and the next step
+goes on.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sglang_backends import BACKENDS
 from benchmarks.sglang_faults import Scene, faults_of
-from benchmarks.sglang_instance import Answer, Instance
+from benchmarks.sglang_instance import Answer, Instance, stop_all
 from benchmarks.vllm_session import LLAMA_8B, Session, medians
 
 Row = dict[str, Any]
 Pair = tuple[Instance, Instance]
 
 _CHECKED = 16  # tokens of a compared answer
+_BACKENDS = ["pdstore-shm", "pdstore-file", "file", "mooncake"]
 
 
 class Servers(Session):
@@ -55,19 +58,39 @@ class Servers(Session):
         return made
 
     @contextlib.contextmanager
-    def pair(self, backend: str) -> Iterator[Pair]:
-        """Starts P and D over an empty pool. Raises RuntimeError if one does not start."""
+    def servers(self) -> Iterator[tuple[Instance, dict[str, Pair]]]:
+        """The server without a pool, and the P and D of each backend whose servers start."""
         with contextlib.ExitStack() as running:
-            options, environment = BACKENDS[backend](self, running)
-            made = [
-                self.instance(f"{backend}-{role}", gpu, *options, **environment, PDSTORE_ROLE=role)
-                for role, gpu in (("prefill", self.given.gpus[0]), ("decode", self.given.gpus[-1]))
-            ]
-            for each in made:
-                running.callback(each.stop)
-            for each in made:
+            plain = self.instance("plain", self.given.gpus[0])
+            started: list[Instance] = [plain]
+            running.callback(stop_all, started)
+            pairs: dict[str, Pair] = {}
+            for backend in self.given.backends:
+                with self.step(f"start {backend}"):
+                    pairs[backend] = self._pair(backend, running)
+                    started += pairs[backend]
+            self.write("start plain", plain.wait_ready(self.given.start_seconds))
+            yield plain, {backend: pair for backend, pair in pairs.items() if self._are_ready(pair)}
+
+    def _pair(self, backend: str, running: contextlib.ExitStack) -> Pair:
+        """Starts P and D over an empty pool of a backend."""
+        options, environment = BACKENDS[backend](self, running)
+        p, d = (
+            self.instance(f"{backend}-{role}", gpu, *options, **environment, PDSTORE_ROLE=role)
+            for role, gpu in (("prefill", self.given.gpus[0]), ("decode", self.given.gpus[-1]))
+        )
+        return p, d
+
+    def _are_ready(self, pair: Pair) -> bool:
+        """Waits for both. Ends both if one does not start."""
+        ready: list[Instance] = []
+        for each in pair:
+            with self.step(f"start {each.name}"):
                 self.write(f"start {each.name}", each.wait_ready(self.given.start_seconds))
-            yield made[0], made[1]
+                ready.append(each)
+        if len(ready) < len(pair):
+            stop_all(pair)
+        return len(ready) == len(pair)
 
 
 def hand_over(pair: Pair, prompt: list[int], settle_s: float) -> Row:
@@ -85,20 +108,17 @@ def hand_over(pair: Pair, prompt: list[int], settle_s: float) -> Row:
     }
 
 
-def measure(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -> None:
-    """Hands `--runs` prompts of n tokens over: at once, and when P has settled."""
-    for name, settle_s in (("at once", 0.0), ("settled", session.given.settle)):
-        rows: list[Row] = []
-        for run in range(session.given.runs):
-            prompt = session.prompt_of(n, f"{backend} {name} {n} {run}")
-            row = hand_over(pair, prompt, settle_s)
-            whole = plain.ask(prompt, 4)
-            row["computed_whole_s"] = whole.first_at - whole.asked_at - whole.step_s
-            rows.append(row)
-            session.write(f"{backend} {n} {name} run {run}", row)
-            for each in (plain, *pair):
-                each.forget()
-        session.write(f"{backend} {n} {name} median of {len(rows)}", medians(rows))
+def measure(session: Servers, name: str, backend: str, pair: Pair, n: int) -> None:
+    """Hands over `--runs` prompts of `n` tokens: `at once`, or `settled` when P has stored them."""
+    settle_s = {"at once": 0.0, "settled": session.given.settle}[name]
+    rows: list[Row] = []
+    for run in range(session.given.runs):
+        prompt = session.prompt_of(n, f"{backend} {name} {n} {run}")
+        rows.append(hand_over(pair, prompt, settle_s))
+        session.write(f"{backend} {n} {name} run {run}", rows[-1])
+        for each in pair:
+            each.forget()
+    session.write(f"{backend} {n} {name} median of {len(rows)}", medians(rows))
 
 
 def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -> None:
@@ -110,6 +130,7 @@ def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -
     own = plain.ask(prompt, _CHECKED, logprobs=True)
     other = plain.ask(session.prompt_of(n, "another"), _CHECKED, logprobs=True)
     found = {
+        "computed_whole_s": whole.first_at - whole.asked_at - whole.step_s,
         "d_computed": n - given.num_cached,
         "own_cache_computed": n - own.num_cached,
         "d_equals_own_cache": given.ids == own.ids,
@@ -133,24 +154,35 @@ def distance(one: Answer, other: Answer) -> float | None:
     return max((abs(a - b) for a, b in pairs), default=None)
 
 
-def compare(session: Servers, backend: str, plain: Instance) -> None:
-    """Measures everything about one backend."""
-    with session.pair(backend) as pair:
-        with session.step(f"{backend} warm-up"):
-            for n in (1000, session.given.tokens[0]):
-                session.write(f"{backend} warm-up", hand_over(pair, session.prompt_of(n, n), 1.0))
-        for n in session.given.tokens:
-            for part in (check, measure):
+def warm_up(session: Servers, plain: Instance, pairs: Mapping[str, Pair]) -> None:
+    """Lets each server compile its kernels."""
+    for n in (1000, session.given.tokens[0]):
+        plain.ask(session.prompt_of(n, "plain"), 4)
+        for backend, pair in pairs.items():
+            with session.step(f"{backend} warm-up"):
+                prompt = session.prompt_of(n, f"{backend} {n}")
+                session.write(f"{backend} warm-up", hand_over(pair, prompt, 1.0))
+    for each in (plain, *chain(*pairs.values())):
+        each.forget()
+
+
+def compare(session: Servers, plain: Instance, pairs: Mapping[str, Pair]) -> None:
+    """Measures each number of tokens with each backend; what matters most comes first."""
+    for n in session.given.tokens:
+        for part in ("check", "at once", "settled"):
+            for backend, pair in pairs.items():
                 if session.seconds_left() > 20:
-                    with session.step(f"{backend} {part.__name__} {n}"):
-                        part(session, backend, plain, pair, n)
-        if session.given.faults and backend.startswith("pdstore"):
-            break_things(session, backend, plain, pair)
+                    with session.step(f"{backend} {n} {part}"):
+                        if part == "check":
+                            check(session, backend, plain, pair, n)
+                        else:
+                            measure(session, part, backend, pair, n)
 
 
 def break_things(session: Servers, backend: str, plain: Instance, pair: Pair) -> None:
     """Tries each fault in its turn, with a prompt of its own."""
-    directory, store = session.pool / backend, session.store
+    directory = session.pool / backend
+    store = session.store if backend == "pdstore-redis" else None
     for name, fault in faults_of(is_server=store is not None).items():
         if session.seconds_left() > 30:
             with session.step(f"{backend} {name}"):
@@ -166,13 +198,13 @@ def _parse() -> argparse.Namespace:
     add("--pool", type=Path, default=Path("/dev/shm"), help="a memory-backed directory")
     add("--gpus", nargs="+", default=["0"], help="as CUDA_VISIBLE_DEVICES names them")
     add("--tokens", type=int, nargs="+", default=[8192, 32768])
-    add("--backends", nargs="+", choices=BACKENDS, default=["pdstore-shm", "file", "mooncake"])
+    add("--backends", nargs="+", choices=BACKENDS, default=_BACKENDS)
     add("--faults", action="store_true", help="also with damaged pools, and servers that restart")
     add("--settle", type=float, default=3.0, help="seconds in which P has stored a prompt")
     add("--runs", type=int, default=3)
-    add("--seconds", type=float, default=570, help="for all of it")
-    add("--start-seconds", type=float, default=150, help="for one server")
-    add("--budget", default="48GiB", help="of the pool")
+    add("--seconds", type=float, default=500, help="for all of it")
+    add("--start-seconds", type=float, default=180, help="for the servers, from when they start")
+    add("--budget", default="20GiB", help="of the pool")
     add("--config", type=json.loads, default=LLAMA_8B, help="the model's shape")
     add("--server", nargs="*", default=SERVER, help="more options of every server")
     add("--launch", default="-m sglang.launch_server", help="what Python runs as a server")
@@ -180,11 +212,14 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+# No CUDA graphs: they shorten no hand-over, and each server would capture its own. With a share of
+# 0.9 a server finds room beside those that start with it; --max-total-tokens is what it takes.
 SERVER = [
     *("--skip-tokenizer-init", "--dtype=bfloat16", "--page-size=64", "--max-running-requests=8"),
-    *("--max-total-tokens=80000", "--mem-fraction-static=0.35", "--chunked-prefill-size=8192"),
-    *("--disable-cuda-graph", "--sampling-backend=pytorch", "--grammar-backend=none"),
-    *("--attention-backend=triton", "--random-seed=0"),
+    *("--max-total-tokens=45056", "--mem-fraction-static=0.9", "--chunked-prefill-size=8192"),
+    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    *("--sampling-backend=pytorch", "--grammar-backend=none", "--attention-backend=triton"),
+    *("--mm-feature-transport=cpu", "--random-seed=0"),
 ]
 
 
@@ -195,16 +230,13 @@ def main() -> None:
         from benchmarks.vllm_checkpoint import write_llama
 
         write_llama(session.model, given.config)
-    plain = session.instance("plain", given.gpus[0])
-    try:
-        with session.step("start plain"):
-            session.write("start plain", plain.wait_ready(given.start_seconds))
-            for backend in given.backends:
-                if session.seconds_left() > 60:
-                    with session.step(backend):
-                        compare(session, backend, plain)
-    finally:
-        plain.stop()
+        session.write("checkpoint", {"seconds_left": session.seconds_left()})
+    with session.step("all"), session.servers() as (plain, pairs):
+        warm_up(session, plain, pairs)
+        compare(session, plain, pairs)
+        for backend, pair in pairs.items():
+            if given.faults and backend.startswith("pdstore"):
+                break_things(session, backend, plain, pair)
     session.end()
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ class Instance:
         self._environment = {**os.environ, **environment}
         self._log = logs / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
 
     def start(self) -> None:
+        self._started_at = time.monotonic()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -72,16 +74,19 @@ class Instance:
             )
 
     def wait_ready(self, timeout_s: float) -> float:
-        """Returns the seconds until the server was up. Raises RuntimeError with the log's end."""
-        began = time.monotonic()
-        while time.monotonic() - began < timeout_s:
+        """Returns the seconds since its start. Raises RuntimeError with the log's end if it fails.
+
+        timeout_s: from its start.
+        """
+        while time.monotonic() - self._started_at < timeout_s:
             assert self._process is not None
             if self._process.poll() is not None:
                 break
             if self._answers("/health"):
-                return time.monotonic() - began
+                return time.monotonic() - self._started_at
             time.sleep(0.5)
-        tail = self._log.read_text(errors="replace")[-3000:]
+        lines = self._log.read_text(errors="replace").splitlines()[-30:]
+        tail = "\n".join(line[:200] for line in lines)
         raise RuntimeError(f"{self.name} does not start:\n{tail}")
 
     def ask(
@@ -114,6 +119,12 @@ class Instance:
         while not self._answers("/flush_cache", b"") and time.monotonic() < end:
             time.sleep(0.25)  # a backup still runs
 
+    def kill(self) -> None:
+        """Tells all its processes to end; `stop` waits for them."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def stop(self, *, kill: bool = False) -> None:
         """Ends all its processes; twice is fine."""
         process, self._process = self._process, None
@@ -138,6 +149,15 @@ class Instance:
         request = urllib.request.Request(self._url + path, content)
         request.add_header("content-type", "application/json")
         return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def stop_all(instances: Iterable[Instance]) -> None:
+    """Ends servers at once: each takes seconds to give back its host pool."""
+    instances = list(instances)
+    for each in instances:
+        each.kill()
+    for each in instances:
+        each.stop(kill=True)
 
 
 def _events(lines: Any) -> Iterator[dict[str, Any]]:
