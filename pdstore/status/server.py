@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 
 from pdstore.errors import ConfigError
-from pdstore.threads import Ticker
+from pdstore.threads import Deadline, Ticker
+
+log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")  # of Host: a page of another site cannot read this one
 _TURN_S = 0.2
-_READ_S = 2.0
 
 
 class StatusServer:
@@ -23,15 +28,19 @@ class StatusServer:
     One thread answers one request after the other: it is for a few people.
 
     port: 0 for a free one. Raises ConfigError for one that is taken.
+    request_s: a client that takes longer to send its request, or to read the answer, is hung up on.
     """
 
-    def __init__(self, port: int, take: Callable[[], dict[str, object]]) -> None:
+    def __init__(
+        self, port: int, take: Callable[[], dict[str, object]], request_s: float = 2.0
+    ) -> None:
         page = files("pdstore.status").joinpath("page.html").read_bytes()
         try:
-            self._server = HTTPServer((_HOST, port), partial(_Handler, page, take))
+            self._server = _Server((_HOST, port), partial(_Handler, page, take, request_s))
         except OSError as error:
             raise ConfigError(f"PDSTORE_STATUS_PORT={port}: {error}") from error
         self._server.timeout = _TURN_S
+        self._longest_turn_s = _TURN_S + 2 * request_s
         self._thread = Ticker("pdstore-status", self._turn)
 
     @property
@@ -41,7 +50,7 @@ class StatusServer:
 
     def close(self) -> None:
         """Stops the server. Twice is fine."""
-        if self._thread.stop(_TURN_S + _READ_S):
+        if self._thread.stop(self._longest_turn_s):
             self._server.server_close()
 
     def _turn(self) -> float:
@@ -49,14 +58,44 @@ class StatusServer:
         return 0.0
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _READ_S
+class _Server(HTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Logs what a request raised; the base class writes it to stderr."""
+        is_gone = isinstance(sys.exc_info()[1], OSError)  # the client is
+        log.log(logging.DEBUG if is_gone else logging.ERROR, "a request failed", exc_info=True)
 
+
+class _InTime(io.RawIOBase):
+    """Reads from a socket until a deadline, however often something comes."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._deadline = connection, Deadline(seconds)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        left_s = self._deadline.remaining_s()
+        if left_s == 0.0:
+            raise TimeoutError("the request took too long to come")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
+class _Handler(BaseHTTPRequestHandler):
     def __init__(
-        self, page: bytes, take: Callable[[], dict[str, object]], *arguments: object
+        self,
+        page: bytes,
+        take: Callable[[], dict[str, object]],
+        request_s: float,
+        *arguments: object,
     ) -> None:
-        self._page, self._take = page, take
+        self._page, self._take, self._request_s = page, take, request_s
         super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_InTime(self.connection, self._request_s))
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
@@ -72,6 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Says nothing: the page asks every second."""
 
     def _answer(self, kind: str, body: bytes) -> None:
+        self.connection.settimeout(self._request_s)
         self.send_response(200)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body)))):
             self.send_header(name, value)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import struct
+import threading
 
 import httpx
 import pytest
@@ -19,13 +23,27 @@ from tests.support.mini_engine_kit import ask, prompt_of, until
 def serve():
     made = []
 
-    def serve(take, port=0):
-        made.append(StatusServer(port, take))
+    def serve(take, port=0, **options):
+        made.append(StatusServer(port, take, **options))
         return made[-1]
 
     yield serve
     for one in made:
         one.close()
+        one.close()
+
+
+@pytest.fixture
+def connect():
+    """Opens raw connections to a server's address."""
+    made = []
+
+    def connect(url):
+        made.append(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 10))
+        return made[-1]
+
+    yield connect
+    for one in made:
         one.close()
 
 
@@ -48,6 +66,49 @@ def test_a_port_that_is_taken_names_the_setting(serve):
     port = int(serve(dict).url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"PDSTORE_STATUS_PORT={port}"):
         StatusServer(port, dict)
+
+
+def test_a_client_that_sends_for_ever_keeps_it_from_nobody_for_long(serve, connect):
+    server, stopped = serve(dict, request_s=0.5), threading.Event()
+    slow = connect(server.url)
+
+    def trickle():
+        try:
+            slow.sendall(b"GET / HTTP/1.1\r\n")
+            while not stopped.wait(0.05):
+                slow.sendall(b"X-Header: more\r\n")
+        except OSError:
+            stopped.set()  # hung up on
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        assert stopped.wait(20)
+        assert get(server.url).status_code == 200
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def test_a_client_that_goes_is_no_error(serve, connect, capfd, caplog):
+    taken = threading.Event()
+    server = serve(lambda: {"taken": taken.set(), "much": "x" * (1 << 20)})
+    gone = connect(server.url)
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.sendall(b"GET /pdstore HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert taken.wait(10)
+    gone.close()
+    assert get(server.url).status_code == 200
+    assert capfd.readouterr().err == ""
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_state_that_cannot_be_told_is_in_the_log(serve, caplog):
+    url = serve(lambda: {}["missing"]).url
+    with pytest.raises(httpx.RemoteProtocolError):
+        get(f"{url}/pdstore")
+    assert get(url).status_code == 200
+    assert "KeyError" in caplog.text
 
 
 @pytest.mark.slow
