@@ -72,7 +72,7 @@ class RedisStore(Store):
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
             part = range(n, min(n + window, len(keys)))
-            replies = self._run([self._renewal(keys[i]) for i in part], keys, part)
+            replies = self._replies([self._renewal(keys[i]) for i in part], keys, part)
             found = next((i for i, reply in enumerate(replies) if not reply), len(part))
             n += found
             if found < len(part):
@@ -192,7 +192,7 @@ class RedisStore(Store):
             # at the value's end one byte more is asked for, so that a longer value shows
             stop = slots.sizes[i] if is_last else at + CHUNK - 1
             commands.append(("GETRANGE", keys[i], at, stop))
-        replies = iter(self._run(commands, keys, [i for i, _ in pieces]))
+        replies = self._replies(commands, keys, [i for i, _ in pieces])
         for i in part:
             piece, done = slots.value(i), 0
             for at in range(0, len(piece), CHUNK):
@@ -242,6 +242,15 @@ class RedisStore(Store):
         self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
     ) -> list[object]:
         """Returns the replies to commands; the i-th is about `keys[part[i]]`. Raises StoreError."""
+        return list(self._replies(commands, keys, part))
+
+    def _replies(
+        self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
+    ) -> Iterator[object]:
+        """Sends commands and returns their replies as `_run` does, but raises in their order.
+
+        So whoever stops at a missing key meets no error of a later one.
+        """
         self._lifecycle.check(part[0])
         try:
             replies = self._servers.ask(commands)
@@ -250,10 +259,12 @@ class RedisStore(Store):
         finally:
             if self._lifecycle.is_closed:
                 self._servers.disconnect()
-        for i, reply in zip(part, replies, strict=True):
-            if isinstance(reply, RedisError):
-                raise error_of(self.label, reply, keys[i], i) from reply
-        return replies
+        return (self._checked(reply, keys, i) for i, reply in zip(part, replies, strict=True))
+
+    def _checked(self, reply: object, keys: Sequence[BlockKey], i: int) -> object:
+        if isinstance(reply, RedisError):
+            raise error_of(self.label, reply, keys[i], i) from reply
+        return reply
 
     def _execute(self, pipe: Pipeline, prefix: str) -> list[object]:
         """Returns one server's replies, errors among them. Raises StoreError for no replies."""

@@ -183,6 +183,12 @@ class ValueTests:
         assert caught.value.num_done == where
         assert_values([bytes(slots.value(i)) for i in range(where)], values[:where])
 
+    def test_a_gap_ends_a_get_before_a_value_of_another_length(self, store: Store) -> None:
+        keys = fresh_keys(3)
+        first, last = (content(key, SIZE) for key in keys[::2])
+        put(store, keys[::2], [first, last[:-1]])
+        assert_values(get(store, keys, [SIZE] * 3), [first])
+
     def test_remove_heals_a_wrong_length(self, store: Store) -> None:
         keys = fresh_keys(3)
         values = [content(key, SIZE) for key in keys]

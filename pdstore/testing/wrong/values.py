@@ -58,6 +58,18 @@ class IgnoresSlotNumbers(WrongStore):
         return super().get(keys, Slots(slots.view, slots.slot_bytes, range(len(keys)), slots.sizes))
 
 
+class LooksBehindAGap(WrongStore):
+    caught_by = ("test_a_gap_ends_a_get_before_a_value_of_another_length",)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        check_call(keys, slots)
+        for i, key in enumerate(keys):
+            value = self._shelf.values.get(key)
+            if value is not None and len(value.data) != slots.sizes[i]:
+                raise WrongLength(f"{key} has another length", num_done=i)
+        return super().get(keys, slots)
+
+
 class StoresWholeSlots(WrongStore):
     caught_by = ("test_put_stores_exactly_the_sizes", "test_the_ith_value_goes_with_the_ith_slot")
 

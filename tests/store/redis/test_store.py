@@ -164,6 +164,19 @@ def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redi
         assert len(get(store, keys, [SIZE] * 3)) == 1
 
 
+def test_what_is_behind_a_missing_value_ends_no_call(redis_server):
+    server, keys = redis_server(), fresh_keys(4)
+    with opened(server.url) as store, server.client() as raw:
+        put_one(store, keys[0])
+        raw.rpush(keys[2], "not a string")
+        assert len(get(store, keys, [SIZE] * 4)) == 1
+    with server.client() as raw:
+        patterns = [f"~{key}" for key in keys[:2]]
+        raw.execute_command("ACL", "SETUSER", "one", "on", "nopass", "+@all", *patterns)
+    with opened(server.url.replace("://", "://one:none@")) as store:
+        assert store.match(keys) == 1
+
+
 def test_a_full_server_is_store_full_at_the_first_value_that_did_not_fit(redis_server):
     keys = fresh_keys(64)
     with opened(small_server(redis_server, "noeviction").url) as store:
