@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdstore.cli.main import drop_output
+from pdstore.cli.printable import printable
 from pdstore.errors import ConfigError
 from pdstore.format.namespace import Json
 
@@ -77,11 +78,14 @@ def _show(parts: Sequence[RenderableType]) -> None:
     if not console.is_terminal:  # a pipe has no edge to fold at
         console.width = _WIDE
     for part in parts:
-        console.print(part)
+        console.print(_as_it_is(part))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:
-    """Returns a table without a frame; columns whose name begins with `>` are numbers."""
+    """Returns a table without a frame; columns whose name begins with `>` are numbers.
+
+    A cell that is a str shows as it is; a `Text` may have a style.
+    """
     has_names = any(columns)
     made = Table(
         box=box.SIMPLE_HEAD if has_names else None,
@@ -100,8 +104,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> T
             overflow="fold",
         )
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_as_it_is, row))
     return made
+
+
+def _as_it_is(part: RenderableType) -> RenderableType:
+    """Keeps rich from taking text for its markup, and a terminal from obeying it."""
+    return Text(printable(part)) if isinstance(part, str) else part
 
 
 def heading(text: str) -> Text:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rich.console import RenderableType
+from rich.text import Text
+
 from pdstore.cli.answer import Answer, busy, heading, muted, table
 from pdstore.cli.break_even import BreakEven, Machine, break_even
 from pdstore.cli.model_shape import ModelShape
@@ -94,11 +97,16 @@ def pool_for(config: str, trace: str, hit_rate: float | None) -> Answer:
     )
 
 
-def _row(row: BreakEven, gb_per_s: float | None) -> list[str]:
-    cells = [count(row.num_tokens), f"{row.kv_bytes / _GB:.3g} GB", duration(row.compute_s)]
+def _row(row: BreakEven, gb_per_s: float | None) -> list[RenderableType]:
+    cells: list[RenderableType] = [
+        count(row.num_tokens),
+        f"{row.kv_bytes / _GB:.3g} GB",
+        duration(row.compute_s),
+    ]
     cells.append(f"{row.bytes_per_s / _GB:.3g} GB/s")
     if gb_per_s is not None:
         wins = gb_per_s * _GB > row.bytes_per_s
         took = duration(row.kv_bytes / (gb_per_s * _GB))
-        cells.append(f"[green]read, {took}[/]" if wins else f"[yellow]compute (a read: {took})[/]")
+        read, compute = Text(f"read, {took}", "green"), Text(f"compute (a read: {took})", "yellow")
+        cells.append(read if wins else compute)
     return cells

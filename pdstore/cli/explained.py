@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from pdstore.cli.answer import Answer, busy, heading, table
 from pdstore.cli.open_pool import OpenPool, open_pool
@@ -23,6 +24,7 @@ from pdstore.store.optional import StoredValue
 Algorithm = Literal["sha256", "xxh3_128"]
 _ALGORITHMS: tuple[Algorithm, ...] = ("sha256", "xxh3_128")
 _ROWS = 12
+_MOST_NAMESPACES = 32
 _MOST_ID = (1 << 31) - 1
 
 
@@ -62,7 +64,8 @@ class Question:
 def explain(url: str | None, question: Question) -> Answer:
     """Compares a prompt's keys with what is stored. Status 1 unless all of it is there.
 
-    Each namespace of the pool is tried, so that a prompt that P saved under another one is found.
+    The largest namespaces of the pool are tried, the one that is meant before them, so that a
+    prompt that P saved under another one is found.
     """
     with busy("reading the prompt"):
         ids = question.token_ids()
@@ -70,13 +73,15 @@ def explain(url: str | None, question: Question) -> Answer:
         with busy(f"listing {pool.store.label}"):
             stored = {value.key: value for value in pool.lists.stored_values()}
         uses = survey(stored.values())
-        covers = [_best_cover(pool, use, ids, question, stored) for use in uses]
+        uses.sort(key=lambda use: not use.hex.startswith(question.namespace))
+        tried = uses[:_MOST_NAMESPACES]
+        covers = [_best_cover(pool, use, ids, question, stored) for use in tried]
         label = pool.store.label
     meant = _meant(covers, question.namespace)
     if meant is None:
         why = "this pool has no such namespace" if question.namespace else "this pool is empty"
         return _empty(label, len(ids), why)
-    return _answer(label, meant, covers)
+    return _answer(label, meant, covers, len(uses))
 
 
 def _best_cover(
@@ -101,8 +106,8 @@ def _best_cover(
 def _block_tokens(pool: OpenPool, use: NamespaceUse) -> int:
     """Returns the tokens of a namespace's block, from a stored one; else those of the settings."""
     found = pool.read(use.sample.key) if use.sample else None
-    header = found.header if found else None
-    return header.num_tokens if header else pool.settings.block_tokens
+    told = found.header.num_tokens if found and found.header else 0
+    return told or pool.settings.block_tokens  # whoever wrote the value may have said 0
 
 
 def _meant(covers: Sequence[Cover], beginning: str) -> Cover | None:
@@ -114,7 +119,7 @@ def _ids_of(text: str) -> list[int]:
     try:
         listed = text if set(text) <= set("0123456789, []") else Path(text).read_text()
         found = json.loads(listed if listed.lstrip().startswith("[") else f"[{listed}]")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--ids: {text[:40]!r} is neither ids nor a file of them") from error
     if not found or not all(type(each) is int and 0 <= each <= _MOST_ID for each in found):
         raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
@@ -126,7 +131,7 @@ def _empty(label: str, num_prompt: int, why: str) -> Answer:
     return Answer(document, [f"0 of {count(num_prompt)} tokens: {why} ({label})"], status=1)
 
 
-def _answer(label: str, meant: Cover, covers: Sequence[Cover]) -> Answer:
+def _answer(label: str, meant: Cover, covers: Sequence[Cover], num_namespaces: int) -> Answer:
     whole, why = meant.num_tokens == meant.num_prompt, meant.why()
     others: dict[str, Json] = {
         c.namespace: c.num_tokens for c in covers if c is not meant and c.num_tokens
@@ -141,6 +146,7 @@ def _answer(label: str, meant: Cover, covers: Sequence[Cover]) -> Answer:
         "why": why,
         "blocks": blocks,
         "other_namespaces": others,
+        "num_namespaces": num_namespaces,
     }
     title = f"{count(meant.num_tokens)} of {count(meant.num_prompt)} tokens in namespace"
     shown: list[RenderableType] = [heading(f"{title} {meant.namespace[:12]} of {label}")]
@@ -150,16 +156,21 @@ def _answer(label: str, meant: Cover, covers: Sequence[Cover]) -> Answer:
             f"→ namespace {name[:12]} has {tokens} tokens of the same prompt: if P and D should"
             " agree, `pdstore doctor --peer P --peer D` names the fields that differ"
         )
+    if num_namespaces > len(covers):
+        shown.append(
+            f"→ {len(covers)} of {num_namespaces} namespaces were tried: name another one by"
+            " --namespace"
+        )
     return Answer(document, shown, status=int(not whole))
 
 
-def _rows(cover: Cover) -> list[list[str]]:
+def _rows(cover: Cover) -> list[list[RenderableType]]:
     """Shows the blocks around the end of the run; the others look all alike."""
     first = max(0, min(cover.num_run - _ROWS // 2, len(cover.blocks) - _ROWS))
-    rows = []
+    rows: list[list[RenderableType]] = []
     for block in cover.blocks[first : first + _ROWS]:
         colour = "green" if block.num_parts == cover.num_parts else "red"
-        parts = f"[{colour}]{block.num_parts} of {cover.num_parts}[/]"
+        parts = Text(f"{block.num_parts} of {cover.num_parts}", colour)
         span = f"{block.first_token}-{block.first_token + block.num_tokens - 1}"
         rows.append([str(block.number), span, block.hash[:12], parts, age(block.age_s)])
     return rows

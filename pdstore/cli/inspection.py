@@ -28,10 +28,12 @@ def inspect(url: str | None, text: str) -> Answer:
     with open_pool(url) as pool:
         listed = _meant(pool, text)
         key = listed.key if listed else BlockKey(text)
+        said = StoredKey.of(key)
+        if said is None:
+            raise ConfigError(
+                f"{text!r} is in no key of pdstore's in {pool.store.label}: `pdstore ls` shows them"
+            )
         found = pool.read(key)
-    said = StoredKey.of(key)
-    if said is None:
-        raise ConfigError(f"{text!r} is in no key of {pool.store.label}: `pdstore ls` shows them")
     verdict = _verdict(said, found)
     facts: dict[str, Json] = {"key": key, "kind": said.kind.value, "verdict": verdict}
     if found is not None:

@@ -12,6 +12,7 @@ from pdstore.cli.stored_key import StoredKey
 from pdstore.cli.survey import NamespaceUse, survey
 from pdstore.format.keys import Kind
 from pdstore.format.namespace import Json
+from pdstore.store.base import MAX_KEY_CHARS
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ALL_KEYS, StoredValue, TellsRoom
 
@@ -73,7 +74,7 @@ def _kind(value: StoredValue) -> str:
 def _line(value: StoredValue) -> list[str]:
     _, _, name = value.key.partition(":")
     namespace, _, rest = name.partition(":")
-    shown = [namespace[:DIGITS], rest] if rest else ["", name]
+    shown = [namespace[:DIGITS], rest[:MAX_KEY_CHARS]] if rest else ["", name[:MAX_KEY_CHARS]]
     return [age(value.age_s), size(value.num_bytes), _kind(value), *shown]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from pdstore.cli.answer import Answer, table
 from pdstore.cli.metrics_page import MetricsPage
@@ -77,15 +78,17 @@ def _numbers(page: MetricsPage) -> dict[str, Json]:
     }
 
 
-def _row(url: str, page: MetricsPage | str, before: MetricsPage | str | None) -> list[str]:
+def _row(
+    url: str, page: MetricsPage | str, before: MetricsPage | str | None
+) -> list[RenderableType]:
     """Returns a line: rates since the look before; totals at the first."""
     if isinstance(page, str):
-        return [url, "[red]away[/]", *[""] * 6, page]
+        return [url, Text("away", "red"), *[""] * 6, page]
     past = before if isinstance(before, MetricsPage) else None
     asked, matched = (_since(page, past, "tokens", verb=verb) for verb in ("requested", "matched"))
     rates = [_rate(page, past, direction) for direction in ("load", "save")]
     seconds = page.read_s - past.read_s if past else 0.0
-    state = "[red]breaker open[/]" if page.total("pdstore_breaker_open") else ""
+    state = Text("breaker open", "red") if page.total("pdstore_breaker_open") else ""
     role = next(iter(page.by("pdstore_info", "role")), "?")
     reasons = sorted(page.by("pdstore_misses_total", "reason").items(), key=lambda r: -r[1])
     misses = ", ".join(f"{reason} {number:.0f}" for reason, number in reasons[:3])

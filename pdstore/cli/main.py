@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from pdstore.cli.printable import printable
 from pdstore.errors import PDStoreError
 
 _OK, _BAD_USE, _INTERRUPTED = 0, 2, 130
@@ -48,5 +49,5 @@ def drop_output() -> None:
 
 
 def _fail(message: str) -> int:
-    print(f"pdstore: {message}", file=sys.stderr)
+    print(f"pdstore: {printable(message)}", file=sys.stderr)
     return _BAD_USE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ class MetricsPage:
         try:
             with opener.open(address, timeout=_TIMEOUT_S) as answer:
                 return cls(answer.read().decode("utf-8", "replace"), time.monotonic())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise StoreUnavailable(f"{address}: {error}") from error
 
     def total(self, name: str, **labels: str) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pdstore.errors import ConfigError, Forged, OtherSeal
+from pdstore.errors import BadValue, ConfigError
 from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import BlockKey, Kind, kind_of
@@ -40,19 +40,21 @@ class OpenPool(NamedTuple):
 
     def read(self, key: BlockKey) -> Found | None:
         """Reads a value of any length; None if it is missing. Raises StoreError."""
-        stored = self.lists.length_of(key)
-        if stored is None:
-            return None
+        stored: int | None = 0
+        try:
+            stored = self.lists.length_of(key)
+            return None if stored is None else self._read(key, stored)
+        except BadValue as error:
+            return Found(stored or 0, None, reason_of(error))
+
+    def _read(self, key: BlockKey, stored: int) -> Found | None:
         length = stored - self._added_bytes(key)
         if length <= 0:
             return Found(stored, None, Reason.CORRUPT)
         room = -(-length // 4096) * 4096
         slots = Slots(self.store.allocate(room), room, [0], [length])
-        try:
-            if self.store.get([key], slots) == 0:
-                return None
-        except (OtherSeal, Forged) as error:
-            return Found(stored, None, reason_of(error))
+        if self.store.get([key], slots) == 0:
+            return None
         header = block.read_header(slots.value(0))
         return Found(length, header, None if header else Reason.CORRUPT)
 

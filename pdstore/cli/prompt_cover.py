@@ -83,10 +83,9 @@ class Cover:
 def cover_of(keys: PromptKeys, stored: Mapping[BlockKey, StoredValue], use: NamespaceUse) -> Cover:
     """Returns which blocks of a prompt are stored."""
     parts = keys.namespace.parts
-    names = keys.store_keys(parts)
     blocks = []
     for number in range(len(keys)):
-        mine = names[number * len(parts) : (number + 1) * len(parts)]
+        mine = keys.store_keys(parts, number, number + 1)
         found = [stored[key] for key in mine if key in stored]
         ages = [value.age_s for value in found if value.age_s is not None]
         blocks.append(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from rich.text import Text
 
 from pdstore.cli.answer import Answer, busy, table
 from pdstore.cli.model_shape import ModelShape
@@ -53,7 +54,7 @@ def selftest(url: str | None, model: str | None, num_tokens: int) -> Answer:
             "seconds": dict(ended.steps),
             "problem": ended.problem,
         },
-        [table(["", "", ""], rows), f"[{colour}]{verdict}[/]"],
+        [table(["", "", ""], rows), Text(verdict, style=colour)],
         status=int(ended.problem is not None),
     )
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of
 
-_BLOCK = re.compile(r"pds1:([0-9a-f]{32}):(\d+):(\d+):([0-9a-f]{32})(?::partial:(\d+))?")
-_MARKER = re.compile(r"pds1:([0-9a-f]{32}):handoff:([0-9a-f]{32}):(\d+):(\w+)")
+_HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # whoever may write to a pool makes others, too
+_BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
+_MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:([a-z0-9]{{1,20}})")
 
 
 class StoredKey(NamedTuple):

@@ -10,6 +10,8 @@ from pdstore.format.keys import Kind
 from pdstore.format.namespace import Part
 from pdstore.store.optional import StoredValue
 
+_MOST_PARTS = 4096  # no layout has as many, and whoever may write to a pool may name any
+
 
 @dataclass
 class NamespaceUse:
@@ -34,7 +36,7 @@ class NamespaceUse:
     def add(self, value: StoredValue, key: StoredKey) -> None:
         self.num_bytes += value.num_bytes
         self.counts[key.kind] += 1
-        if key.kind in (Kind.BLOCK, Kind.TAIL):
+        if key.kind in (Kind.BLOCK, Kind.TAIL) and len(self.parts) < _MOST_PARTS:
             self.parts.add(Part(key.group, key.shard))
         if key.kind is Kind.BLOCK:
             self.sample = value

@@ -31,6 +31,13 @@ def test_machines_get_json_and_nothing_else(capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
+def test_text_that_others_chose_is_no_instruction(capsys):
+    chosen = "[/] [red]a[/red] \x1b]0;title\x07 \udcff"
+    Output(None).emit(Answer({}, [table([""], [[chosen]]), chosen]))
+    shown = "[/] [red]a[/red] ?]0;title? ?"
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [shown, shown]
+
+
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
         Output(str(tmp_path / "nowhere" / "x"))

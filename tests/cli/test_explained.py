@@ -8,10 +8,14 @@ import pytest
 
 from pdstore.cli.explained import Question, explain
 from pdstore.errors import ConfigError
+from pdstore.format import block
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Part
 from pdstore.settings import read_settings
 from pdstore.store import open_store
+from pdstore.testing.values import put
 from tests.cli.conftest import PROMPT
-from tests.support.command import run, run_json, save
+from tests.support.command import namespace_of, run, run_json, save
 
 IDS = ",".join(map(str, PROMPT))
 
@@ -61,11 +65,36 @@ def test_ids_come_from_a_file_too(filled_file, tmp_path):
     assert explain(filled_file, Question(ids=str(path))).status == 0
 
 
+def test_a_value_that_says_it_has_no_tokens_gives_no_block_size(file_url, prompts):
+    [key, *_] = prompts[0].store_keys([Part(0, 0)])
+    value = bytearray(block.HEADER_BYTES + 64)
+    header = block.Header(0, 0, 0, 0, 0, 64, prompts[0].namespace.digest, prompts[0].hash_of(0))
+    block.seal(memoryview(value), header)
+    store = open_store(file_url, read_settings())
+    put(store, [key], [bytes(value)])
+    store.close()
+    assert explain(file_url, Question(ids=IDS)).document["block_tokens"] == 64
+
+
+def test_a_pool_of_many_namespaces_is_not_tried_whole_but_for_the_one_that_is_meant(file_url):
+    names = [namespace_of(str(number)) for number in range(40)]
+    store = open_store(file_url, read_settings())
+    for number, namespace in enumerate(names):
+        save(store, PromptKeys(namespace).extend(range(16 if number == 39 else 40)))
+    store.close()
+    ran = run("explain", "--ids", IDS, "--store", file_url)
+    assert "→ 32 of 40 namespaces were tried" in ran.out
+    meant = names[39].hex
+    found = explain(file_url, Question(ids=IDS, namespace=meant)).document
+    assert (found["namespace"], found["found_tokens"]) == (meant, 16)
+
+
 @pytest.mark.parametrize(
     "question",
     [
         *(Question(), Question("text"), Question(ids="one"), Question(ids="[]")),
         *(Question(ids="1,,2"), Question(ids="1,2147483648"), Question(ids="[[1]]")),
+        Question(ids="[" * 100_000),
     ],
 )
 def test_what_is_no_prompt_is_refused(file_url, question):

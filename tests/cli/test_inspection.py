@@ -78,6 +78,23 @@ def test_a_sealed_value_is_read_with_its_key_and_with_no_other(file_url, prompts
         assert verdict in ran.out, ran.err
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize("name", ["long" * 30_000, "\x1b]0;title\x07", b"\xff\xfe", "9" * 5000])
+def test_a_key_that_nobody_of_ours_made_harms_no_command(redis_server, prompts, name):
+    server = redis_server()
+    hostile = [b"pds1:" + (name if isinstance(name, bytes) else name.encode())]
+    hostile.append(f"pds1:{'a' * 32}:{'9' * 5000}:0:{'b' * 32}".encode())
+    with server.client() as raw:
+        for key in hostile:
+            raw.set(key, b"x")
+    ran = run("inspect", hostile[0].decode("ascii", "replace")[:40], "--store", server.url)
+    assert (ran.status, ran.err.startswith("pdstore: ")) == (2, True)
+    assert "\x1b" not in ran.out + ran.err
+    listed = run("ls", "--store", server.url)
+    assert (listed.status, "\x1b" in listed.out) == (0, False)
+    assert run("du", "--store", server.url).status == 0
+
+
 def test_a_missing_value_is_status_1_and_nonsense_status_2(file_url, keys):
     ran = run("inspect", keys[0], "--store", file_url)
     assert (ran.status, ran.err) == (1, "")

@@ -23,6 +23,14 @@ def test_what_is_no_value_of_ours_is_damaged(file_url):
         assert pool.read(KEY) == (5, None, Reason.CORRUPT)
 
 
+@pytest.mark.redis
+def test_what_is_no_value_at_all_is_damaged(redis_server):
+    server = redis_server()
+    with server.client() as raw, open_pool(server.url) as pool:
+        raw.rpush(KEY, "a list")
+        assert pool.read(KEY) == (0, None, Reason.CORRUPT)
+
+
 def test_a_store_that_cannot_list_is_refused(monkeypatch):
     monkeypatch.setattr(module, "open_store", lambda url, settings: WrapperStore(MemoryStore()))
     with pytest.raises(ConfigError, match="cannot list"), open_pool("memory://"):

@@ -30,6 +30,14 @@ def test_markers_and_the_pools_id_are_read_back():
     assert StoredKey.of(POOL_ID_KEY).kind is Kind.POOL
 
 
-@pytest.mark.parametrize("text", ["", "pds1:", "pds1:doctor:00", "pds1:" + "a" * 32 + ":0:0:short"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "pds1:", "pds1:doctor:00", f"pds1:{'a' * 32}:0:0:short"),
+        *(f"pds1:{'a' * 32}:{number}:0:{'b' * 32}" for number in ("9" * 5000, "\u0661", "-1")),
+        f"pds1:{'a' * 32}:0:0:{'b' * 32}:partial:{'9' * 5000}",
+        f"pds1:{'a' * 32}:handoff:{'b' * 32}:0:d\u00f6ne",
+    ],
+)
 def test_other_texts_are_no_keys(text):
     assert StoredKey.of(text) is None

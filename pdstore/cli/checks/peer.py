@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def _status_of(url: str) -> Peer | Finding:
             timeout=_TIMEOUT_S,
         ) as answer:
             said = _Status.model_validate_json(answer.read())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return warn(
             f"peer {url}",
             f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
