@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 10 };
+enum { PDS_ABI = 11 };
 
 enum {
   PDS_OK = 0,
@@ -156,12 +156,12 @@ int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *a
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
 
-// Writes values of at least 64 bytes to files in turn, until one cannot be written. Each gets its
-// xxh3_64 at its bytes 56 to 63, in memory too, and is linked to its path when it is whole; a file
-// that is there stays and counts. `temporary`: a name on that file system that nobody else uses.
-int32_t pds_write_files(const char *temporary, const char *paths, const uint64_t *addresses,
-                        const int64_t *sizes, int64_t num_files, int64_t *num_written,
-                        int32_t *why);
+// Writes values to files, on the engine's threads too, each with its start and its sum, in memory
+// as well. A file has its name when it is whole; one that is there counts. `temporary`: begins
+// names there that nobody else uses. Gives how many of the first, and the errno of the next one.
+int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *paths,
+                         const uint64_t *addresses, const int64_t *sizes, const char *starts,
+                         int64_t count, int64_t *num_written, int32_t *why);
 
 // Says for each path whether a file is there; a link counts for what it leads to.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);

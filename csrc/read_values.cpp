@@ -22,14 +22,14 @@ bool read_right(const char *path, char *to, int64_t bytes, const char *start) {
          std::memcmp(to + kSummedOfHeader, &digest, sizeof digest) == 0;
 }
 
-std::vector<const char *> each_of(const char *texts, int64_t count) {
+}  // namespace
+
+std::vector<const char *> pds::each_of(const char *texts, int64_t count) {
   std::vector<const char *> found;
   found.reserve(count);
   for (int64_t i = 0; i < count; ++i, texts += std::strlen(texts) + 1) found.push_back(texts);
   return found;
 }
-
-}  // namespace
 
 extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
                                    const int64_t *sizes, const char *starts, int64_t count) {
@@ -39,7 +39,7 @@ extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const 
     if (addresses[i] == 0 || sizes[i] < pds::kHeaderBytes) return PDS_ERR_ARGUMENT;
   }
   try {
-    const std::vector<const char *> path = each_of(paths, count);
+    const std::vector<const char *> path = pds::each_of(paths, count);
     std::atomic<bool> all_right{true};
     engine->engine->crew().each(count, [&](int64_t i) {
       char *to = reinterpret_cast<char *>(addresses[i]);

@@ -6,9 +6,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <random>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -102,43 +100,6 @@ void failures_and_a_close_in_the_middle(int32_t path) {
   }
 }
 
-// Threads write and read values; those of one name are written by all of them at once.
-void files_from_many_threads() {
-  char directory[] = "/tmp/pdstore-stress-XXXXXX";
-  expect(mkdtemp(directory) != nullptr, "mkdtemp");
-  const std::string shared = std::string(directory) + "/shared";
-  std::vector<std::thread> threads;
-  for (int n = 0; n < 4; ++n) {
-    threads.emplace_back([&, n] {
-      const std::string own = std::string(directory) + "/" + std::to_string(n);
-      const std::string temporary = own + ".new";
-      for (const int64_t bytes : {64, 65, 4096, (256 << 10) + 1}) {
-        std::vector<char> first(bytes, 'f'), second(bytes, 's'), back(bytes);
-        const std::string name = own + "." + std::to_string(bytes);
-        const std::string paths = shared + '\0' + name + '\0';
-        const uint64_t from[] = {reinterpret_cast<uint64_t>(first.data()),
-                                 reinterpret_cast<uint64_t>(second.data())};
-        const uint64_t to[] = {reinterpret_cast<uint64_t>(back.data())};
-        const int64_t sizes[] = {bytes, bytes};
-        uint64_t sum = 0;
-        int64_t done = 0;
-        int32_t why = 0;
-        expect(pds_write_files(temporary.c_str(), paths.c_str(), from, sizes, 2, &done, &why) ==
-                   PDS_OK,
-               "write");
-        expect(done == 2 && why == 0, "both files");
-        expect(pds_read_files(name.c_str(), to, sizes, 1, &sum, &done, &why) == PDS_OK, "read");
-        expect(done == 1 && back == second, "a file's bytes");
-        expect(std::memcmp(&sum, back.data() + 56, sizeof sum) == 0, "a file's sum");
-        unlink(name.c_str());
-      }
-    });
-  }
-  for (auto &thread : threads) thread.join();
-  unlink(shared.c_str());
-  expect(rmdir(directory) == 0, "nothing else was left");
-}
-
 void a_crew_does_each_piece_once() {
   pds::Crew crew(3);
   std::vector<std::thread> callers;
@@ -158,7 +119,6 @@ void a_crew_does_each_piece_once() {
 
 int main() {
   a_crew_does_each_piece_once();
-  files_from_many_threads();
   for (const int32_t path : {PDS_PATH_AUTO, PDS_PATH_BATCH, PDS_PATH_STRIDED, PDS_PATH_STAGE}) {
     copies_from_many_threads(path, PDS_TOKEN_MAJOR);
     copies_from_many_threads(path, PDS_HEAD_MAJOR);

@@ -18,7 +18,8 @@ _MAGIC = b"PDSB"
 # magic, version, Header's fields in their order, checksum
 _HEADER = struct.Struct("<4sBBHHHIQ16s16sQ")
 _SUM = struct.Struct("<Q")
-_UNSUMMED = HEADER_BYTES - _SUM.size
+START_BYTES = HEADER_BYTES - _SUM.size
+"""Length of `start_of`: the header without the checksum, which follows it."""
 
 
 class Header(NamedTuple):
@@ -36,7 +37,7 @@ class Header(NamedTuple):
 
 def start_of(header: Header) -> bytes:
     """Returns a value's first 56 bytes: its header without the checksum."""
-    return _HEADER.pack(_MAGIC, VERSION, *header, 0)[:_UNSUMMED]
+    return _HEADER.pack(_MAGIC, VERSION, *header, 0)[:START_BYTES]
 
 
 def header_of(start: bytes) -> Header:
@@ -57,7 +58,7 @@ def seal(value: memoryview, header: Header) -> None:
 
 def write_start(value: memoryview, start: bytes) -> None:
     """Writes a value's first 56 bytes (`start_of`); the checksum is still missing then."""
-    value[:_UNSUMMED] = start
+    value[:START_BYTES] = start
 
 
 def write_checksum(value: memoryview, computed: int | None = None) -> None:
@@ -65,7 +66,7 @@ def write_checksum(value: memoryview, computed: int | None = None) -> None:
 
     computed: the `checksum` of these very bytes, where it is known already.
     """
-    _SUM.pack_into(value, _UNSUMMED, checksum(value) if computed is None else computed)
+    _SUM.pack_into(value, START_BYTES, checksum(value) if computed is None else computed)
 
 
 def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bool:
@@ -73,9 +74,9 @@ def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bo
 
     start: `start_of` the expected header.
     """
-    if value[:_UNSUMMED] != start:
+    if value[:START_BYTES] != start:
         return False
-    (stored,) = _SUM.unpack_from(value, _UNSUMMED)
+    (stored,) = _SUM.unpack_from(value, START_BYTES)
     return bool(stored == (checksum(value) if computed is None else computed))
 
 
@@ -105,6 +106,6 @@ def read_header(value: memoryview) -> Header | None:
 
 def checksum(value: memoryview) -> int:
     """Returns the xxh3_64 of the header without its checksum and of the payload."""
-    digest = xxhash.xxh3_64(value[:_UNSUMMED])
+    digest = xxhash.xxh3_64(value[:START_BYTES])
     digest.update(value[HEADER_BYTES:])
     return digest.intdigest()

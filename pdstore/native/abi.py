@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 10
+ABI = 11
 CPU = -1
 OTHER_LENGTH = -1
 """The file does not have the expected length; used next to errno's numbers."""
@@ -123,7 +123,10 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_read_files": [c_char_p, _P, _P, c_int64, _P, _P, _P],
     "pds_read_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_int64],
     "pds_sum_values": [_P, _P, c_int64, _P],
-    "pds_write_files": [c_char_p, c_char_p, _P, _P, c_int64, _P, _P],
+    "pds_write_values": [
+        *(_P, c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_int64),
+        *(_P, _P),
+    ],
     "pds_find_files": [c_char_p, c_int64, _P],
     "pds_lease_files": [c_char_p, c_int64, c_int64, c_int64, _P, _P],
     "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],

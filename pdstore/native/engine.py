@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int32, c_int64, c_void_p
 
 from pdstore.errors import LayoutError, SwapError
 from pdstore.native.abi import (
@@ -131,6 +131,29 @@ class Engine:
         if code not in (Code.OK, Code.VALUE):
             raise SwapError(f"values cannot be read: {Code(code).name}")
         return bool(code == Code.OK)
+
+    def write_values(
+        self, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
+    ) -> tuple[int, int]:
+        """Writes values to files, on the engine's threads too, each headed and summed on the way.
+
+        Each gets its start and its `block.checksum`, in memory too. A file that is there stays and
+        counts as written; the directory of a file is made, the one above it is not.
+
+        temporary: begins names on the same file system that nobody else uses; no file stays there.
+        addresses, sizes, starts: as `read_values` takes them.
+        Returns how many of the first were written, and why the next one was not: 0 or an errno.
+        Raises SwapError if the engine is closed.
+        """
+        done, why = c_int64(), c_int32()
+        names = os.fsencode(temporary), joined(paths)
+        with self.lent() as handle:
+            code = self._calls.pds_write_values(
+                *(handle, *names, addresses, sizes, starts, len(paths)), byref(done), byref(why)
+            )
+        if code != Code.OK:
+            raise SwapError(f"values cannot be written: {Code(code).name}")
+        return done.value, why.value
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[c_void_p]:

@@ -91,27 +91,6 @@ class Library:
             raise ValueError("a value of fewer bytes than a header, or no address")
         return list(sums)
 
-    def write_files(
-        self,
-        temporary: str,
-        paths: Sequence[str],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
-    ) -> tuple[int, int]:
-        """Writes whole files in turn, each of at least 64 bytes, until one cannot be written.
-
-        Each gets its `block.checksum` in its header. A file that is there stays and counts as
-        written. Returns how many were written, and why it stopped: 0 or an errno.
-
-        temporary: a path on the same file system that nobody else uses; nothing is left there.
-        """
-        count, done, why = len(paths), c_int64(), c_int32()
-        of, given = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        names, ends = (os.fsencode(temporary), joined(paths)), (byref(done), byref(why))
-        if self.calls.pds_write_files(*names, of, given, count, *ends):
-            raise ValueError("a value of fewer bytes than a header, or no address")
-        return done.value, why.value
-
     def find_files(self, paths: Sequence[str]) -> list[bool]:
         """Returns True for each path that has a file."""
         found = (c_uint8 * len(paths))()

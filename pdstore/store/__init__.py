@@ -4,12 +4,12 @@ from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.in_place import InPlace, Loan, Places, Reservation
 from pdstore.store.optional import (
     ChecksumReader,
-    ChecksumWriter,
     ErrorCodes,
     FindsKeys,
     ListsValues,
     NamesChanges,
     Room,
+    SealingWriter,
     StoredValue,
     TellsChanges,
     TellsRoom,
@@ -20,7 +20,6 @@ from pdstore.store.url import StoreURL
 
 __all__ = [
     "ChecksumReader",
-    "ChecksumWriter",
     "ErrorCodes",
     "FindsKeys",
     "InPlace",
@@ -31,6 +30,7 @@ __all__ = [
     "Places",
     "Reservation",
     "Room",
+    "SealingWriter",
     "Slots",
     "Store",
     "StoreURL",

@@ -12,11 +12,11 @@ from pdstore.store.base import Slots, Store
 from pdstore.store.in_place import InPlace, Loan, NativeInPlace, Reservation, Taken
 from pdstore.store.optional import (
     ChecksumReader,
-    ChecksumWriter,
     ErrorCodes,
     FindsKeys,
     ListsValues,
     NamesChanges,
+    SealingWriter,
     TellsChanges,
     TellsRoom,
     VerifyingReader,
@@ -62,11 +62,13 @@ class _VerifierThrough:
 
 
 class _WriterThrough:
-    def __init__(self, wrapper: CallWrapper, inner: ChecksumWriter) -> None:
+    def __init__(self, wrapper: CallWrapper, inner: SealingWriter) -> None:
         self._wrapper, self._inner = wrapper, inner
 
-    def put_with_checksums(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._wrapper.around("put", self._inner.put_with_checksums, keys, slots)
+    def put_sealed(
+        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+    ) -> int:
+        return self._wrapper.around("put", self._inner.put_sealed, keys, slots, starts, engine)
 
 
 class _KeysThrough:
@@ -118,13 +120,13 @@ def _unwrapped(wrapper: CallWrapper, inner: P) -> P:
 
 _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     ChecksumReader: _ReaderThrough,
-    ChecksumWriter: _WriterThrough,
     ErrorCodes: _unwrapped,
     FindsKeys: _KeysThrough,
     InPlace: _InPlaceThrough,
     ListsValues: _unwrapped,
     NamesChanges: _unwrapped,
     NativeInPlace: _NativeInPlaceThrough,
+    SealingWriter: _WriterThrough,
     TellsChanges: _unwrapped,
     TellsRoom: _unwrapped,
     VerifyingReader: _VerifierThrough,

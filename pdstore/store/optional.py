@@ -57,15 +57,19 @@ class VerifyingReader(Protocol):
 
 
 @runtime_checkable
-class ChecksumWriter(Protocol):
-    """A store that sums values as it writes them; their checksum is `ChecksumReader`'s."""
+class SealingWriter(Protocol):
+    """A store whose values libpdstore seals and writes, many in a call."""
 
-    def put_with_checksums(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        """Puts as `Store.put` does, each value with its checksum at `CHECKSUM_AT`.
+    def put_sealed(
+        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+    ) -> int:
+        """Puts as `Store.put` does, each value with its header, which is written to its slot too.
 
-        The checksum is written into the slots of the values that were stored; a slot whose key was
-        stored before may keep the bytes that it had there. Every value has at least 64 bytes;
-        ValueError otherwise.
+        starts: the first 56 bytes of each value, side by side; its checksum follows them. A slot
+          whose key was stored before may keep the bytes that it had there.
+        engine: its threads write beside the caller's.
+        Every value has at least 64 bytes; ValueError otherwise. Raises SwapError for an engine that
+        is closed.
         """
 
 

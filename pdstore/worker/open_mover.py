@@ -13,18 +13,18 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, NativeInPlace
-from pdstore.store.optional import VerifyingReader
+from pdstore.store.optional import SealingWriter, VerifyingReader
 from pdstore.store.seal import seal_store
 from pdstore.worker.block_range import Split
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import BAD, Ends, Mover
 from pdstore.worker.native_mover import NativeMover
+from pdstore.worker.native_staged_mover import NativeStagedMover
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.verifying_mover import VerifyingMover
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,10 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    split, reader = Split(range_bytes), find_optional(store, VerifyingReader)
-    if reader is not None and isinstance(swap, NativeSwap):
-        return VerifyingMover(ends, swap, reader, staging, split, removed)
+    split = Split(range_bytes)
+    reader, writer = find_optional(store, VerifyingReader), find_optional(store, SealingWriter)
+    if reader is not None and writer is not None and isinstance(swap, NativeSwap):
+        return NativeStagedMover(ends, swap, reader, writer, staging, split, removed)
     return StagedMover(ends, staging, split, removed)
 
 

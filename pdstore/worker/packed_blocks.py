@@ -58,7 +58,7 @@ class PackedBlocks:
 
     def keys(self, first: int, stop: int) -> list[BlockKey]:
         """The keys of some values."""
-        return [BlockKey(name) for name in self.names(first, stop)[:-1].decode().split("\0")]
+        return [BlockKey(name) for name in self.names(first, stop).decode().split("\0")[:-1]]
 
     def starts(self, first: int, stop: int) -> bytes:
         """The first bytes of some values, side by side."""

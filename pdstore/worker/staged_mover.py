@@ -15,14 +15,14 @@ from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
 from pdstore.store.find import find_optional
-from pdstore.store.optional import ChecksumReader, ChecksumWriter
+from pdstore.store.optional import ChecksumReader
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Verified
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import Value, whole_blocks
+from pdstore.worker.values import Value, keys_of, whole_blocks
 
 Arrived: TypeAlias = Callable[[Sequence[Value], Callable[[], Callable[[], None]]], None]
 
@@ -48,7 +48,6 @@ class StagedMover(Mover):
         super().__init__(ends, staging, split, removed)
         self._staging = staging
         self._reader = find_optional(ends.store, ChecksumReader)
-        self._writer = find_optional(ends.store, ChecksumWriter)
         largest = staging.largest_loan // 2
         if self._num_parts > largest:
             raise LayoutError(
@@ -65,17 +64,16 @@ class StagedMover(Mover):
         ready: ReadyEvent | None,
         gathered: Callable[[], None],
     ) -> Reason | None:
-        rest: Sequence[Value] = list(values)
+        rest = values
         while rest:
             with self._lend(child, len(rest), 1, child.deadline) as numbers:
                 if not numbers:
                     child.check()
                     return Reason.NO_SLOTS
-                window, rest = rest[: len(numbers)], rest[len(numbers) :]
-                slots = self._slots(numbers, [value.size for value in window])
+                window, rest = self._at_hand(rest[: len(numbers)]), rest[len(numbers) :]
+                slots = self._slots(numbers, self._sizes_of(window))
                 with child.copying():
-                    copies = [v.block_copy(slots.value(i)) for i, v in enumerate(window)]
-                    self._swap.gather(copies, ready)
+                    self._gather(window, slots, ready)
                 if not rest:
                     gathered()
                 if not self._put(child, window, slots):
@@ -154,18 +152,23 @@ class StagedMover(Mover):
         self._scatter(child, start, partial(loaded, values, True), held.pop_all())
         self._count("loaded", values)
 
+    def _at_hand(self, window: Sequence[Value]) -> Sequence[Value]:
+        """Returns values that are going to be looked at more than once."""
+        return list(window)
+
+    def _sizes_of(self, window: Sequence[Value]) -> Sequence[int]:
+        return [value.size for value in window]
+
+    def _gather(self, window: Sequence[Value], slots: Slots, ready: ReadyEvent | None) -> None:
+        copies = [value.block_copy(slots.value(i)) for i, value in enumerate(window)]
+        self._swap.gather(copies, ready)
+
     def _put(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> bool:
         """Seals and stores values that were gathered; False if the store took not all of them."""
-        views = [slots.value(i) for i in range(len(window))]
-        if self._writer is None:
-            self._seal(window, views)
-        else:
-            for value, view in zip(window, views, strict=True):
-                block.write_start(view, value.start)
-        keys = [value.key for value in window]
-        put = self._store.put if self._writer is None else self._writer.put_with_checksums
+        self._seal(window, [slots.value(i) for i in range(len(window))])
+        keys = keys_of(window)
         with child.in_store_call():
-            accepted = count_of(put(keys, slots), keys, self._store)
+            accepted = count_of(self._store.put(keys, slots), keys, self._store)
             self._count("saved", window[:accepted])
         return accepted == len(window)
 

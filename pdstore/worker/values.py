@@ -202,6 +202,13 @@ class PromptBlocks:
         return ValueShape(part, table, start, block.HEADER_BYTES + payload_bytes)
 
 
+def keys_of(values: Sequence[Value]) -> list[BlockKey]:
+    """Returns the store's keys of values."""
+    if isinstance(values, ValueRun):
+        return values.packed.keys(values.first, values.stop)
+    return [value.key for value in values]
+
+
 def whole_blocks(values: Sequence[Value], count: int) -> int:
     """Returns how many of the first `count` values make up whole blocks."""
     if isinstance(values, ValueRun):

@@ -11,7 +11,7 @@ from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.find import find_optional
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ChecksumReader, ChecksumWriter, ErrorCodes, FindsKeys
+from pdstore.store.optional import ChecksumReader, ErrorCodes, FindsKeys, SealingWriter
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
@@ -37,8 +37,8 @@ class Offering(MemoryStore):
         self._called("get_right")
         return len(keys)
 
-    def put_with_checksums(self, keys, slots):
-        self._called("put_with_checksums")
+    def put_sealed(self, keys, slots, starts, engine):
+        self._called("put_sealed")
         return len(keys)
 
     def which_stored(self, keys):
@@ -117,7 +117,7 @@ def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
     outer, sums = wrapped(store, metrics), [0, 0]
     assert find_optional(outer, ChecksumReader).get_with_checksums(keys, slots, sums) == 2
     assert sums == [1, 2]
-    assert find_optional(outer, ChecksumWriter).put_with_checksums(keys[:1], slots) == 1
+    assert find_optional(outer, SealingWriter).put_sealed(keys[:1], slots, b"", None) == 1
     assert find_optional(outer, FindsKeys).which_stored(keys) == [True, True]
     assert find_optional(outer, ErrorCodes).codes() == {"LOST": 3}
     value = metrics.registry.get_sample_value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from ctypes import Structure, byref, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 import pdstore
 from pdstore.errors import NativeError
 from pdstore.native.build import build_library
-from pdstore.native.library import Library
+from pdstore.native.library import Library, address_of
+from pdstore.store.base import Slots
 
 SOURCES = Path(pdstore.__file__).parents[1] / "csrc"
 HAS_GPU = torch.cuda.is_available()
@@ -92,3 +94,10 @@ def mended():
     yield
     if _build.cache_info().currsize:
         open_library().mend()
+
+
+def addresses_and_sizes(slots: Slots) -> tuple[bytes, bytes]:
+    """Where slots lie and how long their values are, as the library takes them."""
+    values = [slots.value(i) for i in range(len(slots))]
+    sizes = array("q", [len(value) for value in values])
+    return array("Q", [address_of(value) for value in values]).tobytes(), sizes.tobytes()

@@ -63,20 +63,14 @@ class Sums(WrapperStore):
 
     def __init__(self, store, is_right=True):
         super().__init__(store)
-        self.is_right, self.calls = is_right, set()
+        self.is_right, self.num_calls = is_right, 0
 
     def get_with_checksums(self, keys, slots, checksums):
-        self.calls.add("get")
+        self.num_calls += 1
         n = super().get(keys, slots)
         for i in range(n):
             checksums[i] = block.checksum(slots.value(i)) ^ (not self.is_right)
         return n
-
-    def put_with_checksums(self, keys, slots):
-        self.calls.add("put")
-        for i in range(len(keys)):
-            block.write_checksum(slots.value(i))
-        return super().put(keys, slots)
 
 
 def test_a_store_that_sums_is_asked_to(instance, store):
@@ -85,7 +79,7 @@ def test_a_store_that_sums_is_asked_to(instance, store):
     assert save(p, range(200)).num_tokens == 200
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
-    assert sums.calls == {"get", "put"}
+    assert sums.num_calls > 0
 
 
 def test_a_value_whose_sum_is_not_that_in_its_header_is_a_miss(instance, store):

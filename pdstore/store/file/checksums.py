@@ -1,17 +1,17 @@
-"""ChecksumFiles: values as files, with checksums taken in the pass that reads or writes them."""
+"""ChecksumFiles: values as files, with checksums taken in the pass that reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
 
-from pdstore.format.block import HEADER_BYTES, checksum, write_checksum
+from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.native.library import Library, address_of
 from pdstore.store.base import Slots
-from pdstore.store.file.plain import Ended, read_values, write_values
+from pdstore.store.file.plain import Ended, read_values
 
 
 class ChecksumFiles:
-    """Reads and writes by the native library; without it, in Python with one more pass.
+    """Reads by the native library; without it, in Python with one more pass.
 
     library: returns the library or None, and is called at the first use. The attribute of this name
       is None before that.
@@ -32,15 +32,6 @@ class ChecksumFiles:
             ended = Ended(len(sums), why)
         checksums[: len(sums)] = sums
         return ended
-
-    def write(self, temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
-        """Writes as `write_values` does, each value with its checksum in place."""
-        library = self._used() if paths else None
-        if library is not None:
-            return Ended(*library.write_files(temporary, paths, addresses_of(slots), slots.sizes))
-        for i in range(len(paths)):
-            write_checksum(slots.value(i))
-        return write_values(temporary, paths, slots)
 
     def _used(self) -> Library | None:
         self.library = self._find()

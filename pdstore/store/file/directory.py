@@ -51,7 +51,6 @@ class PoolDirectory:
         self.root = root
         self._places = [f"{root}/{n:02x}" for n in range(FAN_OUT)]
         self._tmp = root / "tmp"
-        self._made: set[str] = set()
         self._scratch: Scratch | None = None
         self._repair_lock = threading.Lock()
         self._closed = False
@@ -62,21 +61,8 @@ class PoolDirectory:
         """Returns where a key's value is, or would be."""
         return f"{self._places[zlib.crc32(key.encode()) % FAN_OUT]}/{key}"
 
-    def make_place(self, path: str) -> bool:
-        """Makes the directory that a value goes to. Returns False if this process did before.
-
-        At a directory's first use, because all 256 of them take 40 ms at the start.
-        """
-        place, _, _ = path.rpartition("/")
-        if place in self._made:
-            return False
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(place, 0o700)
-        self._made.add(place)
-        return True
-
     def temporary(self) -> str:
-        """Returns a new path for an unfinished value."""
+        """Returns a new path for an unfinished value; paths that begin with it and "-" are too."""
         assert self._scratch is not None
         return self._scratch.name()
 
@@ -118,7 +104,6 @@ class PoolDirectory:
                 os.mkdir(self._tmp, 0o700)
             if not stat.S_ISDIR(os.lstat(self._tmp).st_mode):
                 raise ConfigError(f"{self._tmp} is a link or a file: make it a directory")
-            self._made.clear()
             if self._scratch is None or not self._scratch.exists():
                 old, self._scratch = self._scratch, Scratch(self._tmp)
                 if old is not None:

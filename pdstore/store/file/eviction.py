@@ -45,9 +45,9 @@ class Evictor:
         self._put_since_scan = self.budget  # the first put looks at what is there
         self._full_until = 0.0
 
-    def admit(self, num_bytes: int) -> bool:
-        """Counts bytes that are about to be put, until `settle`. False if they have no room."""
-        num_bytes = _on_disk(num_bytes)
+    def admit(self, sizes: Sequence[int]) -> bool:
+        """Counts values that are about to be put, until `settle`. False if not all have room."""
+        num_bytes = sum(map(_on_disk, sizes))
         if num_bytes > self.budget:
             return False
         with self._lock:
@@ -66,7 +66,7 @@ class Evictor:
         return False
 
     def admit_anyway(self, num_bytes: int) -> None:
-        """Admits bytes even where there is no room for them: those of a marker."""
+        """Admits a value even where there is no room for it: a marker."""
         with self._lock:
             self._used += _on_disk(num_bytes)
             self._pending += _on_disk(num_bytes)

@@ -16,6 +16,7 @@ from pydantic import ByteSize
 
 from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
+from pdstore.format.block import START_BYTES
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.native.engine import Engine
@@ -118,13 +119,13 @@ class FileStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._lifecycle.check()
         check_call(keys)
-        paths = [self._directory.path(key) for key in keys]
+        paths = self._paths(keys)
         return self._count(keys, self._leases.renew(paths))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._lifecycle.check()
         check_call(keys)
-        paths = list(map(self._path_of, keys))  # of keys that are asked for again and again
+        paths = self._paths(keys)
         library = self._built() if len(keys) >= _MANY else None
         if library is not None:
             return library.find_files(paths)
@@ -142,7 +143,7 @@ class FileStore(Store):
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
-        paths = [self._directory.path(key) for key in keys]
+        paths = self._paths(keys)
         return self._count(keys, read_values(paths, slots))
 
     def get_with_checksums(
@@ -151,7 +152,7 @@ class FileStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         check_sizes(slots)
-        paths = [self._directory.path(key) for key in keys]
+        paths = self._paths(keys)
         return self._count(keys, self._checksums.read(paths, slots, checksums))
 
     def get_right(
@@ -160,20 +161,31 @@ class FileStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         check_sizes(slots)
-        paths = [self._directory.path(key) for key in keys]
-        places = array("Q", addresses_of(slots)).tobytes(), array("q", slots.sizes).tobytes()
-        return len(keys) if engine.read_values(paths, *places, starts) else 0
+        paths = self._paths(keys)
+        return len(keys) if engine.read_values(paths, *_packed(slots), starts) else 0
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
-        return self._writer.put(keys, slots, write_values)
 
-    def put_with_checksums(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        def write(temporary: str, paths: Sequence[str], part: range) -> Ended:
+            return write_values(temporary, paths, slots.part(part.start, part.stop))
+
+        return self._writer.put(keys, self._paths(keys), slots.sizes, write)
+
+    def put_sealed(
+        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+    ) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
         check_sizes(slots)
-        return self._writer.put(keys, slots, self._checksums.write)
+
+        def write(temporary: str, paths: Sequence[str], part: range) -> Ended:
+            of = slots.part(part.start, part.stop)
+            begin, end = part.start * START_BYTES, part.stop * START_BYTES
+            return Ended(*engine.write_values(temporary, paths, *_packed(of), starts[begin:end]))
+
+        return self._writer.put(keys, self._paths(keys), slots.sizes, write)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
@@ -218,9 +230,18 @@ class FileStore(Store):
             self._bell.close()
             self._directory.close()
 
+    def _paths(self, keys: Sequence[BlockKey]) -> list[str]:
+        """Returns where values are; keys come again and again, in matches, puts and gets."""
+        return list(map(self._path_of, keys))
+
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
         """Returns how many values were found; a missing file is no error. Raises StoreError."""
         n, why = ended
         if why not in (0, errno.ENOENT):
             raise error_of(self.label, why, keys[n], n)
         return n
+
+
+def _packed(slots: Slots) -> tuple[bytes, bytes]:
+    """Returns where the slots lie and their values' sizes, as the library takes them."""
+    return array("Q", addresses_of(slots)).tobytes(), array("q", slots.sizes).tobytes()

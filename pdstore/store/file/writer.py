@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 
 from pdstore.errors import StoreFull
 from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.store.base import Lifecycle, Slots
+from pdstore.store.base import Lifecycle
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import FULL, named_error
 from pdstore.store.file.eviction import Evictor
 from pdstore.store.file.plain import Ended
 
-WriteValues = Callable[[str, Sequence[str], Slots], Ended]
-"""Writes slots to paths by way of a temporary name, as `plain.write_values` does."""
+WriteValues = Callable[[str, Sequence[str], range], Ended]
+"""Writes some of a call's values to their paths by way of temporary names, as `plain.write_values`
+does; the range has their numbers."""
 
 
 class Writer:
@@ -33,27 +34,35 @@ class Writer:
         self._label, self._lifecycle = label, lifecycle
         self._directory, self._evictor, self._bell = directory, evictor, bell
 
-    def put(self, keys: Sequence[BlockKey], slots: Slots, write: WriteValues) -> int:
-        """Stores the slots under their keys by `write`. Raises StoreError as `Store.put` does."""
-        paths = [self._directory.path(key) for key in keys]
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        paths: Sequence[str],
+        sizes: Sequence[int],
+        write: WriteValues,
+    ) -> int:
+        """Stores values under their keys by `write`. Raises StoreError as `Store.put` does."""
         n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
         while n < len(keys):
-            stop = self._admit(keys, slots.sizes, n)
+            stop = self._admit(keys, sizes, n)
             try:
-                self._write(keys, paths, slots, range(n, stop), write)
+                self._write(keys, paths, sizes, range(n, stop), write)
             finally:
-                self._evictor.settle(slots.sizes[n:stop])
+                self._evictor.settle(sizes[n:stop])
                 self._bell.ring(keys[n:stop])
             n = stop
         return n
 
     def _admit(self, keys: Sequence[BlockKey], sizes: Sequence[int], start: int) -> int:
         """Returns the end of the values from `start` on that have room. Raises StoreFull."""
+        with named_error(self._label, keys[start], start):
+            if len(keys) - start > 1 and self._evictor.admit(sizes[start:]):
+                return len(keys)
         for n in range(start, len(keys)):
             with named_error(self._label, keys[n], n):
                 if kind_of(keys[n]) is Kind.HANDOFF:
                     self._evictor.admit_anyway(sizes[n])
-                elif not self._evictor.admit(sizes[n]):
+                elif not self._evictor.admit([sizes[n]]):
                     if n > start:
                         return n
                     raise StoreFull(f"{self._label}: all is leased: {keys[n]}", num_done=n)
@@ -63,34 +72,19 @@ class Writer:
         self,
         keys: Sequence[BlockKey],
         paths: Sequence[str],
-        slots: Slots,
+        sizes: Sequence[int],
         part: range,
         write: WriteValues,
     ) -> None:
         n, num_mends = part.start, 0
         while n < part.stop:
-            done, why = self._write_once(paths[n : part.stop], slots.part(n, part.stop), write)
+            rest = range(n, part.stop)
+            done, why = write(self._directory.temporary(), paths[n : part.stop], rest)
             n, num_mends = n + done, 0 if done else num_mends
             if why:
                 with named_error(self._label, keys[n], n):
-                    self._mend(why, keys[n], slots.sizes[n], num_mends)
+                    self._mend(why, keys[n], sizes[n], num_mends)
                 num_mends += 1
-
-    def _write_once(self, paths: Sequence[str], slots: Slots, write: WriteValues) -> Ended:
-        """Writes values up to the first one whose directory has to be made, that one too.
-
-        More directories at once would take the inodes that values need.
-        """
-        num_ready = 0
-        try:
-            is_made = False
-            while num_ready < len(paths) and not is_made:
-                is_made = self._directory.make_place(paths[num_ready])
-                num_ready += 1
-        except OSError as error:
-            if num_ready == 0:
-                return Ended(0, error.errno or 0)
-        return write(self._directory.temporary(), paths[:num_ready], slots.part(0, num_ready))
 
     def _mend(self, why: int, key: BlockKey, num_bytes: int, num_mends: int) -> None:
         """Mends what kept a value from being written. Raises OSError if nothing is left to try."""

@@ -11,6 +11,7 @@ import pytest
 from pdstore.store.file.store import FileStore
 from tests.support.clock import Clock
 from tests.support.file_pool import SIZE
+from tests.support.native_kit import library as library
 
 
 @pytest.fixture

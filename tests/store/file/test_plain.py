@@ -55,9 +55,15 @@ def test_reading_stops_at_a_file_of_another_length(tmp_path, paths, length):
 
 
 def test_writing_stops_at_the_first_file_that_cannot_be_written(tmp_path, paths):
-    paths[1] = str(tmp_path / "missing" / "b")
+    paths[1] = str(tmp_path / "missing" / "place" / "b")
     assert write(tmp_path, paths, [b"x"] * 3) == (1, errno.ENOENT)
     assert not os.path.exists(paths[2])
+
+
+def test_the_directory_of_a_file_is_made_for_its_owner_alone(tmp_path):
+    paths = [str(tmp_path / "x" / name) for name in "ab"]
+    assert write(tmp_path, paths, [b"x"] * 2) == (2, 0)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o700
 
 
 def test_what_is_no_regular_file_is_not_read_and_hangs_nobody(tmp_path, paths):

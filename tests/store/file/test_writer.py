@@ -6,17 +6,20 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
 
 from pdstore.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
+from pdstore.format.block import START_BYTES, write_checksum
 from pdstore.format.keys import BlockKey
 from pdstore.store.file.eviction import Evictor
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
-from pdstore.testing.values import get, put
-from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, stored
+from pdstore.testing.values import filled_slots, get, put
+from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, root_of, stored
+from tests.support.swap_case import SwapBench
 
 
 @pytest.mark.parametrize(
@@ -144,3 +147,88 @@ def test_a_marker_is_stored_on_a_file_system_without_inodes(full_disk, leased):
         assert store.match([failed]) == 1
         assert len(stored(store, keys)) >= caught.value.num_done - 3
         assert num_temporaries(store) == 0
+
+
+@pytest.fixture
+def put_sealed(library):
+    """Puts values by the library; their first bytes are written to the slots by it, too."""
+    bench = SwapBench(library, "cpu")
+
+    def put_sealed(store, keys, values):
+        starts = b"".join([value[:START_BYTES] for value in values])
+        slots = filled_slots([bytes(START_BYTES) + value[START_BYTES:] for value in values])
+        return store.put_sealed(keys, slots, starts, bench.swap.engine)
+
+    yield put_sealed
+    bench.swap.close()
+
+
+def sealed_content(key) -> bytes:
+    """A value of `SIZE` bytes with its checksum in place."""
+    value = bytearray(content(key, SIZE))
+    write_checksum(memoryview(value))
+    return bytes(value)
+
+
+@pytest.mark.parametrize("what", ["tmp", "??", "*"])
+def test_a_sealed_put_makes_the_directories_that_somebody_deleted(store, put_sealed, what):
+    for _ in range(2):
+        keys = fresh_keys(6)
+        values = [sealed_content(key) for key in keys]
+        assert put_sealed(store, keys, values) == 6
+        assert get(store, keys, [SIZE] * 6) == values
+        for path in root_of(store).glob(what):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_sealed_put_keeps_the_budget_and_counts(store, put_sealed):
+    keys = fresh_keys(30)
+    with pytest.raises(StoreFull) as caught:
+        put_sealed(store, keys, [content(key, SIZE) for key in keys])
+    assert stored(store, keys) == keys[: caught.value.num_done]
+    assert 16 <= caught.value.num_done <= 20
+    assert num_temporaries(store) == 0
+
+
+def test_a_sealed_put_of_values_that_are_stored_needs_no_room(store, put_sealed):
+    keys = fill(store, 20)
+    assert store.match(keys) == 20
+    assert put_sealed(store, keys, [b"x" * SIZE] * 20) == 20
+    assert get(store, keys, [SIZE] * 20) == [content(key, SIZE) for key in keys]
+
+
+def test_a_sealed_put_of_less_than_a_header_is_refused(store, put_sealed):
+    with pytest.raises(ValueError, match="fewer than 64 bytes"):
+        put_sealed(store, fresh_keys(1), [b"x" * 63])
+
+
+def test_a_sealed_put_on_a_full_file_system_counts_what_is_stored(full_disk, put_sealed):
+    with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
+        keys = fresh_keys(100)
+        with pytest.raises(StoreFull) as caught:
+            put_sealed(store, keys, [content(key, SIZE) for key in keys])
+        assert 40 < caught.value.num_done <= 64
+        assert store.match(keys) == caught.value.num_done
+        assert num_temporaries(store) == 0
+
+
+def test_a_sealed_put_without_inodes_is_store_full_and_leaves_room_for_a_marker(
+    full_disk, put_sealed
+):
+    subprocess.run(["mount", "-o", "remount,nr_inodes=60", full_disk], check=True)
+    with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
+        keys = fresh_keys(60)
+        with pytest.raises(StoreFull) as caught:
+            put_sealed(store, keys, [b"x" * 64] * 60)
+        assert 10 < caught.value.num_done == store.match(keys)
+        assert put(store, [BlockKey("pds1:00:handoff:12:0:failed")], [b"x" * 64]) == 1
+        assert num_temporaries(store) == 0
+
+
+def test_a_sealed_put_that_may_not_write_says_so(store, put_sealed):
+    keys = fill(store, 1) + fresh_keys(2)
+    path_of(store, keys[1]).parent.write_bytes(b"no directory")
+    with pytest.raises(StoreUnavailable, match="Not a directory") as caught:
+        put_sealed(store, keys, [b"x" * 64] * 3)
+    assert caught.value.num_done == 1
+    assert num_temporaries(store) == 0

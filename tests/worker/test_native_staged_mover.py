@@ -1,4 +1,4 @@
-"""VerifyingMover: a share is read in one call of the library; what that cannot do is told why."""
+"""NativeStagedMover: a share is read or written in one call of the library, or it is told why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from pdstore import JobResult, Reason
+from pdstore.format.keys import Kind, kind_of
 from pdstore.metrics import Metrics
 from pdstore.native.library import load_library
 from pdstore.store.circuit_breaker import CircuitBreaker
@@ -18,7 +19,7 @@ from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 
 class Spied(FileStore):
-    """Files that note which calls read them."""
+    """Files that note which calls read and write them."""
 
     def __init__(self, root, library):
         super().__init__(root, library=library)
@@ -27,6 +28,14 @@ class Spied(FileStore):
     def get_right(self, keys, slots, starts, engine):
         self.calls.append("get_right")
         return super().get_right(keys, slots, starts, engine)
+
+    def put_sealed(self, keys, slots, starts, engine):
+        self.calls.append("put_sealed")
+        return super().put_sealed(keys, slots, starts, engine)
+
+    def put(self, keys, slots):
+        self.calls += ["put"] * any(kind_of(key) in (Kind.BLOCK, Kind.TAIL) for key in keys)
+        return super().put(keys, slots)
 
     def get_with_checksums(self, keys, slots, checksums):
         self.calls.append("get_with_checksums")
@@ -56,11 +65,23 @@ def test_full_blocks_come_in_single_calls_and_a_tail_by_steps(pair, store, num_t
     assert ("get_with_checksums" in store.calls) == (num_tokens % 64 > 0)
 
 
-def test_no_value_of_a_full_block_is_made_for_a_load(pair, monkeypatch):
+@pytest.mark.parametrize("num_tokens", [64, 200, 320])
+def test_all_values_are_sealed_and_written_in_single_calls(pair, store, num_tokens):
     p, d = pair
-    save(p, range(320))
+    assert save(p, range(num_tokens)) == JobResult(num_tokens)
+    assert set(store.calls) == {"put_sealed"}
+    again = [value.num_bytes for value in store.stored_values()]
+    assert save(p, range(num_tokens)) == JobResult(num_tokens)
+    assert [value.num_bytes for value in store.stored_values()] == again
+    assert load(d, range(num_tokens)) == JobResult(num_tokens)
+    assert_loaded(p, d, num_tokens)
+
+
+def test_no_value_of_a_full_block_is_made_for_a_save_or_a_load(pair, monkeypatch):
+    p, d = pair
     made = []
     monkeypatch.setattr(values, "Value", lambda *fields: made.append(fields))
+    assert save(p, range(320)) == JobResult(320)
     assert load(d, range(320)) == JobResult(320)
     assert made == []
 
