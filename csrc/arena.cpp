@@ -203,10 +203,7 @@ int32_t Arena::publish(Places places, int64_t count, int64_t *done, int64_t lock
         slot = -1, any = true;
       }
     });
-    if (any) {
-      ++index_.header().changes;
-      futex_wake(index_.header().changes, INT_MAX);
-    }
+    if (any) futex_wake(index_.header().changes, INT_MAX);
     return code;
   });
 }
@@ -257,6 +254,12 @@ int64_t Arena::still_there(Places places, int64_t count) {
     if (!is_same) return i;
   }
   return count;
+}
+
+int32_t Arena::published(uint32_t seen, char *keys, int64_t room, int64_t *bytes, int64_t lock_ns) {
+  return life_.call([&] {
+    return with_lock(lock_ns, [&](int64_t) { *bytes = index_.published(seen, keys, room); });
+  });
 }
 
 int32_t Arena::wait(uint32_t seen, int64_t timeout_us, uint32_t *changes) {

@@ -225,6 +225,7 @@ void Index::rebuild() {
   }
   std::sort(used.begin(), used.end());
   for (const auto &[used_at, id] : used) list_again(id, now);
+  header_->changes += kNumNews + 1;  // a publication may be among them that nobody was told of
 }
 
 // A descriptor that no writer leaves behind is freed.

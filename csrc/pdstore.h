@@ -262,6 +262,10 @@ int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *v
                        pds_error *error);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
+// The keys of what was published since the count was `seen` and is still stored, each with a 0
+// behind it: those that fit in `room`, and the bytes of all. -1: they are too many to be known.
+int32_t pds_arena_published(pds_arena *arena, int64_t lock_ns, uint32_t seen, char *keys,
+                            int64_t room, int64_t *bytes);
 
 // Test builds only (has_faults).
 enum {

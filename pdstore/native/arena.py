@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p, create_string_buffer
 from functools import cache
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from pdstore.native.slot_arrays import SlotArrays
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
 _PAGE_VALUES = 512
+_NEWS_BYTES = 4096  # the keys of a change or a few
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
     Code.TIMEOUT: (StoreTimeout, "is locked: a process that has it open does not go on"),
@@ -235,6 +236,20 @@ class NativeArena:
         timeout_us = int(max(timeout_s, 0.0) * 1e6)
         self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
         return changes.value
+
+    def published_since(self, seen: int) -> list[str] | None:
+        """Returns the keys that were published since `wait` gave `seen`, and are stored still.
+
+        None if they are too many to be known.
+        """
+        room, size = 0, c_int64(_NEWS_BYTES)
+        while size.value > room:
+            room = size.value
+            keys = create_string_buffer(room)
+            self._check(self._short("published", 1, seen, keys, room, byref(size)))
+        if size.value < 0:
+            return None
+        return keys.raw[: size.value].decode("ascii", "replace").split("\0")[:-1]
 
     def _short(self, verb: str, count: int, *args: object) -> int:
         """Makes a call that is over at once unless somebody holds the lock; returns its code.

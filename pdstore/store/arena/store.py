@@ -156,6 +156,11 @@ class ArenaStore(Store):
         self._enter()
         return self._arena.wait(seen or 0, 0.0 if seen is None else timeout_s)
 
+    def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
+        self._enter()
+        keys = self._arena.published_since(seen)
+        return None if keys is None else list(map(BlockKey, keys))
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         memory = self._enter()
         check_call(keys, slots)

@@ -81,6 +81,17 @@ def test_a_file_that_is_no_arena_is_refused_and_left_alone(library, path, data):
     assert path.read_bytes() == data
 
 
+def test_an_arena_of_another_version_is_refused(library, path):
+    open_and_close(library, path)
+    with path.open("r+b") as file:
+        file.seek(8)  # behind the magic number
+        assert file.read(4) == (2).to_bytes(4, "little")
+        file.seek(8)
+        file.write((1).to_bytes(4, "little"))
+    with pytest.raises(StoreUnavailable, match="no arena of this version"):
+        ArenaStore(library, directory=path.parent)
+
+
 def test_an_arena_that_was_cut_is_refused(library, path):
     open_and_close(library, path)
     os.truncate(path, path.stat().st_size - 4096)

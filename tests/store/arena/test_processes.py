@@ -109,6 +109,9 @@ def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder
 
 def test_a_killed_holder_of_the_lock_is_none(stopped_holder):
     store, holder = stopped_holder
+    seen = store.wait_for_change(None, 0)
     holder.kill()
     holder.wait(10)
     assert store.match(actors.KEYS[:1]) == 1
+    assert store.wait_for_change(seen, 0) != seen, "it may have stored something that it did not tell"
+    assert store.keys_since(seen) is None

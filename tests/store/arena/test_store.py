@@ -133,6 +133,31 @@ def test_a_put_wakes_whoever_waits_for_a_change(open_arena):
     assert woken.is_set()
 
 
+def test_who_waits_for_a_change_is_told_the_keys_that_are_stored_since(open_arena):
+    store, keys = open_arena(size=MIB), fresh_keys(200)
+    peer = open_arena()
+    seen = peer.wait_for_change(None, 0)
+    assert peer.keys_since(seen) == []
+    for some in (keys[:3], keys[2:10], keys[10:]):  # the third is told once
+        put(store, some, [b"x"] * len(some))
+    assert peer.keys_since(seen) == keys
+    assert peer.keys_since(peer.wait_for_change(seen, 0)) == []
+    store.remove(keys[:199])
+    assert peer.keys_since(seen) == keys[199:]
+
+
+def test_too_many_changes_are_told_as_any(open_arena):
+    store, keys = open_arena(size=MIB), fresh_keys(100)
+    seen, count = store.wait_for_change(None, 0), 0
+    while (told := store.keys_since(seen)) is not None:
+        assert set(told) <= set(keys)
+        put(store, keys, [b"x"] * len(keys))
+        store.remove(keys)
+        count += len(keys)
+        assert count < 100_000, "however many"
+    assert count > 1000
+
+
 def test_close_wakes_whoever_waits_for_a_change(open_arena):
     store = open_arena(size=MIB)
     seen = store.wait_for_change(None, 0)
