@@ -192,17 +192,14 @@ typedef struct {
 enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of values
 
 // Makes an empty file an arena; nobody else may have it open. data_bytes is a multiple of
-// slab_bytes, and that of 4096.
+// slab_bytes, and that of 4096. The descriptor stays the caller's, as in pds_arena_open.
 int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
-// The descriptor stays the caller's.
 int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,
                        pds_arena_info *info);
 // Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine.
 int32_t pds_arena_close(pds_arena *arena);
-// In the child of a fork instead.
-int32_t pds_arena_forget(pds_arena *arena);
-int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
-
+int32_t pds_arena_forget(pds_arena *arena);  // in the child of a fork instead
+int32_t pds_arena_free(pds_arena *arena);    // nobody may be in a call
 // lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
 // that did not get it has done nothing.
 int32_t pds_arena_match(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
@@ -262,8 +259,7 @@ int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *v
                        pds_error *error);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
-// The keys of what was published since the count was `seen` and is still stored, each with a 0
-// behind it: those that fit in `room`, and the bytes of all. -1: they are too many to be known.
+// The keys that were published since and are stored, those with room; bytes of all, -1: too many.
 int32_t pds_arena_published(pds_arena *arena, int64_t lock_ns, uint32_t seen, char *keys,
                             int64_t room, int64_t *bytes);
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -125,7 +126,7 @@ class Ticker:
 
     `step` returns the seconds to its next turn, or None to wait for `wake`. Whatever it raises is
     logged, and the thread goes on `pause_s` later. `wake` and `stop` may be called by a signal
-    handler; in the child of a fork they do nothing.
+    handler; in the child of a fork they do nothing. Turns exclude each other, whoever makes them.
     """
 
     def __init__(
@@ -135,6 +136,8 @@ class Ticker:
         self._pause_s = pause_s
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` is reentrant
         self._stopped = False
+        self._turning = threading.Lock()
+        self._next_at = 0.0  # when the thread makes its next turn if nobody wakes it
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -144,23 +147,35 @@ class Ticker:
         if os.getpid() == self._pid:
             self._calls.put(None)
 
+    def turn(self) -> None:
+        """Makes a turn on the calling thread: it has no other thread to wait for."""
+        if self._turn() < self._next_at:
+            self.wake()
+
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after its turn; False if it still runs."""
+        """Ends the thread after its turn; False if it still runs, or somebody else's turn does."""
         self._stopped = True
         if os.getpid() != self._pid:
             return True
         self._calls.put(None)
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not self._turning.locked()
 
     def _loop(self) -> None:
-        after_an_error: float | None = self._pause_s
         while not self._stopped:
-            pause = call_or(self._step, after_an_error)
+            self._next_at = self._turn()
+            pause = self._next_at - time.monotonic()
             with contextlib.suppress(queue.Empty):
-                self._calls.get(timeout=None if pause is None else max(0.0, pause))
+                self._calls.get(timeout=None if pause == math.inf else max(0.0, pause))
                 while not self._calls.empty():  # one turn answers all calls before it
                     self._calls.get_nowait()
+
+    def _turn(self) -> float:
+        """Makes a turn unless it was stopped; returns when the next one is due."""
+        with self._turning:
+            after_an_error: float | None = self._pause_s
+            pause = None if self._stopped else call_or(self._step, after_an_error)
+            return math.inf if pause is None else time.monotonic() + pause
 
 
 def _as_exception(error: BaseException) -> Exception:

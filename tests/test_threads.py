@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import weakref
 from collections import deque
@@ -182,6 +183,44 @@ def test_a_ticker_that_has_nothing_to_do_waits_to_be_woken():
 def test_a_ticker_is_woken_in_a_signal_handler_that_interrupts_wake():
     ticker = Ticker("t", lambda: None)
     assert ends_though_interrupted(ticker.wake, ticker.wake)
+    assert ticker.stop(5)
+
+
+def test_a_turn_is_made_by_whoever_asks_for_it_and_the_ticker_makes_the_next():
+    turns: queue.SimpleQueue[str] = queue.SimpleQueue()
+    pauses = deque([None, 0.0, None])  # the second turn says that another one is due
+
+    def step():
+        turns.put(threading.current_thread().name)
+        return pauses.popleft()
+
+    ticker = Ticker("t", step)
+    assert turns.get(timeout=5) == "t"
+    ticker.turn()
+    assert turns.get(timeout=5) == threading.current_thread().name
+    assert turns.get(timeout=5) == "t"
+    assert ticker.stop(5)
+    ticker.turn()
+    assert turns.empty()
+
+
+def test_turns_exclude_each_other_and_a_ticker_is_not_stopped_in_the_middle_of_one():
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def step():
+        begun.release()
+        go_on.acquire(timeout=20)
+
+    ticker = Ticker("t", step)
+    assert begun.acquire(timeout=5)
+    other = threading.Thread(target=ticker.turn)
+    other.start()
+    assert not begun.acquire(timeout=0.1)
+    go_on.release()
+    assert begun.acquire(timeout=5)
+    assert not ticker.stop(0.1), "somebody else's turn"
+    go_on.release()
+    other.join(5)
     assert ticker.stop(5)
 
 

@@ -1,7 +1,8 @@
 """HandoffWatcher: waits for the markers of all of an instance's hand-offs at once.
 
 Locking. There is none: `add` and `close` hand lookups over through a deque, and everything else
-belongs to the watcher's thread.
+belongs to whichever thread makes a turn. The watcher's own makes one when a lookup arrives or it is
+time; the one that hears of a change makes one at once. Turns exclude each other (`Ticker`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from pdstore.format.pulse import is_beat
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.handoff_progress import HandoffProgress
-from pdstore.scheduler.look_plan import LookPlan, Round
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_search import MarkerSearch
 from pdstore.scheduler.marker_wait import MarkerWait, Verdict
@@ -32,6 +32,7 @@ from pdstore.scheduler.wait_index import WaitIndex
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener, News
 from pdstore.store.find import find_optional
+from pdstore.store.look_plan import LookPlan, Round
 from pdstore.store.optional import FindsKeys, NamesChanges, TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or
 
@@ -49,7 +50,7 @@ class HandoffWatcher:
 
     A look is one call of the store for all waits if the store can look for many keys (`FindsKeys`).
     It follows each change if the store tells of changes (`TellsChanges`); else the store is polled.
-    Where the store names what changes (`NamesChanges`), a look is for that alone (`LookPlan`).
+    What a store has named (`NamesChanges`) is not even looked for (`LookPlan`).
 
     find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
     patience_s: how long a call of the store may take before it counts as stuck.
@@ -87,9 +88,9 @@ class HandoffWatcher:
         self._pace = pace or Pace()
         teller = find_optional(store, TellsChanges)
         names = isinstance(teller, NamesChanges) and find_optional(store, FindsKeys) is not None
-        self._plan = LookPlan(self._wanted, self._among, names=names)
+        self._plan = LookPlan(self._wanted, names=names)
         if teller is not None:
-            self._listener = ChangeListener(teller, self._tell)
+            self._listener = ChangeListener(teller, self._hear)
             self._pace = pace or Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
         self._thread = Ticker("pdstore-handoffs", self._turn)  # the last: it uses all of these
 
@@ -98,9 +99,9 @@ class HandoffWatcher:
         self._arrivals.append(lookup)
         self._thread.wake()
 
-    def _tell(self, news: News) -> None:
+    def _hear(self, news: News) -> None:
         self._plan.tell(news)
-        self._thread.wake()
+        self._thread.turn()
 
     def __len__(self) -> int:
         """Number of lookups that wait, as of the last look."""
@@ -161,7 +162,8 @@ class HandoffWatcher:
         if not self._sweep_deadline.is_over():
             return
         self._sweep_deadline = Deadline(_SWEEP_S)
-        late = [wait for wait in self._waits if wait.lookup.marker_deadline.is_over()]
+        now = time.monotonic()
+        late = [wait for wait in self._waits if wait.lookup.marker_deadline.at <= now]
         for wait in late:
             self._observe_wait(wait.lookup)
             if wait.progress is None:
@@ -169,10 +171,12 @@ class HandoffWatcher:
             else:  # P computes: the load ends when nothing more is stored for as long again
                 self._begin(wait, wait.progress, "deadline")
         self._drop(late)
-        self._drop([wait for wait in self._waits if wait.lookup.is_over()])
+        self._drop([wait for wait in self._waits if wait.lookup.is_answered])
 
     def _look(self) -> float:
-        """Looks for the markers of all waits; returns the seconds to the next look."""
+        """Takes note of what was named, looks for more; returns the seconds to the next look."""
+        if named := self._plan.named():
+            self._note(named)
         blocked_s = self._pace.blocked_s()
         if blocked_s > 0:
             return blocked_s
@@ -195,10 +199,6 @@ class HandoffWatcher:
         wanted = self._waits.wanted(with_failed=with_failed) + self._pulses.wanted()
         watched = [key for progress in self._watched for key in progress.wanted()]
         return list(dict.fromkeys(wanted + watched)) if watched else wanted
-
-    def _among(self, news: Sequence[BlockKey]) -> list[BlockKey]:
-        watched = {key for progress in self._watched for key in progress.wanted()}
-        return [key for key in news if key in self._waits or key in watched]
 
     def _search_for(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns those of the keys that are stored; a store that errs ends all waits."""

@@ -120,6 +120,11 @@ class Lookup:
             self._ended.set()
             self._count(found)
 
+    @property
+    def is_answered(self) -> bool:
+        """True if the lookup has ended. Does not end it if its time is up, as `is_over` does."""
+        return bool(self._answers)
+
     def is_over(self) -> bool:
         """True if the lookup has ended; ends it if its time is up."""
         return self.poll() is not None

@@ -24,7 +24,7 @@ class MarkerSearch:
 
     def num_calls(self, num_keys: int) -> int:
         """Returns how many calls of the store a search for so many keys is."""
-        return 1 if self._finder else min(num_keys, self._most_calls)
+        return min(num_keys, 1 if self._finder else self._most_calls)
 
     def is_whole(self, num_keys: int) -> bool:
         """Returns whether one search among so many keys looks for all of them."""

@@ -52,10 +52,6 @@ class WaitIndex:
         """Returns the keys to look for, each once: two may wait for one hand-off."""
         return [*self._by_key, *self._by_failed] if with_failed else list(self._by_key)
 
-    def __contains__(self, key: BlockKey) -> bool:
-        """True for a key of `wanted(with_failed=True)`."""
-        return key in self._by_key or key in self._by_failed
-
     def about(self, news: Iterable[BlockKey]) -> list[MarkerWait]:
         """Returns the waits that want any of these keys."""
         found: _Waits = {}

@@ -113,5 +113,5 @@ def test_a_killed_holder_of_the_lock_is_none(stopped_holder):
     holder.kill()
     holder.wait(10)
     assert store.match(actors.KEYS[:1]) == 1
-    assert store.wait_for_change(seen, 0) != seen, "it may have stored something that it did not tell"
+    assert store.wait_for_change(seen, 0) != seen, "it may have stored something untold"
     assert store.keys_since(seen) is None

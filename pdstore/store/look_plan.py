@@ -13,7 +13,7 @@ from pdstore.store.change_listener import News
 _ROUND_S = 0.05  # from one round's begin to the next one's: a store may not hear of other hosts
 _PIECES = 4  # of a round
 _LEAST_PIECE = 256
-_ROUNDS_PER_FAILED = 3  # it is rare
+_ROUNDS_PER_THOROUGH = 3
 
 
 class Round(NamedTuple):
@@ -26,12 +26,11 @@ class Round(NamedTuple):
 class LookPlan:
     """Chooses the keys of each look; where the store names what changes, it takes few.
 
-    Then a look is for those keys that the store has named since the last one, and for those that
-    `ask` was told. Beside that a round goes through all keys, a piece a look, for the puts that the
-    store does not hear of. Any other store is asked for all keys each time.
+    Then what the store names needs no look, and a look is for the keys that `ask` was told. Beside
+    that a round goes through all keys, a piece a look, for the puts that the store does not hear
+    of. Any other store is asked for all keys each time.
 
-    wanted: returns all keys that are waited for, on request with those of failed hand-offs.
-    among: returns those of some keys that are waited for, failed hand-offs' too.
+    wanted: returns all keys that are waited for, on request with those that are seldom stored.
     names: whether the store names what changes.
     `tell` may be called from any thread, the rest is for one.
     """
@@ -39,13 +38,12 @@ class LookPlan:
     def __init__(
         self,
         wanted: Callable[[bool], Sequence[BlockKey]],
-        among: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
         *,
         names: bool,
         round_s: float = _ROUND_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._wanted, self._among, self._names = wanted, among, names
+        self._wanted, self._names = wanted, names
         self._round_s, self._clock = round_s, clock
         self._told: deque[News] = deque()
         self._asked: dict[BlockKey, None] = {}
@@ -72,15 +70,20 @@ class LookPlan:
         is_due = self._asked or self._told or self._rest
         return 0.0 if is_due else max(0.0, self._next_round - self._clock())
 
-    def next(self) -> list[BlockKey]:
-        """Returns the keys of a look that is made now, each once; they may be none."""
-        chosen, self._asked = self._asked, {}
+    def named(self) -> set[BlockKey]:
+        """Returns the keys that the store has named since the last call: they are stored."""
+        named: set[BlockKey] = set()
         while self._told:
             news = self._told.popleft()
             if news is None:
                 self._next_round = self._clock()  # after the present one, which has begun before
             else:
-                chosen.update(dict.fromkeys(self._among(news)))
+                named.update(news)
+        return named
+
+    def next(self) -> list[BlockKey]:
+        """Returns the keys of a look that is made now, each once; they may be none."""
+        chosen, self._asked = self._asked, {}
         if not self._rest and (not self._names or self._clock() >= self._next_round):
             self._begin_round()
         piece, self._rest = self._rest[: self._piece], self._rest[self._piece :]
@@ -97,7 +100,7 @@ class LookPlan:
 
     def _begin_round(self) -> None:
         self._num_rounds += 1
-        self._rest = self._wanted(self._num_rounds % _ROUNDS_PER_FAILED == 0)
+        self._rest = self._wanted(self._num_rounds % _ROUNDS_PER_THOROUGH == 0)
         self._piece = len(self._rest)
         if self._names:
             self._piece = max(_LEAST_PIECE, -(-len(self._rest) // _PIECES))
