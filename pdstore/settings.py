@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pdstore.errors import ConfigError
@@ -207,7 +208,7 @@ def read_settings(**overrides: object) -> Settings:
     try:
         return Settings(**overrides)  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = "; ".join(f"{_place(e['loc'])}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(f"{_place(e['loc'])}{_shown(e)}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
 
 
@@ -226,6 +227,13 @@ def _refuse_slips() -> None:
         if is_ours or near:
             hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
             raise ConfigError(f"unknown setting {name}: {hint}")
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """Returns the value of a setting, if it is one word that can hold no secret."""
+    is_public = problem["loc"][:1] and problem["loc"][0] not in ("salt", "store", "weights")
+    value = problem["input"]
+    return f"={value}" if is_public and isinstance(value, str) and "://" not in value else ""
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -95,8 +95,17 @@ def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
 )
 def test_a_bad_value_names_its_variable(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=f"{name}={value}: "):
         read_settings()
+
+
+def test_a_bad_secret_is_not_shown(monkeypatch):
+    monkeypatch.setenv("PDSTORE_WORKERS", "redis://me:hush@host")
+    with pytest.raises(ConfigError, match="PDSTORE_WORKERS: "):
+        read_settings()
+    with pytest.raises(ConfigError, match="PDSTORE_SALT: ") as caught:
+        read_settings(workers=2, salt=7)
+    assert "hush" not in str(caught.value)
 
 
 def test_an_unknown_argument_is_refused():

@@ -130,18 +130,28 @@ def native(json: JsonTarget = None) -> None:
 @app.command()
 def calc(
     config: Annotated[str, typer.Argument(help="A model's config.json, or its directory.")],
-    gpu: Annotated[str, typer.Option(help="As H100, H200, H20, A100, L40S, B200.")] = "H100",
+    gpu: Annotated[str, typer.Option(help="H100, H200, H20, A100, L40S, B200, ...")] = "H100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill instance.")] = 1,
-    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak.")] = 0.5,
-    prompt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; again for more.")] = None,
+    mfu: Annotated[
+        float, typer.Option(min=0.01, max=1, help="The prefill's share of the GPU's peak.")
+    ] = 0.5,
+    prompt: Annotated[
+        list[int] | None, typer.Option(min=1, help="A prompt's tokens; repeatable.")
+    ] = None,
     kv_element_bytes: Annotated[int | None, typer.Option(min=1, max=4, help="1: fp8.")] = None,
-    params: Annotated[float | None, typer.Option(min=1, help="Active ones, such as 37e9.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="GB/s, for a verdict.")] = None,
-    trace: Annotated[str | None, typer.Option(help="JSON lines with hash_ids: pool size.")] = None,
+    params: Annotated[
+        float | None, typer.Option(min=1, help="Active parameters, such as 37e9.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=1e-6, help="The store's GB/s: read or compute?")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Requests with hash_ids, to size a pool.")
+    ] = None,
     hit_rate: Annotated[float | None, typer.Option(help="With --trace; 0 to 1.")] = None,
     json: JsonTarget = None,
 ) -> None:
-    """Compute KV sizes, break-even bandwidth, and the pool for a hit rate."""
+    """Compute KV sizes, break-even bandwidths and pool sizes."""
     if trace is not None:
         _run("calc.pool_for", json, config, trace, hit_rate)
     from pdstore.cli.break_even import Machine
@@ -202,7 +212,7 @@ def top(
 @app.command()
 def up(
     kind: Annotated[Pool, typer.Argument(help="The server to start.")],
-    memory: Annotated[str, typer.Option(help="For values.")] = "1GiB",
+    memory: Annotated[str, typer.Option(help="Memory for values.")] = "1GiB",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: a free one.")] = None,
     json: JsonTarget = None,
 ) -> None:

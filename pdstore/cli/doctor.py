@@ -90,6 +90,8 @@ def _check_store(
 ) -> Iterator[Finding]:
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
+    if "store" not in settings.model_fields_set:
+        yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
     try:
         trip = RoundTrip(store)
         tried = list(trip.findings())

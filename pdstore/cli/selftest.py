@@ -22,7 +22,7 @@ from pdstore.settings import Settings, read_settings
 from pdstore.worker.pool import KVPool
 
 ENGINE_BLOCK = 16
-_WAIT_S = 60.0
+_GRACE_S = 60.0  # jobs and lookups end at their deadlines; this is for a slow machine
 _DEFAULT = ModelShape("an 8B model", 32, 32, 2048, 128, 128, 8e9, "bfloat16", 8, is_mla=False)
 
 
@@ -44,7 +44,8 @@ def selftest(url: str | None, model: str | None, num_tokens: int) -> Answer:
         ended = _hand_over(settings, layout, num_tokens)
     num_bytes = num_tokens * shape.kv_bytes()
     rows = [[step, duration(took), _rate(step, took, num_bytes)] for step, took in ended.steps]
-    verdict = ended.problem or f"{num_tokens} tokens, {size(num_bytes)}: every byte is right"
+    said = f"{num_tokens} tokens of {shape.name}, {size(num_bytes)}"
+    verdict = ended.problem or f"{said}: every byte is right"
     colour = "red" if ended.problem else "green"
     return Answer(
         {
@@ -83,7 +84,7 @@ def _hand_over(settings: Settings, layout: Layout, num_tokens: int) -> _Ended:
     try:
         steps: list[tuple[str, float]] = []
         keys = cache.keys([secrets.randbelow(1 << 15) for _ in range(num_tokens)])
-        problem = _round_trip(cache, prefill, decode, keys, steps)
+        problem = _round_trip(settings, cache, prefill, decode, keys, steps)
         if problem is None and not _are_equal(sources, targets, num_tokens):
             problem = "the KV that came back differs from what was saved"
         cache.clear()
@@ -95,6 +96,7 @@ def _hand_over(settings: Settings, layout: Layout, num_tokens: int) -> _Ended:
 
 
 def _round_trip(
+    settings: Settings,
     cache: PrefixCacheManager,
     prefill: KVPool,
     decode: KVPool,
@@ -114,15 +116,16 @@ def _round_trip(
         why = result.reason.value if result.reason else "unknown"
         return f"{step}: {result.num_tokens} of {keys.num_tokens} tokens ({why}: {result.error})"
 
-    problem = timed("save", lambda: prefill.save(keys, block_ids, handoff=handoff).wait(_WAIT_S))
+    save_s, load_s = settings.save_deadline_s + _GRACE_S, settings.load_deadline_s + _GRACE_S
+    problem = timed("save", lambda: prefill.save(keys, block_ids, handoff=handoff).wait(save_s))
     if problem is not None:
         return problem
     start = time.perf_counter()
-    found = cache.lookup(keys, params).wait(_WAIT_S)
+    found = cache.lookup(keys, params).wait(settings.handoff_wait_s + _GRACE_S)
     steps.append(("find", time.perf_counter() - start))
     if found is None or found.num_tokens != keys.num_tokens:
         return f"find: {found.num_tokens if found else 0} of {keys.num_tokens} tokens"
-    return timed("load", lambda: decode.load(found.keys, block_ids).wait(_WAIT_S))
+    return timed("load", lambda: decode.load(found.keys, block_ids).wait(load_s))
 
 
 def _caches(

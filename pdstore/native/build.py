@@ -68,16 +68,19 @@ def build_library(
     options: options of CMake such as `-DPDSTORE_TESTING=ON`; part of the cache's key.
     directory: the cache; None takes this user's.
     Concurrent processes wait for the first one's build. Raises NativeError with the compiler's
-    output.
+    output, or for a cache that cannot be written.
     """
     place = _place_of(sources, options, directory)
     built = place / _FILE
-    if built.exists():
-        return built
-    place.mkdir(parents=True, exist_ok=True)
-    with _locked(place / "lock"):
-        if not built.exists():
-            _build(sources, options, built)
+    try:
+        if built.exists():
+            return built
+        place.mkdir(parents=True, exist_ok=True)
+        with _locked(place / "lock"):
+            if not built.exists():
+                _build(sources, options, built)
+    except OSError as error:
+        raise NativeError(f"the native library cannot be kept in {place}: {error}") from error
     return built
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -62,7 +63,10 @@ def open_store(url: str, settings: Settings) -> Store:
     foreign = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
     if not separator or (own is None and not foreign):
         shown = without_secret(url)
-        raise ConfigError(f"bad store URL {shown!r}: it must start with one of {_known()}")
+        known = ", ".join(f"{name}://" for name in _known())
+        raise ConfigError(
+            f"bad store URL {shown!r}: {_hint(shown)}it must start with one of {known}"
+        )
     if len(foreign) + (own is not None) > 1:
         raise ConfigError(_clash(scheme, own, foreign))
     parsed = StoreURL.of(url)
@@ -71,9 +75,18 @@ def open_store(url: str, settings: Settings) -> Store:
     return _open_foreign(foreign[0], parsed, settings)
 
 
-def _known() -> str:
-    names = [*_OWN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(_OWN))]
-    return ", ".join(f"{name}://" for name in names)
+def _known() -> list[str]:
+    return [*_OWN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(_OWN))]
+
+
+def _hint(url: str) -> str:
+    """Returns the likely meaning of a URL of no known scheme, if there is one."""
+    scheme, separator, _ = url.partition("://")
+    path = url.removeprefix("file:")
+    if not separator and path.startswith("/"):
+        return f"did you mean file://{path}? "
+    near = difflib.get_close_matches(scheme, _known(), n=1) if separator else []
+    return f"did you mean {near[0]}://? " if near else ""
 
 
 def _clash(scheme: str, own: _Own | None, foreign: Sequence[EntryPoint]) -> str:

@@ -9,6 +9,7 @@ import pytest
 from pdstore.cli import selftest as module
 from pdstore.cli.selftest import selftest
 from pdstore.store.memory import MemoryStore
+from pdstore.worker.job import Job
 from tests.support.command import namespaces
 
 SMALL = {
@@ -48,6 +49,17 @@ def test_a_redis_that_is_full_is_named(config, redis_server):
     problem = selftest(url, config(SMALL), 5000).document["problem"]
     assert problem.startswith("save: ")
     assert "store_full" in problem
+
+
+def test_no_wait_is_shorter_than_the_jobs_own_deadlines(config, file_url, monkeypatch):
+    monkeypatch.setenv("PDSTORE_SAVE_DEADLINE_S", "100")
+    monkeypatch.setenv("PDSTORE_LOAD_DEADLINE_S", "200")
+    waits, wait = [], Job.wait
+    monkeypatch.setattr(Job, "wait", lambda job, s: (waits.append(s), wait(job, s))[1])
+    assert selftest(file_url, config(SMALL), 150).status == 0
+    saved, loaded = waits
+    assert saved > 100
+    assert loaded > 200
 
 
 class Spoils(MemoryStore):

@@ -57,6 +57,14 @@ def test_only_what_is_built_is_found_without_a_build(tmp_path):
     assert find_built(package, sources, cache) == package / "libpdstore.so"
 
 
+def test_a_cache_that_cannot_be_written_is_an_error_of_the_library(tmp_path):
+    sources, cache = tmp_path / "csrc", tmp_path / "cache"
+    sources.mkdir()
+    cache.write_text("a file, in which even root makes no directory")
+    with pytest.raises(NativeError, match=f"cannot be kept in {cache}"):
+        build_library(sources, directory=cache)
+
+
 def test_a_changed_source_is_another_build(tmp_path):
     sources = tmp_path / "csrc"
     sources.mkdir()

@@ -40,6 +40,15 @@ def test_an_unknown_scheme_names_those_there_are(url):
         open_store(url, Settings())
 
 
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [("/tmp/x", "file:///tmp/x"), ("file:/x", "file:///x"), ("reddis://h", "redis://")],
+)
+def test_a_slip_in_a_scheme_comes_with_the_url_that_was_meant(url, meant):
+    with pytest.raises(ConfigError, match=rf"did you mean {meant}\? "):
+        open_store(url, Settings())
+
+
 def test_a_missing_package_comes_with_its_install_command(monkeypatch):
     monkeypatch.delitem(sys.modules, "pdstore.store.redis.store", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)

@@ -94,5 +94,5 @@ def check_native(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[
         yield warn(
             "native library",
             f"{why}: blocks are copied by torch, slower ({what})",
-            "install cmake and a C++ compiler, then `pdstore native` builds it",
+            "`pdstore native` builds it: with cmake, a C++ compiler, and a ~/.cache to write to",
         )

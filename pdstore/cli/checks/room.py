@@ -31,19 +31,21 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
         yield info("room", f"unknown: {error}")
         return
     yield info("server", f"{room.keeper}, {room.policy}")
-    yield _room(room, kv_bytes or TOKEN_BYTES)
+    yield _room(room, kv_bytes)
     yield from _policy(room)
 
 
-def _room(room: Room, kv_bytes: int) -> Finding:
+def _room(room: Room, kv_bytes: int | None) -> Finding:
     if room.capacity_bytes is None:
         return warn(
             "room",
             f"{size(room.used_bytes)} used, and no limit",
             "set one (maxmemory, ?budget=): the pool takes all that it is given",
         )
+    whose, kv_bytes = ("", kv_bytes) if kv_bytes else (" of an 8B model", TOKEN_BYTES)
     tokens = room.capacity_bytes // kv_bytes
-    said = f"{size(room.capacity_bytes)}, KV of {count(tokens)} tokens ({size(kv_bytes)} each)"
+    said = f"{size(room.capacity_bytes)}, KV of {count(tokens)} tokens{whose}"
+    said += f" ({size(kv_bytes)} each)"
     if tokens < TOKENS:
         return bad(
             "room",

@@ -104,7 +104,7 @@ class RoundTrip:
 
 
 def _wrong(step: str, why: str) -> Finding:
-    return bad(step, why, "see that the server runs and its URL is right; DESIGN.md says more")
+    return bad(step, why, "see that the server runs, and that its URL, user and password are right")
 
 
 def _value(store: Store, size: int) -> tuple[list[BlockKey], Slots, block.Header]:

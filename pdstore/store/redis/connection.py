@@ -189,8 +189,10 @@ def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> Sto
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
-    hint = _hint(label, error)
-    return next(kinds, StoreError)(f"{label}: {error}: {key}{hint}", num_done=num_done)
+    said = str(error).rstrip(".")
+    return next(kinds, StoreError)(
+        f"{label}: {said}: {key}{_hint(label, error)}", num_done=num_done
+    )
 
 
 def _hint(label: str, error: RedisError) -> str:
