@@ -21,9 +21,11 @@ from pdstore.adapters.vllm.messages import EndedJob, Interval, SaveSpec
 from pdstore.adapters.vllm.pool_events import PoolEvents
 from pdstore.format.handoff import HandoffId
 from pdstore.outcome import Direction
+from tests.adapters.vllm.asking import new_prompt, prefill
+from tests.support.kv import eventually
 
 ENGINE_BLOCK, BLOCK = 16, 64
-WAIT_MS = 30_000
+WAIT_MS, HEARD_MS = 30_000, 3_000
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,6 +63,10 @@ def told(events):
     return [each for event in events.take() for each in event.block_hashes]
 
 
+def decoded(payload):
+    return msgspec.msgpack.Decoder(KVEventBatch).decode(payload).events
+
+
 def test_a_subscriber_decodes_them_as_vllms_own(events, tmp_path):
     asked = request_of(cache_salt="tenant")
     events.add(asked)
@@ -82,13 +88,37 @@ def test_a_subscriber_decodes_them_as_vllms_own(events, tmp_path):
     finally:
         context.destroy(linger=0)
         publisher.shutdown()
-    [event] = msgspec.msgpack.Decoder(KVEventBatch).decode(payload).events
+    [event] = decoded(payload)
     assert isinstance(event, BlockStored)
     assert event.block_hashes == published(asked.block_hashes[:12])
     assert (event.parent_block_hash, event.block_size, event.medium) == (None, 16, "STORAGE")
     assert event.token_ids == list(range(192))
     assert event.extra_keys[0] == ("tenant",)
     assert event.extra_keys[1:] == [None] * 11
+
+
+def stored_by(pair, prompt):
+    """Lets P save a prompt. Returns its blocks' hashes by medium, or None if they are not heard."""
+    whole = prompt[: len(prompt) // BLOCK * BLOCK]
+    hashes = {}
+    prefill(pair.p, prompt)
+    while pair.subscriber.poll(HEARD_MS):
+        for event in decoded(pair.subscriber.recv_multipart()[-1]):
+            if isinstance(event, BlockStored) and event.token_ids == whole:
+                hashes[event.medium] = event.block_hashes
+        if {"GPU", "STORAGE"} <= hashes.keys():
+            return hashes
+    return None
+
+
+def test_a_running_server_tells_a_subscriber_of_the_pool_by_vllms_names_of_its_blocks(pair):
+    pair.subscriber.subscribe(b"")
+    try:  # what is published before the publisher knows of it is not heard
+        hashes = eventually(lambda: stored_by(pair, new_prompt(200)), WAIT_MS / 1000)
+    finally:
+        pair.subscriber.unsubscribe(b"")
+    assert len(hashes["STORAGE"]) == 3
+    assert hashes["STORAGE"] == hashes["GPU"]
 
 
 def test_only_whole_stored_blocks_are_told_and_only_when_durable(events):
