@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #define XXH_INLINE_ALL
 #include "third_party/xxhash.h"
@@ -11,7 +10,6 @@ namespace pds::arena {
 namespace {
 
 constexpr int kLongestChain = 4096;
-constexpr int64_t kForeverNs = std::numeric_limits<int64_t>::max();
 
 int64_t units_of(int64_t bytes) { return (bytes + kUnit - 1) / kUnit; }
 

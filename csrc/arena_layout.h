@@ -10,6 +10,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 namespace pds::arena {
 
@@ -22,6 +23,7 @@ constexpr uint32_t kNumOwners = 512;  // stores that have the arena open at once
 constexpr int kNumClasses = 256;      // slot sizes at once
 constexpr uint32_t kNumNews = 4096;   // publications that are told by key; a power of two
 constexpr uint32_t kNone = 0xffffffff;
+constexpr int64_t kForeverNs = std::numeric_limits<int64_t>::max();  // a lease without an end
 
 enum class State : uint8_t {
   kFree,

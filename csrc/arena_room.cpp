@@ -17,7 +17,6 @@ namespace {
 constexpr int64_t kLongestLease = int64_t{86'400} * 1'000'000'000;
 constexpr int64_t kSweepEvery = 100'000'000, kDeniedFor = 1'000'000'000;
 constexpr int64_t kFullFor = 20'000'000;  // a walk over what is kept is not repeated for every put
-constexpr int64_t kForeverNs = std::numeric_limits<int64_t>::max();
 
 bool is_ahead(int64_t lease_end, int64_t now) {
   return lease_end > now && (lease_end <= now + kLongestLease || lease_end == kForeverNs);

@@ -9,6 +9,7 @@
 namespace pds {
 
 constexpr int64_t kHeaderBytes = 64, kSummedOfHeader = 56;  // the sum itself is the rest
+constexpr int64_t kPieceBytes = 256 << 10;                  // what a core's own cache holds
 
 class Sum {
  public:

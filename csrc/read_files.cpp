@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr int64_t kPieceBytes = 256 << 10;
 using pds::kHeaderBytes;
+using pds::kPieceBytes;
 using pds::Sum;
 
 // Reads up to `bytes` of them; fewer only at the end of the file. Negative: an errno.

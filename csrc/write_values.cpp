@@ -21,11 +21,9 @@
 #include "handles.h"
 #include "value_file.h"
 
-using pds::kHeaderBytes, pds::kSummedOfHeader, pds::Sum;
+using pds::kHeaderBytes, pds::kPieceBytes, pds::kSummedOfHeader, pds::Sum;
 
 namespace {
-
-constexpr int64_t kPieceBytes = 256 << 10;  // what a core's own cache holds
 
 // Below, what returns an int32_t gives 0 or an errno.
 
