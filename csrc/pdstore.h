@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 11 };
+enum { PDS_ABI = 12 };
 
 enum {
   PDS_OK = 0,
