@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from pdstore.errors import StoreError
 from pdstore.format.handoff import HandoffId
@@ -16,7 +17,8 @@ from pdstore.store.change_listener import ChangeListener, News
 from pdstore.store.checked import count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
-from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.store.look_plan import LookPlan
+from pdstore.store.optional import FindsKeys, NamesChanges, TellsChanges
 from pdstore.threads import Ticker
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
@@ -121,25 +123,34 @@ class Follow:
         beats = self._pulse.wanted() if self._pulse is not None else []
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
-    def look(self, store: Store, stored: set[BlockKey], asked_at: float) -> bool:
-        """Releases what is stored; ends the load if nothing more will come. Whether it moved.
+    def hear(self, store: Store, stored: AbstractSet[BlockKey], heard_at: float) -> bool:
+        """Releases what is stored; ends the load if P says that it was all. Whether it moved.
 
-        stored: those of `wanted` that were in the store.
-        asked_at: when the store was asked for them, in seconds of the clock.
+        stored: keys that are in the store; those of `wanted` count.
+        heard_at: a time at which they were there, in seconds of the clock.
         """
-        self._learn_instance(store, asked_at)
         cut, moved = self._cut(stored), False
         for lane in self._lanes:
-            # P stores a block's layer ranges in order: more of one may mean more of the next
-            if cut is not None or moved or lane.missing in stored:
+            if cut is not None or lane.missing in stored:
                 moved |= lane.advance(store)
             lane.release(self._work, self._split)
-        silence = self._silence(stored, asked_at, moved=moved)
+        if moved:
+            self._note_life(heard_at)
         if all(lane.is_complete for lane in self._lanes):
             self._work.close()
-        elif cut is not None or silence is not None:
-            self._work.close(cut or silence)
+        elif cut is not None:
+            self._work.close(cut)
         if moved or not self._work.is_open:
+            self._wake()
+        return moved
+
+    def look(self, store: Store, stored: AbstractSet[BlockKey], asked_at: float) -> bool:
+        """Does as `hear` after a look for all of `wanted`; ends the load if P says nothing."""
+        self._learn_instance(store, asked_at)
+        moved = self.hear(store, stored, asked_at)
+        silence = self._silence(stored, asked_at)
+        if silence is not None and self._work.is_open:
+            self._work.close(silence)
             self._wake()
         return moved
 
@@ -153,20 +164,23 @@ class Follow:
         if instance is not None:
             self._pulse = Pulse(self._namespace, instance, clock=self._clock)
 
-    def _cut(self, stored: set[BlockKey]) -> Reason | None:
+    def _cut(self, stored: AbstractSet[BlockKey]) -> Reason | None:
         """Returns why P says that nothing more will come; None if it does not."""
         if self._failed in stored:
             return Reason.HANDOFF_FAILED
-        return Reason.ABSENT if stored.issuperset(self._done) else None  # stored, and lost
+        self._done = [key for key in self._done if key not in stored]
+        return None if self._done else Reason.ABSENT  # stored, and lost
 
-    def _silence(self, stored: set[BlockKey], asked_at: float, *, moved: bool) -> Reason | None:
+    def _note_life(self, heard_at: float) -> None:
+        """Takes note that P has stored something."""
+        self._moved_at = heard_at
+        if self._pulse is not None:
+            self._pulse.hear(heard_at)
+
+    def _silence(self, stored: AbstractSet[BlockKey], asked_at: float) -> Reason | None:
         """Returns why nothing more is expected of P, which says nothing; None if it is."""
-        if moved:
-            self._moved_at = asked_at
         if self._pulse is not None:
             self._pulse.note(stored, asked_at)
-            if moved:
-                self._pulse.hear(asked_at)
             if self._pulse.is_silent():
                 return Reason.HANDOFF_DEAD
         return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None
@@ -176,8 +190,9 @@ class Follower:
     """Looks for the next missing values of all following loads, on a thread of its own.
 
     A look is one call of the store for all loads if the store can look for many keys (`FindsKeys`).
-    It follows each change if the store tells of changes (`TellsChanges`); else the store is polled,
-    ever less often while nothing appears.
+    It follows each change if the store tells of changes (`TellsChanges`), and what a store has
+    named (`NamesChanges`) is not looked for (`LookPlan`). Any other store is polled, ever less
+    often while nothing appears.
 
     stall_s: a load ends when nothing more is stored for so long.
     split: how blocks are shared out among the workers.
@@ -190,9 +205,9 @@ class Follower:
         self._follows: list[Follow] = []
         self._pause_s = _FIRST_PAUSE_S
         teller = find_optional(store, TellsChanges)
-        self._listener = (
-            None if teller is None else ChangeListener(teller, lambda _: self._thread.wake())
-        )
+        names = isinstance(teller, NamesChanges)
+        self._plan = LookPlan(self._wanted, names=names, round_s=_TOLD_PAUSE_S)
+        self._listener = None if teller is None else ChangeListener(teller, self._hear)
         self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
 
     def add(
@@ -227,43 +242,57 @@ class Follower:
             self._listener.close()
         self._thread.stop(1.0)
 
-    def _wake(self, news: News) -> None:
-        self._thread.wake()
+    def _hear(self, news: News) -> None:
+        self._plan.tell(news)
+        self._thread.turn()
 
     def _turn(self) -> float | None:
         while self._arrivals:
             self._follows.append(self._arrivals.popleft())
             self._pause_s = _FIRST_PAUSE_S
+            self._plan.tell(None)
         self._follows = [follow for follow in self._follows if not follow.is_over]
         if self._listener is not None:
             self._listener.listen() if self._follows else self._listener.rest()
         if not self._follows:
             return None
-        if self._look():
-            self._pause_s = _FIRST_PAUSE_S
-            return 0.0 if self._listener is None else _TOLD_PAUSE_S
-        self._pause_s = min(1.5 * self._pause_s, _LAST_PAUSE_S)
-        return self._pause_s if self._listener is None else _TOLD_PAUSE_S
+        moved = self._look()
+        if self._listener is not None:
+            remaining_s = self._plan.remaining_s
+            return _TOLD_PAUSE_S if remaining_s is None else remaining_s
+        self._pause_s = _FIRST_PAUSE_S if moved else min(1.5 * self._pause_s, _LAST_PAUSE_S)
+        return 0.0 if moved else self._pause_s
 
     def _look(self) -> bool:
-        """Looks once for all loads. Returns whether any of them moved."""
-        asked_at = time.monotonic()
+        """Takes note of what was named and looks for more. Returns whether any load moved."""
+        named, now = self._plan.named(), time.monotonic()
+        concerned = [f for f in self._follows if not named.isdisjoint(f.wanted())]
+        moved = any([self._tell(follow.hear, named, now) for follow in concerned])
         try:
-            stored = self._stored()
+            heard = self._plan.note(self._stored(self._plan.next()))
         except StoreError:  # the loads end when nothing appears in time
-            return False
-        return any([self._look_for(follow, stored, asked_at) for follow in self._follows])
+            return moved
+        if heard is not None:
+            moved |= any([self._tell(f.look, heard.found, heard.began_at) for f in self._follows])
+        return moved
 
-    def _look_for(self, follow: Follow, stored: set[BlockKey], asked_at: float) -> bool:
+    def _tell(
+        self,
+        hear: Callable[[Store, AbstractSet[BlockKey], float], bool],
+        stored: AbstractSet[BlockKey],
+        heard_at: float,
+    ) -> bool:
         try:
-            return follow.look(self._store, stored, asked_at)
+            return hear(self._store, stored, heard_at)
         except StoreError:
             return False
 
-    def _stored(self) -> set[BlockKey]:
-        """Returns the wanted keys that are stored."""
-        wanted = list(dict.fromkeys(key for follow in self._follows for key in follow.wanted()))
-        if self._finder is not None:
+    def _wanted(self, _: bool) -> list[BlockKey]:
+        return list(dict.fromkeys(key for follow in self._follows for key in follow.wanted()))
+
+    def _stored(self, wanted: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns those of the keys that are stored."""
+        if self._finder is not None and wanted:
             there = self._finder.which_stored(wanted)
         else:
             there = [count_of(self._store.match([key]), [key], self._store) == 1 for key in wanted]
