@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import redis
 from redis.client import Pipeline
@@ -19,10 +20,10 @@ from pdstore.store.redis.connection import CHUNK, error_of, open_servers
 from pdstore.store.redis.servers import Command, Servers
 from pdstore.store.url import StoreURL
 
-_READ_BATCH = 2 << 20  # what is read is copied while the processor still has it at hand
-_WRITE_BATCH = 8 << 20
+_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # what is read is copied while it is in the cache
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
+_POLICY = "maxmemory-policy"
 _GLOB = re.compile(r"[][*?\\]")
 _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 
@@ -88,8 +89,7 @@ class RedisStore(Store):
         check_call(keys)
         if not keys:
             return []
-        may_ask_for_all = self._servers.takes_many_keys
-        if may_ask_for_all and self._run([("EXISTS", *keys)], keys, [0]) == [0]:
+        if self._servers.takes_many_keys and self._run([("EXISTS", *keys)], keys, [0]) == [0]:
             return [False] * len(keys)
         replies = self._run([("EXISTS", key) for key in keys], keys, range(len(keys)))
         return [reply == 1 for reply in replies]
@@ -185,14 +185,11 @@ class RedisStore(Store):
 
     def _get_part(self, keys: Sequence[BlockKey], slots: Slots, part: range) -> int:
         """Fills some slots; returns the number of the first key that was not there."""
-        pieces = [(i, at) for i in part for at in range(0, slots.sizes[i], CHUNK)]
-        commands: list[Command] = []
-        for i, at in pieces:
-            is_last = at + CHUNK >= slots.sizes[i]
-            # at the value's end one byte more is asked for, so that a longer value shows
-            stop = slots.sizes[i] if is_last else at + CHUNK - 1
-            commands.append(("GETRANGE", keys[i], at, stop))
-        replies = self._replies(commands, keys, [i for i, _ in pieces])
+        owners = [i for i in part for _ in range(0, slots.sizes[i], CHUNK)]
+        commands = [("GETRANGE", keys[i], *ends) for i in part for ends in _pieces(slots.sizes[i])]
+        step = _READ_BATCH // CHUNK if len(part) == 1 else len(owners)
+        runs = [slice(at, at + step) for at in range(0, len(owners), step)]
+        replies = chain.from_iterable(self._replies(commands[r], keys, owners[r]) for r in runs)
         for i in part:
             piece, done = slots.value(i), 0
             for at in range(0, len(piece), CHUNK):
@@ -270,21 +267,25 @@ class RedisStore(Store):
         """Returns one server's replies, errors among them. Raises StoreError for no replies."""
         self._lifecycle.check()
         try:
-            replies: list[object] = pipe.execute(raise_on_error=False)
+            return list(pipe.execute(raise_on_error=False))
         except RedisError as error:
             raise error_of(self.label, error, BlockKey(prefix), 0) from error
-        return replies
 
     def _ask_lease_s(self) -> float | None:
         """Returns the lease that a match gives; None if a server does not answer now."""
-        name = "maxmemory-policy"
         try:
-            policies = {client.config_get(name).get(name) for client in self._servers.masters()}
+            policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}
         except ResponseError:  # hosted servers keep CONFIG for themselves
             return 0.0
         except RedisError:
             return None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Returns the ends of a value's pieces; the last has a byte more, so that more shows."""
+    starts = range(0, size, CHUNK)
+    return [(at, size if at == starts[-1] else at + CHUNK - 1) for at in starts]
 
 
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:
