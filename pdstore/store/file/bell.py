@@ -145,11 +145,13 @@ class Bell:
             pipe = os.open(path, os.O_WRONLY | _OPEN)
         except OSError as error:
             if error.errno == errno.ENXIO and name.startswith(f"{self._boot}-"):
-                path.unlink()  # its process has ended
+                with contextlib.suppress(OSError):  # another ring was faster
+                    path.unlink()  # its process has ended
             return
         try:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
-                with contextlib.suppress(BlockingIOError):  # full, as its reader will see
+                # full, as its reader will see, or its reader has just gone
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(pipe, message)
         finally:
             os.close(pipe)

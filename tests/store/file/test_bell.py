@@ -167,6 +167,50 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_ring(tmp_path, bell
     eventually(lambda: pipes(tmp_path) == [])
 
 
+def test_a_listener_that_goes_during_a_ring_hides_it_from_no_other(tmp_path, bell, monkeypatch):
+    others, gone, fstat = {}, [], os.fstat
+    for _ in range(3):
+        other, before = Bell(tmp_path), set(pipes(tmp_path)) if others else set()
+        seen = other.wait(None, 0.0)
+        [name] = set(pipes(tmp_path)) - before
+        others[os.stat(tmp_path / "bells" / name).st_ino] = other, seen
+
+    def fstat_and_go(file):
+        status = fstat(file)
+        if not gone and status.st_ino in others:
+            gone.append(others.pop(status.st_ino)[0])
+            gone[0].close()
+        return status
+
+    monkeypatch.setattr(os, "fstat", fstat_and_go)
+    bell.ring(KEYS)
+    assert len(gone) == 1
+    for other, seen in others.values():
+        assert other.wait(seen, 10.0) != seen
+        assert other.keys_since(seen) == KEYS
+        other.close()
+
+
+def test_a_pipe_that_another_ring_removes_first_hides_it_from_no_other(tmp_path, bell, monkeypatch):
+    seen = bell.wait(None, 0.0)
+    [name] = pipes(tmp_path)
+    dead = f"{name.partition('-')[0]}-1-dead"
+    os.mkfifo(tmp_path / "bells" / dead)
+    monkeypatch.setattr(os, "listdir", lambda _: [dead, name])
+    unlink = os.unlink
+
+    def unlink_twice(path, *arguments, **options):
+        unlink(path, *arguments, **options)
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink_twice)
+    monkeypatch.setattr(type(tmp_path), "unlink", unlink_twice)
+    Bell(tmp_path).ring(KEYS)
+    monkeypatch.undo()
+    assert pipes(tmp_path) == [name]
+    assert bell.wait(seen, 10.0) != seen
+
+
 def test_only_pipes_are_written_to_and_only_this_kernels_are_removed(tmp_path, bell):
     (tmp_path / "bells").mkdir()
     file, target = tmp_path / "bells" / "file", tmp_path / "target"
