@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from pdstore.errors import StoreError
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
-from pdstore.threads import Deadline
+from pdstore.threads import Deadline, call_or
 
 
 class PoolIdentity:
@@ -31,7 +29,7 @@ class PoolIdentity:
         return self._deadline.remaining_s()
 
     def refresh(self) -> None:
-        """Asks the store when it is time to; a store that errs leaves things as they are."""
+        """Asks the store when it is time to; whatever it raises leaves things as they are."""
         if self._deadline.is_over():
             self._ask()
 
@@ -53,8 +51,13 @@ class PoolIdentity:
 
     def _ask(self) -> None:
         self._deadline = Deadline(self._age_s)
-        with contextlib.suppress(StoreError):  # the calls that need the store report it
-            pool_id = read_pool_id(self._store)
-            if pool_id != self.current:
-                is_first, self.current = self.current is None, pool_id
-                self._change_deadline = Deadline(0.0 if is_first else 2 * self._age_s)
+        pool_id = call_or(self._read, self.current)
+        if pool_id != self.current:
+            is_first, self.current = self.current is None, pool_id
+            self._change_deadline = Deadline(0.0 if is_first else 2 * self._age_s)
+
+    def _read(self) -> bytes | None:
+        try:
+            return read_pool_id(self._store)
+        except StoreError:  # the calls that need the store report it
+            return self.current

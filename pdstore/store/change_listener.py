@@ -8,7 +8,7 @@ from typing import TypeAlias
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.optional import NamesChanges, TellsChanges
-from pdstore.threads import Ticker
+from pdstore.threads import Ticker, call_or
 
 News: TypeAlias = Sequence[BlockKey] | None
 """Keys that were stored; None: any may be."""
@@ -58,6 +58,12 @@ class ChangeListener:
         seen, self._seen = self._seen, now
         if now == seen:
             return 0.0
-        names = None if self._namer is None or seen is None else self._namer.keys_since(seen)
-        self._on_change(names)
+        self._on_change(None if seen is None else self._news_since(seen))
         return _SETTLE_S
+
+    def _news_since(self, seen: int) -> News:
+        """Returns what the store names; None for an answer that no store may give."""
+        namer = self._namer
+        names = None if namer is None else call_or(lambda: namer.keys_since(seen), None)
+        is_possible = isinstance(names, Sequence) and all(isinstance(key, str) for key in names)
+        return names if is_possible else None

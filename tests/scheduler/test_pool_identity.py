@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pdstore.format.keys import POOL_ID_KEY
@@ -83,6 +85,21 @@ def test_in_the_end_the_former_id_is_another_pool(store):
     store.remove([POOL_ID_KEY])
     identity.refresh()
     assert not identity.is_same(before)
+
+
+@pytest.mark.parametrize("raised", [ValueError("no store may"), asyncio.CancelledError()])
+def test_a_store_that_raises_what_no_store_may_leaves_it_too(store, raised, monkeypatch):
+    identity = PoolIdentity(store, age_s=0.0)
+    identity.refresh()
+    before = identity.current
+
+    def get(keys, slots):
+        raise raised
+
+    monkeypatch.setattr(store, "get", get)
+    identity.refresh()
+    assert identity.is_same(before.hex())
+    assert not identity.is_same(OTHER)
 
 
 def test_a_store_that_errs_leaves_the_id_as_it_is(store):

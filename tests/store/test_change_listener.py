@@ -97,7 +97,20 @@ class Named(Changes):
         return [f"key {n}" for n in range(seen + 1, self.number + 1)]
 
 
-@pytest.mark.parametrize(("store", "named"), [(Changes, None), (Named, ["key 1"])])
+class NamesNoKeys(Changes):
+    def keys_since(self, seen):
+        return self.number
+
+
+class RaisesAnything(Changes):
+    def keys_since(self, seen):
+        raise LookupError(seen)
+
+
+@pytest.mark.parametrize(
+    ("store", "named"),
+    [(Changes, None), (Named, ["key 1"]), (NamesNoKeys, None), (RaisesAnything, None)],
+)
 def test_what_a_store_names_is_passed_on_and_at_the_start_anything_may_have_changed(store, named):
     changes, told = store(), []
     listener = ChangeListener(changes, told.append)
