@@ -86,8 +86,11 @@ def _tensors_of(file: BinaryIO, size: int) -> tuple[int, Sequence[Span]]:
     try:
         header = json.loads(b"".join(_read(file, Span(8, 8 + length))))
         spans = [Span(*t["data_offsets"]) for name, t in header.items() if name != "__metadata__"]
-        is_right = all(0 <= span.begin <= span.end <= size - 8 - length for span in spans)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        ends = size - 8 - length
+        is_right = all(type(at) is int for span in spans for at in span) and all(
+            0 <= span.begin <= span.end <= ends for span in spans
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0, []
     return (8 + length, spans) if is_right else (0, [])
 

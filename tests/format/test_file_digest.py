@@ -91,6 +91,8 @@ def test_another_shape_of_the_same_bytes_is_another_digest(tmp_path):
         (8).to_bytes(8, "little") + b'{"x": 1}',
         (31).to_bytes(8, "little") + b'{"x":{"data_offsets":[0,1e999]}',
         (41).to_bytes(8, "little") + b'{"x":{"data_offsets":[0,99999999999999]}}',
+        (36).to_bytes(8, "little") + b'{"x":{"data_offsets":[0.5,65536.5]}}',
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
     ],
 )
 def test_every_byte_of_a_file_that_is_not_safetensors_counts(tmp_path, begin):
