@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -54,10 +54,7 @@ class StoreURL:
         except ValueError:
             problem = "its port or its options cannot be read"
         else:
-            problem = "write # as %23" if parts.fragment else ""
-            may_hide_one = parts.netloc and not _is_without_password(scheme)
-            if may_hide_one and "@" in parts.path + parts.query:
-                problem = "an @ comes after a / or a ?"
+            problem = _problem_of(text, parts)
         if problem:  # raised out here: the ValueError may quote a piece of the password
             raise ConfigError(
                 f"bad store URL {without_secret(text)!r}: {problem}"
@@ -124,6 +121,20 @@ class StoreURL:
             raise ConfigError(
                 f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
             )
+
+
+def _problem_of(text: str, parts: SplitResult) -> str:
+    """Returns what is wrong with a URL that could be split; empty if nothing is."""
+    if parts.fragment:
+        return "write # as %23"
+    may_hide_one = parts.netloc and not _is_without_password(parts.scheme)
+    if may_hide_one and "@" in parts.path + parts.query:
+        return "an @ comes after a / or a ?"
+    try:
+        is_text = "\0" not in unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        is_text = False
+    return "" if is_text else "what it writes with a % is no text"
 
 
 def _hosts_apart(text: str) -> tuple[str, list[str]]:

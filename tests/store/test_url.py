@@ -95,6 +95,17 @@ def test_a_password_with_a_bare_slash_is_refused_and_never_shown(url):
     assert "hush" not in f"{error} {error.__cause__} {error.__context__}"
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["file:///a%00b", "file:///a%FFb", "redis://u:hush%00@h", "shm://a?dir=/%FF"],
+)
+def test_what_is_no_text_is_refused(url):
+    """A path would end at the zero, and other bytes would be another directory."""
+    with pytest.raises(ConfigError, match="no text") as caught:
+        StoreURL.of(url)
+    assert "hush" not in str(caught.value)
+
+
 def test_hosts_after_the_first_are_apart():
     url = StoreURL.of("redis+cluster://u:a,b@one:7000,two,[::1]:7002/0?timeout=1")
     assert (url.host, url.port, url.password, url.path) == ("one", 7000, "a,b", "/0")
