@@ -66,6 +66,10 @@ class PoolDirectory:
         assert self._scratch is not None
         return self._scratch.name()
 
+    def delete(self, key: BlockKey) -> None:
+        """Deletes a value; a missing one is fine."""
+        _delete(self.path(key))
+
     def delete_all(self, prefix: str) -> None:
         """Deletes the values whose keys begin with `prefix`."""
         for place in self._places:
@@ -73,8 +77,7 @@ class PoolDirectory:
                 names = os.listdir(folder) if folder is not None else []
                 for name in names:
                     if name.startswith(prefix):
-                        with contextlib.suppress(FileNotFoundError):  # somebody was faster
-                            os.unlink(name, dir_fd=folder)
+                        _delete(name, folder)
 
     def files(self) -> Iterator[StoredFile]:
         """Returns all values, in no order; those that vanish meanwhile may be missing."""
@@ -158,6 +161,16 @@ class PoolDirectory:
                 f"file://{root} holds other files ({min(names)}) and is no pool:"
                 " name an empty or a new directory, because old values are deleted from it"
             )
+
+
+def _delete(path: str, folder: int | None = None) -> None:
+    """Deletes a file, or a directory in its place; one that holds anything stays."""
+    with contextlib.suppress(FileNotFoundError):  # somebody was faster
+        try:
+            os.unlink(path, dir_fd=folder)
+        except IsADirectoryError:
+            with contextlib.suppress(OSError):
+                os.rmdir(path, dir_fd=folder)
 
 
 def _files_in(folder: int, place: str) -> Iterator[StoredFile]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -191,8 +190,8 @@ class FileStore(Store):
         self._lifecycle.check()
         check_call(keys)
         for n, key in enumerate(keys):
-            with named_error(self.label, key, n), contextlib.suppress(FileNotFoundError):
-                os.unlink(self._directory.path(key))
+            with named_error(self.label, key, n):
+                self._directory.delete(key)
         self._evictor.look_again()
 
     def clear(self, namespace: str) -> None:

@@ -16,7 +16,7 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.file.store import FileStore
 from pdstore.store.wrappers import WrapperStore
-from pdstore.testing import StoreTests, fresh_keys
+from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import empty_slots, get, put
 from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, planted_at
@@ -143,6 +143,22 @@ def test_a_fifo_does_not_hang_a_reader(store):
     os.mkfifo(planted_at(store, key))
     with pytest.raises(WrongLength):
         get(store, [key], [64])
+
+
+def test_a_directory_in_a_values_place_is_corrupt_and_heals(store):
+    keys = fresh_keys(2)
+    places = [planted_at(store, key) for key in keys]
+    for place in places:
+        place.mkdir()
+    (places[1] / "somebodys").touch()
+    with pytest.raises(WrongLength):
+        get(store, keys, [SIZE] * 2)
+    store.remove(keys)
+    assert store.match(keys) == 0
+    put(store, keys[:1], [content(keys[0], SIZE)])
+    assert len(get(store, keys[:1], [SIZE])) == 1
+    store.clear(keys[0].split(":")[1])
+    assert [place.exists() for place in places] == [False, True]
 
 
 def test_a_deleted_value_is_a_miss(store):
