@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import sys
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ("README.md", "DESIGN.md", "CHANGELOG.md")
@@ -42,10 +44,19 @@ def make_checkpoint(out: Path | None = None, steps: int = STEPS) -> Path:
     for directory in (CACHE, out.parent):
         directory.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _take(lock)
         if not (out / "config.json").exists():
             _train(out, steps)
     return out
+
+
+def _take(lock: TextIO) -> None:
+    """Takes a lock that another process may hold for as long as it trains; says so."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("waiting for the process that trains the checkpoint", file=sys.stderr, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _train(out: Path, steps: int) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
 
 from examples import make_checkpoint as maker
 from examples import train_checkpoint as trainer
+from tests.support.kv import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,19 @@ def test_it_is_trained_once(tmp_path, monkeypatch):
     path = maker.make_checkpoint(tmp_path / "once", steps=1)
     monkeypatch.delattr(trainer, "train_model")
     assert maker.make_checkpoint(tmp_path / "once", steps=1) == path
+
+
+def test_a_process_that_waits_for_another_ones_training_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(maker, "CACHE", tmp_path)
+    made = tmp_path / "made"
+    with (tmp_path / "lock").open("w") as lock, ThreadPoolExecutor(1) as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = other.submit(maker.make_checkpoint, made, 1)
+        eventually(lambda: "waiting for the process that trains" in capfd.readouterr().err)
+        made.mkdir()
+        (made / "config.json").touch()
+        lock.close()
+        assert waiting.result(timeout=60) == made
 
 
 def test_training_teaches_something(tmp_path):

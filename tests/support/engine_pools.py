@@ -18,7 +18,7 @@ import pytest
 )
 def store_url(request, tmp_path):
     if request.param == "redis":
-        yield f"{request.getfixturevalue('redis_url')}/0"
+        yield request.getfixturevalue("redis_url")
     elif request.param == "mooncake":
         from tests.support.mooncake_cluster import Cluster
 

@@ -34,7 +34,7 @@ def count_of(name: str, reason: Reason) -> float:
 
 @pytest.mark.redis
 def test_lmcaches_own_storage_manager_stores_and_prefetches(redis_url, tmp_path):
-    store = {"store": f"{redis_url}/0", "salt": str(tmp_path)}
+    store = {"store": redis_url, "salt": str(tmp_path)}
     with contextlib.closing(kit.Server(**store)) as p:
         stored = p.store(KEYS)
         with contextlib.closing(kit.Server(**store)) as d:
