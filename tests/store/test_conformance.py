@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from pdstore.testing import StoreTests
 from pdstore.testing.wrong import all as wrong_stores
+from tests.support.kv import eventually
 
 pytest_plugins = ["pytester"]
 
@@ -48,6 +51,7 @@ def test_every_wrong_store_names_tests_that_there_are(expected):
 def test_the_suite_fails_every_wrong_store(pytester, expected):
     file = pytester.makepyfile(test_wrong=SUITES)
     failed: dict[tuple[str, str], str] = {}
+    before = set(threading.enumerate())
     for _ in range(TRIES):
         missing = sorted(expected - set(failed))
         nodes = [f"{file}::Test{wrong}::{test}" for wrong, test in missing]
@@ -61,3 +65,4 @@ def test_the_suite_fails_every_wrong_store(pytester, expected):
     assert set(failed) == expected
     slips = ("TypeError", "NameError", "AttributeError", "KeyError", "IndexError: list")
     assert [m for m in failed.values() if m.startswith(slips)] == [], "failed by mistake"
+    eventually(lambda: set(threading.enumerate()) <= before, 30)  # no store keeps a core busy

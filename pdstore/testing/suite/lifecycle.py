@@ -41,7 +41,7 @@ class LifeTests:
         run_together(store.close, deadline_s=self.deadline_s)
 
     def test_close_under_load_ends_and_so_do_the_calls(self, store: Store) -> None:
-        calling = threading.Barrier(5)
+        calling, given_up = threading.Barrier(5), threading.Event()
 
         def call_until_closed() -> None:
             keys = fresh_keys(8)
@@ -49,7 +49,7 @@ class LifeTests:
             put(store, keys, values)
             calling.wait(self.deadline_s)
             try:
-                while True:
+                while not given_up.is_set():
                     put(store, keys, values)
                     store.match(keys)
                     get(store, keys, [SIZE] * 8)
@@ -59,8 +59,11 @@ class LifeTests:
 
         join = start_background(*[call_until_closed] * 4)
         calling.wait(self.deadline_s)
-        run_together(store.close, deadline_s=self.deadline_s)
-        join(self.deadline_s)
+        try:
+            run_together(store.close, deadline_s=self.deadline_s)
+            join(self.deadline_s)
+        finally:
+            given_up.set()  # a store that never closes would keep a core busy until Python ends
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
     def test_a_forked_child_is_refused_and_harms_nobody(self, store: Store) -> None:

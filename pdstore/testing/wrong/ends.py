@@ -105,7 +105,7 @@ class HangsOnClose(WrongStore):
     )
 
     def close(self) -> None:
-        threading.Event().wait(60)
+        threading.Event().wait(3)
 
 
 class WorksAfterClose(WrongStore):
