@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
+@cache
 def imports_of(tree: ast.AST) -> set[str]:
     found = set()
     for node in ast.walk(tree):
@@ -83,6 +85,7 @@ def test_a_module_imports_only_its_own_room_and_rooms_of_lower_floors(module):
             assert FLOOR_OF[target] < FLOOR_OF[room], f"{module} imports {name}"
 
 
+@cache
 def uses_of(tree: ast.AST) -> set[str]:
     """Imported modules, and attributes of names: `os.environ`."""
     attributes = {
