@@ -33,7 +33,7 @@ from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener, News
 from pdstore.store.find import find_optional
 from pdstore.store.look_plan import LookPlan, Round
-from pdstore.store.optional import FindsKeys, NamesChanges, TellsChanges
+from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MOST_ANSWERS = 8  # matches between two looks for markers
@@ -87,8 +87,8 @@ class HandoffWatcher:
         self._listener: ChangeListener | None = None
         self._pace = pace or Pace()
         teller = find_optional(store, TellsChanges)
-        names = isinstance(teller, NamesChanges) and find_optional(store, FindsKeys) is not None
-        self._plan = LookPlan(self._wanted, names=names)
+        finds = find_optional(store, FindsKeys) is not None
+        self._plan = LookPlan(self._wanted, teller if finds else None)
         if teller is not None:
             self._listener = ChangeListener(teller, self._hear)
             self._pace = pace or Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)

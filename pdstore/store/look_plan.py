@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.change_listener import News
+from pdstore.store.optional import NamesChanges, TellsChanges
 
-_ROUND_S = 0.05  # from one round's begin to the next one's: a store may not hear of other hosts
+_ROUND_S = 0.05  # from one round's begin to the next one's, where other hosts' puts are not heard
+_HEARD_ROUND_S = 0.25  # where all are: a process may be killed before it tells
 _PIECES = 4  # of a round
 _LEAST_PIECE = 256
 _ROUNDS_PER_THOROUGH = 3
@@ -31,20 +33,23 @@ class LookPlan:
     of. Any other store is asked for all keys each time.
 
     wanted: returns all keys that are waited for, on request with those that are seldom stored.
-    names: whether the store names what changes.
+    teller: the store, if it tells of changes.
+    round_s: between the begins of two rounds, where the store does not hear of all puts.
     `tell` may be called from any thread, the rest is for one.
     """
 
     def __init__(
         self,
         wanted: Callable[[bool], Sequence[BlockKey]],
+        teller: TellsChanges | None,
         *,
-        names: bool,
         round_s: float = _ROUND_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._wanted, self._names = wanted, names
-        self._round_s, self._clock = round_s, clock
+        self._wanted, self._clock = wanted, clock
+        self._names, self._round_s = isinstance(teller, NamesChanges), round_s
+        if isinstance(teller, NamesChanges) and teller.hears_all:
+            self._round_s = _HEARD_ROUND_S
         self._told: deque[News] = deque()
         self._asked: dict[BlockKey, None] = {}
         self._rest: Sequence[BlockKey] = []  # of the round

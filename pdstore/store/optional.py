@@ -111,6 +111,10 @@ class TellsChanges(Protocol):
 class NamesChanges(TellsChanges, Protocol):
     """A store that also says what was stored: whoever waits for some keys looks for few others."""
 
+    @property
+    def hears_all(self) -> bool:
+        """True if it hears of every put, because nobody on another host can use it."""
+
     def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
         """Returns the keys that were put between two of `wait_for_change`'s numbers.
 

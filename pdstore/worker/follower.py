@@ -18,7 +18,7 @@ from pdstore.store.checked import count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
 from pdstore.store.look_plan import LookPlan
-from pdstore.store.optional import FindsKeys, NamesChanges, TellsChanges
+from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Ticker
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
@@ -205,8 +205,7 @@ class Follower:
         self._follows: list[Follow] = []
         self._pause_s = _FIRST_PAUSE_S
         teller = find_optional(store, TellsChanges)
-        names = isinstance(teller, NamesChanges)
-        self._plan = LookPlan(self._wanted, names=names, round_s=_TOLD_PAUSE_S)
+        self._plan = LookPlan(self._wanted, teller, round_s=_TOLD_PAUSE_S)
         self._listener = None if teller is None else ChangeListener(teller, self._hear)
         self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
 

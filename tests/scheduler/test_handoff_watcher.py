@@ -82,6 +82,8 @@ class TellingStore(CountingStore):
 class NamingStore(TellingStore):
     """Says what was put, too, as files can."""
 
+    hears_all = False
+
     def __init__(self):
         super().__init__()
         self._puts: list[list[str]] = []

@@ -93,6 +93,8 @@ def test_a_store_that_errs_is_asked_again(changes, listener, told):
 class Named(Changes):
     """Names what changes: its numbers."""
 
+    hears_all = False
+
     def keys_since(self, seen):
         return [f"key {n}" for n in range(seen + 1, self.number + 1)]
 

@@ -51,6 +51,8 @@ class Offering(MemoryStore):
     def wait_for_change(self, seen, timeout_s):
         return 7
 
+    hears_all = True
+
     def keys_since(self, seen):
         return ["k"]
 

@@ -10,12 +10,25 @@ from tests.support.clock import Clock
 FAILED = ["failed"]
 
 
+class Naming:
+    """A store as far as a plan asks about it."""
+
+    def __init__(self, *, hears_all: bool):
+        self.hears_all = hears_all
+
+    def wait_for_change(self, seen, timeout_s): ...
+    def keys_since(self, seen): ...
+
+
+FILES, ARENA = Naming(hears_all=False), Naming(hears_all=True)
+
+
 class Rig:
     """A plan for many keys, on a clock that a test moves."""
 
-    def __init__(self, num_keys: int, *, names: bool):
+    def __init__(self, num_keys: int, teller=None):
         self.keys, self.clock = [f"key {n}" for n in range(num_keys)], Clock()
-        self.plan = LookPlan(self.wanted, names=names, clock=self.clock)
+        self.plan = LookPlan(self.wanted, teller, clock=self.clock)
 
     def wanted(self, with_failed):
         return self.keys + (FAILED if with_failed else [])
@@ -33,7 +46,7 @@ class Rig:
 @pytest.fixture
 def rig():
     """A plan for a thousand keys of a store that names changes, behind its first round."""
-    rig = Rig(1000, names=True)
+    rig = Rig(1000, FILES)
     rig.end_round()
     return rig
 
@@ -78,6 +91,13 @@ def test_without_news_a_round_comes_in_its_time_and_every_third_is_for_failures_
     assert found.count(True) == 2
 
 
+@pytest.mark.parametrize(("teller", "round_s"), [(FILES, 0.05), (ARENA, 0.25)])
+def test_a_store_that_hears_of_all_puts_is_looked_through_less_often(teller, round_s):
+    rig = Rig(10, teller)
+    rig.end_round()
+    assert rig.plan.remaining_s == pytest.approx(round_s)
+
+
 def test_a_round_is_told_at_its_end_with_all_that_it_found(rig):
     rig.clock.now += 1.0
     began = rig.clock.now
@@ -91,7 +111,7 @@ def test_a_round_is_told_at_its_end_with_all_that_it_found(rig):
 
 
 def test_a_store_that_names_nothing_is_asked_for_all_each_time():
-    rig = Rig(1000, names=False)
+    rig = Rig(1000)
     for _ in range(3):
         rig.plan.tell(None)
         keys, ended = rig.look(["key 1"])

@@ -177,7 +177,7 @@ def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
 @pytest.mark.parametrize("store", ["arena"], indirect=True)
 def test_what_the_store_names_is_loaded_without_a_look(p, instance, store):
     class Blind(WrapperStore):
-        is_listening = False
+        is_listening, hears_all = False, True
 
         def which_stored(self, keys):
             return [False] * len(keys)

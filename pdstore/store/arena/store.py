@@ -152,6 +152,10 @@ class ArenaStore(Store):
         check_call(keys)
         return self._arena.which(keys) if keys else []
 
+    @property
+    def hears_all(self) -> bool:
+        return True
+
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()
         return self._arena.wait(seen or 0, 0.0 if seen is None else timeout_s)

@@ -130,6 +130,10 @@ class FileStore(Store):
             return library.find_files(paths)
         return [os.access(path, os.F_OK) for path in paths]
 
+    @property
+    def hears_all(self) -> bool:
+        return False
+
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Waits for puts of this host's processes; those of other hosts are not heard."""
         self._lifecycle.check()
