@@ -1,8 +1,8 @@
 """HandoffWatcher: waits for the markers of all of an instance's hand-offs at once.
 
 Locking. There is none: `add` and `close` hand lookups over through a deque, and everything else
-belongs to whichever thread makes a turn. The watcher's own makes one when a lookup arrives or it is
-time; the one that hears of a change makes one at once. Turns exclude each other (`Ticker`).
+belongs to the thread that makes a turn: the watcher's own, or the one that hears of a change. Turns
+exclude each other (`Ticker`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class HandoffWatcher:
         is_looking = bool(self._waits or self._watched)
         if self._listener is not None:
             self._listener.listen() if is_looking else self._listener.rest()
-        pause = self._look() if is_looking else self._identity.remaining_s
+        pause = min(self._look(), _SWEEP_S) if is_looking else self._identity.remaining_s
         self._answer()
         return 0.0 if self._answers else pause
 
@@ -159,7 +159,7 @@ class HandoffWatcher:
 
     def _sweep(self) -> None:
         """Drops the waits whose lookup has ended, and ends those whose time is up."""
-        if not self._sweep_deadline.is_over():
+        if self._plan.is_told or not self._sweep_deadline.is_over():  # news does not wait for it
             return
         self._sweep_deadline = Deadline(_SWEEP_S)
         now = time.monotonic()

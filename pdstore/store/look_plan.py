@@ -68,6 +68,11 @@ class LookPlan:
             self._asked.update(dict.fromkeys(keys))
 
     @property
+    def is_told(self) -> bool:
+        """True if there is news that `named` has not returned."""
+        return bool(self._told)
+
+    @property
     def remaining_s(self) -> float | None:
         """Seconds to the next look if there is no news; None if the store names none."""
         if not self._names:

@@ -120,7 +120,8 @@ class NamesChanges(TellsChanges, Protocol):
 
         seen: the first number; the other one is the present one.
         None if they are not all known, because they were too many or it is too long ago. Says
-        nothing of puts that `wait_for_change` does not hear of. Asks nobody. From any thread.
+        nothing of puts that `wait_for_change` does not hear of. Asks no other process. From any
+        thread. Raises StoreError.
         """
 
 
