@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
 from pdstore.store.file.directory import PoolDirectory, StoredFile
+from pdstore.threads import Ticker
 
 MAX_LEASE_S = 3600.0
 DEFAULT_BUDGET = 20 << 30
 _PAGE = 4096  # what a file takes on disk is a multiple of it
 _PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
+_LARGE_STEP = 64 << 20  # of a pool whose evictions would hold up a put
+_RETRY_S = 1.0
+_JOIN_S = 5.0
 _SACRIFICED = 3  # a marker takes an inode, and one more where its directory is missing
 _S = 1_000_000_000
 
@@ -26,6 +30,9 @@ class Evictor:
     budget. Whoever looks holds the directory's lock, and deletes tails and markers past their time,
     then the values with the oldest modification time that are neither leased nor fresh, down to
     90 % of the budget. With n processes the pool may so pass its budget by (n - 2) * 5 %.
+
+    A large pool is looked at by a thread, beside the puts, for as long as it keeps its budget: a
+    look takes a tenth of a second, and deletions take more.
     """
 
     def __init__(
@@ -44,6 +51,8 @@ class Evictor:
         self._pending = 0  # admitted, and not seen on disk yet
         self._put_since_scan = self.budget  # the first put looks at what is there
         self._full_until = 0.0
+        self._has_looked = self._is_closed = False
+        self._thread: Ticker | None = None
 
     def admit(self, sizes: Sequence[int]) -> bool:
         """Counts values that are about to be put, until `settle`. False if not all have room."""
@@ -54,7 +63,11 @@ class Evictor:
             self._used += num_bytes
             self._pending += num_bytes
             self._put_since_scan += num_bytes
-            due = self._put_since_scan > self._step or self._used > self.budget
+            is_over = self._used > self.budget
+            due = is_over or self._put_since_scan > self._step
+            if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
+                self._look_beside()
+                return True
             patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
         others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
         limit = self.budget + (self._step if others_evict else 0)
@@ -94,11 +107,31 @@ class Evictor:
         for file in files[:_SACRIFICED]:
             self._delete(file)
 
+    def close(self) -> None:
+        """Ends a look that runs beside the puts; twice is fine."""
+        with self._lock:
+            self._is_closed = True
+        if self._thread is not None:
+            self._thread.stop(_JOIN_S)
+
     def look_again(self) -> None:
         """Notes that others made room: the next put looks at the disk before it is refused."""
         self._full_until = 0.0
         if self._used + self._step > self.budget:
             self._put_since_scan = self.budget
+
+    def _look_beside(self) -> None:
+        """Has the thread look once; the next look is due after another step. Holds the lock."""
+        self._put_since_scan = 0
+        if self._thread is not None:
+            self._thread.wake()
+        elif not self._is_closed:
+            self._thread = Ticker("pdstore-evictor", self._look)  # which looks at once
+
+    def _look(self) -> float | None:
+        if self._is_known_full() or self._evict(0, _PATIENCE_S):
+            return None
+        return _RETRY_S
 
     def _is_known_full(self) -> bool:
         return self._clock() < self._full_until
@@ -121,6 +154,7 @@ class Evictor:
             os.close(lock)
         with self._lock:
             self._used, self._put_since_scan = used + self._pending, 0
+            self._has_looked = True
         if self._used > self.budget or freed < to_free:
             now = self._clock()
             self._full_until = now + 10 * (now - start)  # a scan per put would be all we do

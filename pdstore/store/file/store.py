@@ -231,6 +231,7 @@ class FileStore(Store):
     def close(self) -> None:
         if self._lifecycle.end():
             self._bell.close()
+            self._evictor.close()
             self._directory.close()
 
     def _paths(self, keys: Sequence[BlockKey]) -> list[str]:

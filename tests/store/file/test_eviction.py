@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
 
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from pdstore.errors import StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.file.directory import PoolDirectory
-from pdstore.store.file.eviction import default_budget
+from pdstore.store.file.eviction import Evictor, default_budget
 from pdstore.store.file.scratch import try_lock
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import put
 from tests.support.file_pool import SIZE, age, fill, path_of, root_of, stored
+from tests.support.kv import eventually
 
 
 def test_the_least_recently_used_values_go_first(store):
@@ -170,4 +172,47 @@ def test_half_of_a_small_file_system_is_the_default_budget(full_disk):
     with contextlib.closing(FileStore(full_disk / "pool")) as store:
         fill(store, 20)
     assert default_budget(directory) == pytest.approx(before, rel=0.05)
+    directory.close()
+
+
+def test_a_large_pool_is_looked_at_beside_its_puts(tmp_path):
+    """Nobody waits for it: here the look cannot even begin before the put has returned."""
+    step = 64 << 20
+    directory = PoolDirectory(tmp_path / "pool")
+    evictor = Evictor(directory, 20 * step, 600.0)
+    assert evictor.admit([1]), "the first put looks itself"
+    evictor.settle([1])
+    place = tmp_path / "pool" / "00"
+    place.mkdir()
+    for n in range(19):
+        with (place / f"{n}").open("wb") as file:
+            file.truncate(step)  # takes no room
+        os.utime(place / f"{n}", (1e9 + n, 1e9 + n))
+    lock = directory.lock()
+    assert lock is not None
+    assert evictor.admit([2 * step])
+    evictor.settle([2 * step])
+    assert len(list(place.iterdir())) == 19
+    os.close(lock)
+    eventually(lambda: len(list(place.iterdir())) == 18)
+    assert not (place / "0").exists(), "the oldest goes"
+    evictor.close()
+    directory.close()
+    assert "pdstore-evictor" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_large_pool_that_is_over_its_budget_makes_room_before_it_takes_more(tmp_path):
+    step = 64 << 20
+    directory = PoolDirectory(tmp_path / "pool")
+    evictor = Evictor(directory, 20 * step, 600.0)
+    assert evictor.admit([19 * step])
+    place = tmp_path / "pool" / "00"
+    place.mkdir()
+    with (place / "old").open("wb") as file:
+        file.truncate(19 * step)
+    os.utime(place / "old", (1e9, 1e9))
+    evictor.settle([19 * step])
+    assert evictor.admit([2 * step])
+    assert not (place / "old").exists()
+    evictor.close()
     directory.close()
