@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -11,12 +12,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.redis_server import RedisServer, has_docker
+from tests.support.secret import SecretSearch
 
 
 def pytest_collection_finish() -> None:
     """Freezes what was collected: each full pass of the garbage collector over it took a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_secret_in_a_log(tmp_path_factory):
+    """Fails after the last test if any line of a log has a secret that a test has used."""
+    search = SecretSearch()
+    logging.getLogger().addHandler(search)
+    yield
+    logging.getLogger().removeHandler(search)
+    search.search(tmp_path_factory.getbasetemp().glob("*/*.log"))
+    assert not search.found
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ class MiniProcess:
         **variables: str,
     ) -> None:
         self.port = free_port()
-        self._log = directory / role
+        self._log = directory / f"{role}.log"
         self._url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "examples.mini_engine", "--model", checkpoint]
         command += ["--port", str(self.port), "--num-blocks", "64"]
