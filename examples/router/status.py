@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 
 import pdstore
 from examples.router.bodies import Json
@@ -21,7 +22,7 @@ _LOOK_AT = {
 class RouterStatus:
     """Makes the object that `/pdstore` shows. Any thread may call it.
 
-    options: a dataclass, shown field by field.
+    options: a dataclass, shown field by field, with those of dataclasses in it.
     """
 
     def __init__(self, options: object, calls: Calls) -> None:
@@ -37,7 +38,7 @@ class RouterStatus:
             "role": "router",
             "store": f"{len(prefills)} P, {len(decodes)} D",
             "problem": _problem([*prefills, *decodes]),
-            "settings": self._settings(),
+            "settings": list(_settings_of(self._options)),
             "cards": calls.counts.cards(),
             "reasons": {
                 f"{role}: {reason}": {"misses": count, "drops": 0, "look_at": _LOOK_AT[reason]}
@@ -46,14 +47,17 @@ class RouterStatus:
             "requests": calls.timeline.last(),
         }
 
-    def _settings(self) -> list[Json]:
-        shown: list[Json] = []
-        for each in fields(self._options):  # type: ignore[arg-type]
-            value = getattr(self._options, each.name)
-            origin = "default" if value == each.default else "argument"
-            text = " ".join(value) if isinstance(value, tuple) else str(value)
-            shown.append({"name": each.name, "value": text, "origin": origin})
-        return shown
+
+def _settings_of(options: object) -> Iterator[Json]:
+    """Yields each field of a dataclass, and those of dataclasses in it."""
+    for each in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, each.name)
+        if is_dataclass(value):
+            yield from _settings_of(value)
+            continue
+        origin = "default" if value == each.default else "argument"
+        text = " ".join(value) if isinstance(value, tuple) else str(value)
+        yield {"name": each.name, "value": text, "origin": origin}
 
 
 def _problem(upstreams: list[Upstream]) -> str | None:

@@ -90,8 +90,8 @@ def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     yield from (found for found in read if isinstance(found, Finding))
     peers = [found for found in read if isinstance(found, Peer)]
     for peer in peers:
-        pool = (peer.pool or "unknown")[:8]
-        yield info(f"peer {peer.url}", f"pool {pool}, {len(peer.fields)} fields of its namespace")
+        pool = f"pool {peer.pool[:8]}, " if peer.pool else ""
+        yield info(f"peer {peer.url}", f"{pool}{len(peer.fields)} fields of its namespace")
     for other in peers[1:]:
         yield from _compare(peers[0], other)
 

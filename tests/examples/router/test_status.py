@@ -41,6 +41,8 @@ async def test_requests_show_the_time_of_p_of_d_and_of_the_answer(caplog, mode: 
     assert one["handoff"] == d.bodies[0]["kv_transfer_params"]["pdstore"]["attempt"]
     assert {phase["name"] for phase in one["phases"]} == {"prefill", "decode", "answer"}
     assert page["cards"]["answers"] == 1
+    origins = {each["name"]: each["origin"] for each in page["settings"]}
+    assert (origins["status_port"], origins["body_bytes"]) == ("argument", "default")
     assert page["problem"] is None
 
 
