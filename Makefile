@@ -52,8 +52,9 @@ demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vl
 test: setup ## The test suite
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(ARGS)
 
+VLLM_TESTS := tests/adapters/vllm tests/examples/test_demo_vllm.py # to collect all takes 20 s
 test-vllm: setup-vllm ## The tests with vLLM
-	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(ARGS)
+	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(if $(findstring tests/,$(ARGS)),,$(VLLM_TESTS)) $(ARGS)
 
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -264,3 +265,14 @@ def free_port() -> int:
 
 def free_ports() -> dict[str, int]:
     return {name: free_port() for name in ("PREFILL_PORT", "DECODE_PORT", "ROUTER_PORT")}
+
+
+def test_make_test_vllm_runs_every_file_with_a_test_of_vllm() -> None:
+    """Compares the folders that the Makefile names with the marks of the tests."""
+    makefile = (ROOT / "Makefile").read_text()
+    [named] = re.findall(r"^VLLM_TESTS := ([^#\n]+)", makefile, flags=re.MULTILINE)
+    places = [ROOT / place for place in named.split()]
+    marked = re.compile(r"^(pytestmark = |@)pytest\.mark\.vllm$", re.MULTILINE)
+    files = {path for path in (ROOT / "tests").rglob("*.py") if marked.search(path.read_text())}
+    assert files
+    assert all(any(path.is_relative_to(place) for place in places) for path in files)
