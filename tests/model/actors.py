@@ -31,7 +31,7 @@ from pdstore.worker.follower import Follow
 from pdstore.worker.job_run import JobRun
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.mark_work import MarkWork
-from pdstore.worker.mover import Verified
+from pdstore.worker.mover import Ends, Verified
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
@@ -250,7 +250,8 @@ class Actors:
 
     def _mover(self, rank: Rank, store: Store) -> StagedMover:
         kind = StagedMover if self.rules.verifies else TrustingMover
-        return kind(rank.layout, rank.swap, store, self._metrics, rank.staging, split=Split(1))
+        ends = Ends(rank.layout, rank.swap, store, self._metrics)
+        return kind(ends, rank.staging, Split(1))
 
     def _mark(self, mover: StagedMover, key: BlockKey, marker: Header) -> None:
         carry(JobRun(Direction.SAVE, MarkWork(mover, {key: marker}), num_bytes=0, seconds=60))
