@@ -72,6 +72,7 @@ def test_a_store_url_opens_or_is_a_config_error(num_examples: int, settings: Set
         if store is not None:
             store.close()
 
+    check("mooncake://\x80")
     search(num_examples, check, url=URLS)
 
 

@@ -120,5 +120,5 @@ def _address_towards(master: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host.strip("[]"), int(port)))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError):  # several masters, or a name that is not known yet
+    except (OSError, ValueError, TypeError):  # several masters, or a name that nobody knows
         return "127.0.0.1" if "://" not in master else socket.gethostname()
