@@ -88,9 +88,10 @@ class LibraryDouble:
     """Hands out the objects that it was given, one after the other, then always the last one."""
 
     def __init__(self, *raws):
-        self._raws = list(raws)
+        self._raws, self.firsts = list(raws), []
 
-    def connect_data(self):
+    def connect_data(self, *, is_first=True):
+        self.firsts.append(is_first)
         return self._raws.pop(0) if len(self._raws) > 1 else self._raws[0]
 
     def connect_lookup(self):

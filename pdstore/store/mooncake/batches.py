@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
@@ -22,26 +23,35 @@ _FIRST_RATE = 1e9  # bytes per second, until there is a measurement
 _MEASURABLE_BYTES = 1 << 20
 
 
+class Lane(NamedTuple):
+    """A connection that moves values, and what holds back its calls that fail."""
+
+    client: Client
+    barrier: Barrier
+
+    def call(self, function: Callable[[Raw], list[int]]) -> Answer:
+        start = time.monotonic()
+        with self.client.call() as raw:
+            codes = function(raw)
+        self.client.note(codes)
+        return Answer(raw, codes, time.monotonic() - start)
+
+
 class Batches:
-    """Splits a call into batches and makes each one.
+    """Splits a call into batches and makes each one, on the lane that has least to do.
 
     A read that outlasts its lease is lost whole, so a batch is no larger than what a third of
     the lease moves at the rate seen lately. Small batches have a second use: a peer that hangs
     costs the library's time-out once per batch, and the caller stops after the first.
 
+    lanes: the library copies with one thread for each; one that is not needed is not connected.
     any_memory: True if the library can copy any buffer; else it copies only slabs of `memory`.
     """
 
     def __init__(
-        self,
-        client: Client,
-        memory: Memory,
-        barrier: Barrier,
-        lease_s: float,
-        *,
-        any_memory: bool,
+        self, lanes: Sequence[Lane], memory: Memory, lease_s: float, *, any_memory: bool
     ) -> None:
-        self._client, self._memory, self._barrier = client, memory, barrier
+        self._lanes, self._memory = lanes, memory
         self._lease_s = lease_s
         self._any_memory = any_memory
         self._rate = _FIRST_RATE
@@ -69,15 +79,15 @@ class Batches:
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Reads one batch; returns for each value its number of bytes, or a code."""
         start = time.monotonic()
-        base = address_of(slots.view)
+        base, lane = address_of(slots.view), self._idlest_lane()
         if self._is_movable(slots, base):
-            answer = self._get(keys, addresses_of(slots, base), slots.sizes)
-            self._barrier.wait_after(answer)
+            answer = _get(lane, keys, addresses_of(slots, base), slots.sizes)
+            lane.barrier.wait_after(answer)
         else:
-            answer = self._get_through_bounce(keys, slots)
+            answer = self._get_through_bounce(lane, keys, slots)
         codes = answer.codes
         if INVALID in codes and not self._any_memory:
-            codes = self._again(codes, lambda: self._get_through_bounce(keys, slots))
+            codes = self._again(codes, lambda: self._get_through_bounce(lane, keys, slots))
         num_bytes = sum(code for code in codes if code > 0)
         if num_bytes >= _MEASURABLE_BYTES:
             seen = num_bytes / max(time.monotonic() - start, 1e-6)
@@ -86,15 +96,15 @@ class Batches:
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
         """Writes one batch; returns for each value a code, or 0, also where the key was taken."""
-        base = address_of(slots.view)
+        base, lane = address_of(slots.view), self._idlest_lane()
         if self._is_movable(slots, base):
-            answer = self._put(keys, addresses_of(slots, base), slots.sizes, config)
-            self._barrier.wait_after(answer)
+            answer = _put(lane, keys, addresses_of(slots, base), slots.sizes, config)
+            lane.barrier.wait_after(answer)
         else:
-            answer = self._put_through_bounce(keys, slots, config)
+            answer = self._put_through_bounce(lane, keys, slots, config)
         codes = answer.codes
         if INVALID in codes and not self._any_memory:
-            codes = self._again(codes, lambda: self._put_through_bounce(keys, slots, config))
+            codes = self._again(codes, lambda: self._put_through_bounce(lane, keys, slots, config))
         return codes
 
     def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
@@ -114,54 +124,56 @@ class Batches:
             self._memory.forget_slabs()
         return again
 
+    def _idlest_lane(self) -> Lane:
+        return min(self._lanes, key=lambda lane: lane.client.num_running)
+
     def _is_movable(self, slots: Slots, base: int) -> bool:
         return self._any_memory or self._memory.holds(slots, base)
 
-    def _put_through_bounce(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> Answer:
+    def _put_through_bounce(
+        self, lane: Lane, keys: Sequence[BlockKey], slots: Slots, config: object
+    ) -> Answer:
         with self._memory.bounce_lock:
             starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
             for i in range(len(slots)):
                 bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.value(i)
             base = address_of(bounce)
-            answer = self._put(keys, [base + start for start in starts[:-1]], slots.sizes, config)
-            self._leave_bounce(answer)
+            addresses = [base + start for start in starts[:-1]]
+            answer = _put(lane, keys, addresses, slots.sizes, config)
+            self._leave_bounce(lane, answer)
             return answer
 
-    def _get_through_bounce(self, keys: Sequence[BlockKey], slots: Slots) -> Answer:
+    def _get_through_bounce(self, lane: Lane, keys: Sequence[BlockKey], slots: Slots) -> Answer:
         with self._memory.bounce_lock:
             starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
             base = address_of(bounce)
-            answer = self._get(keys, [base + start for start in starts[:-1]], slots.sizes)
+            addresses = [base + start for start in starts[:-1]]
+            answer = _get(lane, keys, addresses, slots.sizes)
             for i, size in enumerate(slots.sizes):
                 if answer.codes[i] == size:
                     slots.value(i)[:] = bounce[starts[i] : starts[i] + size]
-            self._leave_bounce(answer)
+            self._leave_bounce(lane, answer)
             return answer
 
-    def _leave_bounce(self, answer: Answer) -> None:
+    def _leave_bounce(self, lane: Lane, answer: Answer) -> None:
         """Gives up a bounce that late bytes may reach; waits only after too many were given up."""
-        if self._barrier.is_needed(answer) and not self._memory.abandon_bounce():
-            self._barrier.wait_after(answer)
+        if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
+            lane.barrier.wait_after(answer)
 
-    def _get(self, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]) -> Answer:
-        return self._call(lambda raw: raw.batch_get_into(list(keys), addresses, list(sizes)))
 
-    def _put(
-        self,
-        keys: Sequence[BlockKey],
-        addresses: list[int],
-        sizes: Sequence[int],
-        config: object,
-    ) -> Answer:
-        return self._call(
-            lambda raw: raw.batch_put_from(list(keys), addresses, list(sizes), config)
-        )
+def _get(
+    lane: Lane, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]
+) -> Answer:
+    return lane.call(lambda raw: raw.batch_get_into(list(keys), addresses, list(sizes)))
 
-    def _call(self, function: Callable[[Raw], list[int]]) -> Answer:
-        start = time.monotonic()
-        with self._client.call() as raw:
-            codes = function(raw)
-        self._client.note(codes)
-        return Answer(raw, codes, time.monotonic() - start)
+
+def _put(
+    lane: Lane,
+    keys: Sequence[BlockKey],
+    addresses: list[int],
+    sizes: Sequence[int],
+    config: object,
+) -> Answer:
+    return lane.call(lambda raw: raw.batch_put_from(list(keys), addresses, list(sizes), config))

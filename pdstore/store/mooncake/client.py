@@ -80,6 +80,11 @@ class Client:
         """True if no call of the library is running."""
         return not self._began
 
+    @property
+    def num_running(self) -> int:
+        """Returns how many calls of the library are running."""
+        return len(self._began)
+
     @contextlib.contextmanager
     def call(self) -> Iterator[Raw]:
         """Lends the library's object for one call.

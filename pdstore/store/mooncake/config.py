@@ -30,6 +30,7 @@ class MooncakeConfig:
     hostname: the address at which other clients reach this process; "" means this host's address
       towards the master.
     prefer: the segment (host:port) to put to first.
+    connections: how many move values; the library copies with one thread for each (over TCP).
     lease_s, discard_s: the master's --default_kv_lease_ttl and --put_start_discard_timeout_sec.
     origins: where each field's value comes from; a field that is not in it has its default.
     """
@@ -50,6 +51,7 @@ class MooncakeConfig:
     ssd_path: str = ""
     http: bool = False
     http_port: int = 9300
+    connections: int = 1
     lease_s: float = DEFAULT_LEASE_S
     discard_s: float = DEFAULT_DISCARD_S
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -105,6 +107,11 @@ class MooncakeConfig:
             raise ConfigError(
                 f"{url.label}: topology={self.topology} lends no memory: set segment to 0; it is"
                 f" {self.segment} bytes now (from: {where})"
+            )
+        if self.connections > 1 and (self.topology == "shared" or self.protocol != "tcp"):
+            raise ConfigError(
+                f"{url.label}: connections={self.connections} needs protocol=tcp and a topology"
+                " other than shared: other memory is known to one connection"
             )
 
 

@@ -47,13 +47,17 @@ class Library:
         set_missing_variables({**VARIABLES, "MC_TCP_BIND_ADDRESS": self._hostname.split(":")[0]})
         self._module = _load()
 
-    def connect_data(self) -> Raw | int:
-        """Returns an object that moves values, or the code of its setup if that failed."""
+    def connect_data(self, *, is_first: bool = True) -> Raw | int:
+        """Returns an object that moves values, or the code of its setup if that failed.
+
+        is_first: False for one that lends no memory, because another of this process does.
+        """
         config = self._config
         raw = self._module.MooncakeDistributedStore()
         if config.topology == "shared":
             return self._checked(raw, raw.setup_dummy(0, 0, config.client))
-        code = self._set_up(raw, config.segment, config.buffer, config.protocol, config.devices)
+        segment = config.segment if is_first else 0
+        code = self._set_up(raw, segment, config.buffer, config.protocol, config.devices)
         return self._checked(raw, code)
 
     def connect_lookup(self) -> Raw | int:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 Value: TypeAlias = str | int | float | bool | list["Value"] | dict[str, "Value"] | None
 
+MOST_CONNECTIONS = 64
 TOPOLOGIES = ("holder", "embedded", "shared")
 _UNITS = {"": 0, "b": 0, "k": 1, "kb": 1, "kib": 1, "m": 2, "mb": 2, "mib": 2}
 _UNITS |= {"g": 3, "gb": 3, "gib": 3, "t": 4, "tb": 4, "tib": 4}
@@ -76,6 +77,13 @@ def _port(value: Value) -> int:
     if not 0 < port < 65536:
         raise ValueError("write a port")
     return port
+
+
+def _count(value: Value) -> int:
+    count = int(_text(value))
+    if not 0 < count <= MOST_CONNECTIONS:
+        raise ValueError(f"write a number from 1 to {MOST_CONNECTIONS}")
+    return count
 
 
 def _devices(value: Value) -> str:
@@ -148,6 +156,7 @@ NAMES: dict[str, Names] = {
     "http_port": Names(
         ("http_port",), ("client_http_port",), ("MOONCAKE_CLIENT_HTTP_PORT",), _port
     ),
+    "connections": Names(("connections",), (), (), _count),
     "lease_s": Names(("lease",), (), (), _seconds),
     "discard_s": Names(("discard",), (), (), _seconds),
 }

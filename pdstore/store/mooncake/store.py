@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from pdstore.environment import mooncake_sources
 from pdstore.errors import StoreTimeout, WrongLength
@@ -13,7 +15,7 @@ from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.barrier import Barrier
-from pdstore.store.mooncake.batches import Batches
+from pdstore.store.mooncake.batches import Batches, Lane
 from pdstore.store.mooncake.client import Client, Raw
 from pdstore.store.mooncake.closing import close_on_sigterm
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
@@ -36,8 +38,9 @@ class MooncakeStore(Store):
     """A store at `mooncake://master:50051?topology=holder`; `MooncakeConfig` lists the options.
 
     It has two connections, each made at its first use: one to the master alone, for `match` and
-    `remove`, and one that moves values. A value stays until the master evicts it, least recently
-    leased first; the pool's own key is pinned.
+    `remove`, and one that moves values; more of the latter by `connections`, when they are needed.
+    A value stays until the master evicts it, least recently leased first; the pool's own key is
+    pinned.
 
     A value that is evicted, half-written, or in the memory of a process that died is a miss. A
     master that does not answer is StoreUnavailable or StoreTimeout; until it answers again, nothing
@@ -66,10 +69,13 @@ class MooncakeStore(Store):
         sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
         self._data = Client(label, sharer or master, self._connect_data)
+        self._lanes = [Lane(self._data, Barrier(label, self._data, self._memory, sharer))]
+        for _ in range(1, config.connections):
+            more = Client(label, master, partial(library.connect_data, is_first=False))
+            self._lanes.append(Lane(more, Barrier(label, more, Memory(None), None)))
         self._batches = Batches(
-            self._data,
+            self._lanes,
             self._memory,
-            Barrier(label, self._data, self._memory, sharer),
             config.lease_s,
             any_memory=config.topology != "shared" and config.protocol == "tcp",
         )
@@ -188,17 +194,19 @@ class MooncakeStore(Store):
         return self._memory.allocate(num_bytes)
 
     def codes(self) -> Mapping[str, int]:
-        return self._lookup.codes + self._data.codes
+        clients = (self._lookup, *(lane.client for lane in self._lanes))
+        return sum((client.codes for client in clients), Counter())
 
     @property
     def connections(self) -> tuple[Client, Client]:
-        """The connection to the master and the one that moves values, for measurements."""
+        """The connection to the master and the first that moves values, for measurements."""
         return self._lookup, self._data
 
     def close(self) -> None:
         if self._lifecycle.end():
             self._memory.disconnect()
-            self._data.close()
+            for lane in self._lanes:
+                lane.client.close()
             self._lookup.close()
 
     def _connect_data(self) -> Raw | int:

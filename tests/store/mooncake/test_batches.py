@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from pdstore.testing import fresh_keys
 from pdstore.testing.threads import start_background
 from pdstore.testing.values import get, put
 from tests.support.kv import eventually
+from tests.support.mooncake_double import LibraryDouble, RawDouble, double_store
 
 SIZE = 256
 
@@ -132,3 +134,25 @@ def test_the_callers_own_memory_is_waited_for(open_double, raw, server):
 def fails(call):
     with pytest.raises(StoreUnavailable):
         call()
+
+
+def test_a_call_takes_another_connection_while_the_first_is_busy(server):
+    """The library copies with one thread for each connection."""
+    first, second = RawDouble(), RawDouble()
+    keys = fresh_keys(2)
+    for raw in (first, second):
+        raw.values = dict.fromkeys(keys, SIZE)
+    library = LibraryDouble(first, second)
+    with contextlib.closing(double_store(library, server, connections=3)) as store:
+        assert len(get(store, keys, [SIZE] * 2)) == 2
+        assert second.calls == []  # what is not needed is not connected
+        first.gate.clear()
+        blocked = start_background(lambda: get(store, keys, [SIZE] * 2))
+        eventually(lambda: first.count("get") == 2)
+        assert len(get(store, keys, [SIZE] * 2)) == 2
+        assert second.count("get") == 1
+        first.gate.set()
+        blocked(30)
+        assert library.firsts == [True, False]  # only one lends memory
+    assert first.is_closed
+    assert second.is_closed

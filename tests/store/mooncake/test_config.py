@@ -37,6 +37,10 @@ def test_the_port_may_be_left_out():
     assert config("mooncake://host").master == "host:50051"
 
 
+def test_more_connections_over_tcp():
+    assert config("mooncake://m:1?connections=4").connections == 4
+
+
 def test_every_option_of_the_url():
     found = config(
         "mooncake://m:1?topology=embedded&segment=4GB&buffer=1mb&protocol=RDMA&devices=mlx5_0,mlx5_1"
@@ -217,6 +221,9 @@ def test_a_segment_meant_for_other_programs_is_not_lent_by_one_that_lends_nothin
         ({"url": "mooncake://m:1?topology=shared&segment=4GB"}, "set segment to 0"),
         ({"url": "mooncake://m:1?segment=much"}, r"bad segment 'much' \(URL\)"),
         ({"url": "mooncake://m:1?lease=0"}, "positive"),
+        ({"url": "mooncake://m:1?connections=0"}, "from 1 to 64"),
+        ({"url": "mooncake://m:1?topology=shared&connections=2"}, "a topology other than shared"),
+        ({"url": "mooncake://m:1?protocol=rdma&connections=2"}, "needs protocol=tcp"),
         ({"MOONCAKE_CLIENT_HTTP_PORT": "0"}, r"\(MOONCAKE_CLIENT_HTTP_PORT\)"),
         ({"file": "{"}, r"m\.json is not valid JSON"),
         ({"file": "[1]"}, "is not a JSON object"),

@@ -120,7 +120,7 @@ class TestHolder(Topology):
 
     @pytest.fixture
     def store(self, cluster, stores):
-        return stores.get(cluster, cluster.url)
+        return stores.get(cluster, f"{cluster.url}&connections=2")
 
     @pytest.fixture
     def peer(self, cluster, stores):
