@@ -9,6 +9,9 @@
 #        benchmarks/device_sglang.sh OUT
 #        NAME=sglang_faults benchmarks/device_sglang.sh OUT --tokens 8192 --runs 1 --faults \
 #            --backends pdstore-shm pdstore-redis
+# Faults alone, those that restart no server (about two minutes):
+#        NAME=sglang_faults benchmarks/device_sglang.sh OUT --tokens 8192 --backends pdstore-shm pdstore-redis \
+#            --only "pages damaged" "store hung" "store gone"
 #
 # Wheels of Python 3.12 beside the torch 2.11.0 (531 MB) that the machine has, by `pip download --no-deps`, in MB:
 #   sglang 0.5.17: 22                   sglang-kernel 0.4.5: 383 (1.2 GB unpacked)

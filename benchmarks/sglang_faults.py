@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.sglang_instance import Instance
 
@@ -18,6 +22,8 @@ Row = dict[str, Any]
 
 _TOKENS = 8
 _START_S = 150.0
+_UNIT = 4096  # an arena's places begin at multiples of it
+_ARENA = struct.Struct("<8sIIq")  # how an arena's file begins: magic, version, a count, data bytes
 
 
 class Scene(NamedTuple):
@@ -55,17 +61,21 @@ class Scene(NamedTuple):
         }
 
 
+def damage(directory: Path) -> int:
+    """Flips a bit in each 4 KiB that a pool's values take; returns how many.
+
+    Holes stay holes, and an arena's index stays right, so that its pages are found.
+    """
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    return sum(_flip(file) for file in files if file.stat().st_size > _UNIT)  # a page has more
+
+
 def _damaged(scene: Scene) -> Row:
-    """Flips a bit in each MiB of what is stored, from its second half on."""
+    """Damages all that is stored; then lets P store the prompt once more, and asks D again."""
     scene.save()
-    num_bits = 0
-    for file in _values(scene.directory):
-        size = file.stat().st_size
-        with file.open("r+b") as value:
-            for at in range(size // 2, size, 1 << 20):
-                byte = os.pread(value.fileno(), 1, at)
-                num_bits += os.pwrite(value.fileno(), bytes([byte[0] ^ 1]), at)
-    return {"bits": num_bits, **scene.ask()}
+    num_bits, found = damage(scene.directory), scene.ask()
+    scene.save()
+    return {"bits": num_bits, **found, "d_computed_when_saved_again": scene.ask()["d_computed"]}
 
 
 def _restarted(scene: Scene) -> Row:
@@ -113,19 +123,50 @@ def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.send_signal(signal.SIGCONT)
 
 
-def _values(directory: Path) -> Iterator[Path]:
-    """Yields the files that hold values: a page has more than 64 KiB."""
-    for file in directory.rglob("*"):
-        if file.is_file() and file.stat().st_size > 1 << 16:
-            yield file
+def _flip(file: Path) -> int:
+    num_bits = 0
+    with file.open("r+b") as opened:
+        for first, stop in _data(opened.fileno(), _first_value(opened.read(_ARENA.size), file)):
+            middles = np.memmap(opened, np.uint8, "r+", first, stop - first)[_UNIT // 2 :: _UNIT]
+            middles ^= 1
+            num_bits += len(middles)
+    return num_bits
 
 
-def faults_of(*, is_server: bool) -> dict[str, Callable[[Scene], Row]]:
-    """Returns the faults of a store that is a server, or of files; the pool's end comes last."""
-    own = {"store hung": _hung} if is_server else {"pages damaged": _damaged}
-    return {
-        **own,
-        "D restarted over a warm pool": _restarted,
-        "P killed after its answer": _dead,
-        "store gone": _gone,
-    }
+def _first_value(beginning: bytes, file: Path) -> int:
+    """Returns where values begin: in an arena's file behind its index, else at once."""
+    if len(beginning) < _ARENA.size or not beginning.startswith(b"PDSarena"):
+        return 0
+    *_, data_bytes = _ARENA.unpack(beginning)
+    return file.stat().st_size - int(data_bytes)
+
+
+def _data(file: int, at: int) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of a file, from an offset on, that are no holes."""
+    size = os.fstat(file).st_size
+    while at < size:
+        try:
+            at = os.lseek(file, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        stop = os.lseek(file, at, os.SEEK_HOLE)
+        yield at, stop
+        at = stop
+
+
+FAULTS: dict[str, Callable[[Scene], Row]] = {
+    "pages damaged": _damaged,
+    "store hung": _hung,
+    "D restarted over a warm pool": _restarted,
+    "P killed after its answer": _dead,
+    "store gone": _gone,
+}
+"""The quick ones come first, and the end of the pool last."""
+
+
+def suits(fault: str, scene: Scene) -> bool:
+    """True if a scene can have the fault: files are damaged, and a process hangs."""
+    unsuited = "pages damaged" if scene.store is not None else "store hung"
+    return fault != unsuited

@@ -2,6 +2,7 @@
 
     python -m benchmarks.sglang_gpu --json FILE [--pool DIRECTORY] [--gpus 0 1] [--faults]
                                     [--backends pdstore-shm file ...] [--tokens 8192 32768]
+                                    [--only "pages damaged" "store gone" ...]
 
 One server without a pool computes each prompt whole; its answers are what others are compared with.
 Each backend has a P beside that server on the first GPU and a D on the last. All servers start at
@@ -19,18 +20,19 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sglang_backends import BACKENDS
-from benchmarks.sglang_faults import Scene, faults_of
+from benchmarks.sglang_faults import FAULTS, Scene, suits
 from benchmarks.sglang_instance import Answer, Instance, stop_all
 from benchmarks.vllm_session import LLAMA_8B, Session, medians
 
 Row = dict[str, Any]
 Pair = tuple[Instance, Instance]
 
+_FAULT_S = 15  # what the quickest fault takes
 _CHECKED = 16  # tokens of a compared answer
 _BACKENDS = ["pdstore-shm", "pdstore-file", "file", "mooncake"]
 
@@ -179,16 +181,17 @@ def compare(session: Servers, plain: Instance, pairs: Mapping[str, Pair]) -> Non
                             measure(session, part, backend, pair, n)
 
 
-def break_things(session: Servers, backend: str, plain: Instance, pair: Pair) -> None:
-    """Tries each fault in its turn, with a prompt of its own."""
-    directory = session.pool / backend
-    store = session.store if backend == "pdstore-redis" else None
-    for name, fault in faults_of(is_server=store is not None).items():
-        if session.seconds_left() > 30:
+def break_things(session: Servers, plain: Instance, pairs: Mapping[str, Pair]) -> None:
+    """Tries each fault with all of pdstore's backends, each time with a prompt of its own."""
+    ours = [backend for backend in pairs if backend.startswith("pdstore")]
+    for name, backend in product(session.given.only or FAULTS, ours):
+        store = session.store if backend == "pdstore-redis" else None
+        prompt = session.prompt_of(session.given.tokens[0], f"{backend} {name}")
+        directory, settle_s = session.pool / backend, session.given.settle
+        scene = Scene(directory, store, plain, *pairs[backend], prompt, settle_s)
+        if suits(name, scene) and session.seconds_left() > _FAULT_S:
             with session.step(f"{backend} {name}"):
-                prompt = session.prompt_of(session.given.tokens[0], f"{backend} {name}")
-                scene = Scene(directory, store, plain, *pair, prompt, session.given.settle)
-                session.write(f"{backend} {name}", fault(scene))
+                session.write(f"{backend} {name}", FAULTS[name](scene))
 
 
 def _parse() -> argparse.Namespace:
@@ -200,6 +203,7 @@ def _parse() -> argparse.Namespace:
     add("--tokens", type=int, nargs="+", default=[8192, 32768])
     add("--backends", nargs="+", choices=BACKENDS, default=_BACKENDS)
     add("--faults", action="store_true", help="also with damaged pools, and servers that restart")
+    add("--only", nargs="+", choices=FAULTS, help="these faults in this order, and no times")
     add("--settle", type=float, default=3.0, help="seconds in which P has stored a prompt")
     add("--runs", type=int, default=3)
     add("--seconds", type=float, default=500, help="for all of it")
@@ -233,10 +237,10 @@ def main() -> None:
         session.write("checkpoint", {"seconds_left": session.seconds_left()})
     with session.step("all"), session.servers() as (plain, pairs):
         warm_up(session, plain, pairs)
-        compare(session, plain, pairs)
-        for backend, pair in pairs.items():
-            if given.faults and backend.startswith("pdstore"):
-                break_things(session, backend, plain, pair)
+        if not given.only:
+            compare(session, plain, pairs)
+        if given.faults or given.only:
+            break_things(session, plain, pairs)
     session.end()
 
 

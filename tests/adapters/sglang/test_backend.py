@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from benchmarks.sglang_faults import damage
 from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 from tests.support import sglang_server as kit
@@ -85,6 +86,23 @@ def test_a_damaged_page_is_a_miss_that_the_next_save_heals(serve, tmp_path, dama
         come = d.prefetch(HASHES, LOADED)
     assert come == 5
     assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+
+
+@pytest.mark.parametrize("scheme", ["file", "shm"])
+def test_no_page_comes_from_a_pool_of_which_all_is_damaged(serve, tmp_path, scheme):
+    """Damages as the benchmark does; holes of the file stay holes."""
+    pool = tmp_path / "damaged"
+    pool.mkdir()
+    url = {"file": f"file://{pool}", "shm": f"shm://p?size=64MiB&dir={pool}"}[scheme]
+    p, d = serve(wheel.mha_pool(), store=url), serve(wheel.mha_pool(), store=url, role="decode")
+    assert p.backup(HASHES, SAVED) == 5
+    files = [file for file in pool.rglob("*") if file.is_file()]
+    room, before = [file.stat().st_blocks for file in files], d.page(LOADED[0])
+    assert damage(pool) >= 5
+    assert [file.stat().st_blocks for file in files] == room
+    assert d.prefetch(HASHES, LOADED) == 0
+    assert d.page(LOADED[0]) == before
+    assert count_of(d, "misses", reason=Reason.CORRUPT.value) == 1
 
 
 def test_other_weights_shapes_and_dtypes_find_nothing(serve, model, tmp_path):
