@@ -15,6 +15,7 @@ from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.testing.threads import start_background
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from pdstore.worker.job_run import Urgency
+from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
 from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, run_of
 from tests.support.kv import eventually, settings_of
@@ -320,27 +321,26 @@ def test_a_watcher_that_fails_keeps_no_other_from_hearing_and_no_worker_from_wor
     assert queue.submit(run_of()).wait(5).reason is None
 
 
-def test_a_pin_that_fails_leaves_no_thread(make):
-    class Api:
-        num_calls = 0
-
-        def current_device(self):
-            Api.num_calls += 1
-            if Api.num_calls > 6:
-                raise RuntimeError("no device")
-            return 1
-
+def test_a_pin_that_fails_leaves_no_thread():
+    class Gone(FakeApi):
         def set_device(self, index):
-            pass
-
-        def reset_stream(self, index):
-            pass
+            self.failures.extend(["set"] * (len(self.calls) > 3))
+            super().set_device(index)
 
     before = set(threading.enumerate())
-    pin = DevicePin(torch.device("cuda:1"), Api())
     with pytest.raises(DeviceError):
-        JobQueue(settings_of(workers=8), pin, Metrics())
+        JobQueue(settings_of(workers=8), DevicePin(torch.device("cuda:1"), Gone()), Metrics())
     eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_pin_that_fails_at_a_job_leaves_none_counted_as_running():
+    api = FakeApi()
+    queue = JobQueue(settings_of(workers=2), DevicePin(torch.device("cuda:1"), api), Metrics())
+    api.failures.append("stream")
+    assert queue.submit(run_of()).wait(5).reason is Reason.FAULT
+    eventually(lambda: (queue.num_alive, queue.num_hung) == (0, 0))
+    assert queue.submit(run_of()).wait(5).reason is None
+    queue.close(1.0)
 
 
 class HeldWhileCounted(Shares):
