@@ -55,7 +55,9 @@ def main() -> None:
         stack.callback(setup.stop)
         setup.start_alone()
         for store, url in stores.items():
-            setup.start_pair(store, url)
+            for load in given.load:
+                name = store if len(given.load) == 1 else f"{store} {load}"
+                setup.start_pair(name, url, load)
         found["about"] = setup.ready()
         run = Run(given, setup, began)
         run.say(f"{len(setup.instances)} instances are up")
@@ -86,6 +88,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stores", nargs="+", help="file, shm, redis, mooncake, or NAME=URL")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument(
+        "--load", nargs="+", choices=["always", "auto"], default=["always"], help="PDSTORE_LOAD"
+    )
     parser.add_argument("--rounds", type=int, help="samples of each kind, after one to warm up")
     parser.add_argument("--burst", type=int, default=4, help="prompts at once; 0: none")
     parser.add_argument("--burst-tokens", type=int)

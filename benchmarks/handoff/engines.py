@@ -43,12 +43,13 @@ class Setup:
         """Starts the instance without a pool, on the first GPU."""
         self.alone = self._start("alone", {}, 0)
 
-    def start_pair(self, store: str, url: str) -> None:
-        """Starts P on the first GPU, and D on the second if there is one."""
+    def start_pair(self, name: str, url: str, load: str) -> None:
+        """Starts P on the first GPU, and D on the second if there is one. load: PDSTORE_LOAD."""
         common = {"store": url, "weights": "bench", "save_deadline_s": 60, "load_deadline_s": 60}
-        self.pairs[store] = (
-            self._start(f"{store}-p", common | {"role": "prefill"}, 0),
-            self._start(f"{store}-d", common | {"role": "decode"}, 1),
+        common |= {"load": load}
+        self.pairs[name] = (
+            self._start(f"{name}-p", common | {"role": "prefill"}, 0),
+            self._start(f"{name}-d", common | {"role": "decode"}, 1),
         )
 
     def ready(self) -> dict[str, Any]:

@@ -48,8 +48,8 @@ class Client:
 
     check_up_to: compare D's answers to prompts of at most so many tokens with those of the lone
         instance, which is asked twice: the second time it takes the prompt from its own prefix
-        cache, and computes one token as D does. So such prompts are one token longer, for an
-        engine's cache has whole blocks only.
+        cache, and computes one token as D does. So such prompts are 15 tokens shorter: one more
+        than whole blocks of 16, and no longer than a chunk.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Client:
     def hand_over(self, mode: str, num_tokens: int) -> Sample:
         """Hands one new prompt over. Both instances have nothing to do before and after."""
         is_checked = num_tokens <= self._check_up_to
-        prompt = Prompt(num_tokens + is_checked, secrets.randbits(48))
+        prompt = Prompt(num_tokens - 15 * is_checked, secrets.randbits(48))
         name = f"{mode}-{self._num_asked}"
         self._num_asked += 1
         for each in (self._p, self._d):
