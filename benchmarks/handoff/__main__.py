@@ -88,9 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stores", nargs="+", help="file, shm, redis, mooncake, or NAME=URL")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument(
-        "--load", nargs="+", choices=["always", "auto"], default=["always"], help="PDSTORE_LOAD"
-    )
+    parser.add_argument("--load", nargs="+", default=["always"], help="PDSTORE_LOAD of the pairs")
     parser.add_argument("--rounds", type=int, help="samples of each kind, after one to warm up")
     parser.add_argument("--burst", type=int, default=4, help="prompts at once; 0: none")
     parser.add_argument("--burst-tokens", type=int)
@@ -100,15 +98,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
-    parser.add_argument(
-        "--check",
-        type=int,
-        nargs="?",
-        default=0,
-        const=10**9,
-        metavar="TOKENS",
-        help="compare D's tokens with one instance, for prompts of up to so many tokens (all)",
-    )
+    most = {"type": int, "nargs": "?", "default": 0, "const": 10**9, "metavar": "TOKENS"}
+    parser.add_argument("--check", **most, help="compare answers to prompts of up to so many (all)")
     parser.add_argument(
         "--check-following",
         action="store_true",
