@@ -98,13 +98,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
-    most = {"type": int, "nargs": "?", "default": 0, "const": 10**9, "metavar": "TOKENS"}
-    parser.add_argument("--check", **most, help="compare answers to prompts of up to so many (all)")
-    parser.add_argument(
-        "--check-following",
-        action="store_true",
-        help="fail unless a D that is asked with P loads before P's `done`",
-    )
+    _add_checks(parser)
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -113,6 +107,23 @@ def parse() -> argparse.Namespace:
             setattr(given, name, value)
     given.pool = given.pool or Path("/dev/shm")
     return given
+
+
+def _add_checks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="?",
+        default=0,
+        const=10**9,
+        metavar="TOKENS",
+        help="compare D's tokens with one instance, for prompts of up to so many tokens (all)",
+    )
+    parser.add_argument(
+        "--check-following",
+        action="store_true",
+        help="fail unless a D that is asked with P loads before P's `done`",
+    )
 
 
 @contextlib.contextmanager
