@@ -108,9 +108,12 @@ class OnDevice {
   int code_;
 };
 
+class Crew;
+
 // Null where there is no such device. In a test build faults can be told to it.
-std::unique_ptr<Device> open_device(int32_t index);
-std::unique_ptr<Device> open_cpu_device();
+// crew: helps the CPU form to copy; null: whoever calls copies alone.
+std::unique_ptr<Device> open_device(int32_t index, Crew *crew = nullptr);
+std::unique_ptr<Device> open_cpu_device(Crew *crew);
 std::unique_ptr<Device> open_cuda_device(int32_t index);
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);
 int exchange_capture_mode(int32_t *mode);

@@ -25,10 +25,11 @@ PumpOptions pump_options_of(const pds_options &options, Direction direction, int
   const bool out = direction == Direction::kOut;
   const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
                             : or_default(options.stage_in_bytes, kStageIn);
-  const int64_t copy = out ? or_default(options.copy_out_bytes, kCopyOut)
+  const bool by_crew = options.device == PDS_CPU;  // there is no link to keep free or to fill
+  const int64_t copy = out ? or_default(options.copy_out_bytes, by_crew ? kCopyIn : kCopyOut)
                            : or_default(options.copy_in_bytes, kCopyIn);
   const SliceSizes sizes{copy, in_ring(std::max(stage, layer_bytes)),
-                         or_default(options.first_bytes, kFirst),
+                         or_default(options.first_bytes, by_crew ? copy : kFirst),
                          or_default(options.max_pieces, kMaxPieces)};
   return {sizes, or_default(options.num_lanes, kLanes), or_default(options.linger_us, kLingerUs)};
 }
@@ -51,7 +52,7 @@ std::unique_ptr<Engine> Engine::open(const pds_options &options, const pds_part 
     return refuse(
         error_of(PDS_ERR_NO_DEVICE, text("there is no CUDA device ", options.device, "")));
   }
-  engine->device_ = open_device(options.device);
+  engine->device_ = open_device(options.device, &engine->crew_);
   if (engine->device_ == nullptr) {
     return refuse(error_of(PDS_ERR_NO_DEVICE, text("cannot use CUDA device ", options.device, "")));
   }

@@ -46,13 +46,13 @@ class Engine {
   pds_error order(Job *job, Stream stream, Event ready);
 
   Layout layout_;
+  Crew crew_;  // outlives the device, which it copies for
   std::unique_ptr<Device> device_;
   std::unique_ptr<Pump> out_, in_;
   std::atomic<bool> poisoned_{false};
   mutable std::mutex mutex_;                          // guards hosts_
   std::vector<std::pair<uint64_t, uint64_t>> hosts_;  // registered ranges, sorted by begin
   int32_t process_ = 0;
-  Crew crew_;
 };
 
 }  // namespace pds
