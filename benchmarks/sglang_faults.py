@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shutil
 import signal
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from benchmarks.sglang_instance import Instance
+from benchmarks.stored_bytes import damage
 
 Row = dict[str, Any]
 
 _TOKENS = 8
 _START_S = 150.0
-_UNIT = 4096  # an arena's places begin at multiples of it
-_ARENA = struct.Struct("<8sIIq")  # how an arena's file begins: magic, version, a count, data bytes
 
 
 class Scene(NamedTuple):
@@ -59,15 +53,6 @@ class Scene(NamedTuple):
             "d_computed": len(self.prompt) - given.num_cached,
             "equals_one_server": given.ids == whole.ids,
         }
-
-
-def damage(directory: Path) -> int:
-    """Flips a bit in each 4 KiB that a pool's values take; returns how many.
-
-    Holes stay holes, and an arena's index stays right, so that its pages are found.
-    """
-    files = [file for file in directory.rglob("*") if file.is_file()]
-    return sum(_flip(file) for file in files if file.stat().st_size > _UNIT)  # a page has more
 
 
 def _damaged(scene: Scene) -> Row:
@@ -121,39 +106,6 @@ def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGCONT)
-
-
-def _flip(file: Path) -> int:
-    num_bits = 0
-    with file.open("r+b") as opened:
-        for first, stop in _data(opened.fileno(), _first_value(opened.read(_ARENA.size), file)):
-            middles = np.memmap(opened, np.uint8, "r+", first, stop - first)[_UNIT // 2 :: _UNIT]
-            middles ^= 1
-            num_bits += len(middles)
-    return num_bits
-
-
-def _first_value(beginning: bytes, file: Path) -> int:
-    """Returns where values begin: in an arena's file behind its index, else at once."""
-    if len(beginning) < _ARENA.size or not beginning.startswith(b"PDSarena"):
-        return 0
-    *_, data_bytes = _ARENA.unpack(beginning)
-    return file.stat().st_size - int(data_bytes)
-
-
-def _data(file: int, at: int) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of a file, from an offset on, that are no holes."""
-    size = os.fstat(file).st_size
-    while at < size:
-        try:
-            at = os.lseek(file, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # only a hole is left
-                return
-            raise
-        stop = os.lseek(file, at, os.SEEK_HOLE)
-        yield at, stop
-        at = stop
 
 
 FAULTS: dict[str, Callable[[Scene], Row]] = {

@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.sglang_backends import BACKENDS
 from benchmarks.sglang_faults import FAULTS, Scene, suits
 from benchmarks.sglang_instance import Answer, Instance, stop_all
+from benchmarks.stored_bytes import touch
 from benchmarks.vllm_session import LLAMA_8B, Session, medians
 
 Row = dict[str, Any]
@@ -204,6 +205,7 @@ def _parse() -> argparse.Namespace:
     add("--backends", nargs="+", choices=BACKENDS, default=_BACKENDS)
     add("--faults", action="store_true", help="also with damaged pools, and servers that restart")
     add("--only", nargs="+", choices=FAULTS, help="these faults in this order, and no times")
+    add("--touch", action="store_true", help="write to the arena's memory once, before all else")
     add("--settle", type=float, default=3.0, help="seconds in which P has stored a prompt")
     add("--runs", type=int, default=3)
     add("--seconds", type=float, default=500, help="for all of it")
@@ -236,6 +238,8 @@ def main() -> None:
         write_llama(session.model, given.config)
         session.write("checkpoint", {"seconds_left": session.seconds_left()})
     with session.step("all"), session.servers() as (plain, pairs):
+        if given.touch:
+            session.write("memory of the arena touched", touch(session.pool))
         warm_up(session, plain, pairs)
         if not given.only:
             compare(session, plain, pairs)

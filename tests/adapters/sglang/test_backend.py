@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.sglang_faults import damage
+from benchmarks.stored_bytes import damage, touch
 from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 from tests.support import sglang_server as kit
@@ -103,6 +103,16 @@ def test_no_page_comes_from_a_pool_of_which_all_is_damaged(serve, tmp_path, sche
     assert d.prefetch(HASHES, LOADED) == 0
     assert d.page(LOADED[0]) == before
     assert count_of(d, "misses", reason=Reason.CORRUPT.value) == 1
+
+
+def test_a_pool_that_is_touched_keeps_its_pages_and_has_all_its_memory(serve, tmp_path):
+    url = f"shm://p?size=8MiB&dir={tmp_path}"
+    p, d = serve(wheel.mha_pool(), store=url), serve(wheel.mha_pool(), store=url)
+    p.backup(HASHES, SAVED)
+    assert touch(tmp_path) == 8 << 20
+    assert sum(file.stat().st_blocks * 512 for file in tmp_path.glob("*p")) >= 8 << 20
+    assert d.prefetch(HASHES, LOADED) == 5
+    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
 
 
 def test_other_weights_shapes_and_dtypes_find_nothing(serve, model, tmp_path):
