@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
+from tests.support.kv import eventually
 from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of, native_of, view_of
 
 
@@ -60,6 +64,28 @@ def test_an_item_larger_than_a_slice_is_cut_by_layers(library):
     host = host_memory(case.host_bytes(2), "cpu")
     native.gather(case.copies([[0, 1], [2, 3]], 32, view_of(host)))
     assert native.stats(Direction.SAVE).num_slices == 6
+
+
+def test_large_copies_of_host_memory_are_shared_with_the_crew(library):
+    """Starts its threads at the first copy that is worth it."""
+    layout = layout_of(layers=(LayerSpec(8, 128),) * 32)
+    case = Case.of(layout, 4, "cpu", **PLAIN)
+    native, host = native_of(library, case, "cpu"), host_memory(case.host_bytes(2), "cpu")
+    before = crew_threads()
+    native.gather(case.copies([[0, 1]], 1, view_of(host)))
+    assert crew_threads() <= before
+    native.gather(case.copies([[0, 1], [2, 3]], 32, view_of(host)))
+    eventually(lambda: crew_threads() - before)
+
+
+def crew_threads() -> set[str]:
+    """Returns the numbers of this process's threads that help with copies."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text() == "pdstore-crew\n":
+                found.add(task.name)
+    return found
 
 
 @pytest.mark.parametrize(
