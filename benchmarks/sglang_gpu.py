@@ -125,12 +125,16 @@ def measure(session: Servers, name: str, backend: str, pair: Pair, n: int) -> No
 
 
 def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -> None:
-    """Compares an answer of D with that of one server, computed whole and with its own cache."""
+    """Compares an answer of D with that of one server, computed whole and with its own cache.
+
+    D asks when P has stored the prompt, so that it loads it from every backend.
+    """
     prompt = session.prompt_of(n, f"{backend} check {n}")
     pair[0].ask(prompt, 1)
+    time.sleep(session.given.settle)
     given = pair[1].ask(prompt, _CHECKED, logprobs=True)
     whole = plain.ask(prompt, _CHECKED, logprobs=True)
-    own = plain.ask(prompt, _CHECKED, logprobs=True)
+    own, again = (plain.ask(prompt, _CHECKED, logprobs=True) for _ in range(2))
     other = plain.ask(session.prompt_of(n, "another"), _CHECKED, logprobs=True)
     found = {
         "computed_whole_s": whole.first_at - whole.asked_at - whole.step_s,
@@ -141,6 +145,7 @@ def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -
         "difference_to_own_cache": distance(given, own),
         "difference_to_whole": distance(given, whole),
         "own_cache_difference_to_whole": distance(own, whole),
+        "own_cache_difference_to_itself": distance(again, own),
         "control_another_prompt": other.ids == whole.ids,
     }
     session.write(f"{backend} check {n}", found)
