@@ -110,14 +110,18 @@ class LoadRate:
     is cut into windows: one ends when the store has nothing left to do, or when twice as much has
     come as was ever on its way in it, so that loads which lie across its ends weigh little.
 
+    The first window tells of connections that are made and of memory that is written for the first
+    time, and is not counted.
+
     A load that follows a hand-off waits for P between its blocks, for as long as P computes. Of
     such loads, which have windows of their own, only the time counts that they were at work.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._costs = CostTable(clock)
-        self._settled = _Window(clock, self._costs.note)
-        self._following = _Window(clock, self._costs.note)
+        self._has_begun = False
+        self._settled = _Window(clock, self._note)
+        self._following = _Window(clock, self._note)
 
     def started(self, num_tokens: int, *, follows: bool = False) -> None:
         """A load of so many tokens begins."""
@@ -140,6 +144,11 @@ class LoadRate:
         size = self._settled.outstanding + self._following.outstanding + num_tokens
         cost = self._costs.per_token(size)
         return None if cost is None else cost * size
+
+    def _note(self, size: float, tokens: float, seconds: float) -> None:
+        if self._has_begun:
+            self._costs.note(size, tokens, seconds)
+        self._has_begun = True
 
 
 class PrefillRate:

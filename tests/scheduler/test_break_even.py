@@ -88,9 +88,10 @@ def test_tokens_that_the_engine_has_are_neither_loaded_nor_computed(open_break_e
 
 def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
     break_even = BreakEven("auto", 64, clock=clock)
-    ask(break_even, "first")
-    clock.now += 1.0
-    break_even.load_ended("first", TOKENS)
+    for name in ("warm-up", "first"):
+        ask(break_even, name)
+        clock.now += 1.0
+        break_even.load_ended(name, TOKENS)
     assert ask(break_even, "second").way == "both"
     assert ask(break_even, "third").way == "load"
 
@@ -98,9 +99,10 @@ def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
 def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
     """A tail alone looks three times as dear as a prompt: steps have a fixed part."""
     break_even = BreakEven("auto", 64, clock=clock)
-    ask(break_even, "first")
-    clock.now += 1.0
-    break_even.load_ended("first", TOKENS)
+    for name in ("warm-up", "first"):
+        ask(break_even, name)
+        clock.now += 1.0
+        break_even.load_ended(name, TOKENS)
     break_even.computed([("first", TOKENS - 1024, TOKENS)], 0.2)
     assert ask(break_even, "second").way == "compute"
     assert ask(break_even, "third").way == "load"

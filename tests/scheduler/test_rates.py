@@ -43,10 +43,29 @@ def test_measurements_of_long_ago_count_no_more(clock):
     assert table.per_token(1 << 20) == pytest.approx(0.001)
 
 
+def warm_rate(clock):
+    """Returns one that has seen its first load, which is not counted."""
+    rate = LoadRate(clock)
+    rate.started(1)
+    clock.now += 100.0
+    rate.ended(1, 1)
+    return rate
+
+
+def test_the_first_load_is_not_counted(clock):
+    """It makes the connections."""
+    rate = warm_rate(clock)
+    assert rate.seconds(1000) is None
+    rate.started(1000)
+    clock.now += 1.0
+    rate.ended(1000, 1000)
+    assert rate.seconds(1000) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("order", ["one after the other", "evenly"])
 def test_loads_that_share_a_store_are_measured_together(clock, order):
     """Four loads at 1,000 tokens a second, whichever the store serves first."""
-    rate = LoadRate(clock)
+    rate = warm_rate(clock)
     for _ in range(4):
         rate.started(1000)
     for i in range(4):
@@ -61,7 +80,7 @@ def test_loads_that_share_a_store_are_measured_together(clock, order):
 
 
 def test_a_store_that_is_never_idle_is_measured_all_the_same(clock):
-    rate = LoadRate(clock)
+    rate = warm_rate(clock)
     rate.started(1000)
     for _ in range(20):
         rate.started(1000)
@@ -71,7 +90,7 @@ def test_a_store_that_is_never_idle_is_measured_all_the_same(clock):
 
 
 def test_a_load_that_brings_nothing_costs_its_time(clock):
-    rate = LoadRate(clock)
+    rate = warm_rate(clock)
     for num_brought in (1000, 0):
         rate.started(1000)
         clock.now += 1.0
@@ -80,7 +99,7 @@ def test_a_load_that_brings_nothing_costs_its_time(clock):
 
 
 def test_a_load_that_was_given_up_says_nothing(clock):
-    rate = LoadRate(clock)
+    rate = warm_rate(clock)
     rate.started(1000)
     clock.now += 100
     rate.dropped(1000)
@@ -89,7 +108,7 @@ def test_a_load_that_was_given_up_says_nothing(clock):
 
 def test_of_loads_that_follow_only_the_time_at_work_counts(clock):
     """Four at once wait for P for a minute, and for the store for half a second each."""
-    rate = LoadRate(clock)
+    rate = warm_rate(clock)
     for _ in range(4):
         rate.started(1000, follows=True)
     rate.started(1000)
@@ -103,7 +122,7 @@ def test_of_loads_that_follow_only_the_time_at_work_counts(clock):
 
 
 def test_loads_that_follow_share_the_time_that_all_took(clock):
-    rate = LoadRate(clock)
+    rate = warm_rate(clock)
     for _ in range(4):
         rate.started(1000, follows=True)
     clock.now += 2.0
