@@ -53,7 +53,7 @@ def warm_rate(clock):
 
 
 def test_the_first_load_is_not_counted(clock):
-    """It makes the connections."""
+    """A first load makes the connections."""
     rate = warm_rate(clock)
     assert rate.seconds(1000) is None
     rate.started(1000)
