@@ -65,8 +65,8 @@ def test_p_decides_for_a_warm_prefix_too(open_instance, load, way):
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
     p = open_instance("prefill", "memory://decide-slow")
     d = open_instance("decode", f"faulty+memory://decide-slow?{SLOW}", "auto")
-    requests = [decode(p, d, first) for first in range(1, 6)]
-    assert [request.decision.way for request in requests][:2] == ["load", "both"]
+    requests = [decode(p, d, first) for first in range(1, 7)]
+    assert [request.decision.way for request in requests][:3] == ["load", "load", "both"]
     last = requests[-1]
     assert (last.decision.way, last.num_loaded) == ("compute", 0)
     assert last.decision.compute_s < last.decision.load_s

@@ -233,17 +233,20 @@ def test_never_computes_what_the_pool_has_and_the_answer_says_so(scheduler_of, s
     assert told["took_s"] > 0
 
 
-def test_auto_leaves_a_part_of_the_second_prompt_to_be_computed_to_learn_its_rate(
+def test_auto_leaves_a_part_of_the_third_prompt_to_be_computed_to_learn_its_rate(
     scheduler_of, saved
 ):
+    """The first load tells no rate."""
     scheduler = scheduler_of(role="decode", load="auto")
-    first, second = request(request_id="first"), request(request_id="second")
-    scheduler.add(first)
-    assert found_of(scheduler, first) == len(PROMPT)
-    scheduler.load(first, [TABLE], len(PROMPT))
-    scheduler.report(None, ["first"])
-    scheduler.add(second)
-    num_found = found_of(scheduler, second)
+    for name in ("first", "second"):
+        asked = request(request_id=name)
+        scheduler.add(asked)
+        assert found_of(scheduler, asked) == len(PROMPT)
+        scheduler.load(asked, [TABLE], len(PROMPT))
+        scheduler.report(None, [name])
+    third = request(request_id="third")
+    scheduler.add(third)
+    num_found = found_of(scheduler, third)
     assert 0 < num_found < len(PROMPT)
     assert num_found % BLOCK == 0
 
