@@ -1,4 +1,4 @@
-"""`make release` (scripts/release.sh): the sources, and wheels that run on old systems of both processors."""
+"""`make release`: the sources, and wheels that run on old systems of both processors."""
 
 from __future__ import annotations
 
