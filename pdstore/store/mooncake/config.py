@@ -111,7 +111,7 @@ class MooncakeConfig:
         if self.connections > 1 and (self.topology == "shared" or self.protocol != "tcp"):
             raise ConfigError(
                 f"{url.label}: connections={self.connections} needs protocol=tcp and a topology"
-                " other than shared: other memory is known to one connection"
+                " other than shared: shared or registered memory belongs to one connection"
             )
 
 
