@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import parser_of, run
-from examples.demo.processes import Processes, free_ports
+from examples.demo.processes import Processes
+from pdstore.cli.ports import free_ports
 from pdstore.cli.report import Report
 
 COLUMNS = ["asked", "tokens", "prefill, ms", "P's token, ms", "beyond, ms", "D's token, ms"]

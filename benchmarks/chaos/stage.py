@@ -17,7 +17,7 @@ from benchmarks.chaos.pools import Pool
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.spawner import Child, Spawner
 from benchmarks.chaos.wall_clock import WallClock
-from examples.demo.processes import free_ports
+from pdstore.cli.ports import free_ports
 
 _READY_S = 60.0
 _LINKS = (

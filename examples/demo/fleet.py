@@ -13,11 +13,12 @@ from pathlib import Path
 from examples.demo.client import Answer, ask, counters, is_healthy
 from examples.demo.conversation import ANSWER_TOKENS, Conversation
 from examples.demo.engines import Counters, Engine
-from examples.demo.processes import DemoError, Process, Processes, free_ports
+from examples.demo.processes import DemoError, Process, Processes
 from examples.demo.prompts import Prompt, first_turn, question, whole_blocks
 from examples.demo.report import Run, Runs
 from examples.demo.row import Row
 from examples.demo.status import say, show
+from pdstore.cli.ports import free_ports
 
 SWITCH = "PD_TRANSFER_VIA_STORAGE"
 MAX_TOKENS = 16

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from examples.demo.mooncake_pool import start_mooncake
-from examples.demo.processes import DemoError, Processes, free_ports
+from examples.demo.processes import DemoError, Processes
+from pdstore.cli.ports import free_ports
 from pdstore.errors import ConfigError
 from pdstore.store.url import StoreURL
 

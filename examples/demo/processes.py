@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -130,15 +129,6 @@ def tail_of(log: Path) -> str:
     """Returns the end of a log under its name."""
     lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
     return "\n".join([f"--- end of {log}:", *lines])
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different ports on which nobody listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def stop_on_signals() -> None:

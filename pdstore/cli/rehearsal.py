@@ -17,6 +17,7 @@ from types import FrameType
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from pdstore.cli.answer import Answer, Output
+from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 
 _START_S, _STOP_S, _PAUSE_S = 20.0, 5.0, 0.02
@@ -102,7 +103,7 @@ def up(kind: str, memory: str, port: int | None, json_target: str | None = None)
 
 
 def _start_redis(rehearsal: Rehearsal, scratch: str, num_bytes: int, port: int | None) -> str:
-    chosen = port or _free_port()
+    chosen = port or free_port()
     options = f"--port {chosen} --bind {_HOST} --dir {scratch} --maxmemory {num_bytes}"
     limits = ["--appendonly", "no", "--save", "", "--maxmemory-policy", "noeviction"]
     install = "apt-get install redis-server"
@@ -111,7 +112,7 @@ def _start_redis(rehearsal: Rehearsal, scratch: str, num_bytes: int, port: int |
 
 
 def _start_mooncake(rehearsal: Rehearsal, scratch: str, num_bytes: int, port: int | None) -> str:
-    master, metrics, holder = port or _free_port(), _free_port(), _free_port()
+    master, metrics, holder = port or free_port(), free_port(), free_port()
     install = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
     options = f"--rpc_port={master} --rpc_address={_HOST} --metrics_port={metrics}"
     options += f" --metrics_host={_HOST}"
@@ -143,12 +144,6 @@ def _bytes_of(text: str) -> int:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError as error:
         raise ConfigError(f"--memory {text!r} is no size; write one like 1GiB") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((_HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def _listens(port: int) -> bool:

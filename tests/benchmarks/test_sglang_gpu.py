@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from pdstore.cli.ports import free_port
 from tests.docs.commands import ROOT
-from tests.support.redis_server import free_port
 
 SHAPE = {
     **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4},

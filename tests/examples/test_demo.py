@@ -227,10 +227,6 @@ def test_a_signal_stops_everything(number: signal.Signals) -> None:
     assert started.popen.returncode == -signal.SIGTERM
 
 
-def test_free_ports_are_different() -> None:
-    assert len(set(processes.free_ports(8))) == 8
-
-
 URL = "redis://:secret@h:1/0"
 URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
 

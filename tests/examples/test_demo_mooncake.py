@@ -14,11 +14,12 @@ import pytest
 
 from examples.demo import mooncake_pool, processes
 from examples.demo.processes import DemoError, Processes
+from pdstore.cli.ports import free_ports
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from tests.support.child import child
 from tests.support.kv import eventually
-from tests.support.mooncake_cluster import free_ports, need_mooncake, wait_until_it_serves
+from tests.support.mooncake_cluster import need_mooncake, wait_until_it_serves
 
 pytestmark = pytest.mark.mooncake
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "run_mooncake.sh"

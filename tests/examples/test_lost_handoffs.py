@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from examples.make_checkpoint import ROOT
+from pdstore.cli.ports import free_port
 from tests.examples.test_mini_server import Serving
 from tests.support.child import child
 from tests.support.mini_engine_kit import prompt_of, until
 from tests.support.redis_gate import LOAD, SAVE, Gate
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 from tests.support.router_kit import metric, routed
 
 pytestmark = pytest.mark.anyio

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from examples.mini_engine.config import Config, parse
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
 from pdstore import PDStoreError, read_settings
+from pdstore.cli.ports import free_port
 from tests.docs.commands import commands
 from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
@@ -321,9 +321,7 @@ def test_a_hand_off_goes_through_the_answer(checkpoint):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
 )
 def test_a_signal_ends_the_process_cleanly(checkpoint, number):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with started("--model", checkpoint, "--port", port, "--num-blocks", 16) as process:
         until(lambda: is_healthy(url, process))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pdstore.cli.ports import free_port
 from tests.support.child import child
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,12 +256,6 @@ def test_make_explains_itself() -> None:
     )
     for target in targets:
         assert f"make {target} " in done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def free_ports() -> dict[str, int]:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from pdstore.cli.ports import free_port
 from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -15,7 +16,6 @@ from pdstore.settings import read_settings
 from pdstore.store.connect import connect_store
 from pdstore.testing.threads import start_background
 from tests.support.kv import BLOCK_BYTES, Instance, eventually
-from tests.support.redis_server import free_port
 
 BLOCKS, PROMPT, MANY = list(range(20)), range(100), range(320)
 SOON_S = 20.0  # on a busy machine

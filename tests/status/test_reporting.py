@@ -7,6 +7,7 @@ import threading
 import httpx
 import pytest
 
+from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -15,7 +16,6 @@ from pdstore.status.reporting import Reporting
 from tests.status.test_snapshot import NAMESPACE
 from tests.support.kv import eventually
 from tests.support.otlp_receiver import receiving
-from tests.support.redis_server import free_port
 from tests.telemetry.test_request_record import RECORD
 
 

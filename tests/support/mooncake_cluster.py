@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from pdstore.cli.ports import free_ports
 from pdstore.environment import set_missing_variables
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
@@ -218,14 +219,6 @@ def half_write(store: MooncakeStore, keys: Sequence[str], size: int) -> None:
 
 def unique(name: str) -> str:
     return f"{name}-{secrets.token_hex(4)}"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _accepts(port: int) -> bool:

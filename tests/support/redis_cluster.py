@@ -10,7 +10,8 @@ from pathlib import Path
 
 import redis
 
-from tests.support.redis_server import RedisServer, free_port
+from pdstore.cli.ports import free_port
+from tests.support.redis_server import RedisServer
 
 NUM_SLOTS = 16384
 

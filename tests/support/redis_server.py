@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import redis
+
+from pdstore.cli.ports import free_port
 
 
 class RedisServer:
@@ -111,12 +112,6 @@ def has_docker() -> bool:
     # asked in another process: docker's client leaves a socket open when nobody answers
     ask = [sys.executable, "-c", "import docker; docker.from_env(timeout=2).ping()"]
     return subprocess.run(ask, capture_output=True, timeout=60, check=False).returncode == 0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def need_valkey_server() -> str:

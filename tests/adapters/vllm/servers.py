@@ -16,7 +16,7 @@ import httpx
 
 from examples.demo.processes import ROOT, tail_of
 from examples.vllm_serve import CPU_ENVIRONMENT, ENVIRONMENT, TINY
-from tests.support.redis_server import free_port
+from pdstore.cli.ports import free_port
 
 VLLM = "vllm.entrypoints.cli.main"
 START_S, STOP_S = 240.0, 20.0

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pdstore.cli.ports import free_port
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt
 from tests.adapters.vllm.servers import Server
 from tests.support.child import child
-from tests.support.redis_server import free_port
 
 PROGRAM = Path(sys.executable).with_name("vllm-router")
 

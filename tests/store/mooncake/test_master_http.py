@@ -6,10 +6,10 @@ import socketserver
 
 import pytest
 
+from pdstore.cli.ports import free_ports
 from pdstore.errors import StoreUnavailable
 from pdstore.store.mooncake.master_http import MasterHttp
 from pdstore.testing.threads import start_background
-from tests.support.mooncake_cluster import free_ports
 
 
 def test_a_server_that_is_away_is_named_with_its_option():

@@ -9,13 +9,14 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.redis_cluster import ClusterOfServers
-from tests.support.redis_server import free_port, make_certificate
+from tests.support.redis_server import make_certificate
 from tests.support.redis_store import SIZE, deadline, opened
 
 pytestmark = pytest.mark.redis

@@ -12,6 +12,7 @@ import pytest
 import redis
 from redis.client import Pipeline
 
+from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
@@ -19,7 +20,7 @@ from pdstore.store import open_store
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import empty_slots, get, put
-from tests.support.redis_server import free_port, make_certificate
+from tests.support.redis_server import make_certificate
 from tests.support.redis_store import SIZE, deadline, fails_to_put, opened, put_one
 
 pytestmark = pytest.mark.redis

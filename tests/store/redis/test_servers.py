@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
@@ -13,7 +14,7 @@ from pdstore.store.redis.connection import SCHEMES
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.values import put
 from tests.support.redis_cluster import ClusterOfServers, master_with_sentinel
-from tests.support.redis_server import RedisServer, free_port, need_valkey_server
+from tests.support.redis_server import RedisServer, need_valkey_server
 from tests.support.redis_store import deadline, opened
 
 pytestmark = pytest.mark.redis
