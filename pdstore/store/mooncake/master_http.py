@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import urllib.request
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+
 from pdstore.errors import StoreUnavailable
 
 _TIMEOUT_S = 5.0
 _BATCH = 64
-_GAUGE = re.compile(r"^(\w+) ([0-9.e+]+)$", re.MULTILINE)
+_SHOWN = 80  # of an answer that is not understood
+_GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.ASCII)
+
+
+class _Replica(BaseModel):
+    size_: NonNegativeInt
+
+
+class _Value(BaseModel):
+    """A value; without replicas it is not there, or not whole."""
+
+    values: list[_Replica] | None = None
+
+
+class _Listing(BaseModel):
+    """The part of the answer to /batch_query_keys that is read."""
+
+    data: dict[str, _Value]
 
 
 class MasterHttp:
@@ -40,14 +58,23 @@ class MasterHttp:
         """
         for start in range(0, len(keys), _BATCH):
             names = ",".join(quote(key) for key in keys[start : start + _BATCH])
-            answer = json.loads(self._read(f"/batch_query_keys?keys={names}"))
-            for key, found in answer.get("data", {}).items():
-                if found.get("values"):
-                    yield key, sum(part["size_"] for part in found["values"])
+            for key, value in self._query(f"/batch_query_keys?keys={names}").items():
+                if value.values:
+                    yield key, sum(part.size_ for part in value.values)
 
     def gauges(self) -> dict[str, float]:
         """Returns the metrics that have no labels. Raises StoreUnavailable."""
         return {name: float(value) for name, value in _GAUGE.findall(self._read("/metrics"))}
+
+    def _query(self, path: str) -> dict[str, _Value]:
+        answer = self._read(path)
+        try:
+            return _Listing.model_validate_json(answer).data
+        except ValidationError as error:
+            raise StoreUnavailable(
+                f"{self._label}: the HTTP server at {self._address} answers, but not as Mooncake's"
+                f" master does ({answer[:_SHOWN]!r}): name the master's port by ?metrics_port="
+            ) from error
 
     def _read(self, path: str) -> str:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socketserver
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -34,3 +36,59 @@ def test_a_server_that_speaks_something_else_is_named_too():
             MasterHttp("mooncake://here", f"127.0.0.1:{port}").gauges()
         server.shutdown()
         end(10)
+
+
+@contextlib.contextmanager
+def answering(body: bytes):
+    """A MasterHttp whose server answers every request with this body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        end = start_background(server.serve_forever)
+        yield MasterHttp("mooncake://here", f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+        end(10)
+
+
+def test_replicas_are_summed_and_values_without_one_left_out():
+    body = b"""{"success": true, "data": {
+        "two": {"ok": true, "values": [{"size_": 3, "protocol_": "tcp"}, {"size_": 4}]},
+        "away": {"ok": false, "error": "OBJECT_NOT_FOUND"}, "begun": {"values": null}}}"""
+    with answering(body) as http:
+        assert list(http.sizes(["two", "away", "begun"])) == [("two", 7)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>welcome</html>",
+        b'{"data": {"key": {"val',
+        b"[]",
+        b"{}",
+        b'{"data": null}',
+        b'{"data": {"key": []}}',
+        b'{"data": {"key": {"values": [{}]}}}',
+        b'{"data": {"key": {"values": [{"size_": "long"}]}}}',
+        b"[" * 100_000,
+    ],
+)
+def test_an_answer_that_is_no_listing_is_named_with_the_option(body):
+    with answering(body) as http, pytest.raises(StoreUnavailable) as caught:
+        list(http.sizes(["key"]))
+    assert "answers, but not as Mooncake's master does" in str(caught.value)
+    assert "?metrics_port=" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_only_lines_of_a_name_and_a_number_are_gauges():
+    with answering(b'whole 12\nexponent 1.5e+09\nversion 1.2.3\nlabels{a="b"} 1\ne e\n') as http:
+        assert http.gauges() == {"whole": 12.0, "exponent": 1.5e9}
