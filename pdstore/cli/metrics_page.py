@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import http.client
 import time
-import urllib.request
 from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdstore.cli.http_get import http_get
 from pdstore.errors import StoreUnavailable
 
 _TIMEOUT_S = 3.0
@@ -31,10 +31,9 @@ class MetricsPage:
         """Asks an instance. Raises StoreUnavailable."""
         address = url.rstrip("/")
         address = address if address.endswith("/metrics") else address + "/metrics"
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(address, timeout=_TIMEOUT_S) as answer:
-                return cls(answer.read().decode("utf-8", "replace"), time.monotonic())
+            text = http_get(address, _TIMEOUT_S).decode("utf-8", "replace")
+            return cls(text, time.monotonic())
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise StoreUnavailable(f"{address}: {error}") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 
 from pdstore.errors import ConfigError
-from pdstore.threads import Deadline, Ticker
+from pdstore.status.timed_reader import TimedReader
+from pdstore.threads import Ticker
 
 log = logging.getLogger(__name__)
 
@@ -65,23 +65,6 @@ class _Server(HTTPServer):
         log.log(logging.DEBUG if is_gone else logging.ERROR, "a request failed", exc_info=True)
 
 
-class _InTime(io.RawIOBase):
-    """Reads from a socket until a deadline, however often something comes."""
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection, self._deadline = connection, Deadline(seconds)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        left_s = self._deadline.remaining_s()
-        if left_s == 0.0:
-            raise TimeoutError("the request took too long to come")
-        self._connection.settimeout(left_s)
-        return self._connection.recv_into(buffer)
-
-
 class _Handler(BaseHTTPRequestHandler):
     def __init__(
         self,
@@ -95,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(_InTime(self.connection, self._request_s))
+        self.rfile = io.BufferedReader(TimedReader(self.connection, self._request_s))
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:

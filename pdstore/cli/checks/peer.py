@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
 from pdstore.cli.checks.finding import Finding, bad, info, ok, warn
+from pdstore.cli.http_get import http_get
 from pdstore.cli.metrics_page import MetricsPage
 from pdstore.errors import StoreUnavailable
 
@@ -65,13 +65,9 @@ def _metrics_of(url: str) -> Peer | None:
 def _status_of(url: str) -> Peer | Finding:
     address = url.rstrip("/")
     address = address if address.endswith(_PATH) else address + _PATH
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(
-            urllib.request.Request(address, headers={"Accept": "application/json"}),
-            timeout=_TIMEOUT_S,
-        ) as answer:
-            said = _Status.model_validate_json(answer.read())
+        body = http_get(address, _TIMEOUT_S, {"Accept": "application/json"})
+        said = _Status.model_validate_json(body)
     except (OSError, ValueError, http.client.HTTPException) as error:
         return warn(
             f"peer {url}",
