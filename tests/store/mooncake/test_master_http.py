@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socketserver
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -30,7 +31,7 @@ class Other(socketserver.StreamRequestHandler):
 
 def test_a_server_that_speaks_something_else_is_named_too():
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as server:
-        end = start_background(server.serve_forever)
+        end = start_background(partial(server.serve_forever, 0.01))
         _, port = server.server_address
         with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port} does not answer"):
             MasterHttp("mooncake://here", f"127.0.0.1:{port}").gauges()
@@ -52,7 +53,7 @@ def answering(body: bytes):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        end = start_background(server.serve_forever)
+        end = start_background(partial(server.serve_forever, 0.01))
         yield MasterHttp("mooncake://here", f"127.0.0.1:{server.server_port}")
         server.shutdown()
         end(10)
