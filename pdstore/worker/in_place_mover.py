@@ -94,6 +94,12 @@ class InPlaceMover(Mover):
             self._store.put(keys, slots)
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
+    def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
+        window = list(values[: self._window])
+        with contextlib.ExitStack() as held:
+            loan, read = self._borrow(child, held, window)
+            return len(window), self._verify(child, window, loan.places.value, read)
+
     def _fill(
         self,
         child: ChildJob,

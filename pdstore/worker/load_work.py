@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 from pdstore.errors import StoreError
 from pdstore.outcome import Reason, reason_of
@@ -27,7 +29,9 @@ class _Piece:
 class LoadWork(Work):
     """Loads ranges of blocks, which end in any order; the tokens before the first gap count.
 
-    A block counts when all its layer ranges are verified and copied.
+    A block counts when all its layer ranges are verified and copied. A load that met a wrong value
+    ends with a look at all that it did not load: what else is wrong is removed as well, so that one
+    save heals the prompt.
 
     first_token: of the prompt; those before it are there already.
     ready: the copies wait on it.
@@ -83,6 +87,8 @@ class LoadWork(Work):
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be the first."""
         if self._gaps:
+            if any(self._mover.removes(gap.reason) for _, gap in self._gaps):
+                self._remove_wrong(child)
             return min(self._gaps, key=lambda gap: self._block_at(gap[0]))[1]
         if shortfall is None and self._cut is not None:
             shortfall = Shortfall(self._cut)
@@ -112,6 +118,14 @@ class LoadWork(Work):
             if reason is not None:
                 self._gaps.append((piece, Shortfall(reason)))
         return None  # what lies before the gap in other layer ranges is loaded all the same
+
+    def _remove_wrong(self, child: ChildJob) -> None:
+        released = chain.from_iterable(self._released.values())
+        with contextlib.suppress(StoreError):  # the load has its reason already
+            for piece in released:
+                if piece.reached < self._prompt.keys.end_of(piece.blocks.stop):
+                    values = self._prompt.values(piece.blocks, piece.layer_range)
+                    self._mover.remove_wrong(child, values)
 
     def _note_loaded(self, piece: _Piece, values: Sequence[Value], is_all: bool) -> None:
         if values:

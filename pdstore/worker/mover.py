@@ -36,11 +36,15 @@ Loaded = Callable[[Sequence[Value], bool], None]
 
 
 class Verified(NamedTuple):
-    """The outcome of a read: how many of the first values are right, and why not more."""
+    """The outcome of a read: how many of the first values are right, and why not more.
+
+    num_read: how many of the first values the store brought, right or wrong; set by `_verify`.
+    """
 
     num_right: int
     reason: Reason | None = None
     error: StoreError | None = None
+    num_read: int = 0
 
 
 class HostMemory(Protocol):
@@ -152,6 +156,29 @@ class Mover(ABC):
         loaded: called after each copy.
         """
 
+    def removes(self, reason: Reason) -> bool:
+        """True if values that cannot be used for this reason are removed."""
+        return reason in self._removed
+
+    def remove_wrong(self, child: ChildJob, values: Sequence[Value]) -> None:
+        """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
+        rest = values
+        while rest:
+            num_asked, read = self._read_some(child, rest)
+            if read.error is not None:
+                raise read.error
+            if not num_asked:
+                child.check()
+                return
+            rest = rest[min(read.num_read + 1, num_asked) :]  # one that stopped it is gone
+
+    @abstractmethod
+    def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
+        """Reads and verifies some of the first values.
+
+        Returns how many, 0 if there was no room in time; and the outcome.
+        """
+
     @abstractmethod
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
         """Stores header-only markers. Returns None if another process can see all of them."""
@@ -164,18 +191,22 @@ class Mover(ABC):
         read: Verified,
         sums: Sequence[int] | None = None,
     ) -> Verified:
-        """Verifies the values that a read brought; removes the first one that is wrong."""
+        """Verifies the values that a read brought; removes all that are wrong."""
+        num_read = read.num_right
         if sums is None:
-            sums = self._swap.checksums([view(i) for i in range(read.num_right)])
-        for i in range(read.num_right):
+            sums = self._swap.checksums([view(i) for i in range(num_read)])
+        wrong: dict[int, Reason] = {}
+        for i in range(num_read):
             value = values[i]
             if not block.is_right(view(i), value.start, sums[i]):
-                wrong = block.verify(view(i), value.header, sums[i]) or Reason.CORRUPT
-                read = Verified(i, wrong)
-                break
-        if read.reason in self._removed and read.num_right < len(values):
-            self._remove(child, values[read.num_right].key, read.reason)
-        return read
+                wrong[i] = block.verify(view(i), value.header, sums[i]) or Reason.CORRUPT
+        if read.reason is not None and num_read < len(values):
+            wrong[num_read] = read.reason
+        self._remove(child, {values[i].key: reason for i, reason in wrong.items()})
+        if wrong:
+            first, reason = next(iter(wrong.items()))
+            read = Verified(first, reason)
+        return read._replace(num_read=num_read)
 
     def _seal(self, values: Sequence[Value], views: Sequence[memoryview]) -> None:
         """Writes the headers, with their checksums, of values whose payloads are in place."""
@@ -191,12 +222,18 @@ class Mover(ABC):
             return Verified(num_done, reason_of(error))
         return Verified(num_done, error=error)
 
-    def _remove(self, child: ChildJob, key: BlockKey, reason: Reason) -> None:
-        """Forgets a value that must not be used, so that the next save heals it."""
-        log.warning("%s: %s is %s and is removed", self._store.label, key, reason.value)
+    def _remove(self, child: ChildJob, wrong: Mapping[BlockKey, Reason]) -> None:
+        """Forgets values that must not be used, so that the next save heals them."""
+        bad = [key for key, reason in wrong.items() if self.removes(reason)]
+        if not bad:
+            return
+        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+        log.warning(
+            "%s: %s is %s and is removed%s", self._store.label, bad[0], wrong[bad[0]].value, more
+        )
         with child.in_store_call():
             try:
-                self._store.remove([key])
+                self._store.remove(bad)
             except StoreError as error:
                 log.warning("it could not be removed: %s", error)
 

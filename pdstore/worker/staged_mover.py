@@ -119,6 +119,13 @@ class StagedMover(Mover):
             stored = self.num_matched(child, keys)
         return None if stored == len(keys) else Reason.LOST
 
+    def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
+        with contextlib.ExitStack() as held:
+            numbers = self._lend_beside_a_copy(child, held, len(values))
+            window = list(values[: len(numbers)])
+            slots = self._slots(numbers, [value.size for value in window])
+            return len(window), self._read(child, window, slots)
+
     def _take(
         self,
         child: ChildJob,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 import torch
 
 from pdstore import HandoffId, Reason
+from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
+from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
-from tests.support.kv import POISON, Instance, eventually
+from pdstore.testing.values import get, put
+from pdstore.worker.block_range import RANGE_BYTES
+from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
 
@@ -56,6 +61,44 @@ def test_the_tokens_before_the_first_gap_count_and_the_load_counts_once(p, d, st
     jobs = d.pool.metrics.jobs
     counted = [s.value for s in jobs.collect()[0].samples if s.name.endswith("_total")]
     assert sum(counted) == 1.0
+
+
+@pytest.fixture(params=["file", "shm", pytest.param("redis", marks=pytest.mark.redis)])
+def real_store(request, tmp_path):
+    """A store of another process or of files, so that each kind of mover is met."""
+    urls = {"file": f"file://{tmp_path}/pool", "shm": f"shm://p?size=8MiB&dir={tmp_path}"}
+    url = urls.get(request.param) or request.getfixturevalue("redis_url")
+    with contextlib.closing(open_store(url, settings_of())) as store:
+        yield store
+
+
+def damage(store, key, num_bytes):
+    """Puts a value in the place of another: its bytes turned, as many of them as are asked for."""
+    (value,) = get(store, [key], [BLOCK_BYTES + HEADER_BYTES])
+    store.remove([key])
+    put(store, [key], [bytes([*value[:-1], value[-1] ^ 1])[:num_bytes]])
+
+
+@pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
+def test_all_that_is_wrong_is_removed_in_one_load_and_healed_by_one_save(real_store, range_bytes):
+    p = Instance(real_store, weights=f"of {range_bytes}")
+    d = Instance(
+        real_store, fill=POISON, weights=f"of {range_bytes}", workers=4, range_bytes=range_bytes
+    )
+    keys = save(p, 320)
+    names = keys.store_keys(keys.namespace.parts)
+    for number, num_bytes in [(1, None), (2, -1), (4, None)]:
+        damage(real_store, names[number], num_bytes)
+    real_store.remove([names[3]])
+    result = d.pool.load(keys, D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.CORRUPT)
+    assert (d.tokens(D_BLOCKS)[64:] == POISON).all() or range_bytes == 1
+    assert [real_store.match([name]) for name in names] == [1, 0, 0, 0, 0]
+    save(p, 320)
+    assert d.pool.load(keys, D_BLOCKS).wait(10).num_tokens == 320
+    assert torch.equal(d.tokens(D_BLOCKS)[:320], p.tokens(P_BLOCKS)[:320])
+    p.close()
+    d.close()
 
 
 class Gate(WrapperStore):

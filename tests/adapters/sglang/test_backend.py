@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import redis
 import torch
 
 from benchmarks.stored_bytes import damage, touch
@@ -67,7 +68,7 @@ def test_each_rank_has_the_heads_of_its_own(serve, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "swap", "truncate"])
-def test_a_damaged_page_is_a_miss_that_the_next_save_heals(serve, tmp_path, damage):
+def test_damaged_pages_are_misses_that_the_next_save_heals(serve, tmp_path, damage):
     p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool())
     p.backup(HASHES, SAVED)
     for file, other in zip(files := files_of(tmp_path / "pool"), files[1:], strict=False):
@@ -81,10 +82,23 @@ def test_a_damaged_page_is_a_miss_that_the_next_save_heals(serve, tmp_path, dama
     assert come < 5
     assert (d.page(LOADED[0]) == before[0]) is (come == 0)
     assert d.page(LOADED[-1]) == before[1]
-    for _ in HASHES:  # a prefetch finds one damaged page
-        p.backup(HASHES, SAVED)
-        come = d.prefetch(HASHES, LOADED)
-    assert come == 5
+    p.backup(HASHES, SAVED)
+    assert d.prefetch(HASHES, LOADED) == 5
+    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+
+
+@pytest.mark.redis
+def test_all_damaged_pages_in_redis_are_healed_by_one_save(serve, redis_url):
+    client, hashes = redis.Redis.from_url(redis_url), kit.page_hashes(5, "damaged")
+    p, d = (serve(wheel.mha_pool(), store=redis_url, role=r) for r in ("prefill", "decode"))
+    others = set(client.scan_iter("pds1:*:0:0:*"))
+    p.backup(hashes, SAVED)
+    for key in set(client.scan_iter("pds1:*:0:0:*")) - others:
+        client.setrange(key, 1000, bytes(8))
+    assert d.prefetch(hashes, LOADED) == 0
+    assert p.backend.batch_exists(hashes) == 0
+    p.backup(hashes, SAVED)
+    assert d.prefetch(hashes, LOADED) == 5
     assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
 
 
