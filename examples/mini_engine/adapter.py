@@ -56,7 +56,7 @@ class Adapter:
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
         registries = [metrics.registry]
-        self.reporting = Reporting(settings, namespace, registries, lambda: self.problem)
+        self.reporting = Reporting(settings, self.cache, registries, lambda: self.problem)
         self.journal = self.reporting.journal
         self._trackers: dict[Request, Tracker] = {}
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdstore.format.namespace import Namespace
 from pdstore.settings import Settings
 from pdstore.status.server import StatusServer
-from pdstore.status.snapshot import Snapshot
+from pdstore.status.snapshot import Snapshot, TellsPool
 from pdstore.store.url import StoreURL
 from pdstore.telemetry.journal import Journal
 from pdstore.telemetry.spans import Spans
@@ -22,6 +21,7 @@ log = logging.getLogger(__name__)
 class Reporting:
     """Opens what the settings ask for: a page with PDSTORE_STATUS_PORT, spans with PDSTORE_TRACES.
 
+    cache: tells the pool and the namespace.
     registries: hold the instance's metrics, for the page; those of several are added up.
     problem: returns the trouble of the pool now, or None.
     number: this instance's among those that share one environment; the page's port is higher by
@@ -34,7 +34,7 @@ class Reporting:
     def __init__(
         self,
         settings: Settings,
-        namespace: Namespace,
+        cache: TellsPool,
         registries: Sequence[CollectorRegistry],
         problem: Callable[[], str | None],
         number: int = 0,
@@ -45,12 +45,12 @@ class Reporting:
             if settings.traces is not None:
                 store = StoreURL.of(settings.store).label
                 spans = Spans.to(
-                    settings.traces, settings.role, namespace=namespace.hex, store=store
+                    settings.traces, settings.role, namespace=cache.namespace.hex, store=store
                 )
                 undo.callback(spans.close)
                 self.journal.listen(spans.add)
             if settings.status_port is not None:
-                shown = Snapshot(settings, namespace, registries, self.journal, problem)
+                shown = Snapshot(settings, cache, registries, self.journal, problem)
                 port = settings.status_port and settings.status_port + number
                 self._server = StatusServer(port, shown.take)
                 undo.callback(self._server.close)

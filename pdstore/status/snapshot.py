@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
@@ -22,10 +22,21 @@ Json: TypeAlias = dict[str, object]
 _URLS = ("store", "traces")
 
 
+class TellsPool(Protocol):
+    """The part of a `PrefixCacheManager` that names where its instance saves and looks."""
+
+    @property
+    def namespace(self) -> Namespace: ...
+
+    @property
+    def pool_id(self) -> bytes | None:
+        """None until the store has told it."""
+
+
 class Snapshot:
     """Makes the object that `/pdstore` shows. No secret is in it.
 
-    namespace: of the instance; its fields show as `Namespace.describe` has them.
+    cache: tells the pool and the namespace; its fields show as `Namespace.describe` has them.
     registries: hold its metrics; each number is shown as all of them have it together.
     problem: returns the trouble of the pool now, or None.
     """
@@ -33,26 +44,25 @@ class Snapshot:
     def __init__(
         self,
         settings: Settings,
-        namespace: Namespace,
+        cache: TellsPool,
         registries: Sequence[CollectorRegistry],
         journal: Journal,
         problem: Callable[[], str | None],
     ) -> None:
-        self._settings, self._namespace, self._registries = settings, namespace, registries
+        self._settings, self._cache, self._registries = settings, cache, registries
         self._journal, self._problem = journal, problem
 
     def take(self) -> Json:
         """Returns the state as it is now."""
         numbers = _numbers_of(self._registries)
+        namespace, pool_id = self._cache.namespace, self._cache.pool_id
         return {
             "time": time.time(),
             "version": pdstore.__version__,
             "role": self._settings.role,
             "store": StoreURL.of(self._settings.store).label,
-            "namespace": {
-                "hex": self._namespace.hex,
-                "fields": self._namespace.describe(),
-            },
+            "pool": {"id": pool_id.hex() if pool_id else None},
+            "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
             "problem": self._problem(),
             "settings": settings_of(self._settings),
             "metrics": numbers,

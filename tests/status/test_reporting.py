@@ -13,7 +13,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.status.reporting import Reporting
-from tests.status.test_snapshot import NAMESPACE
+from tests.status.test_snapshot import CACHE
 from tests.support.kv import eventually
 from tests.support.otlp_receiver import receiving
 from tests.telemetry.test_request_record import RECORD
@@ -25,7 +25,7 @@ def report():
 
     def report(registries=(), number=0, **settings):
         asked = read_settings(store="memory://", **settings)
-        made.append(Reporting(asked, NAMESPACE, registries, lambda: None, number))
+        made.append(Reporting(asked, CACHE, registries, lambda: None, number))
         return made[-1]
 
     yield report

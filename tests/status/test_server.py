@@ -150,13 +150,21 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
     assert "secret-word" not in page + json.dumps(get(f"{url}/pdstore").json())
 
 
-def test_doctor_compares_two_instances_field_by_field(open_engine, tmp_path):
+def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_path):
     pd = {"pd_transfer_via_storage": True, "store": f"file://{tmp_path}/pool", "status_port": 0}
     alike = [open_engine("llama", {**pd, "role": role}) for role in ("prefill", "decode")]
     other = open_engine("llama", {**pd, "salt": "another-tenant"})
-    urls = [engine.adapter.reporting.url for engine in (*alike, other)]
-    *_, last = check_peers(urls[:2])
-    assert last.level is Level.OK
-    wrong = [found for found in check_peers(urls[1:]) if found.level is Level.BAD]
-    assert [found.subject for found in wrong] == ["namespace: salt"]
-    assert "another-tenant" not in wrong[0].said
+    apart = open_engine("llama", {**pd, "store": f"file://{tmp_path}/apart"})
+    engines = (*alike, other, apart)
+    for engine in engines:
+        until(lambda cache=engine.adapter.cache: cache.pool_id)
+    p, d, *others = [engine.adapter.reporting.url for engine in engines]
+    assert not wrong_of(check_peers([p, d]))
+    salt, pool = wrong_of(check_peers([p, *others]))
+    assert salt.subject == "namespace: salt"
+    assert "another-tenant" not in salt.said
+    assert (pool.subject, pool.remedy) == ("pool", "give both the same PDSTORE_STORE")
+
+
+def wrong_of(findings):
+    return [finding for finding in findings if finding.level is Level.BAD]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
+
+import pytest
 
 from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
@@ -12,7 +15,13 @@ from pdstore.status.snapshot import Snapshot, settings_of
 from pdstore.telemetry.journal import Journal
 from tests.telemetry.test_request_record import RECORD
 
-NAMESPACE = Namespace({"weights": "w"}, (Part(0, 0),), block_tokens=16)
+
+class Cache(NamedTuple):
+    namespace: Namespace
+    pool_id: bytes | None = None
+
+
+CACHE = Cache(Namespace({"weights": "w"}, (Part(0, 0),), block_tokens=16))
 
 
 def test_settings_have_origins_and_no_secrets(monkeypatch):
@@ -33,11 +42,18 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(64)
     journal.add(RECORD)
-    taken = Snapshot(read_settings(), NAMESPACE, [metrics.registry], journal, lambda: "down").take()
+    taken = Snapshot(read_settings(), CACHE, [metrics.registry], journal, lambda: "down").take()
     said = json.loads(json.dumps(taken))
     assert said["problem"] == "down"
     assert said["metrics"]["tokens_total|loaded"] == 64
     assert said["metrics"]["queue_jobs|load"] == 0
-    assert said["namespace"] == {"hex": NAMESPACE.hex, "fields": {"weights": '"w"'}}
+    assert said["namespace"] == {"hex": CACHE.namespace.hex, "fields": {"weights": '"w"'}}
     assert set(said["reasons"]) == {"lost"}
     assert said["requests"][0]["request_id"] == "r-1"
+
+
+@pytest.mark.parametrize(("pool_id", "shown"), [(None, None), (b"\xab" * 16, "ab" * 16)])
+def test_the_pools_id_is_shown_once_the_store_has_told_it(pool_id, shown):
+    cache = CACHE._replace(pool_id=pool_id)
+    taken = Snapshot(read_settings(), cache, [], Journal(), lambda: None).take()
+    assert taken["pool"] == {"id": shown}

@@ -55,7 +55,7 @@ class PagePool:
             if self._wait is not None:
                 undo.callback(self._wait.close)
             reporting = Reporting(
-                settings, self.namespace, [metrics.registry], lambda: self._pool.problem, rank
+                settings, self._cache, [metrics.registry], lambda: self._pool.problem, rank
             )
             undo.callback(reporting.close)
             self.status_url = reporting.url

@@ -98,7 +98,7 @@ class PDStoreConnectorScheduler:
         self._steps = PromptSteps(self._break_even)
         self._reporting = Reporting(
             self._settings,
-            namespace,
+            cache,
             [self._metrics.registry, self.worker_metrics.registry],
             lambda: cache.problem or self.worker_metrics.problem,
             self._number,

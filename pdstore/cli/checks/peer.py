@@ -21,12 +21,14 @@ class Peer(NamedTuple):
     """Answer of an instance to a question about its pool and namespace.
 
     fields: its namespace, as `Namespace.describe` has it, or what its metrics tell.
-    pool: the id of its pool.
+    pool: the id of its pool; None if it does not tell or does not know it yet.
+    store: the URL of its store without secrets; empty if it does not tell.
     """
 
     url: str
     fields: dict[str, str]
-    pool: str | None
+    pool: str | None = None
+    store: str = ""
 
 
 class _Namespace(BaseModel):
@@ -42,6 +44,7 @@ class _Status(BaseModel):
 
     namespace: _Namespace
     pool: _Pool = _Pool()
+    store: str = ""
 
 
 def read_peer(url: str) -> Peer | Finding:
@@ -59,7 +62,7 @@ def _metrics_of(url: str) -> Peer | None:
     except StoreUnavailable:
         return None
     said = {name: next(iter(page.by("pdstore_info", name)), "") for name in ("namespace", "store")}
-    return Peer(url, said, None) if said["namespace"] else None
+    return Peer(url, said) if said["namespace"] else None
 
 
 def _status_of(url: str) -> Peer | Finding:
@@ -74,7 +77,7 @@ def _status_of(url: str) -> Peer | Finding:
             f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
             "start the instance with PD_TRANSFER_VIA_STORAGE=1, and name the URL of its API",
         )
-    return Peer(url, said.namespace.fields, said.pool.id)
+    return Peer(url, said.namespace.fields, said.pool.id, said.store)
 
 
 def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
@@ -86,16 +89,15 @@ def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     yield from (found for found in read if isinstance(found, Finding))
     peers = [found for found in read if isinstance(found, Peer)]
     for peer in peers:
-        pool = f"pool {peer.pool[:8]}, " if peer.pool else ""
-        yield info(f"peer {peer.url}", f"{pool}{len(peer.fields)} fields of its namespace")
+        pool = f"pool {peer.pool[:8]}" if peer.pool else "pool not known"
+        yield info(f"peer {peer.url}", f"{pool}, {len(peer.fields)} fields of its namespace")
     for other in peers[1:]:
         yield from _compare(peers[0], other)
 
 
 def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
     pair = f"{first.url} and {other.url}"
-    if first.pool and other.pool and first.pool != other.pool:
-        yield bad("pool", f"{pair} use two pools", "give both the same PDSTORE_STORE")
+    yield from _compare_pools(first, other)
     names = sorted({*first.fields, *other.fields})
     differing = [name for name in names if first.fields.get(name) != other.fields.get(name)]
     for name in differing:
@@ -107,3 +109,16 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
         )
     if names and not differing:
         yield ok("namespace", f"{pair} agree in all {len(names)} fields")
+
+
+def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
+    if not first.pool or not other.pool:
+        return
+    if first.pool == other.pool:
+        yield ok("pool", f"{first.url} and {other.url} use one")
+        return
+    two = [f"{peer.pool[:8]} ({peer.store}) at {peer.url}" for peer in (first, other) if peer.pool]
+    remedy = "give both the same PDSTORE_STORE"
+    if first.store and first.store == other.store:
+        remedy = f"{first.store} is another place for each: give both a URL that names one place"
+    yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)

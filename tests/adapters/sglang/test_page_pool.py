@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import urllib.request
 
 import pytest
@@ -61,8 +62,13 @@ def test_a_decode_server_that_finds_nothing_says_what_an_sglang_router_has_to_do
 
 def test_the_status_page_is_this_ranks(open_pool):
     pool = open_pool(status_port=0)
-    with urllib.request.urlopen(f"{pool.status_url}/pdstore", timeout=10) as answer:
-        assert pool.namespace.hex in answer.read().decode()
+
+    def status():
+        with urllib.request.urlopen(f"{pool.status_url}/pdstore", timeout=10) as answer:
+            return json.load(answer)
+
+    assert status()["namespace"]["hex"] == pool.namespace.hex
+    eventually(lambda: status()["pool"]["id"])
 
 
 def test_a_second_close_finds_nothing_to_end(open_pool):

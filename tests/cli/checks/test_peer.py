@@ -50,13 +50,19 @@ def compare():
     return compared
 
 
-def status_of(pool="aa" * 16, **fields):
-    return {"namespace": {"hex": "00", "fields": FIELDS | fields}, "pool": {"id": pool}, "more": 1}
+def status_of(pool="aa" * 16, store="redis://127.0.0.1:6379", **fields):
+    namespace = {"hex": "00", "fields": FIELDS | fields}
+    return {"namespace": namespace, "pool": {"id": pool}, "store": store, "more": 1}
+
+
+def found_wrong(found):
+    return [finding for finding in found if finding.level is Level.BAD]
 
 
 def test_equal_instances_agree(compare):
-    *_, last = compare(status_of(), status_of())
-    assert (last.level, last.subject) == (Level.OK, "namespace")
+    found = compare(status_of(), status_of(store="redis://localhost:6379"))
+    assert [f.subject for f in found if f.level is Level.OK] == ["pool", "namespace"]
+    assert not [f for f in found if f.level is Level.BAD]
 
 
 def test_each_field_that_differs_is_red_with_both_values(compare):
@@ -67,9 +73,26 @@ def test_each_field_that_differs_is_red_with_both_values(compare):
     assert '"float16" at' in wrong["namespace: dtype"]
 
 
-def test_two_pools_are_red(compare):
-    found = compare(status_of(), status_of(pool="bb" * 16))
-    assert [f.subject for f in found if f.level is Level.BAD] == ["pool"]
+def test_two_pools_are_red_with_both_urls(compare):
+    other = "redis://10.0.0.2:6379"
+    [wrong] = found_wrong(compare(status_of(), status_of(pool="bb" * 16, store=other)))
+    assert wrong.subject == "pool"
+    assert "aaaaaaaa (redis://127.0.0.1:6379) at" in wrong.said
+    assert f"bbbbbbbb ({other}) at" in wrong.said
+    assert wrong.remedy == "give both the same PDSTORE_STORE"
+
+
+def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compare):
+    [wrong] = found_wrong(compare(status_of(), status_of(pool="bb" * 16)))
+    assert wrong.subject == "pool"
+    assert wrong.remedy.startswith("redis://127.0.0.1:6379 is another place for each")
+
+
+def test_a_pool_that_an_instance_does_not_know_yet_is_no_other_one(compare):
+    found = compare(status_of(), status_of(pool=None))
+    assert not found_wrong(found)
+    assert "pool" not in {f.subject for f in found}
+    assert any("pool not known" in f.said for f in found)
 
 
 @pytest.mark.parametrize("status", [{}, [], {"namespace": {"fields": None}}])
