@@ -21,6 +21,13 @@ from tests.support.redis_store import SIZE, opened, put_one, small_server
 pytestmark = pytest.mark.redis
 
 
+@pytest.fixture
+def raw(redis_url):
+    """A client of the redis that all tests share: of it, tests touch their own keys alone."""
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as raw:
+        yield raw
+
+
 class TestRedisStore(StoreTests):
     @pytest.fixture
     def store(self, redis_url):
@@ -38,12 +45,11 @@ class TestRedisStore(StoreTests):
             yield store
 
     @pytest.fixture(autouse=True)
-    def raw(self, redis_url):
-        with contextlib.closing(redis.Redis.from_url(redis_url)) as self.raw:
-            yield
+    def _raw(self, raw):
+        self.raw = raw
 
     def write_raw(self, store, key, data):
-        self.raw.set(key, data)
+        self.raw.set(key, data, ex=3600)  # nobody may come to delete it
 
 
 class TestRedisStoreThatEvicts(StoreTests):
@@ -64,9 +70,9 @@ class TestRedisStoreThatEvicts(StoreTests):
         self.raw.set(key, data)
 
 
-def test_which_stored_answers_for_each_key_and_renews_none(redis_server):
-    server, keys = redis_server(), fresh_keys(1200)
-    with opened(server.url) as store, server.client() as raw:
+def test_which_stored_answers_for_each_key_and_renews_none(redis_url, raw):
+    keys = fresh_keys(1200)
+    with opened(redis_url) as store:
         stored = keys[1::3]
         put(store, stored, [b"x"] * len(stored))
         raw.expire(stored[0], 100)
@@ -79,29 +85,33 @@ def test_random_calls_agree_with_a_dict(redis_url):
     play_random_calls(lambda: open_store(redis_url, Settings()))
 
 
-def kinds() -> dict[str, BlockKey]:
+@pytest.fixture
+def kinds(raw):
+    """Keys by their kind. The pool has an id; it is not ours to remove if it had one already."""
     [block] = fresh_keys(1)
-    return {
+    had_one = raw.exists(POOL_ID_KEY)
+    yield {
         "block": block,
         "tail": BlockKey(f"{block}:partial:3"),
         "marker": BlockKey(f"{block}:handoff:00:0:done"),
         "pool": POOL_ID_KEY,
     }
+    if not had_one:
+        raw.unlink(POOL_ID_KEY)
 
 
-def test_values_expire_by_their_kind(redis_server):
-    server, keys = redis_server(), kinds()
-    with opened(server.url, block_ttl_s=1000, handoff_ttl_s=100) as store, server.client() as raw:
-        put(store, list(keys.values()), [b"x"] * 4)
-        left = {kind: raw.ttl(key) for kind, key in keys.items()}
+def test_values_expire_by_their_kind(redis_url, raw, kinds):
+    with opened(redis_url, block_ttl_s=1000, handoff_ttl_s=100) as store:
+        put(store, list(kinds.values()), [b"x"] * 4)
+        left = {kind: raw.ttl(key) for kind, key in kinds.items()}
         assert 990 < left.pop("block") <= 1000
         assert left.pop("pool") == -1
         assert all(90 < seconds <= 100 for seconds in left.values())
 
 
-def test_a_match_renews_what_it_found_and_no_more(redis_server):
-    server, keys = redis_server(), list(kinds().values())
-    with opened(server.url, block_ttl_s=1000, handoff_ttl_s=100) as store, server.client() as raw:
+def test_a_match_renews_what_it_found_and_no_more(redis_url, raw, kinds):
+    keys = list(kinds.values())
+    with opened(redis_url, block_ttl_s=1000, handoff_ttl_s=100) as store:
         put(store, keys, [b"x"] * 4)
         for key in keys[:3]:
             raw.expire(key, 10)
@@ -115,9 +125,9 @@ def test_a_match_renews_what_it_found_and_no_more(redis_server):
         assert (raw.ttl(keys[2]) > 90, raw.ttl(keys[3])) == (True, -1)
 
 
-def test_a_match_that_stops_early_does_not_renew_what_is_far_behind(redis_server):
-    server, keys = redis_server(), fresh_keys(700)
-    with opened(server.url) as store, server.client() as raw:
+def test_a_match_that_stops_early_does_not_renew_what_is_far_behind(redis_url, raw):
+    keys = fresh_keys(700)
+    with opened(redis_url) as store:
         put(store, keys, [b"x"] * 700)
         raw.expire(keys[600], 10)
         store.remove([keys[40]])
@@ -137,26 +147,30 @@ def test_only_a_server_that_does_not_evict_gives_leases(redis_server, policy, le
         assert store.lease_s == lease_s
 
 
-@pytest.mark.parametrize("how", ["flush", "expire", "unlink"])
-def test_a_lost_value_is_a_miss(redis_server, how):
+@pytest.mark.parametrize("lose", [redis.Redis.unlink, lambda raw, key: raw.pexpire(key, 0)])
+def test_a_lost_value_is_a_miss(redis_url, raw, lose):
+    keys = fresh_keys(3)
+    with opened(redis_url) as store:
+        put(store, keys, [content(key, SIZE) for key in keys])
+        assert store.match(keys) == 3
+        lose(raw, keys[1])
+        assert len(get(store, keys, [SIZE] * 3)) == 1
+        assert store.match(keys) == 1
+
+
+def test_a_flushed_server_has_lost_all(redis_server):
     server, keys = redis_server(), fresh_keys(3)
     with opened(server.url) as store, server.client() as raw:
         put(store, keys, [content(key, SIZE) for key in keys])
         assert store.match(keys) == 3
-        if how == "flush":
-            raw.flushall()
-        elif how == "expire":
-            raw.pexpire(keys[1], 0)
-        else:
-            raw.unlink(keys[1])
-        left = 0 if how == "flush" else 1
-        assert len(get(store, keys, [SIZE] * 3)) == left
-        assert store.match(keys) == left
+        raw.flushall()
+        assert get(store, keys, [SIZE] * 3) == []
+        assert store.match(keys) == 0
 
 
-def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redis_server):
-    server, keys = redis_server(), fresh_keys(3)
-    with opened(server.url) as store, server.client() as raw:
+def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redis_url, raw):
+    keys = fresh_keys(3)
+    with opened(redis_url) as store:
         put_one(store, keys[0])
         raw.rpush(keys[1], "not a string")
         with pytest.raises(WrongLength, match=f"{keys[1]} holds no string") as caught:
