@@ -6,6 +6,10 @@ Who puts writes the keys into every pipe, a line each, or a "!" for more than a 
 polls its own. So nobody polls the directory, nothing has to run, and a process that was killed
 leaves a pipe without a reader, which the next ring removes. Pipes reach the processes of one kernel
 only: of other hosts' puts nothing is heard.
+
+A pipe of another boot has no reader here, and may be another host's. So who listens touches its
+pipe now and then, and the next ring removes one that nobody has touched for long. A listener that
+finds its own removed makes another.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import secrets
 import select
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -41,16 +46,23 @@ class _Heard(NamedTuple):
 
 
 class Bell:
-    """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait."""
+    """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
 
-    def __init__(self, root: Path) -> None:
+    touch_s: how often a process that waits touches its pipe.
+    abandoned_s: how long ago a pipe of another boot was touched when it may be removed.
+    """
+
+    def __init__(self, root: Path, touch_s: float = 60.0, abandoned_s: float = 86_400.0) -> None:
         self._folder = root / "bells"
+        self._touch_s, self._abandoned_s = touch_s, abandoned_s
+        self._touch_deadline = Deadline(0.0)
         self._boot = _boot_id()
         self._number = 0  # of the times that it was heard
         self._heard: tuple[_Heard, ...] = ()  # the last times; replaced and never changed
         self._pipe: int | None = None
         self._path: Path | None = None
         self._polling = threading.Lock()
+        self._is_closed = False
 
     def ring(self, keys: Sequence[BlockKey]) -> None:
         """Tells all who listen that these keys were put.
@@ -65,8 +77,9 @@ class Bell:
 
     def wait(self, seen: int | None, timeout_s: float) -> int:
         """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
-        if seen is None:
+        if seen is None or self._touch_deadline.is_over():
             self._listen()
+        if seen is None:
             return self._number
         limit = Deadline(timeout_s)
         while self._number == seen and not limit.is_over():
@@ -92,23 +105,26 @@ class Bell:
 
     def close(self) -> None:
         """Listens no more."""
-        path, self._path = self._path, None
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        self._is_closed = True
         with self._polling:
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+                self._path = None
             if self._pipe is not None:
                 os.close(self._pipe)
                 self._pipe = None
 
     def _listen(self) -> None:
-        """Makes this process's pipe, if it is not there (any more)."""
+        """Touches this process's pipe; makes one, if it is not there (any more)."""
         with self._polling:
-            if self._path is not None and self._path.exists():
+            self._touch_deadline = Deadline(self._touch_s)
+            if self._is_closed or (self._path is not None and _touch(self._path)):
                 return
             if self._pipe is not None:
                 os.close(self._pipe)
                 self._pipe = None
+                self._hear(None)  # what was rung meanwhile is not known
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = self._folder / f"{self._boot}-{os.getpid()}-{secrets.token_hex(4)}"
             unseen = path.with_name(f".{path.name}")
@@ -131,22 +147,23 @@ class Bell:
             data = b""
             with contextlib.suppress(BlockingIOError):
                 data = os.read(self._pipe, _READ_BYTES)
-            heard = _Heard(
-                self._number + 1, _keys_in(data, fcntl.fcntl(self._pipe, fcntl.F_GETPIPE_SZ))
-            )
-            self._heard = (*self._heard[1 - _MOST_READS :], heard)
-            self._number += 1  # last: whoever sees the number finds its keys
+            self._hear(_keys_in(data, fcntl.fcntl(self._pipe, fcntl.F_GETPIPE_SZ)))
+
+    def _hear(self, keys: Sequence[BlockKey] | None) -> None:
+        heard = _Heard(self._number + 1, keys)
+        self._heard = (*self._heard[1 - _MOST_READS :], heard)
+        self._number += 1  # last: whoever sees the number finds its keys
 
     def _ring(self, name: str, message: bytes) -> None:
-        if name.startswith("."):
-            return
         path = self._folder / name
+        if name.startswith("."):  # soon a listener's, or one was killed as it began
+            self._remove_abandoned(path)
+            return
         try:
             pipe = os.open(path, os.O_WRONLY | _OPEN)
         except OSError as error:
-            if error.errno == errno.ENXIO and name.startswith(f"{self._boot}-"):
-                with contextlib.suppress(OSError):  # another ring was faster
-                    path.unlink()  # its process has ended
+            if error.errno == errno.ENXIO:
+                self._remove_abandoned(path)
             return
         try:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
@@ -155,6 +172,25 @@ class Bell:
                     os.write(pipe, message)
         finally:
             os.close(pipe)
+
+    def _remove_abandoned(self, path: Path) -> None:
+        """Removes a pipe without a reader in this kernel, unless another one's may listen at it."""
+        with contextlib.suppress(OSError):  # another ring was faster
+            found = path.lstat()
+            # this kernel's have a reader before they have their name
+            is_ended = path.name.startswith(f"{self._boot}-")
+            is_old = time.time() - found.st_mtime > self._abandoned_s
+            if stat.S_ISFIFO(found.st_mode) and (is_ended or is_old):
+                path.unlink()
+
+
+def _touch(path: Path) -> bool:
+    """Sets a file's time to now. Returns False if the file is gone."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _message_of(keys: Sequence[BlockKey]) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -209,6 +211,54 @@ def test_a_pipe_that_another_ring_removes_first_hides_it_from_no_other(tmp_path,
     monkeypatch.undo()
     assert pipes(tmp_path) == [name]
     assert bell.wait(seen, 10.0) != seen
+
+
+def test_pipes_of_earlier_boots_are_removed_when_nobody_has_touched_them_for_a_day(tmp_path, bell):
+    folder, now = tmp_path / "bells", time.time()
+    folder.mkdir()
+    ages_h = {"boot-1-ended": 25, "boot-1-listens": 23, ".boot-1-killed": 25, ".boot-1-begins": 0}
+    for name, hours in ages_h.items():
+        os.mkfifo(folder / name)
+        os.utime(folder / name, times=(now, now - hours * 3600))
+    (folder / "file").touch()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
+        other.bind(str(folder / "socket"))
+    for name in ("file", "socket"):
+        os.utime(folder / name, times=(0, 0))
+    bell.ring(KEYS)
+    assert sorted(pipes(tmp_path)) == [".boot-1-begins", "boot-1-listens", "file", "socket"]
+
+
+def test_a_pipe_at_which_somebody_waits_is_touched(tmp_path):
+    with contextlib.closing(Bell(tmp_path, touch_s=0.0)) as bell:
+        seen = bell.wait(None, 0.0)
+        [name] = pipes(tmp_path)
+        os.utime(tmp_path / "bells" / name, times=(0, 0))
+        assert bell.wait(seen, 0.0) == seen
+        assert (tmp_path / "bells" / name).stat().st_mtime > time.time() - 3600
+
+
+def test_a_listener_whose_pipe_was_removed_makes_another_and_misses_nothing(tmp_path):
+    with contextlib.closing(Bell(tmp_path, touch_s=0.0)) as bell:
+        seen = bell.wait(None, 0.0)
+        [name] = pipes(tmp_path)
+        (tmp_path / "bells" / name).unlink()
+        Bell(tmp_path).ring(KEYS)
+        now = bell.wait(seen, 30.0)
+        assert now != seen
+        assert bell.keys_since(seen) is None, "any key may have come"
+        Bell(tmp_path).ring(KEYS)
+        bell.wait(now, 30.0)
+        assert bell.keys_since(now) == KEYS
+
+
+def test_a_wait_after_close_leaves_no_pipe(tmp_path):
+    bell = Bell(tmp_path, touch_s=0.0)
+    seen = bell.wait(None, 0.0)
+    bell.close()
+    assert bell.wait(seen, 0.0) == seen
+    bell.wait(None, 0.0)
+    assert pipes(tmp_path) == []
 
 
 def test_only_pipes_are_written_to_and_only_this_kernels_are_removed(tmp_path, bell):
