@@ -207,7 +207,8 @@ def test_a_sealed_put_on_a_full_file_system_counts_what_is_stored(full_disk, put
         keys = fresh_keys(100)
         with pytest.raises(StoreFull) as caught:
             put_sealed(store, keys, [content(key, SIZE) for key in keys])
-        assert 40 < caught.value.num_done <= 64
+        # a thread of the crew may be far ahead of the first value that did not fit
+        assert 40 < sum(store.which_stored(keys)) <= 64
         assert store.match(keys) == caught.value.num_done
         assert num_temporaries(store) == 0
 
@@ -220,7 +221,8 @@ def test_a_sealed_put_without_inodes_is_store_full_and_leaves_room_for_a_marker(
         keys = fresh_keys(60)
         with pytest.raises(StoreFull) as caught:
             put_sealed(store, keys, [b"x" * 64] * 60)
-        assert 10 < caught.value.num_done == store.match(keys)
+        assert sum(store.which_stored(keys)) > 10
+        assert store.match(keys) == caught.value.num_done
         assert put(store, [BlockKey("pds1:00:handoff:12:0:failed")], [b"x" * 64]) == 1
         assert num_temporaries(store) == 0
 
