@@ -13,7 +13,7 @@ from pdstore.cli.break_even import Machine, break_even
 from pdstore.cli.checks.configuration import check_settings
 from pdstore.cli.checks.finding import Finding, Level, info, ok, warn
 from pdstore.cli.checks.host import available_memory, check_limits, check_memory, check_native
-from pdstore.cli.checks.pages import MOUNTS, check_pages
+from pdstore.cli.checks.pages import MOUNTS, check_file_pages, check_pages
 from pdstore.cli.checks.peer import check_peers
 from pdstore.cli.checks.room import check_room
 from pdstore.cli.checks.round_trip import RoundTrip, Speed
@@ -27,6 +27,7 @@ from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
+from pdstore.store.file.store import FileStore
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ListsValues
 from pdstore.store.seal import seal_store
@@ -101,6 +102,9 @@ def _check_store(
         yield from check_room(plain, shape.kv_bytes() if shape else None)
         if isinstance(plain, ArenaStore):
             yield from check_pages(plain.path, MOUNTS.read_text(), count_gpus())
+        if isinstance(plain, FileStore):
+            root = plain.root.resolve()
+            yield from check_file_pages(root, MOUNTS.read_text(), count_gpus())
         yield from _check_contents(plain)
         if shape is not None and trip.speed is not None:
             yield _verdict(shape, machine, trip.speed)

@@ -68,7 +68,7 @@ class FileStore(Store):
         built: Callable[[], Library | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.label = f"file://{root}"
+        self.label, self.root = f"file://{root}", root
         if not lease_s <= MAX_LEASE_S:
             raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
         self._lifecycle = Lifecycle(self.label)
