@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.kv import eventually
 from tests.support.sglang_wheel import (
     StorageBackendFactory,
     cache_controller,
@@ -127,6 +128,10 @@ class Server:
         """Asks for pages and loads them as SGLang's prefetch threads do; returns how many came."""
         operation = cache_controller.PrefetchOperation("request", list(hashes))
         operation.hash_value, _ = self._controller._storage_hit_query(operation)
+        return self.transfer(operation, pages)
+
+    def transfer(self, operation, pages: Sequence[int]) -> int:
+        """Loads the pages that were found as SGLang's I/O thread does; returns how many came."""
         operation.host_indices = indices_of(pages)
         self._controller._page_transfer(operation)
         return operation.completed_tokens // PAGE
@@ -148,10 +153,27 @@ class Server:
         """Asks for pages as SGLang's scheduler does when a request arrives; returns at once."""
         self._controller.prefetch(request, list(hashes))
 
+    def wait_for(self, request: str, hashes: Sequence[str]) -> None:
+        """Asks for pages that are not stored; returns when the backend waits for them."""
+        labels = {"verb": "match", "outcome": "ok"}
+
+        def num_looks() -> float:
+            metrics = self.backend.metrics.registry
+            return metrics.get_sample_value("pdstore_store_calls_total", labels) or 0.0
+
+        before = num_looks()
+        self.start()
+        self.ask(request, hashes)
+        eventually(lambda: num_looks() >= before + 5)  # the first may be those of another thread
+
     def found(self) -> tuple[str, int]:
         """Waits for the next request of which pages are stored; returns it, and how many."""
-        operation = self._controller.prefetch_hit_queue.get(timeout=60)
+        operation = self.hit()
         return operation.request_id, len(operation.hash_value)
+
+    def hit(self):
+        """Waits for the next request of which pages are stored; returns SGLang's operation."""
+        return self._controller.prefetch_hit_queue.get(timeout=60)
 
     def revoked(self) -> str:
         """Waits for the next request that SGLang computes, and returns it."""

@@ -83,14 +83,21 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._refuse_hybrid(host_pool_name)
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Returns how many of the first pages are stored; a D waits for those that still come."""
+        """Returns how many of the first pages are stored, or about to be.
+
+        A D waits until the first of the missing pages comes, and then counts the others too:
+        `batch_get_v1` waits for them.
+        """
         pool = self._pool
         return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Loads pages into the host pool; returns True for each that is there."""
+        """Loads pages into the host pool; returns True for each that is there.
+
+        SGLang computes what is behind the first page that is not there.
+        """
         pool, pages = self._pool, self._pages
         if pool is None or pages is None:
             return [False] * len(keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdstore.adapters.sglang.host_pages import HostPages
@@ -64,16 +64,27 @@ class PagePool:
     def num_stored(self, hashes: Sequence[str]) -> int:
         """Returns how many of the first pages are stored.
 
-        With PDSTORE_ROLE=decode it waits for those that P is still storing, as `PageWait` does.
+        With PDSTORE_ROLE=decode it waits for those that P is still storing, as `PageWait` does, and
+        counts those that are expected.
         """
         keys = self._keys(hashes)
-        if self._wait is not None and hashes:
-            self._wait.wait(keys)
+        if self._wait is not None and hashes and self._wait.wait(keys):
+            return len(keys)
         return len(self._cache.lookup(keys).wait(_LONGEST_S).keys)
 
     def load(self, hashes: Sequence[str], numbers: Sequence[int]) -> int:
-        """Loads stored pages into the host pool; returns how many of the first are there."""
-        return self._num_pages(self._pool.load(self._keys(hashes), numbers))
+        """Loads stored pages into the host pool; returns how many of the first are there.
+
+        Pages that are expected are loaded as they come.
+        """
+        keys = self._keys(hashes)
+        done = 0
+        for stop in self._stored(keys):
+            job = self._pool.load(self._keys(hashes[done:stop]), numbers[done:stop])
+            done += self._num_pages(job)
+            if done < stop:
+                break
+        return done
 
     def save(self, hashes: Sequence[str], numbers: Sequence[int]) -> int:
         """Stores pages of the host pool; returns how many of the first can be loaded now."""
@@ -86,6 +97,15 @@ class PagePool:
     def close(self) -> None:
         """Ends running jobs and the connections. Twice is fine."""
         self._resources.close()
+
+    def _stored(self, keys: PromptKeys) -> Iterator[int]:
+        """Yields how many of the first pages can be loaded, each time that more can."""
+        arrivals = self._wait.arrivals(keys) if self._wait is not None and len(keys) else None
+        if arrivals is None:
+            yield len(keys)
+        else:
+            yield from arrivals
+            self._cache.lookup(keys)  # counts what came and what did not; nobody waits for it
 
     def _keys(self, hashes: Sequence[str]) -> PromptKeys:
         """Returns the names of pages, from SGLang's own hash of each page and all before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -15,6 +16,7 @@ from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
 from tests.support.engine_pools import files_of
 from tests.support.engine_pools import store_url as store_url
+from tests.support.kv import eventually
 
 HASHES = kit.page_hashes(5)
 SAVED, LOADED = [3, 1, 7, 2, 9], [8, 4, 0, 5, 6]
@@ -170,17 +172,36 @@ def test_an_instance_that_does_not_save_loads_all_the_same(serve, settings):
     assert d.prefetch(HASHES, LOADED) == 5
 
 
-def test_a_decode_server_waits_for_pages_that_are_still_being_stored(serve, store_url):
+def test_a_decode_server_loads_pages_while_the_others_are_being_stored(serve, store_url):
     hashes = kit.page_hashes(5, "on its way")
     p = serve(wheel.mha_pool(), store=store_url, role="prefill")
     d = serve(wheel.mha_pool(), store=store_url, role="decode", lookup_wait_s=30, handoff_wait_s=60)
-    d.start()
-    d.ask("a request", hashes)
-    assert p.backup(hashes[:2], SAVED[:2]) == 2
-    assert p.backup(hashes[2:], SAVED[2:]) == 3
-    assert d.found() == ("a request", 5)
-    assert d.prefetch(hashes, LOADED) == 5
+    first = d.page(LOADED[0])
+    d.wait_for("a request", hashes)
+    assert p.backup(hashes[:1], SAVED[:1]) == 1
+    operation = d.hit()
+    assert len(operation.hash_value) == 5  # and one is stored
+    with ThreadPoolExecutor() as threads:
+        loading = threads.submit(d.transfer, operation, LOADED)
+        eventually(lambda: d.page(LOADED[0]) != first)
+        assert p.backup(hashes[1:3], SAVED[1:3]) == 2
+        assert p.backup(hashes[3:], SAVED[3:]) == 2
+        assert loading.result(60) == 5
     assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
+    eventually(lambda: count_of(d, "tokens", verb="matched") == 5 * 64)
+
+
+def test_pages_that_were_expected_and_do_not_come_are_computed(serve):
+    p = serve(wheel.mha_pool(), role="prefill")
+    d = serve(wheel.mha_pool(), role="decode", lookup_wait_s=2, handoff_wait_s=60)
+    last = d.page(LOADED[3])
+    d.wait_for("a request", HASHES)
+    p.backup(HASHES[:3], SAVED[:3])
+    operation = d.hit()
+    assert d.transfer(operation, LOADED) == 3
+    assert operation.is_terminated()
+    assert d.page(LOADED[3]) == last
+    assert [d.page(n) for n in LOADED[:3]] == [p.page(n) for n in SAVED[:3]]
 
 
 def test_a_prompt_that_nobody_stores_holds_up_the_others_for_a_moment_only(serve):

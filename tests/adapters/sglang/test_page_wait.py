@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -15,7 +15,7 @@ from pdstore.metrics import Metrics
 from pdstore.store.connect import connect_store
 from pdstore.testing.values import put
 from tests.support.clock import Clock
-from tests.support.kv import settings_of
+from tests.support.kv import eventually, settings_of
 from tests.support.scripted_store import Scripted
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=64, num_shards=1)
@@ -37,11 +37,16 @@ class D:
     def store_pages(self, *numbers: int) -> None:
         put(self.store, [NAMES[n] for n in numbers], [b"page"] * len(numbers))
 
-    def begin(self) -> threading.Thread:
-        """Waits on a thread of its own; returns it when the wait has begun."""
-        waiting = threading.Thread(target=self.wait.wait, args=[KEYS])
-        waiting.start()
+    def begin(self, threads: ThreadPoolExecutor) -> Future[bool]:
+        """Waits on a thread; returns when the store has been looked at."""
+        before = self.num_looks()
+        waiting = threads.submit(self.wait.wait, KEYS)
+        eventually(lambda: self.num_looks() > before)
         return waiting
+
+    def num_looks(self) -> float:
+        labels = {"verb": "match", "outcome": "ok"}
+        return self.metrics.registry.get_sample_value("pdstore_store_calls_total", labels) or 0.0
 
     def num_waits(self) -> float | None:
         name = "pdstore_handoff_wait_seconds_count"
@@ -63,14 +68,63 @@ def serve(tmp_path):
 
 
 @pytest.mark.parametrize("store_url", [None, "memory://"], ids=["told", "polled"])
-def test_it_ends_with_the_last_page(serve, store_url):
+def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve, store_url):
     d = serve(*([store_url] if store_url else []))
-    waiting = d.begin()
-    for number in range(4):
-        assert waiting.is_alive()
-        d.store_pages(number)
-    waiting.join(LONG_S / 2)
-    assert not waiting.is_alive()
+    with ThreadPoolExecutor() as threads:
+        waiting = d.begin(threads)
+        d.store_pages(0)
+        assert waiting.result(LONG_S / 2)
+        arrivals = d.wait.arrivals(KEYS)
+        assert next(arrivals) == 1
+        for number in (1, 2, 3):
+            coming = threads.submit(next, arrivals)
+            d.store_pages(number)
+            assert coming.result(LONG_S / 2) == number + 1
+    assert next(arrivals, None) is None
+
+
+def test_a_prompt_of_which_no_page_comes_is_not_expected(serve):
+    d = serve(stall_s=0.1)
+    d.store_pages(0, 1)
+    assert not d.wait.wait(KEYS)
+    assert d.wait.arrivals(KEYS) is None
+
+
+def test_pages_are_expected_no_longer_than_a_hand_off_may_take():
+    clock = Clock()
+    settings = settings_of(lookup_wait_s=LONG_S, handoff_wait_s=10.0)
+    wait = PageWait(settings, Scripted(0, 1), Metrics(), clock=clock)
+    with contextlib.closing(wait):
+        assert wait.wait(KEYS)
+        assert wait.arrivals(KEYS) is not None
+        clock.now += 11.0
+        assert wait.arrivals(KEYS) is None
+
+
+@pytest.mark.parametrize(
+    ("batch_pages", "num_looks"), [(4, 10), (5, 2)], ids=["a full batch", "a prompt's end"]
+)
+def test_pages_are_waited_for_until_those_of_a_full_batch_before_them_have_come(
+    batch_pages, num_looks
+):
+    """The first four pages take longer than a stall may; the fifth is of the next batch."""
+    store = Scripted(0, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
+    settings = settings_of(lookup_wait_s=8.0, handoff_wait_s=1000)
+    wait = PageWait(settings, store, Metrics(), batch_pages=batch_pages, clock=Clock(step=1.0))
+    with contextlib.closing(wait):
+        assert wait.wait(KEYS)
+        assert store.num_calls == 2
+        assert wait.wait(OTHERS)
+        assert store.num_calls == 2 + num_looks
+
+
+def test_two_requests_for_one_prompt_expect_the_same_pages(serve):
+    d = serve(batch_pages=4)
+    with ThreadPoolExecutor() as threads:
+        for number in range(2):
+            waiting = d.begin(threads)
+            d.store_pages(number)
+            assert waiting.result(LONG_S / 2)
 
 
 def test_what_is_stored_already_is_not_waited_for(serve):
@@ -96,19 +150,8 @@ def test_pages_that_do_not_come_are_given_up(serve, bounds):
     assert d.num_waits() == 1
 
 
-def test_each_page_gives_the_next_one_its_time():
-    """Four pages take longer than a stall may, and are waited for all the same."""
-    store = Scripted(0, 0, 1, 1, 2, 2, 3, 3, 4)
-    wait = PageWait(
-        settings_of(lookup_wait_s=8.0, handoff_wait_s=1000), store, Metrics(), clock=Clock(step=1.0)
-    )
-    with contextlib.closing(wait):
-        wait.wait(KEYS)
-    assert not store.script
-
-
 def test_after_waits_in_vain_no_prompt_is_waited_for_until_one_is_stored(serve):
-    d = serve(stall_s=0.02, most_vain=2, rest_s=LONG_S)
+    d = serve(stall_s=0.2, most_vain=2, rest_s=LONG_S)
     for _ in range(4):
         d.wait.wait(KEYS)
     assert d.num_waits() == 2
@@ -120,7 +163,7 @@ def test_after_waits_in_vain_no_prompt_is_waited_for_until_one_is_stored(serve):
 
 def test_after_the_rest_one_prompt_is_waited_for_again(serve):
     clock = Clock(step=0.01)
-    d = serve(stall_s=0.02, most_vain=1, rest_s=5.0, clock=clock)
+    d = serve(stall_s=0.2, most_vain=1, rest_s=5.0, clock=clock)
     for now, num_waits in [(100.0, 1), (104.0, 1), (106.0, 2), (106.5, 2)]:
         clock.now = now
         d.wait.wait(KEYS)
@@ -136,7 +179,7 @@ def test_a_store_that_is_away_is_not_waited_for(serve):
 
 def test_a_close_ends_a_wait(serve):
     d = serve()
-    waiting = d.begin()
-    d.wait.close()
-    waiting.join(LONG_S / 2)
-    assert not waiting.is_alive()
+    with ThreadPoolExecutor() as threads:
+        waiting = d.begin(threads)
+        d.wait.close()
+        assert not waiting.result(LONG_S / 2)
