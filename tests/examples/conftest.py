@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 
+from examples.make_checkpoint import make_checkpoint
+
 _numbers = itertools.count()
 
 
@@ -13,6 +15,12 @@ _numbers = itertools.count()
 def anyio_backend() -> str:
     """Async tests run on asyncio, as the router does."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A trained checkpoint, though hardly."""
+    return make_checkpoint(tmp_path_factory.mktemp("trained") / "tiny", steps=12)
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -8,7 +8,6 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
-from examples.make_checkpoint import make_checkpoint
 from tests.examples.test_mini_chat import TEMPLATE
 from tests.examples.test_mini_server import PROMPT, Serving
 from tests.support.router_kit import metric, routed
@@ -19,9 +18,8 @@ PD = {"pd_transfer_via_storage": True, "store": "memory://spliced", "staging": "
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
+def engines(checkpoint):
     """One that works alone, P and D, over one pool."""
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("trained") / "tiny", steps=12)
     made = [
         Serving(checkpoint, pd) for pd in ({}, PD | {"role": "prefill"}, PD | {"role": "decode"})
     ]

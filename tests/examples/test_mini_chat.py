@@ -9,7 +9,6 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from examples.make_checkpoint import make_checkpoint
 from tests.examples.test_mini_server import Serving
 
 TEMPLATE = (
@@ -22,8 +21,7 @@ PROMPT = "user: A block is stored under\nassistant: "
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory):
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("chat") / "tiny", steps=12)
+def serving(checkpoint):
     serving = Serving(checkpoint)
     yield serving
     serving.close()

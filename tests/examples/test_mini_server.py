@@ -14,7 +14,7 @@ import threading
 import httpx
 import pytest
 
-from examples.make_checkpoint import ROOT, make_checkpoint
+from examples.make_checkpoint import ROOT
 from examples.mini_engine.config import Config, parse
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
@@ -25,12 +25,6 @@ from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
 
 PROMPT = "A block is stored under its key"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A trained model, though hardly."""
-    return make_checkpoint(tmp_path_factory.mktemp("trained") / "tiny", steps=12)
 
 
 class Serving:

@@ -22,8 +22,12 @@ SOON_S = 20.0  # on a busy machine
 
 
 @pytest.fixture
-def over():
-    """Makes instances over the store of a URL, guarded as an engine's."""
+def over(redis_server):
+    """Makes instances over the store of a URL, guarded as an engine's.
+
+    They are closed before the servers of redis: Python's ssl leaves a socket open that is reset
+    just when a TLS handshake begins.
+    """
     with contextlib.ExitStack() as stack:
 
         def over(url, **changes):

@@ -118,7 +118,7 @@ def test_no_page_comes_from_a_pool_of_which_all_is_damaged(serve, tmp_path, sche
     assert [file.stat().st_blocks for file in files] == room
     assert d.prefetch(HASHES, LOADED) == 0
     assert d.page(LOADED[0]) == before
-    assert count_of(d, "misses", reason=Reason.CORRUPT.value) == 1
+    eventually(lambda: count_of(d, "misses", reason=Reason.CORRUPT.value) == 1)
 
 
 def test_a_pool_that_is_touched_keeps_its_pages_and_has_all_its_memory(serve, tmp_path):
@@ -243,16 +243,16 @@ def test_a_dead_store_is_a_miss_and_the_reason_is_counted(serve):
     server = serve(wheel.mha_pool(), store="redis://127.0.0.1:1/0")
     assert server.prefetch(HASHES, LOADED) == 0
     assert server.backup(HASHES, SAVED) == 0
-    assert count_of(server, "misses", reason=Reason.STORE_DOWN.value) == 1
-    assert count_of(server, "drops", reason=Reason.STORE_DOWN.value) == 1
+    eventually(lambda: count_of(server, "misses", reason=Reason.STORE_DOWN.value) == 1)
+    eventually(lambda: count_of(server, "drops", reason=Reason.STORE_DOWN.value) == 1)
 
 
 def test_tokens_are_counted_and_not_pages(serve):
     p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool())
     p.backup(HASHES, SAVED)
     d.prefetch(HASHES, LOADED)
-    assert count_of(p, "tokens", verb="saved") == 5 * 64
-    assert count_of(d, "tokens", verb="loaded") == 5 * 64
+    eventually(lambda: count_of(p, "tokens", verb="saved") == 5 * 64)
+    eventually(lambda: count_of(d, "tokens", verb="loaded") == 5 * 64)
 
 
 def test_an_exception_costs_a_miss_and_not_sglangs_thread(serve):
@@ -260,7 +260,7 @@ def test_an_exception_costs_a_miss_and_not_sglangs_thread(serve):
     inside = torch.arange(5 * 64) + 1  # not at the beginning of a page
     assert server.backend.batch_set_v1(HASHES, inside) == [False] * 5
     assert server.backend.batch_get_v1(HASHES, inside) == [False] * 5
-    assert count_of(server, "misses", reason=Reason.FAULT.value) == 2
+    eventually(lambda: count_of(server, "misses", reason=Reason.FAULT.value) == 2)
 
 
 @pytest.mark.parametrize(
