@@ -10,6 +10,7 @@ from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, at_once, 
 from tests.adapters.vllm.conftest import switched_on
 
 NUM_BLOCKS = 34  # of 64 tokens: one request of 2048 tokens fits
+NUM_NEW = 60  # with it a prompt of 480 tokens takes a ninth block, and four of them fit no more
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,10 @@ def test_answers_are_right_although_requests_are_preempted(small):
     server, proxy = small
     prompts = [new_prompt(480 + n) for n in range(8)]
     since = Since(server)
-    answers = at_once([partial(ask, proxy, prompt, 150) for prompt in prompts], workers=8)
+    answers = at_once([partial(ask, proxy, prompt, NUM_NEW) for prompt in prompts], workers=8)
     assert since["vllm:num_preemptions_total"] > 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        answer.assert_same(alone(server, prompt, 150))
+        answer.assert_same(alone(server, prompt, NUM_NEW))
     assert_idle(server)
     since = Since(server)
     ask(proxy, prompts[0]).assert_same(alone(server, prompts[0]))
