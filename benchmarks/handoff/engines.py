@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.instance import Instance
-from benchmarks.handoff.mini import VOCABULARY, MiniInstance
+from benchmarks.handoff.mini import PRELOAD, VOCABULARY, MiniInstance
 from benchmarks.handoff.vllm import VllmInstance
 from benchmarks.vllm_instance import ENVIRONMENT
 from benchmarks.vllm_session import LLAMA_8B
@@ -80,7 +80,7 @@ class Setup:
             "max_seqs": max(2, given.burst),
         }
         log = self._scratch / "logs" / f"{name}.log"
-        instance = Instance(name, MiniInstance, arguments, dict(os.environ), log)
+        instance = Instance(name, MiniInstance, arguments, dict(os.environ), log, PRELOAD)
         self.instances.append(instance)
         return instance
 

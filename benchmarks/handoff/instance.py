@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -55,8 +56,9 @@ class Instance:
     """The client's end: starts the process, sends requests, receives what it says.
 
     make: makes the engine, called in the process with `arguments`.
-    environment: set there before anything is imported.
+    environment: set there before anything is imported but `preload`.
     log: takes the process's output.
+    preload: modules that are imported once for all instances, which are forked then.
     """
 
     def __init__(
@@ -66,10 +68,14 @@ class Instance:
         arguments: dict[str, Any],
         environment: dict[str, str],
         log: Path,
+        preload: Sequence[str] = (),
     ) -> None:
         self.name, self.log = name, log
         self._inbox: list[tuple[float, str, str, Any]] = []
-        context = multiprocessing.get_context("spawn")
+        context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
+        if preload:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(list(preload))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, make, arguments, environment, str(log)), name=name

@@ -12,6 +12,8 @@ from benchmarks.handoff.instance import Ask, Prompt
 from benchmarks.handoff.timeline import now
 
 VOCABULARY = 32_000
+PRELOAD = ("examples.mini_engine.engine", "transformers.models.llama.modeling_llama")
+"""The modules that take seconds to import."""
 
 
 class MiniInstance:
