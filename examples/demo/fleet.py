@@ -29,12 +29,15 @@ _SAVED_S, _POLL_S = 5.0, 0.05
 
 
 class Fleet:
-    """One instance that works alone; P and D; a router and a proxy in front of P and D."""
+    """One instance that works alone; P and D; a router and a proxy in front of P and D.
+
+    A second router takes the one that works alone for P: the switch is off there.
+    """
 
     def __init__(self, processes: Processes, engine: Engine, model: Path, pool: str) -> None:
         self._processes, self._engine, self._model, self._pool = processes, engine, model, pool
         self._weights = f"demo-{secrets.token_hex(8)}"  # what earlier runs left is not found
-        names = ("alone", "prefill", "decode", "router", "proxy")
+        names = ("alone", "prefill", "decode", "router", "proxy", "router-off")
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
 
     def run(self, prompts: Sequence[Prompt]) -> Runs:
@@ -44,17 +47,17 @@ class Fleet:
         self._start("alone", is_on=False)
         self._start_front("router", "examples.router")
         self._start_front("proxy", "examples.plain_proxy")
-        who = "alone, P, D, the router and the proxy"
+        self._start_front("router-off", "examples.router", p="alone")
+        who = "alone, P, D, two routers and the proxy"
         self._wait_ready(begin, who, "alone", "prefill", "decode")
         alone = self._ask_all("alone", prompts)
         on, plain = (self._measure(front, prompts, alone) for front in ("router", "proxy"))
         turns = self._converse(first_turn(self._model))
         self._processes.stop(*pair)
         begin = time.monotonic()
-        for name in ("prefill", "decode"):
-            self._start(name, is_on=False)
-        self._wait_ready(begin, "P and D, switched off,", "prefill", "decode")
-        return Runs(on, plain, self._measure("router", prompts, alone), turns)
+        self._start("decode", is_on=False)
+        self._wait_ready(begin, "D, switched off,", "decode")
+        return Runs(on, plain, self._measure("router-off", prompts, alone, p="alone"), turns)
 
     def _converse(self, prompt: list[int]) -> Conversation:
         """Asks two turns; what D decoded in the first is in the pool before the second."""
@@ -74,17 +77,21 @@ class Fleet:
     def _saved_by_d(self, before: Counters) -> float:
         return _since(before, self._count("decode")).get("pdstore_tokens_total:saved", 0)
 
-    def _measure(self, front: str, prompts: Sequence[Prompt], alone: Sequence[Answer]) -> Run:
-        p_before, d_before = self._count("prefill"), self._count("decode")
+    def _measure(
+        self, front: str, prompts: Sequence[Prompt], alone: Sequence[Answer], p: str = "prefill"
+    ) -> Run:
+        p_before, d_before = self._count(p), self._count("decode")
         answers = self._ask_all(front, prompts)
-        p = _since(p_before, self._count("prefill"))
-        d = _since(d_before, self._count("decode"))
+        of_p = _since(p_before, self._count(p))
+        of_d = _since(d_before, self._count("decode"))
         return Run(
             rows=[Row.of(*pair) for pair in zip(answers, alone, strict=True)],
-            used=sum(both[name] for both in (p, d) for name in both if name.startswith("pdstore_")),
-            saved=p.get("pdstore_tokens_total:saved", 0),
-            loaded=d.get("pdstore_tokens_total:loaded", 0),
-            computed=self._engine.computed(d, answers),
+            used=sum(
+                each[name] for each in (of_p, of_d) for name in each if name.startswith("pdstore_")
+            ),
+            saved=of_p.get("pdstore_tokens_total:saved", 0),
+            loaded=of_d.get("pdstore_tokens_total:loaded", 0),
+            computed=self._engine.computed(of_d, answers),
         )
 
     def _ask_all(self, name: str, prompts: Sequence[Prompt]) -> list[Answer]:
@@ -128,10 +135,9 @@ class Fleet:
         log = name if is_on or name == "alone" else f"{name}-off"
         return self._processes.start(name, command, is_ready, env, log)
 
-    def _start_front(self, name: str, module: str) -> None:
+    def _start_front(self, name: str, module: str, p: str = "prefill") -> None:
         command = [sys.executable, "-m", module, "--port", str(self._ports[name])]
-        for role in ("prefill", "decode"):
-            command += [f"--{role}", self._url(role)]
+        command += ["--prefill", self._url(p), "--decode", self._url("decode")]
         self._processes.start(name, command, partial(is_healthy, self._url(name)))
 
     def _wait_ready(self, begin: float, who: str, *names: str) -> None:
