@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from pdstore import Settings
@@ -20,6 +21,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.store import Lifecycle, Slots, Store, StoreURL, check_call
 
+_PAUSE_S = 0.005
 _ERRORS: dict[str, type[StoreError]] = {
     "SQLITE_FULL": StoreFull,
     "SQLITE_BUSY": StoreTimeout,
@@ -113,7 +115,25 @@ class SQLiteStore(Store):
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=self._timeout_s, check_same_thread=False)
-        connection.execute("PRAGMA synchronous = OFF")  # a cache need not outlive a power cut
-        connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
-        connection.execute("CREATE TABLE IF NOT EXISTS blocks (key TEXT PRIMARY KEY, value BLOB)")
+        try:
+            connection.execute("PRAGMA synchronous = OFF")  # a cache need not outlive a power cut
+            self._share(connection)
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS blocks (key TEXT PRIMARY KEY, value BLOB)"
+            )
+        except sqlite3.Error:
+            connection.close()
+            raise
         return connection
+
+    def _share(self, connection: sqlite3.Connection) -> None:
+        """Lets readers go on beside a writer. SQLite waits for no other that does the same now."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_S)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
+from functools import partial
 
 import pytest
 
@@ -12,6 +14,7 @@ from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
+from pdstore.testing.threads import run_together
 
 
 @pytest.fixture
@@ -39,6 +42,19 @@ class TestSQLiteStore(StoreTests):
 
 def test_random_calls_agree_with_a_dict(url):
     play_random_calls(lambda: open_store(url, Settings()))
+
+
+def test_those_that_open_a_new_file_at_once_all_can(tmp_path):
+    """Of 20 new files, two or three gave an error when nobody tried again."""
+    for number in range(20):
+        url, begin = f"sqlite://{tmp_path}/{number}.db", threading.Barrier(4)
+        run_together(*[partial(_look, url, begin)] * begin.parties)
+
+
+def _look(url, begin):
+    with contextlib.closing(open_store(url, Settings())) as store:
+        begin.wait()
+        assert store.match(fresh_keys(1)) == 0
 
 
 def test_a_directory_that_is_missing_is_an_error_of_the_call_and_not_of_the_opening(tmp_path):
