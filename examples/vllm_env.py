@@ -28,7 +28,12 @@ _SERVER = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
+    "compressed_tensors.quantization",
+    "model_hosting_container_standards.sagemaker",
+    "prometheus_fastapi_instrumentator",
+    "pydantic.v1",
     "transformers.models.llama.modeling_llama",
+    "pdstore.adapters.vllm.connector",
 )
 
 
