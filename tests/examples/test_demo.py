@@ -51,7 +51,7 @@ def is_alive(pid: int) -> bool:
     """True if a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends during the read
         return False
     return state != "Z"
 
