@@ -229,6 +229,9 @@ def _accepts(port: int) -> bool:
 
 
 def _states_of(pid: int) -> set[str]:
-    """Returns the states of a process's threads, as in ps(1)."""
-    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-    return {stat.rpartition(") ")[2][0] for stat in stats}
+    """Returns the states of a process's threads, as in ps(1), but of those that end meanwhile."""
+    states = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            states.add(stat.read_text().rpartition(") ")[2][0])
+    return states
