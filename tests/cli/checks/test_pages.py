@@ -20,36 +20,24 @@ MOUNTS = """\
 
 
 @pytest.mark.parametrize(
-    ("directory", "num_gpus", "level"),
+    ("check", "path", "num_gpus", "level"),
     [
-        ("/mnt/pool", 2, Level.OK),
-        ("/mnt/pool/advised", 2, Level.WARN),
-        ("/dev/shm", 2, Level.WARN),
-        ("/dev/shm", 0, Level.INFO),
-        ("/dev/shmother", 2, Level.INFO),  # on the disk
+        (check_pages, "/mnt/pool/pdstore-0-pool", 2, Level.OK),
+        (check_pages, "/mnt/pool/advised/pdstore-0-pool", 2, Level.WARN),
+        (check_pages, "/dev/shm/pdstore-0-pool", 2, Level.WARN),
+        (check_pages, "/dev/shm/pdstore-0-pool", 0, Level.INFO),
+        (check_pages, "/dev/shmother/pdstore-0-pool", 2, Level.INFO),  # on the disk
+        (check_file_pages, "/mnt/pool/files", 2, Level.OK),
+        (check_file_pages, "/mnt/pool/advised/files", 2, Level.WARN),
+        (check_file_pages, "/dev/shm/pool", 2, Level.WARN),
+        (check_file_pages, "/dev/shm/pool", 0, Level.INFO),
     ],
 )
-def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(directory, num_gpus, level):
-    [finding] = check_pages(Path(directory) / "pdstore-0-pool", MOUNTS, num_gpus)
+def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(check, path, num_gpus, level):
+    [finding] = check(Path(path), MOUNTS, num_gpus)
+    kind = {check_pages: "huge=always", check_file_pages: "huge=within_size"}[check]
     assert finding.level is level
-    assert ("huge=always" in (finding.remedy or "")) is (level is Level.WARN)
-
-
-@pytest.mark.parametrize(
-    ("directory", "num_gpus", "level"),
-    [
-        ("/mnt/pool/files", 2, Level.OK),
-        ("/mnt/pool/advised/files", 2, Level.WARN),
-        ("/dev/shm/pool", 2, Level.WARN),
-        ("/dev/shm/pool", 0, Level.INFO),
-    ],
-)
-def test_files_in_a_tmpfs_without_huge_pages_are_yellow_where_there_are_gpus(
-    directory, num_gpus, level
-):
-    [finding] = check_file_pages(Path(directory), MOUNTS, num_gpus)
-    assert finding.level is level
-    assert ("huge=within_size" in finding.remedy) is (level is Level.WARN)
+    assert (kind in (finding.remedy or "")) is (level is Level.WARN)
 
 
 def test_nothing_is_said_of_the_pages_of_a_disk():
