@@ -208,7 +208,7 @@ def read_settings(**overrides: object) -> Settings:
     try:
         return Settings(**overrides)  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = "; ".join(f"{_place(e['loc'])}{_shown(e)}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(f"{_place(e['loc'])}{_shown(e)}: {_said(e)}" for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
 
 
@@ -234,6 +234,21 @@ def _shown(problem: ErrorDetails) -> str:
     is_public = problem["loc"][:1] and problem["loc"][0] not in ("salt", "store", "weights")
     value = problem["input"]
     return f"={value}" if is_public and isinstance(value, str) and "://" not in value else ""
+
+
+_REMEDIES = {
+    "bool_parsing": "write 1 or 0",
+    "byte_size": "write a size like 1GiB",
+    "byte_size_unit": "write a size like 1GiB",
+    "float_parsing": "write a number of seconds",
+    "int_parsing": "write a whole number",
+    "string_pattern_mismatch": "write a URL like http://127.0.0.1:4318",
+}
+"""What to write, for pydantic's messages that do not say it."""
+
+
+def _said(problem: ErrorDetails) -> str:
+    return _REMEDIES.get(problem["type"], problem["msg"])
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -99,6 +99,23 @@ def test_a_bad_value_names_its_variable(monkeypatch, name, value):
         read_settings()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("PD_TRANSFER_VIA_STORAGE", "yess", "write 1 or 0"),
+        ("PDSTORE_STAGING", "1XB", "write a size like 1GiB"),
+        ("PDSTORE_STAGING", "lots", "write a size like 1GiB"),
+        ("PDSTORE_LOAD_DEADLINE_S", "5s", "write a number of seconds"),
+        ("PDSTORE_WORKERS", "four", "write a whole number"),
+        ("PDSTORE_TRACES", "localhost:4318", "write a URL like http://"),
+    ],
+)
+def test_a_bad_value_comes_with_what_to_write(monkeypatch, name, value, remedy):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}={value}: {remedy}"):
+        read_settings()
+
+
 def test_a_bad_secret_is_not_shown(monkeypatch):
     monkeypatch.setenv("PDSTORE_WORKERS", "redis://me:hush@host")
     with pytest.raises(ConfigError, match="PDSTORE_WORKERS: "):

@@ -65,7 +65,9 @@ def _options(
 
 @app.command()
 def ls(
-    prefix: Annotated[str, typer.Argument(help="Namespace, or a longer beginning of keys.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="Namespace, or a longer beginning of keys.")
+    ] = "",
     limit: Annotated[int, typer.Option(min=0, help="Most lines; 0 for all.")] = 20,
     store: Store = None,
     json: JsonTarget = None,
@@ -82,7 +84,9 @@ def du(store: Store = None, json: JsonTarget = None) -> None:
 
 @app.command()
 def inspect(
-    key: Annotated[str, typer.Argument(help="A key, or a piece of it that no other has.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A key, or a piece of it that no other has.")
+    ],
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
@@ -92,7 +96,9 @@ def inspect(
 
 @app.command("purge")
 def clear(
-    namespace: Annotated[str, typer.Option(help="Its first hex digits, as in `pdstore du`.")],
+    namespace: Annotated[
+        str, typer.Option(metavar="HEX", help="Its first hex digits, as in `pdstore du`.")
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     store: Store = None,
     json: JsonTarget = None,
@@ -106,8 +112,10 @@ def doctor(
     peer: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="P's or D's; again for the other.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="config.json, for the break-even.")] = None,
-    gpu: Annotated[str, typer.Option(help="With --model.")] = "H100",
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE", help="config.json, for the break-even.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="With --model.")] = "H100",
     gpus: Annotated[int, typer.Option(min=1, help="With --model.")] = 1,
     engine_block: Annotated[int, typer.Option(min=1, help="Tokens of the engine's block.")] = 16,
     store: Store = None,
@@ -129,8 +137,12 @@ def native(json: JsonTarget = None) -> None:
 
 @app.command()
 def calc(
-    config: Annotated[str, typer.Argument(help="A model's config.json, or its directory.")],
-    gpu: Annotated[str, typer.Option(help="H100, H200, H20, A100, L40S, B200, ...")] = "H100",
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A model's config.json, or its directory.")
+    ],
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME", help="H100, H200, H20, A100, L40S, B200, ...")
+    ] = "H100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill instance.")] = 1,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1, help="The prefill's share of the GPU's peak.")
@@ -146,7 +158,7 @@ def calc(
         float | None, typer.Option(min=1e-6, help="The store's GB/s: read or compute?")
     ] = None,
     trace: Annotated[
-        str | None, typer.Option(help="Requests with hash_ids, to size a pool.")
+        str | None, typer.Option(metavar="FILE", help="Requests with hash_ids, to size a pool.")
     ] = None,
     hit_rate: Annotated[float | None, typer.Option(help="With --trace; 0 to 1.")] = None,
     json: JsonTarget = None,
@@ -170,11 +182,19 @@ def calc(
 
 @app.command()
 def explain(
-    prompt: Annotated[str | None, typer.Argument(help="Text; needs --model.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Token ids as 1,2,3, or a file of them.")] = None,
-    model: Annotated[str | None, typer.Option(help="Whose tokenizer reads the prompt.")] = None,
-    namespace: Annotated[str, typer.Option(help="Its first digits. Default: the best.")] = "",
-    cache_salt: Annotated[str, typer.Option(help="The request's own.")] = "",
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text; needs --model.")
+    ] = None,
+    ids: Annotated[
+        str | None, typer.Option(metavar="IDS", help="Token ids as 1,2,3, or a file of them.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Whose tokenizer reads the prompt.")
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option(metavar="HEX", help="Its first digits. Default: the best.")
+    ] = "",
+    cache_salt: Annotated[str, typer.Option(metavar="SALT", help="The request's own.")] = "",
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
@@ -187,7 +207,9 @@ def explain(
 
 @app.command()
 def selftest(
-    model: Annotated[str | None, typer.Option(help="A config.json. Default: an 8B model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A config.json. Default: an 8B model.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 200,
     store: Store = None,
     json: JsonTarget = None,
@@ -198,7 +220,7 @@ def selftest(
 
 @app.command()
 def top(
-    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Of P, D, any of /metrics.")],
+    urls: Annotated[list[str], typer.Argument(metavar="URL", help="Of P, D, any of /metrics.")],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Totals, and out.")] = False,
     json: JsonTarget = None,
@@ -212,7 +234,7 @@ def top(
 @app.command()
 def up(
     kind: Annotated[Pool, typer.Argument(help="The server to start.")],
-    memory: Annotated[str, typer.Option(help="Memory for values.")] = "1GiB",
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for values.")] = "1GiB",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: a free one.")] = None,
     json: JsonTarget = None,
 ) -> None:

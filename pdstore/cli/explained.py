@@ -56,8 +56,10 @@ class Question:
             ) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.model)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no tokenizer in {self.model}: {error}") from error
+        except (OSError, ValueError) as error:  # it says all that it has tried, in many lines
+            raise ConfigError(
+                f"no tokenizer in {self.model}: give the model's directory by --model, or --ids"
+            ) from error
         return cast("list[int]", tokenizer(self.prompt)["input_ids"])
 
 

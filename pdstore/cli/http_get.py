@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import socket
+import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from pdstore.cli.quantity import size
+from pdstore.errors import ConfigError
 from pdstore.status.timed_reader import TimedReader
 
 MOST_BYTES = 4 << 20
@@ -21,20 +24,36 @@ def http_get(
     """Returns the body at a URL. Follows redirects, uses no proxy.
 
     seconds: to connect, and then again until the last byte of the answer.
-    Raises OSError for no answer, a late one, an HTTP error or more than `most_bytes`; ValueError
-    for a URL that is none; http.client.HTTPException for what is no HTTP, or ends too early.
+    Raises ConfigError for a URL of something else; ConnectionError or TimeoutError for no answer;
+    OSError for an HTTP error or more than `most_bytes`; http.client.HTTPException for what is no
+    HTTP, or ends too early.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} does not begin with http:// or https://")
     # the environment's proxies are for other networks
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https)
-    with opener.open(urllib.request.Request(url, headers=headers or {}), timeout=seconds) as answer:
+    request = urllib.request.Request(url, headers=headers or {})
+    with _plain_errors(), opener.open(request, timeout=seconds) as answer:
         if not isinstance(answer, http.client.HTTPResponse):
-            raise ValueError("the URL is neither http:// nor https://")
+            raise ConfigError(f"{url!r} leads to what is neither http:// nor https://")
         body = answer.read(most_bytes + 1)
         if len(body) > most_bytes:
             raise OSError(f"the answer is longer than {size(most_bytes)}: is the port right?")
         if answer.length:
             raise http.client.IncompleteRead(body, answer.length)
         return body
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises what urllib puts into `<urlopen error ...>` in its own words."""
+    try:
+        yield
+    except urllib.error.HTTPError:
+        raise
+    except urllib.error.URLError as error:
+        reason = error.reason
+        raise ConnectionError(getattr(reason, "strerror", None) or str(reason)) from error
 
 
 class _Answer(http.client.HTTPResponse):

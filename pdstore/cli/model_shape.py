@@ -39,14 +39,16 @@ class ModelShape:
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
             document = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot read a model's configuration from {file}: {error}"
-            ) from error
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{file} is no JSON: name a model's config.json") from error
         try:
             return _shape_of(document, document.get("text_config") or document, file)
-        except (KeyError, TypeError, ZeroDivisionError, AttributeError) as error:
-            raise ConfigError(f"{file} is no decoder's configuration: {error!r}") from error
+        except KeyError as error:
+            raise ConfigError(f"{file} is no decoder's config.json: it has no {error}") from error
+        except (TypeError, ZeroDivisionError, AttributeError) as error:
+            raise ConfigError(f"{file} is no decoder's config.json: {error}") from error
 
     @property
     def dtype_bytes(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
+from pdstore.environment import default_pool_directory
 from pdstore.errors import BadValue, ConfigError
 from pdstore.format import block
 from pdstore.format.block import Header
@@ -13,10 +16,12 @@ from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.outcome import Reason, reason_of
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
+from pdstore.store.arena.store import DEFAULT_DIRECTORY
 from pdstore.store.base import Slots, Store
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ListsValues
 from pdstore.store.seal import seal_store
+from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
 
 
@@ -64,13 +69,33 @@ class OpenPool(NamedTuple):
         return 0
 
 
+def _refuse_missing(url: str) -> None:
+    """Raises ConfigError where opening the store would make a pool: an arena of a default size."""
+    path = _path_of(StoreURL.of(url)) if url.startswith(("file://", "shm://")) else None
+    if path is not None and not path.exists():
+        raise ConfigError(
+            f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
+            " PDSTORE_STORE or --store the URL that they have"
+        )
+
+
+def _path_of(url: StoreURL) -> Path | None:
+    """Returns where the pool of files or the arena lies; None if the URL is not right."""
+    if url.scheme == "file":
+        return None if url.host else Path(url.path) if url.path else default_pool_directory()
+    directory = Path(url.options.get("dir", DEFAULT_DIRECTORY))
+    return directory / f"pdstore-{os.geteuid()}-{url.host or 'pool'}"
+
+
 @contextmanager
 def open_pool(url: str | None) -> Iterator[OpenPool]:
     """Opens the store at a URL, or at PDSTORE_STORE, and closes it at the end.
 
-    Raises ConfigError, also for a store that cannot list its values; StoreError.
+    Raises ConfigError, also for a store that cannot list its values, and for files or an arena that
+    nobody has made yet; StoreError.
     """
     settings = read_settings(**({"store": url} if url else {}))
+    _refuse_missing(settings.store)
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:

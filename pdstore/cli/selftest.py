@@ -34,10 +34,12 @@ class _Ended(NamedTuple):
 def selftest(url: str | None, model: str | None, num_tokens: int) -> Answer:
     """Hands a prompt of random KV over within this process. Status 1 unless every byte is right.
 
-    The namespace is new, and cleared at the end. With a GPU the KV cache is on it.
+    The namespace is new, and cleared at the end. With a GPU the KV cache is on it. Raises
+    ConfigError; StoreError if the store does not answer at the start.
     """
     given = {"store": url} if url else {}
-    settings = read_settings(**given, weights=f"selftest:{secrets.token_hex(8)}", role="both")
+    weights = f"selftest:{secrets.token_hex(8)}"
+    settings = read_settings(**given, weights=weights, role="both", require_store=True)
     shape = ModelShape.of(model) if model else _DEFAULT
     layout = _layout_of(settings, shape)
     with busy(f"handing {num_tokens} tokens over"):

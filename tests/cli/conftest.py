@@ -18,7 +18,7 @@ MOONCAKE_BYTES = 1 << 30
 @pytest.fixture(params=["file", "redis", pytest.param("mooncake", marks=pytest.mark.mooncake)])
 def url(request, tmp_path):
     if request.param == "file":
-        return f"file://{tmp_path}/pool"
+        return request.getfixturevalue("file_url")
     if request.param == "redis":
         return request.getfixturevalue("redis_server")().url
     return request.getfixturevalue("mooncake").url
@@ -34,6 +34,8 @@ def mooncake(tmp_path_factory):
 
 @pytest.fixture
 def file_url(tmp_path):
+    """An empty pool; `tests/cli/test_open_pool.py` has the missing one."""
+    (tmp_path / "pool").mkdir()
     return f"file://{tmp_path}/pool"
 
 

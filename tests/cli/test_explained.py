@@ -54,6 +54,7 @@ def test_a_prompt_of_a_tenant_is_found_with_its_salt_alone(file_url, prompts):
 def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
     other = explain(filled_file, Question(ids="7,8,9"))
     assert other.status == 1
+    (tmp_path / "other").mkdir()
     empty = explain(f"file://{tmp_path}/other", Question(ids="7,8,9"))
     assert empty.status == 1
     assert empty.document["why"] == "this pool is empty"

@@ -15,6 +15,7 @@ from pdstore.cli.checks.finding import Level
 from pdstore.cli.checks.peer import check_peers
 from pdstore.cli.http_get import MOST_BYTES, http_get
 from pdstore.cli.live import top_once
+from pdstore.errors import ConfigError
 from pdstore.testing.threads import start_background
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -99,7 +100,7 @@ def test_an_answer_that_trickles_ends_at_its_time(serve, pieces):
 
 @pytest.mark.parametrize("url", ["file:///etc/hosts", "nothing"])
 def test_a_url_of_something_else_is_refused(url):
-    with pytest.raises(ValueError, match=r"http|unknown url"):
+    with pytest.raises(ConfigError, match="does not begin with http://"):
         http_get(url, 1.0)
 
 

@@ -38,11 +38,19 @@ def test_a_mixture_counts_the_experts_that_a_token_passes(tmp_path):
     assert ModelShape.of(str(tmp_path)).active_params == attention + experts + router
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"num_hidden_layers": 2}'])
-def test_what_is_no_configuration_is_refused(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is no JSON"),
+        ("{}", "it has no 'num_hidden_layers'"),
+        ("[]", "no decoder's config"),
+        ('{"num_hidden_layers": 2}', "it has no 'hidden_size'"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(text, why, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"other\.json"):
+    with pytest.raises(ConfigError, match=rf"other\.json .*{why}"):
         ModelShape.of(str(path))
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none: No such file"):
         ModelShape.of(str(tmp_path / "none"))

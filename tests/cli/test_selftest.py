@@ -10,7 +10,7 @@ from pdstore.cli import selftest as module
 from pdstore.cli.selftest import selftest
 from pdstore.store.memory import MemoryStore
 from pdstore.worker.job import Job
-from tests.support.command import namespaces
+from tests.support.command import namespaces, run
 
 SMALL = {
     **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100},
@@ -49,6 +49,13 @@ def test_a_redis_that_is_full_is_named(config, redis_server):
     problem = selftest(url, config(SMALL), 5000).document["problem"]
     assert problem.startswith("save: ")
     assert "store_full" in problem
+
+
+def test_a_store_that_is_away_is_one_line():
+    ran = run("selftest", "--store", "redis://127.0.0.1:9")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("pdstore: redis://127.0.0.1:9: cannot connect to 127.0.0.1:9: ")
+    assert ran.err.count("\n") == 1
 
 
 def test_no_wait_is_shorter_than_the_jobs_own_deadlines(config, file_url, monkeypatch):

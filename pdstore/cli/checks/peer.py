@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pdstore.cli.checks.finding import Finding, bad, info, ok, warn
 from pdstore.cli.http_get import http_get
 from pdstore.cli.metrics_page import MetricsPage
-from pdstore.errors import StoreUnavailable
+from pdstore.errors import ConfigError, StoreUnavailable
 
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
@@ -72,12 +72,21 @@ def _status_of(url: str) -> Peer | Finding:
         body = http_get(address, _TIMEOUT_S, {"Accept": "application/json"})
         said = _Status.model_validate_json(body)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return warn(
-            f"peer {url}",
-            f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
-            "start the instance with PD_TRANSFER_VIA_STORAGE=1, and name the URL of its API",
-        )
+        return _silence(url, error)
     return Peer(url, said.namespace.fields, said.pool.id, said.store)
+
+
+def _silence(url: str, error: Exception) -> Finding:
+    """Returns what is wrong where no status was read: the URL, nobody there, or no pdstore."""
+    if isinstance(error, ConfigError):
+        return bad(f"peer {url}", str(error), "write http://HOST:PORT")
+    if isinstance(error, ConnectionError | TimeoutError):
+        return bad(f"peer {url}", f"no answer: {error}", "start it, or name the URL of its API")
+    return warn(
+        f"peer {url}",
+        f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
+        "start the instance with PD_TRANSFER_VIA_STORAGE=1, and name the URL of its API",
+    )
 
 
 def check_peers(urls: Sequence[str]) -> Iterator[Finding]:

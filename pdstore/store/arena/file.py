@@ -86,8 +86,8 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
         except ValueError as error:
             os.close(fd)
             raise ConfigError(
-                f"{path}: {_readable(wanted)} in slabs of {_readable(slab)}: a slab has a multiple"
-                " of 4 KiB, and the arena at least one slab"
+                f"{path}: {_readable(wanted)} hold no slab of {_readable(slab)}: write a larger"
+                " ?size=, and ?slab= as a multiple of 4 KiB or not at all"
             ) from error
         except OSError:
             os.close(fd)

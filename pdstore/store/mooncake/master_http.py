@@ -84,6 +84,6 @@ class MasterHttp:
         except (OSError, http.client.HTTPException) as error:
             raise StoreUnavailable(
                 f"{self._label}: only the master's HTTP server can list a pool, and the one at"
-                f" {self._address} does not answer ({error}): name its port by ?metrics_port=, and"
+                f" {self._address} does not answer ({getattr(error, "reason", error)}): name its port by ?metrics_port=, and"
                 " ask on the master's host if it listens there alone"
             ) from error

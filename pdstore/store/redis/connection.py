@@ -189,10 +189,15 @@ def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> Sto
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
-    said = str(error).rstrip(".")
     return next(kinds, StoreError)(
-        f"{label}: {said}: {key}{_hint(label, error)}", num_done=num_done
+        f"{label}: {_said(error)}: {key}{_hint(label, error)}", num_done=num_done
     )
+
+
+def _said(error: RedisError) -> str:
+    """Returns redis-py's words without its objects and the numbers of errors."""
+    said = str(error).partition(" : <")[0].rstrip(".")
+    return re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", said)
 
 
 def _hint(label: str, error: RedisError) -> str:

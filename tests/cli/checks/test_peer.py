@@ -118,6 +118,13 @@ def test_an_instance_with_metrics_alone_is_compared_by_its_digest(monkeypatch):
     assert [f.subject for f in found if f.level is Level.BAD] == ["namespace: namespace"]
 
 
-def test_nobody_there_is_yellow():
+def test_nobody_there_is_red_in_plain_words():
     [finding] = check_peers(["http://127.0.0.1:9"])
-    assert finding.level is Level.WARN
+    assert finding.level is Level.BAD
+    assert finding.said == "no answer: Connection refused"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "localhost", "ftp://127.0.0.1:1"])
+def test_what_is_no_url_says_how_one_begins(url):
+    [finding] = check_peers([url])
+    assert "does not begin with http://" in finding.said
