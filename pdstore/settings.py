@@ -244,7 +244,7 @@ _REMEDIES = {
     "int_parsing": "write a whole number",
     "string_pattern_mismatch": "write a URL like http://127.0.0.1:4318",
 }
-"""What to write, for pydantic's messages that do not say it."""
+"""Instructions in place of pydantic's messages that do not say what to write."""
 
 
 def _said(problem: ErrorDetails) -> str:

@@ -21,6 +21,9 @@ app = typer.Typer(
 Store = Annotated[
     str | None, typer.Option("--store", metavar="URL", help="The pool. Default: PDSTORE_STORE.")
 ]
+Gpu = Annotated[
+    str, typer.Option(metavar="NAME", help="With a model: H100, H200, H20, A100, L40S, B200, ...")
+]
 JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write JSON there instead; - is standard output."),
@@ -115,7 +118,7 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(metavar="FILE", help="config.json, for the break-even.")
     ] = None,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="With --model.")] = "H100",
+    gpu: Gpu = "H100",
     gpus: Annotated[int, typer.Option(min=1, help="With --model.")] = 1,
     engine_block: Annotated[int, typer.Option(min=1, help="Tokens of the engine's block.")] = 16,
     store: Store = None,
@@ -140,9 +143,7 @@ def calc(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="A model's config.json, or its directory.")
     ],
-    gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="H100, H200, H20, A100, L40S, B200, ...")
-    ] = "H100",
+    gpu: Gpu = "H100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill instance.")] = 1,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1, help="The prefill's share of the GPU's peak.")

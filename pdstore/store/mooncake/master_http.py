@@ -82,8 +82,9 @@ class MasterHttp:
                 text: str = answer.read().decode("utf-8", "replace")
                 return text
         except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "reason", error)
             raise StoreUnavailable(
                 f"{self._label}: only the master's HTTP server can list a pool, and the one at"
-                f" {self._address} does not answer ({getattr(error, "reason", error)}): name its port by ?metrics_port=, and"
+                f" {self._address} does not answer ({why}): name its port by ?metrics_port=, and"
                 " ask on the master's host if it listens there alone"
             ) from error
