@@ -8,6 +8,7 @@ and torch copies on any device.
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import sys
 
@@ -63,4 +64,9 @@ def main(device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("device", nargs="?", default="cpu", help="cpu (the default) or cuda:N")
+    device = parser.parse_args().device
+    if device != "cpu" and not torch.cuda.is_available():
+        sys.exit(f"copy_blocks: no GPU for {device!r}: leave it out, and torch copies on the CPU")
+    main(device)

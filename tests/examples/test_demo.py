@@ -290,6 +290,12 @@ def test_a_redis_pool_answers_and_goes_away() -> None:
 
 
 @pytest.mark.usefixtures("signal_handlers")
+def test_a_file_that_cannot_be_written_ends_it_before_it_has_worked(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--json: cannot write .*: No such file or directory"):
+        main(["--json", str(tmp_path / "none" / "result.json")])
+
+
+@pytest.mark.usefixtures("signal_handlers")
 def test_a_missing_redis_server_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

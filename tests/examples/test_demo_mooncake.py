@@ -89,7 +89,12 @@ def _until_shared(script) -> list[str]:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--help"], "--segment"), (["--what"], "unknown option"), (["--port"], "needs a value")],
+    [
+        (["--help"], "--segment"),
+        (["--what"], "unknown option"),
+        (["--port"], "needs a value"),
+        (["--segment", "lots"], "no size: --segment 'lots'"),
+    ],
 )
 def test_the_script_explains_itself(arguments, words):
     done = subprocess.run(

@@ -31,6 +31,16 @@ def test_it_installs_what_vllm_needs_less_what_breaks_it(monkeypatch: pytest.Mon
     ]
 
 
+def test_help_installs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_env, "pip", lambda *arguments: pytest.fail(f"pip {arguments}"))
+    monkeypatch.setattr(sys, "argv", ["vllm_env.py", "--help"])
+    with pytest.raises(SystemExit):
+        vllm_env.main()
+    assert "make setup-vllm" in capsys.readouterr().out
+
+
 def test_pip_gets_the_user_s_options_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 

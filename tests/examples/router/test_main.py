@@ -41,6 +41,13 @@ async def test_the_process_is_there_for_this_host_alone_and_stops_cleanly(
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("option", ["--port", "--status"])
+def test_a_port_that_is_none_is_said(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--prefill", "http://p", "--decode", "http://d", option, "65536"])
+    assert f"argument {option}: not a port: 65536" in capsys.readouterr().err
+
+
 def test_p_s_first_token_needs_d_to_be_asked_behind_p(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--prefill", "http://p", "--decode", "http://d", "--mode", "concurrent"]
     with pytest.raises(SystemExit):
