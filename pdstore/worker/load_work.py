@@ -79,10 +79,11 @@ class LoadWork(Work):
         self._is_open = False
 
     def take(self) -> Share:
-        piece = self._waiting.popleft()
-        while not self._is_wanted(piece):
+        while self._waiting:
             piece = self._waiting.popleft()
-        return partial(self._load, piece)
+            if self._is_wanted(piece):
+                return partial(self._load, piece)
+        return _nothing  # another worker has found a gap since the run counted the shares
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be the first."""
@@ -110,13 +111,15 @@ class LoadWork(Work):
             piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
             return None
         loaded = partial(self._note_loaded, piece)
+        gap: Shortfall | None = None
         try:
             reason = self._mover.load(child, values, self._first_token, self._ready, loaded)
+            gap = None if reason is None else Shortfall(reason)
         except StoreError as error:
-            self._gaps.append((piece, Shortfall(reason_of(error), error)))
-        else:
-            if reason is not None:
-                self._gaps.append((piece, Shortfall(reason)))
+            gap = Shortfall(reason_of(error), error)
+        if gap is not None:
+            child.finish_copy()  # the gap begins behind it, and what comes before is still wanted
+            self._gaps.append((piece, gap))
         return None  # what lies before the gap in other layer ranges is loaded all the same
 
     def _remove_wrong(self, child: ChildJob) -> None:
@@ -141,3 +144,7 @@ class LoadWork(Work):
             if piece.reached < keys.end_of(piece.blocks.stop):
                 break
         return tokens
+
+
+def _nothing(child: ChildJob) -> None:
+    pass

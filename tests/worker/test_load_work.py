@@ -14,7 +14,10 @@ from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.block_range import RANGE_BYTES, BlockRange
+from pdstore.worker.load_work import LoadWork
+from pdstore.worker.values import PromptBlocks
+from tests.support.jobs import run_of
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
@@ -72,9 +75,9 @@ def real_store(request, tmp_path):
         yield store
 
 
-def damage(store, key, num_bytes):
+def damage(store, key, num_bytes=None, payload_bytes=BLOCK_BYTES):
     """Puts a value in the place of another: its bytes turned, as many of them as are asked for."""
-    (value,) = get(store, [key], [BLOCK_BYTES + HEADER_BYTES])
+    (value,) = get(store, [key], [payload_bytes + HEADER_BYTES])
     store.remove([key])
     put(store, [key], [bytes([*value[:-1], value[-1] ^ 1])[:num_bytes]])
 
@@ -205,18 +208,44 @@ class FirstHeld(WrapperStore):
         return super().get(keys, slots)
 
 
-def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_time(p, store):
+@pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
+def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_time(
+    store, range_bytes
+):
     """Layer range 0 breaks off at block 2; range 1 of the blocks before it is still wanted."""
     p = Instance(store, layer_ranges=2)
-    d = Instance(store, fill=POISON, layer_ranges=2, workers=2, range_bytes=1)
+    d = Instance(store, fill=POISON, layer_ranges=2, workers=2, range_bytes=range_bytes)
     keys = save(p, 320)
     first = next(part for part in p.layout.parts if p.layout.range_of_part(part) == 0)
-    store.remove(keys.store_keys([first])[2:3])
+    damage(store, keys.store_keys([first])[2], payload_bytes=p.layout.payload_bytes(first, 64))
     handoff = HandoffId("1" * 32)
     job = d.pool.load(keys, D_BLOCKS, follow=handoff)
     p.pool.abort_handoff(handoff)
     result = job.wait(10)
-    assert result.num_tokens == 128
+    assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
     assert torch.equal(d.tokens(D_BLOCKS, 2)[:128], p.tokens(P_BLOCKS, 2)[:128])
     p.close()
     d.close()
+
+
+class LosesAll:
+    """A mover whose store has lost every value."""
+
+    def to_follow(self, ready):
+        return ready
+
+    def load(self, child, values, first_token, ready, loaded):
+        return Reason.LOST
+
+
+def test_a_share_that_a_gap_has_made_useless_does_nothing(p):
+    """Another worker finds the gap between the count of the shares and the take of one."""
+    keys = p.cache.keys(range(128))
+    work = LoadWork(LosesAll(), PromptBlocks(p.layout, keys, [P_BLOCKS]), 0, None)
+    work.release([BlockRange(0, 1), BlockRange(1, 2)])
+    child = run_of(work).take(lambda run: False)
+    before = work.take()
+    assert work.num_ready == 1
+    before(child)
+    assert work.take()(child) is None
+    assert work.num_ready == 0
