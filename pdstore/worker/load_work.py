@@ -14,7 +14,7 @@ from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mover import Mover
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, Value, end_token
+from pdstore.worker.values import PromptBlocks, Value, block_at, end_token
 from pdstore.worker.work import Share, Shortfall, Work
 
 
@@ -23,6 +23,7 @@ class _Piece:
 
     def __init__(self, blocks: BlockRange, layer_range: int | None) -> None:
         self.blocks, self.layer_range = blocks, layer_range
+        self.num_loaded = 0  # values, without a gap before them
         self.reached = 0  # tokens of the prompt
 
 
@@ -110,7 +111,7 @@ class LoadWork(Work):
         if not values:  # a window has moved on
             piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
             return None
-        loaded = partial(self._note_loaded, piece)
+        loaded = partial(self._note_loaded, piece, values)
         gap: Shortfall | None = None
         try:
             reason = self._mover.load(child, values, self._first_token, self._ready, loaded)
@@ -130,8 +131,15 @@ class LoadWork(Work):
                     values = self._prompt.values(piece.blocks, piece.layer_range)
                     self._mover.remove_wrong(child, values)
 
-    def _note_loaded(self, piece: _Piece, values: Sequence[Value], is_all: bool) -> None:
-        if values:
+    def _note_loaded(
+        self, piece: _Piece, wanted: Sequence[Value], values: Sequence[Value], is_all: bool
+    ) -> None:
+        """Notes that some values are in place; behind a copy that fell short or failed none counts.
+
+        wanted: all values of the piece.
+        """
+        if values and block_at(values, 0) == block_at(wanted, piece.num_loaded):
+            piece.num_loaded += len(values)
             piece.reached = end_token(values, self._prompt.layout.block_tokens)
         if not is_all:
             self._gaps.append((piece, Shortfall(Reason.LOST)))

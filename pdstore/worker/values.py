@@ -225,6 +225,13 @@ def counted_tokens(values: Sequence[Value]) -> int:
     return sum(value.num_tokens for value in values if value.counts)
 
 
+def block_at(values: Sequence[Value], index: int) -> int:
+    """Returns the number of the block that a value is of, without making the value."""
+    if isinstance(values, ValueRun):
+        return (values.first + index) // values.per_block
+    return values[index].number
+
+
 def end_token(values: Sequence[Value], block_tokens: int) -> int:
     """Returns the prompt's tokens up to the end of the last value's block."""
     if isinstance(values, ValueRun):

@@ -130,6 +130,24 @@ def test_a_value_that_went_away_during_the_copy_does_not_count(instance, store, 
     assert (result.num_tokens, result.reason) == (64, Reason.LOST)
 
 
+def test_nothing_counts_behind_a_value_that_went_away_during_the_copy(instance, store, arena):
+    """The last range, blocks 14 to 16, is two copies: block 15 goes before the first is over."""
+    more = {"workers": 2, "num_blocks": 80, "range_bytes": 2 * BLOCK_BYTES}
+    p, d = (instance(fill=f, **more) for f in (None, POISON))
+    keys, blocks = p.cache.keys(range(17 * 64)), list(range(68))
+    assert p.pool.save(keys, blocks).wait(10).reason is None
+    names = keys.store_keys(p.layout.parts)
+
+    def lose(loan):
+        if store.calls.count("still_there") == 8:
+            arena.remove([names[15]])
+
+    store.before_still_there = lose
+    result = d.pool.load(keys, blocks).wait(10)
+    assert store.calls.count("still_there") == 9
+    assert (result.num_tokens, result.reason) == (15 * 64, Reason.LOST)
+
+
 def test_memory_that_another_value_took_over_during_the_copy_does_not_count(instance, store, arena):
     """The bytes were verified; then they changed under the copy."""
     p, d = instance(), instance(fill=POISON, workers=2)

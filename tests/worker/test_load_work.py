@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdstore import HandoffId, Reason
+from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
@@ -16,6 +17,7 @@ from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
 from pdstore.worker.block_range import RANGE_BYTES, BlockRange
 from pdstore.worker.load_work import LoadWork
+from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
 from tests.support.jobs import run_of
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
@@ -224,6 +226,33 @@ def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_tim
     result = job.wait(10)
     assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
     assert torch.equal(d.tokens(D_BLOCKS, 2)[:128], p.tokens(P_BLOCKS, 2)[:128])
+    p.close()
+    d.close()
+
+
+def test_nothing_counts_behind_a_copy_that_failed(store):
+    """The last range, blocks 14 to 16, is two copies: the first fails when the second has begun."""
+
+    class Failing(TorchSwap):
+        num_copies = 0
+
+        def start_scatter(self, copies, ready=None):
+            self.num_copies += 1
+            wait, number = super().start_scatter(copies, ready), self.num_copies
+
+            def finish():
+                wait()
+                if number == 8:
+                    raise SwapError("injected")
+
+            return finish
+
+    more = {"num_blocks": 80, "workers": 2, "range_bytes": 2 * BLOCK_BYTES}
+    p, d = Instance(store, **more), Instance(store, fill=POISON, swap=Failing, **more)
+    keys, blocks = p.cache.keys(range(17 * 64)), list(range(68))
+    assert p.pool.save(keys, blocks).wait(10).reason is None
+    result = d.pool.load(keys, blocks).wait(10)
+    assert (result.num_tokens, result.reason) == (14 * 64, Reason.FAULT)
     p.close()
     d.close()
 
