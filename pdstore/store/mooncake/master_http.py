@@ -13,6 +13,9 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 from pdstore.errors import StoreUnavailable
 
 _TIMEOUT_S = 5.0
+MOST_BYTES = 4 << 20
+"""Of an answer; the master's /metrics has a hundredth of it."""
+_MOST_KEY_BYTES = 1 << 30  # 14 million keys
 _BATCH = 64
 _SHOWN = 80  # of an answer that is not understood
 _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.ASCII)
@@ -40,16 +43,17 @@ class MasterHttp:
 
     label: of the store, for messages.
     address: `host:port`.
+    most_key_bytes: of the answer with all keys.
     """
 
-    def __init__(self, label: str, address: str) -> None:
-        self._label, self._address = label, address
+    def __init__(self, label: str, address: str, most_key_bytes: int = _MOST_KEY_BYTES) -> None:
+        self._label, self._address, self._most_key_bytes = label, address, most_key_bytes
         # the environment's proxies are for other networks
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def all_keys(self) -> list[str]:
         """Returns the keys of all values, half-written ones among them. Raises StoreUnavailable."""
-        return self._read("/get_all_keys").split()
+        return self._read("/get_all_keys", self._most_key_bytes).split()
 
     def sizes(self, keys: Sequence[str]) -> Iterator[tuple[str, int]]:
         """Yields key and length of each value that is there and whole; leases nothing.
@@ -76,11 +80,12 @@ class MasterHttp:
                 f" master does ({answer[:_SHOWN]!r}): name the master's port by ?metrics_port="
             ) from error
 
-    def _read(self, path: str) -> str:
+    def _read(self, path: str, most_bytes: int = MOST_BYTES) -> str:
         try:
             with self._opener.open(f"http://{self._address}{path}", timeout=_TIMEOUT_S) as answer:
-                text: str = answer.read().decode("utf-8", "replace")
-                return text
+                body: bytes = answer.read(most_bytes + 1)
+                if answer.length and len(body) <= most_bytes:  # the connection ended before
+                    raise http.client.IncompleteRead(body, answer.length)
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "reason", error)
             raise StoreUnavailable(
@@ -88,3 +93,9 @@ class MasterHttp:
                 f" {self._address} does not answer ({why}): name its port by ?metrics_port=, and"
                 " ask on the master's host if it listens there alone"
             ) from error
+        if len(body) > most_bytes:
+            raise StoreUnavailable(
+                f"{self._label}: the HTTP server at {self._address} answers with more than"
+                f" {most_bytes} bytes: name the master's port by ?metrics_port="
+            )
+        return body.decode("utf-8", "replace")

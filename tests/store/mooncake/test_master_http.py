@@ -11,7 +11,7 @@ import pytest
 
 from pdstore.cli.ports import free_ports
 from pdstore.errors import StoreUnavailable
-from pdstore.store.mooncake.master_http import MasterHttp
+from pdstore.store.mooncake.master_http import MOST_BYTES, MasterHttp
 from pdstore.testing.threads import start_background
 
 
@@ -40,12 +40,17 @@ def test_a_server_that_speaks_something_else_is_named_too():
 
 
 @contextlib.contextmanager
-def answering(body: bytes):
-    """A MasterHttp whose server answers every request with this body."""
+def answering(body: bytes, said_bytes: int | None = None, **limits: int):
+    """A MasterHttp whose server answers every request with this body.
+
+    said_bytes: the length that it says; None: it says none.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
+            if said_bytes is not None:
+                self.send_header("Content-Length", str(said_bytes))
             self.end_headers()
             self.wfile.write(body)
 
@@ -54,7 +59,7 @@ def answering(body: bytes):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         end = start_background(partial(server.serve_forever, 0.01))
-        yield MasterHttp("mooncake://here", f"127.0.0.1:{server.server_port}")
+        yield MasterHttp("mooncake://here", f"127.0.0.1:{server.server_port}", **limits)
         server.shutdown()
         end(10)
 
@@ -93,3 +98,22 @@ def test_an_answer_that_is_no_listing_is_named_with_the_option(body):
 def test_only_lines_of_a_name_and_a_number_are_gauges():
     with answering(b'whole 12\nexponent 1.5e+09\nversion 1.2.3\nlabels{a="b"} 1\ne e\n') as http:
         assert http.gauges() == {"whole": 12.0, "exponent": 1.5e9}
+
+
+@pytest.mark.parametrize("said_bytes", [None, 1 << 40])
+def test_an_answer_without_end_is_not_read_to_its_end(said_bytes):
+    body, why = b"x 1\n" * (MOST_BYTES // 4 + 1), f"more than {MOST_BYTES} bytes.*metrics_port"
+    with answering(body, said_bytes) as http, pytest.raises(StoreUnavailable, match=why):
+        http.gauges()
+
+
+def test_keys_have_a_bound_of_their_own():
+    with answering(b"one two", most_key_bytes=7) as http:
+        assert http.all_keys() == ["one", "two"]
+    with answering(b"one two ", most_key_bytes=7) as http, pytest.raises(StoreUnavailable):
+        http.all_keys()
+
+
+def test_keys_of_which_some_are_missing_are_no_listing():
+    with answering(b"one two", said_bytes=11) as http, pytest.raises(StoreUnavailable):
+        http.all_keys()
