@@ -48,7 +48,11 @@ def set_aside(raw: Closable) -> None:
 
 def close_in_time(raw: Closable, label: str, timeout_s: float = CLOSE_S) -> None:
     """Closes an object, or sets it aside after the time-out."""
-    closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
+    try:
+        closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
+    except RuntimeError:  # no thread can start; from Python 3.12 on that is so at exit
+        raw.close()
+        return
     closer.launch(raw.close)
     try:
         closer.sync(timeout_s)

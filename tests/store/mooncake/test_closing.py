@@ -54,6 +54,19 @@ def test_an_object_that_does_not_close_is_left_alone_with_a_warning(caplog):
     one.gate.set()
 
 
+def test_an_object_is_closed_where_no_thread_can_start(monkeypatch):
+    """From Python 3.12 on that is so while the interpreter ends."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    one = Object()
+    one.gate.set()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    close_in_time(one, "x")
+    assert one.is_closed.is_set()
+
+
 def run(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", OWNER + code],
