@@ -47,8 +47,9 @@ class LookupQueue:
         while (lookup := self._next()) is not None:
             if not lookup.is_over():
                 self._call_deadline = Deadline(self._patience_s)
-                lookup.finish(self._answer(lookup.keys))
+                found = self._answer(lookup.keys)
                 self._call_deadline = None
+                lookup.finish(found)
 
     def _next(self) -> Lookup | None:
         try:

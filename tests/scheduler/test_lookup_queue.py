@@ -67,6 +67,17 @@ def test_whatever_a_store_raises_is_the_fault_of_one_lookup(queue, finder, error
     assert added(queue).wait(0.9).num_tokens == 10, "and delays no other"
 
 
+def test_an_answer_that_cannot_be_counted_is_no_store_that_hangs(finder):
+    def count(found):
+        raise RuntimeError("a bug in the metrics")
+
+    queue, lookup = LookupQueue(finder, patience_s=0.0), Lookup(KEYS, None, 30.0, count)
+    queue.add(lookup)
+    assert lookup.wait(10).num_tokens == 10
+    assert not queue.is_stuck
+    queue.close()
+
+
 def test_a_store_that_hangs_is_noticed_and_the_lookups_end_at_their_deadlines(queue, finder):
     finder.released.clear()
     first, second = added(queue, wait_s=0.02), added(queue, wait_s=0.02)
