@@ -36,6 +36,7 @@ _OF_ONE_PROCESS = (
     "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
     " process alone"
 )
+_ONE_PLACE = "the same PDSTORE_STORE; if it is the same, {} is another place for each of them"
 _DECODE_AT_PREFILL = (
     "a request with a hand-off of another instance is to be decoded here, where it is prefilled"
     " again: start the decode instance with PDSTORE_ROLE=decode, and name it as such to the router"
@@ -284,9 +285,8 @@ class PrefixCacheManager:
             self._mismatches.warn(_NOTHING.format(self._router_duty))
 
     def _warn_of_other_pool(self, handoff: Handoff) -> None:
-        ours = self._identity.current or b""
-        label = self._store.label
-        remedy = _OF_ONE_PROCESS if label.startswith("memory://") else "the same PDSTORE_STORE"
+        ours, label = self._identity.current or b"", self._store.label
+        remedy = _OF_ONE_PROCESS if label.startswith("memory://") else _ONE_PLACE.format(label)
         self._mismatches.warn(
             f"the prefill instance's pool is {(handoff.pool_id or '')[:8]}, this one's is"
             f" {ours.hex()[:8]} at {label}: give both {remedy}"

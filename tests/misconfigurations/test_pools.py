@@ -14,6 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.store.connect import connect_store
+from pdstore.store.url import without_secret
 from pdstore.testing.threads import start_background
 from tests.support.kv import BLOCK_BYTES, Instance, eventually
 
@@ -78,7 +79,8 @@ def test_p_and_d_with_pools_of_their_own_are_told_to_share_one(
     begin = time.monotonic()
     assert found(d, params).reason is Reason.OTHER_POOL
     assert time.monotonic() - begin < SOON_S
-    assert_said(caplog, "give both the same PDSTORE_STORE")
+    place = without_secret(urls[1])
+    assert_said(caplog, "give both the same PDSTORE_STORE", f"{place} is another place for each")
 
 
 def test_two_deployments_in_one_redis_db_are_kept_apart_and_cleared_apart(over, redis_server):
