@@ -14,7 +14,7 @@ from pdstore.format.pulse import Pulse
 from pdstore.outcome import Reason
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener, News
-from pdstore.store.checked import count_of
+from pdstore.store.checked import count_of, stored_among
 from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
 from pdstore.store.look_plan import LookPlan
@@ -292,7 +292,5 @@ class Follower:
     def _stored(self, wanted: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns those of the keys that are stored."""
         if self._finder is not None and wanted:
-            there = self._finder.which_stored(wanted)
-        else:
-            there = [count_of(self._store.match([key]), [key], self._store) == 1 for key in wanted]
-        return {key for key, is_there in zip(wanted, there, strict=True) if is_there}
+            return stored_among(self._finder.which_stored(wanted), wanted, self._store)
+        return {key for key in wanted if count_of(self._store.match([key]), [key], self._store)}

@@ -174,6 +174,20 @@ def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
     assert_loaded(p, d, 200)
 
 
+def test_a_store_that_leaves_keys_out_of_its_answer_is_asked_again(p, instance, store, caplog):
+    class Odd(WrapperStore):
+        num_asked = 0
+
+        def which_stored(self, keys):
+            self.num_asked += 1
+            return store.which_stored(keys)[: len(keys) if self.num_asked > 3 else 1]
+
+    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, over=Odd(store))
+    p.pool.save(p.cache.keys(range(200)), P_BLOCKS).wait(10)
+    assert follow(d, 200).wait(10) == JobResult(200)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("store", ["arena"], indirect=True)
 def test_what_the_store_names_is_loaded_without_a_look(p, instance, store):
     class Blind(WrapperStore):
