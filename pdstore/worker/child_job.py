@@ -59,7 +59,7 @@ class ChildJob:
         """Carries shares until none is left or another job's turn comes."""
         self._run.carry(self, self._goes_on)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the whole job: `run` raised something that is no error of the store."""
         self._run.fail(error)
 

@@ -19,8 +19,7 @@ class Heartbeat:
 
     The first one comes a period after a hand-off's begin: most are saved by then. One rank, with
     the first layer's first shard, beats for its instance, and until the other ranks' saves must
-    have ended too. A beat that the store
-    does not take is left out. Any thread may call, and a signal handler too.
+    have ended too. Any thread may call, and a signal handler too.
     """
 
     def __init__(

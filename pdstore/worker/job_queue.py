@@ -295,6 +295,6 @@ class _Turn:
         self._child.run()
         self._ended(self._child)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         self._ended(self._child)
         self._child.fail(error)

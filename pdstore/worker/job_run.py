@@ -112,10 +112,8 @@ class JobRun:
         if not self._copies:
             self._settle()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the job with an exception."""
-        if not isinstance(error, Exception):  # CancelledError and the like, from a store's client
-            error = StoreError(f"{type(error).__name__}: {error}")
         reason = reason_of(error)
         if reason is Reason.FAULT and not self.is_ending:
             log.error("a %s failed: %r", self.direction.value, error)
