@@ -2,7 +2,7 @@
 # On a machine with a GPU, vLLM and Mooncake: P -> pool -> D of a real vLLM, over files and Mooncake.
 # Usage: benchmarks/device_vllm.sh [DIRECTORY] [OPTIONS OF THE SCRIPT]
 #        DIRECTORY is where the raw results go (default benchmarks/results)
-#        SCRIPT: vllm_gpu (the default), or vllm_shards for unequal TP sizes, on two GPUs
+#        SCRIPT: vllm_gpu (the default), or vllm_shards for unequal numbers of ranks, on two GPUs
 #        NAME: of the files of results (default vllm, or SCRIPT)
 #        POOL: a memory-backed directory of 64 GiB or more (default: one is mounted, as root)
 set -uo pipefail

@@ -1,13 +1,14 @@
-"""Real vLLM with unequal TP sizes, P -> pool -> D: two ranks to one, and one to two.
+"""Real vLLM with unequal numbers of ranks, P -> pool -> D: two ranks to one, and one to two.
 
     python -m benchmarks.vllm_shards --json FILE [--pool DIRECTORY] [--tokens 1000 8192 32768]
-                                     [--gpus 0 1]
+                                     [--gpus 0 1] [--parallel pipeline]
 
 Four instances with one checkpoint: of one rank and of two, without a connector and with pdstore
-over files, its blocks in two shards by KV heads. D computes one token of a prompt that a P with the
-other TP size has saved. Its answer is compared with those of the instance without a connector that
-has D's TP size. How far sums in another order move an answer is told by that instance of P's size
-and by its own prefix cache; how far wrong KV would, by a prompt of which 64 tokens are others.
+over files. Two ranks share the KV heads (`tensor`: blocks are in two shards) or the layers
+(`pipeline`: blocks are in layer ranges). D computes one token of a prompt that a P with the other
+number of ranks has saved. Its answer is compared with those of the instance without a connector
+that has D's ranks. How far sums in another order move an answer is told by the instance that has
+P's, and by its own prefix cache; how far wrong KV would, by a prompt of which 64 tokens are others.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ HANDS_OVER = {"do_remote_decode": True}
 
 
 class Direction(NamedTuple):
-    """From P to D, and the instances without a connector that have their TP sizes."""
+    """From P to D, and the instances without a connector that have their ranks."""
 
     name: str
     p: Instance
@@ -88,10 +89,10 @@ def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
         "d_cached_says_vllm": first["cached"],
         "d_computed_again": taken["computed"],
         "own_cache_computed": cached["computed"],
-        "other_tp_ids_equal_whole": other_size["ids"] == whole["ids"],
+        "other_ranks_ids_equal_whole": other_size["ids"] == whole["ids"],
         "d_difference_to_p": distance(first, saved),
         "p_difference_to_its_whole": distance(saved, other_size),
-        "control_other_tp": distance(other_size, whole),
+        "control_other_ranks": distance(other_size, whole),
         "control_own_cache": distance(cached, whole),
         "control_64_tokens_changed": distance(changed, whole),
         **_taken(taken, whole, cached),
@@ -101,7 +102,7 @@ def measure(session: Session, to: Direction, n: int, run: int) -> Answer:
 
 
 def _taken(taken: Answer, whole: Answer, cached: Answer) -> Answer:
-    """Compares D's answer with those of a vLLM alone that has D's TP size."""
+    """Compares D's answer with those of a vLLM alone that has D's ranks."""
     return {
         "d_ids_equal_whole": taken["ids"] == whole["ids"],
         "d_ids_equal_own_cache": taken["ids"] == cached["ids"],
@@ -126,7 +127,7 @@ def unmet(row: Answer, ranks: int) -> list[str]:
     """Returns the expectations that a row does not meet."""
     expected = {
         "D computes one token": row["d_load_computed"] == row["d_computed_again"] == 1,
-        "each rank of D loads its heads of all tokens": row["d_loaded"] == ranks * row["tokens"],
+        "each rank of D loads its part of all tokens": row["d_loaded"] == ranks * row["tokens"],
         "P computes the whole prompt": row["p_computed"] == row["tokens"],
         "the caches were emptied": row["d_forgot"] and row["p_forgot"] and row["all_forgot"],
     }
@@ -136,7 +137,7 @@ def unmet(row: Answer, ranks: int) -> list[str]:
 def is_near(rows: list[Answer]) -> bool:
     """True if D's answers are as near to those without a connector as other sum orders are."""
     controls = [
-        row[name] or 0.0 for row in rows for name in ("control_other_tp", "control_own_cache")
+        row[name] or 0.0 for row in rows for name in ("control_other_ranks", "control_own_cache")
     ]
     errors = [row["d_difference_to_whole"] for row in rows]
     return None not in errors and max(errors) <= 1.5 * max(controls)
@@ -171,23 +172,25 @@ def kinds_of(session: Session, checkpoint: Path) -> dict[str, Kind]:
     given = session.given
     shared = {"enforce_eager": True, "disable_custom_all_reduce": True}
     model = session.llm_arguments(shared, model=str(checkpoint), **given.backend)
-    pdstore = session.pdstore_environment(session.files(), "both", PDSTORE_KV_SHARDS="2")
+    parts = {"tensor": {"PDSTORE_KV_SHARDS": "2"}, "pipeline": {"PDSTORE_LAYER_RANGES": "2"}}
+    pdstore = session.pdstore_environment(session.files(), "both", **parts[given.parallel])
     both = {"CUDA_VISIBLE_DEVICES": ",".join(given.gpus), **RANKS_MEET_HERE}
-    two_ranks = {**model, "tensor_parallel_size": 2}
+    two_ranks = {**model, f"{given.parallel}_parallel_size": 2}
     return {
-        "plain_tp1": ({"CUDA_VISIBLE_DEVICES": given.gpus[0]}, dict(model)),
-        "plain_tp2": (both, dict(two_ranks)),
-        "tp1": (pdstore | {"CUDA_VISIBLE_DEVICES": given.gpus[-1]}, dict(model)),
-        "tp2": (pdstore | both, dict(two_ranks)),
+        "plain1": ({"CUDA_VISIBLE_DEVICES": given.gpus[0]}, dict(model)),
+        "plain2": (both, dict(two_ranks)),
+        "pdstore1": (pdstore | {"CUDA_VISIBLE_DEVICES": given.gpus[-1]}, dict(model)),
+        "pdstore2": (pdstore | both, dict(two_ranks)),
     }
 
 
 def check_weights(started: dict[str, Any]) -> None:
     """Raises ValueError unless each rank's weights are those of the rank without a connector."""
-    for size in ("tp1", "tp2"):
-        ours, theirs = (started[name].started["weights"] for name in (size, f"plain_{size}"))
+    for ranks in (1, 2):
+        names = (f"pdstore{ranks}", f"plain{ranks}")
+        ours, theirs = (started[name].started["weights"] for name in names)
         if ours != theirs:
-            raise ValueError(f"weights of {size} are {ours}, without a connector {theirs}")
+            raise ValueError(f"{ranks} ranks: weights are {ours}, without a connector {theirs}")
 
 
 def run(session: Session) -> None:
@@ -203,8 +206,8 @@ def run(session: Session) -> None:
             with session.step(f"{name} computes"):
                 each.ask(session.prompt_of(300, name), 8)
                 each.forget()
-        one, two = ready["tp1"], ready["tp2"]
-        plain = ready["plain_tp1"], ready["plain_tp2"]
+        one, two = ready["pdstore1"], ready["pdstore2"]
+        plain = ready["plain1"], ready["plain2"]
         compare(session, Direction("2 to 1", two, one, plain[1], plain[0], ranks_of_d=1))
         compare(session, Direction("1 to 2", one, two, plain[0], plain[1], ranks_of_d=2))
 
@@ -213,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     parser.set_defaults(gpus=["0", "1"])
+    parser.add_argument("--parallel", choices=("tensor", "pipeline"), default="tensor")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8192, 32768])
     parser.add_argument("--config", type=json.loads, default=EIGHT_LAYERS)
     parser.add_argument("--checkpoint", type=Path, help="a directory; by default one in the pool")
