@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pdstore.cli.answer import Answer, table
 from pdstore.cli.metrics_page import MetricsPage
+from pdstore.cli.quantity import size
 from pdstore.errors import StoreUnavailable
 from pdstore.format.namespace import Json
 
@@ -112,5 +113,5 @@ def _since(page: MetricsPage, before: MetricsPage | None, what: str, **labels: s
 def _rate(page: MetricsPage, before: MetricsPage | None, direction: str) -> str:
     num_bytes = _since(page, before, "bytes", direction=direction)
     if before is None:
-        return f"{num_bytes / 1e9:.3g} GB"
-    return f"{num_bytes / 1e9 / (page.read_s - before.read_s):.3g} GB/s"
+        return size(num_bytes)
+    return f"{size(num_bytes / (page.read_s - before.read_s))}/s"
