@@ -165,7 +165,7 @@ def calc(
     json: JsonTarget = None,
 ) -> None:
     """Compute KV sizes, break-even bandwidths and pool sizes."""
-    if trace is not None:
+    if trace is not None or hit_rate is not None:
         _run("calc.pool_for", json, config, trace, hit_rate)
     from pdstore.cli.break_even import Machine
 

@@ -69,12 +69,14 @@ def _document(
     }
 
 
-def pool_for(config: str, trace: str, hit_rate: float | None) -> Answer:
+def pool_for(config: str, trace: str | None, hit_rate: float | None) -> Answer:
     """Computes the pool size for a hit rate on a trace, for an LRU pool. Status 1: none reaches it.
 
     hit_rate: None shows a range of sizes.
     """
     kv_bytes = ModelShape.of(config).kv_bytes()
+    if trace is None:
+        raise ConfigError("--hit-rate needs a trace: --trace FILE")
     if hit_rate is not None and not 0 < hit_rate <= 1:
         raise ConfigError("--hit-rate is a share between 0 and 1")
     with busy("reading the trace"):

@@ -21,8 +21,12 @@ def read_trace(path: str) -> list[list[int]]:
     try:
         lines = Path(path).read_text().splitlines()
         return [_ids_of(json.loads(line)) for line in lines if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no trace with hash_ids: {error!r}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no trace: each line must be a JSON object with a list hash_ids"
+        ) from error
 
 
 def _ids_of(request: dict[str, object]) -> list[int]:

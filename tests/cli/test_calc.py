@@ -75,3 +75,5 @@ def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path):
     assert pool_for(config("Llama-3.1-8B"), str(trace), 0.9).status == 1
     with pytest.raises(ConfigError, match="between 0 and 1"):
         pool_for(config("Llama-3.1-8B"), str(trace), 60.0)
+    with pytest.raises(ConfigError, match="needs a trace"):
+        pool_for(config("Llama-3.1-8B"), None, 0.6)

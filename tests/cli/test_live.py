@@ -33,6 +33,7 @@ def test_totals_are_those_of_the_instance(instance):
     metrics.misses.labels(Reason.ABSENT.value).inc(3)
     metrics.tokens.labels("requested").inc(200)
     metrics.tokens.labels("matched").inc(150)
+    metrics.bytes.labels("load").inc(200 << 10)
     document = run_json("top", url)
     [found] = document["instances"]
     assert found["misses"] == {"absent": 3}
@@ -40,6 +41,7 @@ def test_totals_are_those_of_the_instance(instance):
     ran = run("top", url, "--once")
     assert ran.status == 0
     assert {"75%", "absent", "3"} <= set(ran.out.split())
+    assert "200 KiB" in ran.out
 
 
 def test_an_instance_that_is_away_is_red_and_status_1():

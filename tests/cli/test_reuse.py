@@ -45,3 +45,5 @@ def test_a_trace_is_read_and_nonsense_refused(tmp_path):
         path.write_text(nonsense)
         with pytest.raises(ConfigError, match="no trace"):
             read_trace(str(path))
+    with pytest.raises(ConfigError, match=r"cannot read the trace .*: No such file"):
+        read_trace(str(tmp_path / "none"))
