@@ -82,7 +82,11 @@ class Cluster:
 
     def masters(self) -> Sequence[redis.Redis]:
         slots = self._map or self._read_map()
-        return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
+        found = [self._client(address) for address in dict.fromkeys(slots) if address is not None]
+        if not found:
+            self._map = None
+            raise ClusterDownError("no node serves any slot")
+        return found
 
     def disconnect(self) -> None:
         for client in list(self._clients.values()):

@@ -206,6 +206,18 @@ def test_no_node_at_all_is_unavailable():
     assert isinstance(caught.value.__cause__, redis.ConnectionError)
 
 
+def test_a_cluster_that_serves_nothing_yet_is_unavailable(redis_server):
+    server = redis_server("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    with opened(server.url.replace("redis://", "redis+cluster://")) as store:
+        for look in (
+            store.room,
+            lambda: list(store.stored_values()),
+            lambda: store.clear("0" * 32),
+        ):
+            with pytest.raises(StoreUnavailable, match="no node serves any slot"):
+                look()
+
+
 def test_a_server_that_is_no_cluster_says_so(redis_server):
     url = redis_server().url.replace("redis://", "redis+cluster://")
     with opened(url) as store, pytest.raises(StoreError, match="cluster support disabled"):
