@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 
@@ -28,23 +29,26 @@ def connect_store(settings: Settings, metrics: Metrics) -> Store:
     Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError when the
     store is required and away.
     """
-    store = CircuitBreaker(
-        Instrumented(seal_store(open_store(settings.store, settings), settings), metrics),
-        failures=settings.breaker_failures,
-        open_s=settings.breaker_open_s,
-        max_s=settings.breaker_max_s,
-    )
+    with contextlib.ExitStack() as undo:
+        opened = open_store(settings.store, settings)
+        undo.callback(opened.close)
+        store = CircuitBreaker(
+            Instrumented(seal_store(opened, settings), metrics),
+            failures=settings.breaker_failures,
+            open_s=settings.breaker_open_s,
+            max_s=settings.breaker_max_s,
+        )
+        try:
+            store.match([POOL_ID_KEY])
+        except StoreError as error:
+            if settings.require_store:
+                raise
+            log.warning("serving without the pool until it appears: %s", error)
+        undo.pop_all()
     metrics.add_breaker(lambda: store.is_open)
     library = find_optional(store, ErrorCodes)
     if library is not None:
         metrics.add_codes(library.codes)
-    try:
-        store.match([POOL_ID_KEY])
-    except StoreError as error:
-        if settings.require_store:
-            store.close()
-            raise
-        log.warning("serving without the pool until it appears: %s", error)
     return store
 
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from pdstore import Metrics, read_settings
-from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
@@ -47,6 +47,14 @@ def test_a_store_that_is_away_is_a_warning(caplog):
 def test_a_required_store_that_is_away_is_an_error():
     with pytest.raises(StoreUnavailable):
         connect_store(read_settings(store=NOWHERE, require_store=True), Metrics())
+
+
+def test_a_store_that_cannot_be_sealed_is_closed(tmp_path):
+    key_file = tmp_path / "seal.key"
+    settings = read_settings(store=f"file://{tmp_path}/pool", seal_key_file=key_file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        connect_store(settings, Metrics())
+    assert list((tmp_path / "pool" / "tmp").iterdir()) == []
 
 
 def test_a_pools_id_is_made_once_and_every_door_reads_the_same():
