@@ -36,7 +36,10 @@ class SaveLedger:
         """
         limit = Deadline(timeout_s)
         for number, job in list(self._running.items()):
-            job.wait(limit.remaining_s())
+            try:
+                job.wait(limit.remaining_s())
+            except TimeoutError:  # which names the time that was left
+                raise TimeoutError(f"a save still runs after {timeout_s} s") from None
             self._end(number, job)
         if self._failures:
             result = self._failures.popleft()
