@@ -1,0 +1,159 @@
+"""Measures what a client of a router, P and D waits for, beside one instance that computes alone.
+
+    python -m benchmarks.served [--tokens 256 1024 4096] [--json FILE]
+    python -m benchmarks.served --engine vllm --model DIR --gpus 0 1 --store URL -- VLLM OPTIONS
+
+All are servers of this machine that are asked over HTTP, in turn, so that ratios hold while its
+speed varies. A row has the median and the range of the time to the first token, the median of what
+a client waits longer than for the instance alone, and how many tokens D loaded of each prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.checkpoint import Shape, make_model
+from benchmarks.command import parser_of, run
+from benchmarks.first_token import LETTERS, letters
+from examples.demo.client import ask, counters, is_healthy
+from examples.demo.processes import DemoError, Processes
+from pdstore.cli.ports import free_ports
+from pdstore.cli.report import Report
+
+COLUMNS = ["tokens", "asked", "first token, ms", "from", "to", "beyond alone, ms", "D loaded"]
+ALONE = "one instance alone"
+ROUTERS = {
+    "relayed": (),
+    "concurrent": ("--mode", "concurrent"),
+    "relayed, P's first token": ("--first-token", "prefill"),
+}
+"""The ways in which P and D are asked: options of a router each."""
+
+_ANSWER_TOKENS = 4
+_LOADED = "pdstore_tokens_total:loaded"
+
+
+class Sample(NamedTuple):
+    """One answer: the time to its first token, and the tokens that D loaded for it."""
+
+    ttft_s: float
+    loaded: float
+
+
+def main() -> None:
+    given = _parse()
+
+    def measure() -> Report:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pdstore-bench-") as directory:
+            scratch = Path(directory)
+            if given.model is None:
+                given.model = scratch / "model"
+                shape = Shape(len(LETTERS), given.layers, given.hidden, max(given.tokens) + 64)
+                make_model(shape, given.model, "cpu", "float32")
+                letters().save_pretrained(given.model)
+            with _servers(given, given.store or f"file://{scratch}/pool") as (urls, decode):
+                return _measured(given, urls, decode)
+
+    try:
+        run(measure, given.json)
+    except DemoError as error:
+        sys.exit(str(error))
+
+
+@contextlib.contextmanager
+def _servers(given: argparse.Namespace, store: str) -> Iterator[tuple[dict[str, str], str]]:
+    """Starts all servers. Yields the URL of each way to ask, and D's."""
+    alone, p, d, *routers = (f"http://127.0.0.1:{port}" for port in free_ports(3 + len(ROUTERS)))
+    pool = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STORE": store}
+    first, last = given.gpus[0], given.gpus[-1]
+    with Processes() as processes:
+
+        def start(name: str, url: str, module: list[str], **environment: str) -> None:
+            command = [sys.executable, "-m", *module, "--port", url.rpartition(":")[2]]
+            environment = {**os.environ, **environment}
+            processes.start(f"bench-{name}", command, partial(is_healthy, url), environment)
+
+        start("alone", alone, _engine(given, "both"), CUDA_VISIBLE_DEVICES=first)
+        start("prefill", p, _engine(given, "prefill"), **pool, CUDA_VISIBLE_DEVICES=first)
+        start("decode", d, _engine(given, "decode"), **pool, CUDA_VISIBLE_DEVICES=last)
+        for number, (url, options) in enumerate(zip(routers, ROUTERS.values(), strict=True)):
+            router = ["examples.router", "--prefill", p, "--decode", d, *options]
+            start(f"router-{number}", url, router)
+        processes.wait_ready(given.start_seconds, lambda text: None)
+        yield {ALONE: alone, **dict(zip(ROUTERS, routers, strict=True))}, d
+
+
+def _engine(given: argparse.Namespace, role: str) -> list[str]:
+    """Returns the module that serves, and its options but the port."""
+    if given.engine == "mini":
+        own = ["examples.mini_engine", "--num-blocks", str(max(given.tokens) // 8 + 64)]
+    else:
+        own = ["examples.vllm_serve", *(() if given.options else ("--tiny",))]
+    return [*own, "--model", str(given.model), "--role", role, *given.options]
+
+
+def _measured(given: argparse.Namespace, urls: dict[str, str], decode: str) -> Report:
+    title = f"{given.engine}, over HTTP: to the first token, medians of {given.rounds}"
+    report = Report(title, COLUMNS)
+    for num_tokens in given.tokens:
+        taken: dict[str, list[Sample]] = {way: [] for way in urls}
+        for number in range(given.rounds + 1):
+            for way, url in urls.items():
+                sample = _sample(url, decode, num_tokens, given.rest)
+                if number:  # the first round warms up
+                    taken[way].append(sample)
+        alone = [sample.ttft_s for sample in taken[ALONE]]
+        for way, samples in taken.items():
+            times = [1e3 * sample.ttft_s for sample in samples]
+            beyond = median(
+                1e3 * (sample.ttft_s - own) for sample, own in zip(samples, alone, strict=True)
+            )
+            loaded = median(sample.loaded for sample in samples)
+            report.add(num_tokens, way, median(times), min(times), max(times), beyond, loaded)
+    return report
+
+
+def _sample(url: str, decode: str, num_tokens: int, rest_s: float) -> Sample:
+    """Asks for a prompt that nobody has seen; then P has time to store it."""
+    prompt = [random.randrange(len(LETTERS)) for _ in range(num_tokens)]
+    before = counters(decode).get(_LOADED, 0)
+    answer = ask(url, prompt, _ANSWER_TOKENS)
+    time.sleep(rest_s)
+    return Sample(answer.ttft_s, counters(decode).get(_LOADED, 0) - before)
+
+
+def _parse() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.set_defaults(rounds=5)
+    add = parser.add_argument
+    add("--engine", choices=("mini", "vllm"), default="mini")
+    add("--model", type=Path, help="a checkpoint's directory; a tiny one is made otherwise")
+    add("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
+    add("--store", help="the pool of P and D (files in memory)")
+    add(
+        "--gpus",
+        nargs="+",
+        default=["0"],
+        help="P and the lone instance have the first, D the last",
+    )
+    add("--rest", type=float, default=0.3, help="seconds between two prompts")
+    add("--start-seconds", type=float, default=300, help="for all servers")
+    add("--layers", type=int, default=4, help="of the tiny checkpoint")
+    add("--hidden", type=int, default=256)
+    add("options", nargs="*", help="of each engine, behind --; vllm without: for a tiny model")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
