@@ -20,18 +20,21 @@ _PATH = "/pdstore"
 class Peer(NamedTuple):
     """Answer of an instance to a question about its pool and namespace.
 
-    fields: its namespace, as `Namespace.describe` has it, or what its metrics tell.
+    digest: of its namespace.
+    fields: its namespace, as `Namespace.describe` has it; empty where only metrics tell of it.
     pool: the id of its pool; None if it does not tell or does not know it yet.
     store: the URL of its store without secrets; empty if it does not tell.
     """
 
     url: str
+    digest: str
     fields: dict[str, str]
     pool: str | None = None
     store: str = ""
 
 
 class _Namespace(BaseModel):
+    hex: str
     fields: dict[str, str]
 
 
@@ -61,8 +64,8 @@ def _metrics_of(url: str) -> Peer | None:
         page = MetricsPage.read(url)
     except StoreUnavailable:
         return None
-    said = {name: next(iter(page.by("pdstore_info", name)), "") for name in ("namespace", "store")}
-    return Peer(url, said) if said["namespace"] else None
+    digest, store = (next(iter(page.by("pdstore_info", of)), "") for of in ("namespace", "store"))
+    return Peer(url, digest, {}, store=store) if digest else None
 
 
 def _status_of(url: str) -> Peer | Finding:
@@ -73,7 +76,7 @@ def _status_of(url: str) -> Peer | Finding:
         said = _Status.model_validate_json(body)
     except (OSError, ValueError, http.client.HTTPException) as error:
         return _silence(url, error)
-    return Peer(url, said.namespace.fields, said.pool.id, said.store)
+    return Peer(url, said.namespace.hex, said.namespace.fields, said.pool.id, said.store)
 
 
 def _silence(url: str, error: Exception) -> Finding:
@@ -99,7 +102,7 @@ def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     peers = [found for found in read if isinstance(found, Peer)]
     for peer in peers:
         pool = f"pool {peer.pool[:8]}" if peer.pool else "pool not known"
-        yield info(f"peer {peer.url}", f"{pool}, {len(peer.fields)} fields of its namespace")
+        yield info(f"peer {peer.url}", f"{pool}, namespace {peer.digest[:12]}")
     for other in peers[1:]:
         yield from _compare(peers[0], other)
 
@@ -107,6 +110,9 @@ def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
 def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
     pair = f"{first.url} and {other.url}"
     yield from _compare_pools(first, other)
+    if not (first.fields and other.fields):
+        yield _compare_digests(first, other)
+        return
     names = sorted({*first.fields, *other.fields})
     differing = [name for name in names if first.fields.get(name) != other.fields.get(name)]
     for name in differing:
@@ -116,8 +122,20 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
             f"{there} at {first.url}, {here} at {other.url}",
             "make it equal: until then neither finds what the other saved",
         )
-    if names and not differing:
+    if not differing:
         yield ok("namespace", f"{pair} agree in all {len(names)} fields")
+
+
+def _compare_digests(first: Peer, other: Peer) -> Finding:
+    """Returns whether two namespaces are equal where one instance shows no fields."""
+    if first.digest == other.digest:
+        return ok("namespace", f"{first.url} and {other.url} have one")
+    return bad(
+        "namespace",
+        f"{first.digest[:12]} at {first.url}, {other.digest[:12]} at {other.url}: neither finds"
+        " what the other saved",
+        "start both with a PDSTORE_STATUS_PORT and name that port here: it tells which field it is",
+    )
 
 
 def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:

@@ -105,9 +105,9 @@ def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, sta
 def test_an_instance_with_metrics_alone_is_compared_by_its_digest(monkeypatch):
     with contextlib.ExitStack() as stack:
         urls = []
-        for digest in ("aa", "aa", "bb"):
+        for digest, store in (("aa", "redis://a"), ("aa", "redis://b"), ("bb", "redis://a")):
             metrics = Metrics()
-            metrics.info.labels("1", "prefill", digest, "file:///pool").set(1)
+            metrics.info.labels("1", "prefill", digest, store).set(1)
             server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
             stack.callback(thread.join)
             stack.callback(server.server_close)
@@ -115,7 +115,22 @@ def test_an_instance_with_metrics_alone_is_compared_by_its_digest(monkeypatch):
             urls.append(f"http://127.0.0.1:{server.server_port}")
         found = list(check_peers(urls))
     assert [f.subject for f in found if f.level is Level.OK] == ["namespace"]
-    assert [f.subject for f in found if f.level is Level.BAD] == ["namespace: namespace"]
+    [wrong] = found_wrong(found)
+    assert wrong.subject == "namespace"
+    assert "PDSTORE_STATUS_PORT" in wrong.remedy
+
+
+def test_an_instance_with_a_status_and_one_with_metrics_are_compared_by_their_digests():
+    metrics = Metrics()
+    metrics.info.labels("1", "decode", "00", "file:///pool").set(1)
+    server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
+    with instance(status_of()) as url:
+        found = list(check_peers([url, f"http://127.0.0.1:{server.server_port}"]))
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert [f.subject for f in found if f.level is Level.OK] == ["namespace"]
+    assert not found_wrong(found)
 
 
 def test_nobody_there_is_red_in_plain_words():
