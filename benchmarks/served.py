@@ -59,7 +59,8 @@ def main() -> None:
             scratch = Path(directory)
             if given.model is None:
                 given.model = scratch / "model"
-                shape = Shape(len(LETTERS), given.layers, given.hidden, max(given.tokens) + 64)
+                positions = max(2048, *given.tokens) + 64
+                shape = Shape(len(LETTERS), given.layers, given.hidden, positions)
                 make_model(shape, given.model, "cpu", "float32")
                 letters().save_pretrained(given.model)
             with _servers(given, given.store or f"file://{scratch}/pool") as (urls, decode):
