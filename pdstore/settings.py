@@ -137,7 +137,7 @@ class Settings(BaseSettings):
     )
     load: Literal["auto", "always", "never"] = Field(
         "always",
-        description="What the pool has: load it, compute it, or `auto`: what is quicker here.",
+        description="`always` loads what the pool has, `never` computes it, `auto`: the quicker.",
     )
     on_miss: Literal["compute", "fail"] = Field(
         "compute",
