@@ -122,7 +122,8 @@ class SaveWork(Work):
             missing = self._first_missing(child, 0, shortfall)
             if missing is None:
                 return self._mark_stored(child, handoff)
-            if shortfall is not None and shortfall.error is not None:
+            # layers that are not released may not be computed: they are not there to be saved again
+            if shortfall is not None and (shortfall.error is not None or self._is_open):
                 return shortfall
             if saves_left:
                 ready = self._mover.to_follow(self._ready)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from pdstore import LayerSpec
+from pdstore.format.keys import Kind, kind_of
 from pdstore.outcome import Reason
+from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load
 
@@ -123,6 +125,29 @@ def test_a_handoff_is_marked_done_only_after_the_last_layer(p, d, store):
     save.layers_done(6)
     found = eventually(d.cache.lookup(d.cache.keys(range(200)), params).poll)
     assert found.num_tokens == 200
+
+
+def test_a_handoff_that_falls_short_reads_no_layer_before_it_is_done(instance, store):
+    """The save looks for what is missing, and saves again only what has been computed."""
+
+    class Picky(WrapperStore):
+        has_refused = False
+
+        def put(self, keys, slots):
+            if self.has_refused or kind_of(keys[0]) is not Kind.BLOCK:
+                return super().put(keys, slots)
+            self.has_refused = True
+            return 0  # a store need not say why it takes no more
+
+    p = instance(layers=LAYERS, layer_ranges=3, workers=4, range_bytes=1, over=Picky(store))
+    keys = p.cache.keys(range(200))
+    handoff, _ = p.cache.announce(keys)
+    save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff)
+    save.layers_done(2)
+    result = save.job.wait(10)
+    assert (result.num_tokens, result.reason) == (0, Reason.STORE_ERROR)
+    assert [num_stored(p, store, keys, n) for n in (1, 2)] == [0, 0]
+    assert not p.store.match([handoff.done(p.namespace, 0)])
 
 
 def test_chunks_may_follow_each_other_layer_by_layer(p, d):
