@@ -29,13 +29,13 @@ def http_get(
     HTTP, or ends too early.
     """
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} does not begin with http:// or https://")
+        raise ConfigError("a URL begins with http:// or https://")
     # the environment's proxies are for other networks
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https)
     request = urllib.request.Request(url, headers=headers or {})
     with _plain_errors(), opener.open(request, timeout=seconds) as answer:
         if not isinstance(answer, http.client.HTTPResponse):
-            raise ConfigError(f"{url!r} leads to what is neither http:// nor https://")
+            raise ConfigError("it leads to what is neither http:// nor https://")
         body = answer.read(most_bytes + 1)
         if len(body) > most_bytes:
             raise OSError(f"the answer is longer than {size(most_bytes)}: is the port right?")

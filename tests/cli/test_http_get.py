@@ -100,7 +100,7 @@ def test_an_answer_that_trickles_ends_at_its_time(serve, pieces):
 
 @pytest.mark.parametrize("url", ["file:///etc/hosts", "nothing"])
 def test_a_url_of_something_else_is_refused(url):
-    with pytest.raises(ConfigError, match="does not begin with http://"):
+    with pytest.raises(ConfigError, match="a URL begins with http://"):
         http_get(url, 1.0)
 
 
