@@ -69,8 +69,8 @@ class Cover:
             return f"{name} is missing and later ones are there: it was evicted, or was damaged"
         if gap.num_tokens < self.block_tokens:
             return (
-                f"the tail of {gap.num_tokens} tokens is missing: it lives for"
-                " PDSTORE_HANDOFF_TTL_S, and only for a prompt that ends there"
+                f"the tail of {gap.num_tokens} tokens is missing: P saved no prompt that ends"
+                " there, or did so longer than PDSTORE_HANDOFF_TTL_S ago"
             )
         if self.num_run:
             return f"{name} was never saved, or has expired: the prompts differ from there on"

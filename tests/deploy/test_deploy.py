@@ -60,6 +60,12 @@ def test_every_image_is_a_target_of_the_dockerfile_or_a_known_one():
     assert images <= {f"pdstore-{target}" for target in targets} | foreign
 
 
+def test_every_image_has_the_command():
+    installed = re.findall(r"\$\{wheel\}\[([\w,-]+)\]", (DEPLOY / "Dockerfile").read_text())
+    assert len(installed) == 2
+    assert all("cli" in extras.split(",") for extras in installed)
+
+
 def test_no_image_runs_as_root():
     _, *stages = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")
     to_run = [stage for stage in stages if " AS wheel\n" not in stage]
