@@ -38,7 +38,9 @@ class Choice(NamedTuple):
         try:
             return f"{StoreURL.of(self.store).label} ({self.origin})"
         except ConfigError as error:
-            raise DemoError(f"{self.origin}: {error}") from error
+            raise DemoError(
+                f"{self.origin}: {error}; file, redis or mooncake is a fresh pool"
+            ) from error
 
 
 def choose(given: str | None, variables: Mapping[str, str]) -> Choice:
