@@ -20,7 +20,7 @@ class ChildJob:
     A child job may leave one block copy under way while it fills slots for the next (`follow`).
     It waits for that copy before it leaves.
 
-    goes_on: whether the worker may take another share of this job, or somebody else's turn comes.
+    goes_on: asked after each share; True if the worker takes the next one of this job, too.
     """
 
     def __init__(self, run: JobRun, goes_on: Callable[[JobRun], bool]) -> None:

@@ -49,6 +49,7 @@ class Work:
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Does what follows the last share. Returns why the job did less than all, or None.
 
-        shortfall: the first one, if there was one. May raise as a share may.
+        shortfall: the first one, if there was one: then shares are left, and the work may be open
+          still. May raise as a share may.
         """
         return shortfall
