@@ -58,6 +58,7 @@ _ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
 )
 _UNKNOWN_AUTHORITY = " (name the authority of the server's certificate: ?ca=/path/ca.pem)"
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
+_OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
 
 
 class _Scheme(NamedTuple):
@@ -189,8 +190,9 @@ def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> Sto
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
+    about = "" if isinstance(error, _OF_THE_CONNECTION) else f": {key}"
     return next(kinds, StoreError)(
-        f"{label}: {_said(error)}: {key}{_hint(label, error)}", num_done=num_done
+        f"{label}: {_said(error)}{about}{_hint(label, error)}", num_done=num_done
     )
 
 

@@ -157,8 +157,9 @@ def test_opening_does_not_connect_and_calls_say_who_does_not_answer():
             lambda: put(store, [key], [b"x"]),
             lambda: store.remove([key]),
         ):
-            with pytest.raises(StoreUnavailable, match=f"{url}.*{key}") as caught:
+            with pytest.raises(StoreUnavailable, match=url) as caught:
                 call()
+            assert "pds1:" not in str(caught.value), "a key says nothing about a connection"
             assert isinstance(caught.value.__cause__, redis.ConnectionError)
 
 
@@ -282,6 +283,6 @@ def test_a_clear_on_a_server_that_hangs_is_a_timeout(redis_server):
     with opened(f"{server.url}?timeout=0.5") as store:
         assert store.match(fresh_keys(1)) == 0
         server.pause()
-        with pytest.raises(StoreTimeout, match="pds1:0000"):
+        with pytest.raises(StoreTimeout, match=server.url):
             store.clear("0" * 32)
         server.resume()
