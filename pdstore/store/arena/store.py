@@ -31,6 +31,7 @@ from pdstore.store.arena.places import (
 )
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
 from pdstore.store.in_place import Loan, Places, Reservation, Taken
+from pdstore.store.log_once import log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
@@ -101,10 +102,11 @@ class ArenaStore(Store):
             self._memory: memoryview | None = self._map(fd)
         finally:
             os.close(fd)
-        log.info(
-            "pool in %s, %s of memory: P and D must run on this host and use the same name",
-            self.path,
-            ByteSize(self._arena.data_bytes).human_readable(),
+        readable = ByteSize(self._arena.data_bytes).human_readable()
+        log_once(
+            log,
+            f"pool in {self.path}, {readable} of memory: P and D must run on this host and use the"
+            " same name",
         )
 
     @classmethod

@@ -30,6 +30,7 @@ from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.leases import Leases
 from pdstore.store.file.plain import Ended, read_values, write_values
 from pdstore.store.file.writer import Writer
+from pdstore.store.log_once import log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
@@ -85,11 +86,8 @@ class FileStore(Store):
         self._writer = Writer(
             self.label, self._lifecycle, self._directory, self._evictor, self._bell
         )
-        log.info(
-            "pool in %s, budget %s: P and D must use the same directory",
-            root,
-            ByteSize(self._evictor.budget).human_readable(),
-        )
+        readable = ByteSize(self._evictor.budget).human_readable()
+        log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
