@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-from pdstore.errors import StoreFull
+from pdstore.errors import StoreError, StoreFull
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import Lifecycle
 from pdstore.store.file.bell import Bell
@@ -58,15 +58,22 @@ class Writer:
         with named_error(self._label, keys[start], start):
             if len(keys) - start > 1 and self._evictor.admit(sizes[start:]):
                 return len(keys)
-        for n in range(start, len(keys)):
-            with named_error(self._label, keys[n], n):
-                if kind_of(keys[n]) is Kind.HANDOFF:
-                    self._evictor.admit_anyway(sizes[n])
-                elif not self._evictor.admit([sizes[n]]):
-                    if n > start:
-                        return n
-                    raise StoreFull(f"{self._label}: all is leased: {keys[n]}", num_done=n)
+        n = start
+        try:
+            for n in range(start, len(keys)):
+                self._admit_one(keys[n], sizes[n], n)
+        except StoreError:
+            if n == start:
+                raise
+            return n  # those before it are written first, and then this one is met again
         return len(keys)
+
+    def _admit_one(self, key: BlockKey, num_bytes: int, number: int) -> None:
+        with named_error(self._label, key, number):
+            if kind_of(key) is Kind.HANDOFF:
+                self._evictor.admit_anyway(num_bytes)
+            elif not self._evictor.admit([num_bytes]):
+                raise StoreFull(f"{self._label}: all is leased: {key}", num_done=number)
 
     def _write(
         self,

@@ -118,6 +118,26 @@ def test_a_store_error_is_not_mapped_twice(store, monkeypatch):
         put(store, fresh_keys(1), [b"x"])
 
 
+def test_an_error_behind_values_that_have_room_counts_those_when_they_are_written(
+    store, monkeypatch
+):
+    admitted = []
+
+    def third_fails(_self, sizes):
+        if len(sizes) > 1:
+            return False
+        if len(admitted) == 2:
+            raise OSError(errno.EIO, "input/output error")
+        admitted.append(sizes)
+        return True
+
+    monkeypatch.setattr(Evictor, "admit", third_fails)
+    keys = fresh_keys(3)
+    with pytest.raises(StoreUnavailable) as caught:
+        put(store, keys, [content(key, SIZE) for key in keys])
+    assert (caught.value.num_done, store.match(keys)) == (2, 2)
+
+
 def test_a_clear_that_the_system_refuses_says_where(store, monkeypatch):
     keys = fill(store, 1)
 
