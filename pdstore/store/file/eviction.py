@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -63,20 +64,12 @@ class Evictor:
             self._used += num_bytes
             self._pending += num_bytes
             self._put_since_scan += num_bytes
-            is_over = self._used > self.budget
-            due = is_over or self._put_since_scan > self._step
-            if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
-                self._look_beside()
-                return True
-            patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
-        others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
-        limit = self.budget + (self._step if others_evict else 0)
-        if self._used <= limit:
-            return True
-        with self._lock:
-            self._used -= num_bytes
-            self._pending -= num_bytes
-        return False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._take_back, num_bytes)
+            if not self._has_room():
+                return False
+            undo.pop_all()
+        return True
 
     def admit_anyway(self, num_bytes: int) -> None:
         """Admits a value even where there is no room for it: a marker."""
@@ -119,6 +112,23 @@ class Evictor:
         self._full_until = 0.0
         if self._used + self._step > self.budget:
             self._put_since_scan = self.budget
+
+    def _has_room(self) -> bool:
+        """True if all that is admitted has room; looks at the directory where a look is due."""
+        with self._lock:
+            is_over = self._used > self.budget
+            due = is_over or self._put_since_scan > self._step
+            if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
+                self._look_beside()
+                return True
+            patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
+        others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
+        return self._used <= self.budget + (self._step if others_evict else 0)
+
+    def _take_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used -= num_bytes
+            self._pending -= num_bytes
 
     def _look_beside(self) -> None:
         """Has the thread look once; the next look is due after another step. Holds the lock."""

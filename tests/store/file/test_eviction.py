@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import threading
 import time
 
 import pytest
 
-from pdstore.errors import StoreFull
+from pdstore.errors import StoreFull, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import Evictor, default_budget
@@ -216,3 +217,26 @@ def test_a_large_pool_that_is_over_its_budget_makes_room_before_it_takes_more(tm
     assert not (place / "old").exists()
     evictor.close()
     directory.close()
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """This process may open no file."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_puts_that_fail_at_a_look_keep_no_room(store):
+    keys = fill(store, 10, age_s=100)
+    with no_more_files():
+        for _ in range(30):
+            with pytest.raises(StoreUnavailable):
+                fill(store, 1)
+    fill(store, 4)
+    assert stored(store, keys) == keys
