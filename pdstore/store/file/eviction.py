@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import threading
 import time
@@ -161,6 +162,7 @@ class Evictor:
         try:
             used, freed = self._look_and_delete(to_free)
         finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
             os.close(lock)
         with self._lock:
             self._used, self._put_since_scan = used + self._pending, 0

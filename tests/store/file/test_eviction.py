@@ -240,3 +240,20 @@ def test_puts_that_fail_at_a_look_keep_no_room(store):
                 fill(store, 1)
     fill(store, 4)
     assert stored(store, keys) == keys
+
+
+def test_a_child_that_is_forked_during_a_look_does_not_keep_its_lock(tmp_path):
+    class Inherited(PoolDirectory):
+        """Keeps the lock open, as a forked child does."""
+
+        def lock(self):
+            lock = super().lock()
+            assert lock is not None, "nobody evicts"
+            descriptors.callback(os.close, os.dup(lock))
+            return lock
+
+    with contextlib.ExitStack() as descriptors:
+        directory = descriptors.enter_context(contextlib.closing(Inherited(tmp_path / "pool")))
+        evictor = Evictor(directory, 20 * SIZE, 600.0)
+        for _ in range(3):
+            assert evictor.admit([2 * SIZE])
