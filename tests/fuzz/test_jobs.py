@@ -1,0 +1,232 @@
+"""Jobs over a store and copies that go wrong: what a job says is there is there, and is right."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pdstore import HandoffId, KVPool, Store
+from pdstore.errors import StoreFull, StoreUnavailable, SwapError
+from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.outcome import JobResult, Reason
+from pdstore.store.base import Slots
+from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually
+
+BLOCKS = list(range(80))
+seeds = pytest.mark.parametrize(
+    "seeds",
+    [
+        range(50, 80),  # with some that have found something
+        pytest.param(range(3_000), marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
+    ],
+    ids=["few", "many"],
+)
+
+
+class Plan(NamedTuple):
+    """A prompt, an instance that moves it, and how often its store and its copies fail."""
+
+    seed: int
+    num_tokens: int
+    first_token: int
+    layer_ranges: int
+    kv_shards: int
+    workers: int
+    range_bytes: int
+    staging: str
+    badness: float
+    bad_copies: bool
+    way: str
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The arguments of `Instance` that P and D have in common."""
+        return {
+            "layer_ranges": self.layer_ranges,
+            "kv_shards": self.kv_shards,
+            "num_blocks": len(BLOCKS),
+        }
+
+    @property
+    def manner(self) -> dict[str, object]:
+        """The arguments of the instance under test alone."""
+        return {
+            "workers": self.workers,
+            "range_bytes": self.range_bytes,
+            "staging": self.staging,
+            "handoff_wait_s": 5.0,
+        }
+
+
+def plan_of(seed: int, *ways: str) -> Plan:
+    draw = random.Random(seed)
+    return Plan(
+        seed=seed,
+        num_tokens=draw.randint(1, 18 * 64),
+        first_token=draw.choice([0, 0, 16, 64, 80]),
+        layer_ranges=draw.choice([1, 3]),
+        kv_shards=draw.choice([1, 2]),
+        workers=draw.choice([2, 3, 6]),
+        range_bytes=draw.choice([1, BLOCK_BYTES, 2 * BLOCK_BYTES, RANGE_BYTES]),
+        staging=draw.choice(["8MiB", "560KiB"]),
+        badness=draw.choice([0.05, 0.2, 0.6]),
+        bad_copies=draw.random() < 0.5,
+        way=draw.choice(ways),
+    )
+
+
+class BadStore(WrapperStore):
+    """Fails, falls short, damages and forgets, from `goes_bad` on."""
+
+    def __init__(self, store: Store, plan: Plan) -> None:
+        super().__init__(store)
+        self._draw, self._badness = random.Random(plan.seed), 0.0
+        self._plan, self._put = plan, list[BlockKey]()
+
+    def goes_bad(self) -> None:
+        self._badness = self._plan.badness
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        if self._draw.random() < self._badness / 8:
+            raise StoreUnavailable("injected")
+        return super().match(keys)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        got = super().get(keys, slots)
+        if self._draw.random() >= self._badness:
+            return got
+        fault = self._draw.choice(["damage", "short", "lost", "error", "odd"])
+        if fault == "damage" and got:
+            value = slots.value(self._draw.randrange(got))
+            value[self._draw.randrange(len(value))] ^= 1
+        elif fault == "error":
+            raise StoreUnavailable("injected", num_done=self._draw.randint(0, got))
+        return {"short": self._draw.randint(0, got), "lost": 0, "odd": got + 5}.get(fault, got)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        if self._draw.random() >= self._badness:
+            self._put += keys
+            return super().put(keys, slots)
+        fault = self._draw.choice(["error", "full", "fewer", "none", "dropped", "forgets"])
+        if fault in ("error", "full"):
+            raise {"error": StoreUnavailable, "full": StoreFull}[fault]("injected")
+        if fault == "forgets" and self._put:
+            super().remove([self._draw.choice(self._put)])
+        if fault in ("none", "dropped"):
+            return 0 if fault == "none" else len(keys)
+        taken = self._draw.randint(0, len(keys)) if fault == "fewer" else len(keys)
+        return super().put(keys[:taken], slots.part(0, taken)) if taken else 0
+
+
+class BadSwap(TorchSwap):
+    """Copies late, and fails now and then before or after it has begun."""
+
+    planned: Plan
+
+    def start_scatter(self, copies, ready: ReadyEvent | None = None):
+        draw = random.Random(f"{self.planned.seed} {len(copies)} {copies[0].block_ids[0]}")
+        if draw.random() < 0.02:
+            raise SwapError("injected")
+        if draw.random() < 0.05:
+            return fails
+        kept = list(copies)
+        return lambda: self.scatter(kept, ready)
+
+
+def fails() -> None:
+    raise SwapError("injected")
+
+
+def bad_swap_of(plan: Plan):
+    return type("PlannedSwap", (BadSwap,), {"planned": plan}) if plan.bad_copies else None
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    """Logs nothing: each fault would have its lines."""
+    caplog.set_level(logging.CRITICAL)
+
+
+@seeds
+def test_what_a_load_says_is_loaded_is_what_was_saved(seeds: range) -> None:
+    for seed in seeds:
+        plan = plan_of(seed, "plain", "follow")
+        store = BadStore(MemoryStore(), plan)
+        p = Instance(store, **plan.shape)
+        d = Instance(store, fill=POISON, swap=bad_swap_of(plan), **plan.shape, **plan.manner)
+        keys = p.cache.keys(range(plan.num_tokens))
+        assert p.pool.save(keys, BLOCKS).wait(20).reason is None
+        store.goes_bad()
+        first = min(plan.first_token, plan.num_tokens // 16 * 16)
+        handoff = HandoffId("1" * 32) if plan.way == "follow" else None
+        job = d.pool.load(keys, BLOCKS, first_token=first, follow=handoff)
+        if handoff is not None:
+            p.pool.abort_handoff(handoff)
+        result = job.wait(20)
+        assert_right(p, d, first, result.num_tokens)
+        assert all((d.tokens(BLOCKS, n)[:first] == POISON).all() for n in range(3))
+        assert result.reason is not None or result.num_tokens == plan.num_tokens
+        assert result.reason is not Reason.DEADLINE
+        close(p, d)
+
+
+@seeds
+def test_what_a_save_leaves_in_the_pool_is_right_and_its_handoff_whole(seeds: range) -> None:
+    for seed in seeds:
+        plan = plan_of(seed, "whole", "by layer")
+        good = MemoryStore()
+        store = BadStore(good, plan)
+        p = Instance(store, **plan.shape, **plan.manner)
+        d = Instance(good, fill=POISON, **plan.shape)
+        keys, handoff = p.cache.keys(range(plan.num_tokens)), HandoffId("2" * 32)
+        store.goes_bad()
+        result = saved(p.pool, keys, handoff, plan.way, p)
+        done = [handoff.done(p.namespace, n) for n in range(p.namespace.num_shards)]
+        if result.reason is None:
+            assert good.match(done) == len(done)
+        found = d.cache.match(d.cache.keys(range(plan.num_tokens)))
+        loaded = d.pool.load(found.keys, BLOCKS).wait(20)
+        assert loaded.num_tokens == found.num_tokens
+        assert_right(p, d, 0, loaded.num_tokens)
+        close(p, d)
+
+
+def saved(pool: KVPool, keys: PromptKeys, handoff: HandoffId, way: str, p: Instance) -> JobResult:
+    """Saves a prompt for a hand-off; by layer, each layer is written just before it is released."""
+    if way == "whole":
+        return pool.save(keys, BLOCKS, handoff=handoff).wait(20)
+    want = [cache.clone() for cache in p.caches]
+    for cache in p.caches:
+        cache.fill_(POISON)
+    save = pool.begin_save(keys, BLOCKS, handoff=handoff)
+    for layer, cache in enumerate(p.caches):
+        cache.copy_(want[layer])
+        save.layers_done(layer + 1)
+        time.sleep(0.003)  # the forward; meanwhile the save may fall short
+    return save.job.wait(20)
+
+
+def assert_right(p: Instance, d: Instance, first: int, end: int) -> None:
+    """D has P's KV of the tokens first..end in every layer."""
+    for layer in range(3):
+        got, want = d.tokens(BLOCKS, layer), p.tokens(BLOCKS, layer)
+        assert torch.equal(got[first:end], want[first:end])
+
+
+def close(p: Instance, d: Instance) -> None:
+    """Ends both; nothing of theirs is still lent."""
+    eventually(lambda: p.pool.num_jobs == d.pool.num_jobs == 0, 20)
+    for each in (p, d):
+        each.close()
+        assert not each.pool.metrics.registry.get_sample_value("pdstore_slots_lent")
