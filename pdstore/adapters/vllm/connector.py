@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -68,6 +69,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._tells_events = getattr(events, "enable_kv_cache_events", False)
         self._num_ranks = vllm_config.parallel_config.world_size
         self._events: PoolEvents | None = None
+        self._handled: BaseException | None = None  # by the caller of the current step
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
@@ -215,6 +217,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.worker.ready()  # vLLM asks when its start is through
         return self.worker.rank_layout
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
+
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.start_loads(self._step)
@@ -232,7 +238,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
-        self.worker.finish_saves(self._step)
+        # a runner calls it in a `finally`: then an exception of the forward is under way
+        if sys.exc_info()[1] is self._handled:
+            self.worker.finish_saves(self._step)
+        else:
+            self.worker.cancel_saves(self._step)
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -43,9 +43,7 @@ class StepSaves:
 
     def finish(self) -> None:
         """Releases all layers and ends the step. Cancels the saves that cannot be released."""
-        saves, self._open = self._open, []
-        self._computed.clear()
-        self._num_computed = 0
+        saves = self._end()
         try:
             while saves:
                 saves[-1].layers_done(self._num_layers)
@@ -53,3 +51,14 @@ class StepSaves:
         finally:
             for save in saves:
                 save.job.cancel()
+
+    def cancel(self) -> None:
+        """Ends the step and cancels its saves."""
+        for save in self._end():
+            save.job.cancel()
+
+    def _end(self) -> list[OpenSave]:
+        saves, self._open = self._open, []
+        self._computed.clear()
+        self._num_computed = 0
+        return saves

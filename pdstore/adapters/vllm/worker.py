@@ -148,6 +148,14 @@ class PDStoreConnectorWorker:
             self._opened = None
             self._step_saves.finish()
 
+    def cancel_saves(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Cancels the saves of a step that failed: not all of its layers are computed."""
+        try:
+            self._open_saves(metadata)  # their ends tell D, and release their blocks
+        finally:
+            self._opened = None
+            self._step_saves.cancel()
+
     def take_loaded(self, finished: set[str]) -> set[str]:
         """Returns the requests whose load has ended since the last call, well or not.
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+
+from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.connector import degrades
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.stats import StepMetrics
+from tests.support.kv import Instance, eventually
+
+IDS = list(range(1, 21))
 
 
 class Connector:
@@ -48,3 +57,61 @@ def test_every_hook_of_a_running_engine_is_guarded():
 
 def test_sleep_mode_is_not_supported():
     assert PDStoreConnector.supports_sleep_mode() is False
+
+
+@pytest.fixture
+def instance(store):
+    instance = Instance(store)
+    yield instance
+    instance.close()
+
+
+@pytest.fixture
+def connector(instance, monkeypatch):
+    """A worker's connector on the instance's pool, as vLLM's model runner calls it."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both"),
+        parallel_config=SimpleNamespace(world_size=1),
+        cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(),
+    )
+    caches = SimpleNamespace(kv_cache_groups=[], num_blocks=64)
+    connector = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
+    connector.worker.begin(instance.pool, layers=["a", "b", "c"])
+    monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(runner, "get_forward_context", lambda: None)
+    return connector
+
+
+def run_step(connector, save, error=None):
+    """A step of vLLM's runner with one save; behind its first layer the forward raises `error`."""
+    step = SimpleNamespace(
+        kv_connector_metadata=PDStoreConnectorMetadata(saves=[save]),
+        has_sync_kv_loads=False,
+        finished_req_ids=set(),
+    )
+    with runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step):
+        connector.save_kv_layer("a", None, None)
+        if error is not None:
+            raise error
+
+
+def test_a_step_saves_what_it_computes_also_while_its_caller_handles_an_error(connector, instance):
+    keys = instance.cache.keys(range(200))
+    whole = keys.store_keys(instance.namespace.parts)
+    try:
+        raise ValueError("the caller's")
+    except ValueError:
+        run_step(connector, SaveSpec(7, "request", keys, [IDS], 0))
+    eventually(lambda: instance.store.match(whole) == len(whole))
+
+
+def test_layers_that_a_failed_forward_has_not_computed_are_not_saved(connector, instance):
+    """vLLM's runner ends a step's saves whether its forward has failed or not."""
+    keys, handoff = instance.cache.keys(range(200)), HandoffId.new()
+    with pytest.raises(MemoryError):
+        run_step(connector, SaveSpec(7, "request", keys, [IDS], 0, handoff), MemoryError())
+    failed = [handoff.failed(instance.namespace)]
+    eventually(lambda: instance.store.match(failed))
+    assert not instance.store.match(keys.store_keys(instance.namespace.parts))
