@@ -120,7 +120,7 @@ class PDStoreConnectorWorker:
         return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the loads of a step; marks started and aborted hand-offs. Called in every step."""
+        """Starts the loads of a step; marks aborted hand-offs. Called in every step."""
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
             self._loads[spec.request_id] = (spec, None)
         for spec in metadata.loads:
@@ -130,8 +130,6 @@ class PDStoreConnectorWorker:
             job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
             self._loads[spec.request_id] = (spec, job)
             self._ended.watch(spec.request_id, job)
-        for handoff, num_tokens in metadata.started_handoffs:
-            self.pool.start_handoff(handoff, num_tokens)
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
 
@@ -209,12 +207,14 @@ class PDStoreConnectorWorker:
             self._pool.close()
 
     def _open_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the saves of a step at the first call for it."""
+        """Starts the saves of a step at the first call for it; marks started hand-offs."""
         if metadata is self._opened:
             return
         self._opened = metadata
         for spec in metadata.saves:  # released at once if they cannot be started
             self._released[spec.number] = 1
+        for handoff, num_tokens in metadata.started_handoffs:  # before their saves can end
+            self.pool.start_handoff(handoff, num_tokens)
         for spec in metadata.saves:
             save = self.pool.begin_save(
                 spec.keys,

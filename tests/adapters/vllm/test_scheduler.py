@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +184,18 @@ def test_a_hand_off_that_ends_before_it_is_published_is_aborted(scheduler_of):
     assert p.finish(asked) is None
     assert p.is_at_work
     assert p.take_metadata().aborted_handoffs == [tracker.handoff]
+
+
+def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended(scheduler_of):
+    """vLLM preempts nobody while it is told that blocks come back."""
+    both, asked = scheduler_of(), request()
+    both.add(asked)
+    [save] = step(both, asked, 300).saves
+    both.finish(asked)
+    assert both.holds_blocks
+    both.report(StepReport(released=Counter({save.number: 1})), [])
+    assert not both.holds_blocks
+    assert both.is_at_work, "the save's end comes with a step"
 
 
 def test_d_follows_a_hand_off_from_ps_answer_on(scheduler_of):

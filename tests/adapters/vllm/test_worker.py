@@ -9,6 +9,7 @@ import pytest
 from pdstore.adapters.vllm import worker as worker_module
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from tests.support.kv import Instance, eventually, settings_of
 from tests.support.seal_key import write_seal_key
@@ -130,6 +131,19 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store
     worker.layer_done(step, "c")
     worker.finish_saves(step)
     eventually(lambda: store.match(whole) == len(whole))
+
+
+def test_d_may_follow_a_hand_off_from_the_first_layer_on(instance, worker):
+    """A save may end before its forward: begun behind that, the hand-off's beats never ended."""
+    handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
+    step = PDStoreConnectorMetadata(
+        saves=[SaveSpec(7, "request", keys, [IDS], 0, handoff)],
+        started_handoffs=[(handoff, 200)],
+    )
+    worker.layer_done(step, "a")
+    started = [handoff.started(instance.namespace)]
+    eventually(lambda: instance.store.match(started))
+    assert not instance.store.match([handoff.done(instance.namespace, 0)])
 
 
 def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
