@@ -189,7 +189,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.is_at_work
+        return self.scheduler.holds_blocks
 
     @degrades(lambda: False)
     def reset_cache(self) -> bool:

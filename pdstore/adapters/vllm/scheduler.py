@@ -120,8 +120,7 @@ class PDStoreConnectorScheduler:
             return tracker
         if not is_keyed(request, has_pages=self._cache.namespace.fields["page"] is not None):
             return None
-        keys = keys_of(request, self._cache)
-        if keys is None:
+        if (keys := keys_of(request, self._cache)) is None:
             return None
         tracker = self._requests[request.request_id] = RequestTracker(request, keys)
         params = request.kv_transfer_params
@@ -178,8 +177,7 @@ class PDStoreConnectorScheduler:
 
     def give_up(self, request_id: str) -> None:
         """Loads nothing for this request any more, because something failed for it."""
-        tracker = self._requests.get(request_id)
-        if tracker is not None:
+        if (tracker := self._requests.get(request_id)) is not None:
             self._break_even.load_ended(request_id, tracker.num_computed)
             tracker.lookup, tracker.num_loading = None, 0
 
@@ -233,8 +231,7 @@ class PDStoreConnectorScheduler:
                 self._refs.release(report.released)
             self._records.take(report.ended, self._requests)
         for request_id in loaded:
-            tracker = self._requests.get(request_id)
-            if tracker is not None and tracker.num_loading:
+            if (tracker := self._requests.get(request_id)) and tracker.num_loading:
                 self._break_even.load_ended(request_id, tracker.num_loading)
                 tracker.num_saved = max(tracker.num_saved, tracker.num_loading)
                 tracker.num_loading = 0
@@ -247,8 +244,7 @@ class PDStoreConnectorScheduler:
         self._break_even.forget(request.request_id)
         if self._saves is not None:
             self._saves.forget(request.request_id)
-        tracker = self._requests.pop(request.request_id, None)
-        if tracker is None:
+        if (tracker := self._requests.pop(request.request_id, None)) is None:
             return None
         if tracker.lookup is not None:
             tracker.lookup.cancel()
@@ -262,6 +258,11 @@ class PDStoreConnectorScheduler:
     def is_at_work(self) -> bool:
         """True while vLLM must keep stepping although it has no request."""
         return bool(self._aborted_handoffs or self._refs or self._records.is_waiting)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """True while a save holds blocks, which come back without a preemption."""
+        return bool(self._refs)
 
     def reset(self) -> bool:
         """Clears this namespace in the pool; False if that failed."""
@@ -287,8 +288,7 @@ class PDStoreConnectorScheduler:
 
     def _note_outcomes(self) -> None:
         for outcome in self._steps.take_outcomes():
-            tracker = self._requests.get(str(outcome.name))
-            if tracker is not None:
+            if (tracker := self._requests.get(str(outcome.name))) is not None:
                 tracker.outcome = outcome
 
     def _plan_saves(self) -> None:
