@@ -10,6 +10,7 @@ from typing import Any
 
 from pdstore import Settings, read_settings
 from pdstore.errors import ConfigError
+from pdstore.store.connect import check_store
 
 
 def positive(text: str) -> int:
@@ -79,4 +80,6 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     values = vars(parser.parse_args(argv))
     given = {name: values.pop(name) for name in ("role", "store")}
     settings = read_settings(**{name: value for name, value in given.items() if value is not None})
+    if settings.pd_transfer_via_storage:
+        check_store(settings)
     return Config(settings=settings, **values)

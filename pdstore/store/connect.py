@@ -12,15 +12,26 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import HASH_BYTES
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
-from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.find import find_optional
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.optional import ErrorCodes
+from pdstore.store.registry import check_url, open_store
 from pdstore.store.seal import seal_store
+from pdstore.store.seal_key_file import read_seal_keys
 
 log = logging.getLogger(__name__)
+
+
+def check_store(settings: Settings) -> None:
+    """Raises the ConfigError of `connect_store` for what is wrong in the settings themselves.
+
+    Opens nothing: for the start of an engine, which connects only when its model is loaded.
+    """
+    check_url(settings.store, settings)
+    if settings.seal_key_file is not None:
+        read_seal_keys(settings.seal_key_file)
 
 
 def connect_store(settings: Settings, metrics: Metrics) -> Store:

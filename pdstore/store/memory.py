@@ -132,10 +132,12 @@ class MemoryStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> MemoryStore:
-        budget = url.size("budget", 0) or None
-        lease_s = url.seconds("lease", DEFAULT_LEASE_S)
-        url.finish("budget, lease")
+        budget, lease_s = _options_of(url)
         return cls(url.label, budget=budget, lease_s=lease_s)
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        _options_of(url)
 
     @property
     def lease_s(self) -> float:
@@ -207,6 +209,13 @@ class MemoryStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         return shelf
+
+
+def _options_of(url: StoreURL) -> tuple[int | None, float]:
+    budget = url.size("budget", 0) or None
+    lease_s = url.seconds("lease", DEFAULT_LEASE_S)
+    url.finish("budget, lease")
+    return budget, lease_s
 
 
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:

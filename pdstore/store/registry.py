@@ -1,4 +1,4 @@
-"""open_store: from a URL to a store, pdstore's own or one of an installed package."""
+"""open_store: from a URL to a store, pdstore's own or one of an installed package; its check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import importlib
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from pdstore.errors import ConfigError, MissingExtra
 from pdstore.settings import Settings
@@ -25,6 +25,16 @@ class StoreClass(Protocol):
 
         Takes its options from `url` and calls `url.finish` to refuse the others. `settings` say
         what is not in the URL, such as how long a value lives. Raises ConfigError.
+        """
+
+
+class ChecksURL(Protocol):
+    """A store class that can tell a bad URL without opening it; an engine asks before it starts."""
+
+    def check(self, url: StoreURL, settings: Settings) -> None:
+        """Raises ConfigError for what `open` would refuse in the URL or the settings.
+
+        Takes the options, as `open` does. Makes, connects and logs nothing.
         """
 
 
@@ -58,6 +68,29 @@ def open_store(url: str, settings: Settings) -> Store:
     Raises ConfigError for a bad URL, an unknown scheme or a package whose store cannot be loaded;
     MissingExtra, with the command, where a package is missing.
     """
+    own, foreign = _served(url)
+    parsed = StoreURL.of(url)
+    if own is not None:
+        return _load_own(parsed.scheme, own).open(parsed, settings)
+    store = _load_foreign(foreign[0], parsed.scheme).open(parsed, settings)
+    if not isinstance(store, Store):
+        place = _place(foreign[0], parsed.scheme)
+        raise ConfigError(f"{place} opened {type(store).__name__}, which is no pdstore.Store")
+    return store
+
+
+def check_url(url: str, settings: Settings) -> None:
+    """Raises what `open_store` would, as far as that shows without opening the store."""
+    own, foreign = _served(url)
+    parsed = StoreURL.of(url)
+    scheme = parsed.scheme
+    found = _load_own(scheme, own) if own is not None else _load_foreign(foreign[0], scheme)
+    if "check" in vars(found):  # an inherited one is about another class's options
+        cast(ChecksURL, found).check(parsed, settings)
+
+
+def _served(url: str) -> tuple[_Own | None, Sequence[EntryPoint]]:
+    """Returns who serves a URL's scheme: pdstore itself, or one package. Raises ConfigError."""
     scheme, separator, _ = url.partition("://")
     own = _OWN.get(scheme) or _AROUND_OTHERS.get(scheme.partition("+")[0] + "+")
     foreign = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
@@ -69,10 +102,7 @@ def open_store(url: str, settings: Settings) -> Store:
         )
     if len(foreign) + (own is not None) > 1:
         raise ConfigError(_clash(scheme, own, foreign))
-    parsed = StoreURL.of(url)
-    if own is not None:
-        return _load_own(scheme, own).open(parsed, settings)
-    return _open_foreign(foreign[0], parsed, settings)
+    return own, foreign
 
 
 def _known() -> list[str]:
@@ -109,18 +139,19 @@ def _load_own(scheme: str, own: _Own) -> StoreClass:
     return found
 
 
-def _open_foreign(entry: EntryPoint, url: StoreURL, settings: Settings) -> Store:
-    place = f"{entry.value!r} of {_distribution_of(entry)}, which serves {url.scheme}://,"
+def _load_foreign(entry: EntryPoint, scheme: str) -> StoreClass:
+    place = _place(entry, scheme)
     try:
-        found = entry.load()
+        found: StoreClass = entry.load()
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"{place} cannot be loaded: {error}") from error
     if not callable(getattr(found, "open", None)):
         raise ConfigError(f"{place} has no method `open(url, settings)`")
-    store = found.open(url, settings)
-    if not isinstance(store, Store):
-        raise ConfigError(f"{place} opened {type(store).__name__}, which is no pdstore.Store")
-    return store
+    return found
+
+
+def _place(entry: EntryPoint, scheme: str) -> str:
+    return f"{entry.value!r} of {_distribution_of(entry)}, which serves {scheme}://,"
 
 
 def _distribution_of(entry: EntryPoint) -> str:

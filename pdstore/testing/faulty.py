@@ -15,7 +15,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ErrorCodes
-from pdstore.store.registry import open_store
+from pdstore.store.registry import check_url, open_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
 
@@ -59,14 +59,17 @@ class Faulty(WrapperStore):
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> Faulty:
         """Opens the store of the URL without `faulty+`. Raises ConfigError."""
-        seed = _seed(url)
-        rates = {name: _rate(url, name) for name in ("error_rate", "miss_rate", "corrupt_rate")}
-        bytes_per_s = url.size("bytes_per_s", 0)
+        seed, rates, bytes_per_s = _options_of(url)
         inner = open_store(url.inner("faulty+"), settings)
         store = cls(inner, seed=seed, bytes_per_s=bytes_per_s, **rates)
         store.label = url.label
         log.warning("%s fails on purpose: seed %d, %s", url.label, seed, rates)
         return store
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        _options_of(url)
+        check_url(url.inner("faulty+"), settings)
 
     def codes(self) -> Mapping[str, int]:
         """Returns how often it failed on purpose, by kind, beside the codes of the other store."""
@@ -139,6 +142,12 @@ class Faulty(WrapperStore):
     def _below(self, n: int) -> int:
         with self._random_lock:
             return self._random.randrange(n)
+
+
+def _options_of(url: StoreURL) -> tuple[int, dict[str, float], int]:
+    """Takes seed, rates and bytes_per_s. Raises ConfigError."""
+    names = ("error_rate", "miss_rate", "corrupt_rate")
+    return _seed(url), {name: _rate(url, name) for name in names}, url.size("bytes_per_s", 0)
 
 
 def _seed(url: StoreURL) -> int:

@@ -20,6 +20,7 @@ from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
 from pdstore import PDStoreError, read_settings
 from pdstore.cli.ports import free_port
+from pdstore.errors import ConfigError
 from tests.docs.commands import commands
 from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
@@ -351,6 +352,14 @@ def test_a_wrong_option_is_refused_by_name(checkpoint, option, words, capsys, mo
     with pytest.raises((PDStoreError, SystemExit)) as refused:
         Engine(parse(["--model", str(checkpoint), *option]))
     assert words in capsys.readouterr().err + str(refused.value)
+
+
+def test_a_store_that_nothing_can_open_is_refused_before_the_model_is_loaded(
+    checkpoint, monkeypatch
+):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises(ConfigError, match="did you mean redis://"):
+        parse(["--model", str(checkpoint), "--store", "redsi://x"])
 
 
 def started(*options):

@@ -11,6 +11,7 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.connect import connect_store
+from pdstore.store.registry import check_url
 from pdstore.testing import fresh_keys
 
 SHELF = """
@@ -21,6 +22,11 @@ class ShelfStore(MemoryStore):
     def open(cls, url, settings):
         url.finish("none")
         return cls(url.label)
+
+class Checked(ShelfStore):
+    @classmethod
+    def check(cls, url, settings):
+        url.finish("none")
 
 class NoStore:
     @classmethod
@@ -71,6 +77,39 @@ def test_an_engine_uses_it_by_the_setting(install):
 def test_it_refuses_options_that_it_does_not_know(install):
     install("shelf3", "shelf = shelf3:ShelfStore")
     assert "unknown option 'size'" in refusal_of("shelf://?size=3")
+
+
+def test_a_package_may_check_a_url_before_it_opens_it(install):
+    install("shelf5", "shelf = shelf5:ShelfStore\nchecked = shelf5:Checked")
+    check_url("shelf://?size=3", Settings())  # has no check: `open` refuses it
+    check_url("checked://", Settings())
+    with pytest.raises(ConfigError, match="unknown option 'size'"):
+        check_url("checked://?size=3", Settings())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("memory://?budget=x", "file://here", "file:///?lease=3", "file://{tmp}/p?lease=4000"),
+        *("redis://host/x", "redis://a,b", "valkey+unix://", "redis+sentinel://host"),
+        *("shm://-a", "shm://a?dir={tmp}/none", "shm://a?dir={tmp}&size=0", "shm://a:1"),
+        *("mooncake://", "mooncake://m?colour=red", "faulty+memory://?error_rate=2"),
+        *("faulty+redsi://x", "faulty+file://{tmp}/p?colour=red", "http://x", "file://{tmp}/p?a"),
+    ],
+)
+def test_a_check_says_what_opening_would_and_makes_nothing(url, tmp_path, monkeypatch):
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+    url = url.format(tmp=tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_url(url, Settings())
+    assert str(caught.value) == refusal_of(url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_of_a_right_url_makes_nothing(tmp_path):
+    for url in ("file://{}/pool", "shm://a?dir={}", "faulty+file://{}/pool?seed=1", "memory://"):
+        check_url(url.format(tmp_path), Settings())
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_scheme_names_those_of_packages_too(install):

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from pdstore.settings import read_settings
+from pdstore.store.connect import check_store
 
 log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: its handlers print it
 
@@ -59,12 +60,18 @@ def log_where_vllm_logs() -> None:
 
 
 def _with_switch(create_engine_config: Any) -> Any:
-    """Wraps vLLM's function: PD_TRANSFER_VIA_STORAGE=1 sets the connector if none is configured."""
+    """Wraps vLLM's function: PD_TRANSFER_VIA_STORAGE=1 sets the connector if none is configured.
+
+    Settings that cannot be used end the start here, before a model is loaded.
+    """
 
     @functools.wraps(create_engine_config)
     def create(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
         if engine_args.kv_transfer_config is None:
             engine_args.kv_transfer_config = _config_of_switch()
+        transfer = engine_args.kv_transfer_config
+        if getattr(transfer, "kv_connector", None) == NAME:
+            check_store(read_settings(**transfer.kv_connector_extra_config))
         return create_engine_config(engine_args, *args, **kwargs)
 
     create._is_pdstores = True  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import mmap
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pdstore.native.slot_arrays import SlotArrays
 from pdstore.native.value_batch import ValueBatch
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file
+from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions
 from pdstore.store.arena.places import (
     ArenaLoan,
     check_sizes,
@@ -37,13 +37,9 @@ from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
 
-DEFAULT_LEASE_S = 10.0
-MAX_LEASE_S = 3600.0
-DEFAULT_DIRECTORY = Path("/dev/shm")
 REST_S = 5.0
 """Time for which a dead process's reserved memory is left alone: its GPU may still write there."""
 LOCK_TIMEOUT_S = 5.0
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 
 
@@ -85,12 +81,7 @@ class ArenaStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self.label = f"shm://{name}"
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"{self.label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
-        if not lease_s <= MAX_LEASE_S:
-            raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
-        if not directory.is_dir():
-            raise ConfigError(f"{self.label}: {directory} is no directory: name one with ?dir=")
+        ArenaOptions(name, directory, size, slab_bytes, lease_s).check()
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
@@ -111,27 +102,25 @@ class ArenaStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:
-        if url.path not in ("", "/") or url.port is not None:
-            raise ConfigError(f"{url.label}: write shm://name, and the directory as ?dir=/dev/shm")
-        size, slab_bytes = url.size("size", 0) or None, url.size("slab", 0) or None
-        lease_s = url.seconds("lease", DEFAULT_LEASE_S)
-        directory = Path(url.options.pop("dir", str(DEFAULT_DIRECTORY)))
-        url.finish("size, lease, dir, slab")
+        name, directory, size, slab_bytes, lease_s = ArenaOptions.of(url)
         library = load_library(settings, for_gpu=False)
         if library is None:
-            raise ConfigError(
-                f"{url.label} needs the native library: install cmake and a C++ compiler, see"
-                " `python -m pdstore native`, and do not set PDSTORE_NATIVE=off"
-            )
+            raise _without_library(url)
         return cls(
             library,
-            url.host or "pool",
+            name,
             directory=directory,
             size=size,
             slab_bytes=slab_bytes,
             lease_s=lease_s,
             handoff_ttl_s=settings.handoff_ttl_s,
         )
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        ArenaOptions.of(url).check()
+        if settings.native == "off":
+            raise _without_library(url)
 
     @property
     def lease_s(self) -> float:
@@ -288,6 +277,13 @@ class ArenaStore(Store):
         with contextlib.suppress(OSError):  # where the kernel has none for such files
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(mapped)
+
+
+def _without_library(url: StoreURL) -> ConfigError:
+    return ConfigError(
+        f"{url.label} needs the native library: install cmake and a C++ compiler, see"
+        " `python -m pdstore native`, and do not set PDSTORE_NATIVE=off"
+    )
 
 
 def _kinds(keys: Sequence[BlockKey]) -> bytes:

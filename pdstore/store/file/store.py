@@ -70,8 +70,7 @@ class FileStore(Store):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.label, self.root = f"file://{root}", root
-        if not lease_s <= MAX_LEASE_S:
-            raise ConfigError(f"{self.label}: lease must be at most {MAX_LEASE_S:g} seconds")
+        _check_lease(self.label, lease_s)
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
@@ -91,15 +90,7 @@ class FileStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
-        if url.host or url.path == "/":
-            raise ConfigError(
-                f"{url.label}: write file:///an/absolute/directory,"
-                f" or file:// for {default_pool_directory()}"
-            )
-        budget = url.size("budget", 0) or None
-        lease_s = url.seconds("lease", DEFAULT_LEASE_S)
-        url.finish("budget, lease")
-        root = Path(url.path) if url.path else default_pool_directory()
+        root, budget, lease_s = _options_of(url)
         return cls(
             root,
             budget=budget,
@@ -108,6 +99,10 @@ class FileStore(Store):
             library=partial(load_library, settings, for_gpu=False),
             built=partial(built_library, settings),
         )
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        _options_of(url)
 
     @property
     def lease_s(self) -> float:
@@ -242,6 +237,25 @@ class FileStore(Store):
         if why not in (0, errno.ENOENT):
             raise error_of(self.label, why, keys[n], n)
         return n
+
+
+def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
+    """Returns directory, budget and lease. Raises ConfigError."""
+    if url.host or url.path == "/":
+        raise ConfigError(
+            f"{url.label}: write file:///an/absolute/directory,"
+            f" or file:// for {default_pool_directory()}"
+        )
+    budget = url.size("budget", 0) or None
+    lease_s = url.seconds("lease", DEFAULT_LEASE_S)
+    url.finish("budget, lease")
+    _check_lease(url.label, lease_s)
+    return Path(url.path) if url.path else default_pool_directory(), budget, lease_s
+
+
+def _check_lease(label: str, lease_s: float) -> None:
+    if not lease_s <= MAX_LEASE_S:
+        raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
 
 
 def _packed(slots: Slots) -> tuple[bytes, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import socket
 from types import ModuleType
@@ -33,6 +34,7 @@ None of them affects its calls to the process that shares our memory: see `barri
 _SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")
 _INSTALL_SYSTEM = "apt-get install libibverbs1 libcurl4 libnuma1"
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
+_MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
 
 class Library:
@@ -101,11 +103,17 @@ class Library:
         return cast(Raw, raw) if code == 0 else code
 
 
+def check_installed() -> None:
+    """Raises MissingExtra if there is no such package. Imports nothing."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise MissingExtra(_MISSING)
+
+
 def _load() -> ModuleType:
     try:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"mooncake:// needs Mooncake's library: {_INSTALL}") from error
+        raise MissingExtra(_MISSING) from error
     except ImportError as error:  # a shared library that it needs
         if any(name in str(error) for name in _SYSTEM_LIBRARIES):
             raise MissingExtra(

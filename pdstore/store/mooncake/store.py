@@ -20,7 +20,7 @@ from pdstore.store.mooncake.client import Client, Raw
 from pdstore.store.mooncake.closing import close_on_sigterm
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
 from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.library import Library
+from pdstore.store.mooncake.library import Library, check_installed
 from pdstore.store.mooncake.master_http import MasterHttp
 from pdstore.store.mooncake.memory import Memory
 from pdstore.store.mooncake.put import Putter
@@ -92,6 +92,11 @@ class MooncakeStore(Store):
         config = MooncakeConfig.of(url, mooncake_sources())
         log.info("%s: %s", url.label, config.describe())
         return cls(url.label, config)
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        MooncakeConfig.of(url, mooncake_sources())
+        check_installed()
 
     @property
     def lease_s(self) -> float:

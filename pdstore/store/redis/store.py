@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import redis
-from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 
 from pdstore.errors import WrongLength
@@ -49,10 +48,8 @@ class RedisStore(Store):
         self._lifecycle = Lifecycle(label)
         self._servers = servers
         self._ttl_s: Mapping[Kind, int | None] = {
-            Kind.BLOCK: settings.block_ttl_s,
-            Kind.TAIL: settings.handoff_ttl_s,
-            Kind.HANDOFF: settings.handoff_ttl_s,
-            Kind.POOL: None,
+            **{Kind.BLOCK: settings.block_ttl_s, Kind.POOL: None},
+            **dict.fromkeys((Kind.TAIL, Kind.HANDOFF), settings.handoff_ttl_s),
         }
         shortest = min(settings.block_ttl_s, settings.handoff_ttl_s)
         self._lease_without_eviction_s = max(0.0, shortest - _LEASE_MARGIN_S)
@@ -61,6 +58,10 @@ class RedisStore(Store):
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> RedisStore:
         return cls(url.label, open_servers(url), settings)
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        open_servers(url)  # which connects to none
 
     @property
     def lease_s(self) -> float:
@@ -207,11 +208,10 @@ class RedisStore(Store):
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
         try:
             for client in self._servers.masters():
-                cursor, is_first = 0, True
-                while cursor or is_first:
+                cursor: int | None = None
+                while cursor != 0:
                     self._lifecycle.check()
-                    cursor, found = client.scan(cursor, match=pattern, count=_SCAN_KEYS)
-                    is_first = False
+                    cursor, found = client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS)
                     if found:
                         yield client, [name for name in found if isinstance(name, bytes)]
         except RedisError as error:
@@ -263,7 +263,7 @@ class RedisStore(Store):
             raise error_of(self.label, reply, keys[i], i) from reply
         return reply
 
-    def _execute(self, pipe: Pipeline, prefix: str) -> list[object]:
+    def _execute(self, pipe: redis.client.Pipeline, prefix: str) -> list[object]:
         """Returns one server's replies, errors among them. Raises StoreError for no replies."""
         self._lifecycle.check()
         try:

@@ -115,6 +115,28 @@ def test_a_misspelt_setting_ends_the_start(monkeypatch, configured):
         configured()
 
 
+@pytest.mark.parametrize("url", ["redsi://there", "file://{tmp}/pool?colour=red", "shm://a?size=x"])
+def test_a_store_that_nothing_can_open_ends_the_start(monkeypatch, configured, tmp_path, url):
+    url = url.format(tmp=tmp_path)
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_STORE", url)
+    with pytest.raises(ConfigError, match=url.partition("?")[0]):
+        configured()
+    monkeypatch.delenv("PDSTORE_STORE")
+    given = KVTransferConfig(
+        kv_connector=plugin.NAME, kv_role="kv_both", kv_connector_extra_config={"store": url}
+    )
+    with pytest.raises(ConfigError, match=url.partition("?")[0]):
+        configured(given)
+
+
+def test_a_store_is_not_opened_before_the_engine_is(monkeypatch, configured, tmp_path):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_STORE", f"file://{tmp_path}/pool")
+    assert configured().kv_connector == plugin.NAME
+    assert not list(tmp_path.iterdir())
+
+
 def test_pdstores_own_lines_come_out_where_vllms_do(monkeypatch):
     ours, theirs, heard = logging.getLogger("pdstore"), logging.getLogger("vllm"), []
     for name, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):

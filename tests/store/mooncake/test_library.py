@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from pdstore.errors import MissingExtra
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.mooncake import library as mooncake_library
+from pdstore.store.registry import check_url
 
 
 def test_the_librarys_settings_are_made_before_it_is_imported_and_the_users_kept():
@@ -61,3 +62,9 @@ def test_what_is_not_installed_is_said_with_the_command(monkeypatch, error, word
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(MissingExtra, match=words):
         open_store("mooncake://127.0.0.1:1", Settings())
+
+
+def test_what_is_not_installed_is_said_before_it_is_opened(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[mooncake\]'"):
+        check_url("mooncake://localhost", Settings())
