@@ -143,7 +143,7 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
                        int64_t *covered, int64_t lock_ns) {
   *covered = 0;
   return life_.call([&] {
-    std::vector<int64_t> unbacked;  // of the keys, by index
+    std::vector<Unbacked> unbacked;
     unbacked.reserve(keys.size());
     const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       for (int64_t i = 0; i < *covered; ++i) {  // of an attempt before the index was rebuilt
@@ -158,23 +158,23 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
           const Slot &slot = index_.slot(id);
           places.slots[i] = id, places.generations[i] = slot.generation;
           places.offsets[i] = index_.offset_of(id);
-          if (!slot.is_backed) unbacked.push_back(i);
+          if (!slot.is_backed) unbacked.push_back({i, index_.room_of(id)});
         }
         ++*covered;
       }
     });
     if (code != PDS_OK) return code;
-    const int32_t failed = back(sizes, places, unbacked, covered);
+    const int32_t failed = back(places, unbacked, covered);
     if (failed != PDS_OK) return failed;
     return *covered == 0 && !keys.empty() ? int32_t{PDS_ERR_FULL} : int32_t{PDS_OK};
   });
 }
 
-// Has the file system give the memory of slots, without which writing to them would be a SIGBUS.
-int32_t Arena::back(const int64_t *sizes, Places places, std::vector<int64_t> unbacked,
-                    int64_t *covered) {
-  for (const int64_t i : unbacked) {
-    const int64_t bytes = (sizes[i] + kUnit - 1) / kUnit * kUnit;
+// Has the file system give the memory of slots, without which writing to them would be a SIGBUS;
+// of whole slots, because the next value there may be longer.
+int32_t Arena::back(Places places, const std::vector<Unbacked> &unbacked, int64_t *covered) {
+  for (const auto &[number, bytes] : unbacked) {
+    const int64_t i = number;
     if (fallocate(file_, 0, geometry_.data_at + places.offsets[i], bytes) == 0) continue;
     const int64_t end = *covered;
     *covered = i;
@@ -233,7 +233,7 @@ int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places places, int
         const uint32_t id = index_.find(keys[i], now);
         if (id == kNone) return;
         const Slot &slot = index_.slot(id);
-        fits = slot.bytes == sizes[i] && index_.holds(id, slot.bytes);
+        fits = slot.bytes == sizes[i] && slot.bytes <= index_.room_of(id);
         if (!fits) return;
         index_.touch(id, now);
         places.slots[i] = id, places.generations[i] = slot.generation;

@@ -63,8 +63,10 @@ class Arena {
 
   template <typename Body>
   int32_t with_lock(int64_t lock_ns, Body body);
-  int32_t back(const int64_t *sizes, Places places, std::vector<int64_t> unbacked,
-               int64_t *covered);
+  struct Unbacked {
+    int64_t number, bytes;  // of the place; of its whole slot
+  };
+  int32_t back(Places places, const std::vector<Unbacked> &unbacked, int64_t *covered);
 
   int file_;  // for locks, never mapped
   char *base_;

@@ -63,8 +63,8 @@ class Index {
   bool is_reserved(int64_t id, uint64_t generation);
   void free_if_reserved(int64_t id, uint64_t generation);
   void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until);
-  // True if a slot has room for so many bytes.
-  bool holds(uint32_t id, int64_t bytes) { return bytes <= slabs_[slab_of(id)].units * kUnit; }
+  // The bytes that a slot has room for.
+  int64_t room_of(uint32_t id) { return slabs_[slab_of(id)].units * kUnit; }
   void count(pds_arena_counts *counts);
   // Copies out what is stored from slot *next on, up to `room` values; returns how many.
   int64_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t now);

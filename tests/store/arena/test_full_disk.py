@@ -9,12 +9,14 @@ import subprocess
 import pytest
 
 from pdstore.errors import ConfigError, StoreFull
+from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 
 MIB = 1 << 20
+PAGE = 4096
 SIZE = 100_000
 
 
@@ -47,6 +49,20 @@ def test_values_are_evicted_where_the_disk_gives_no_more_memory(library, small_d
         assert 20 < sum(store.which_stored(keys)) < 32, "of 3 MiB"
         for key in stored[-10:]:
             assert get(store, [key], [SIZE]) == [content(key, SIZE)]
+
+
+def test_a_place_has_its_memory_though_a_shorter_value_had_it_before(library, small_disk):
+    """Tails of several sizes share slots: to write where the disk gives nothing is a SIGBUS."""
+    with contextlib.closing(ArenaStore(library, directory=small_disk, size=8 * MIB)) as store:
+        short, long = (BlockKey(f"{key}:partial:3") for key in fresh_keys(2))
+        assert put(store, [short], [bytes(5 * PAGE)]) == 1
+        store.remove([short])
+        fill(small_disk, 0)
+        place = store.reserve([long], [6 * PAGE]).places
+        first = store.path.stat().st_size - len(place.view)
+        with store.path.open("r+b", buffering=0) as file:
+            file.seek(first + place.offsets[0])
+            assert file.write(bytes(6 * PAGE)) == 6 * PAGE
 
 
 def test_memory_that_the_disk_does_not_give_is_no_crash(library, small_disk):
