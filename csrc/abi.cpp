@@ -161,9 +161,10 @@ extern "C" int32_t pds_populate(uint64_t address, int64_t bytes) {
     if (madvise(reinterpret_cast<void *>(address), bytes, kPopulateWrite) == 0) return PDS_OK;
     if (errno != EINVAL) return PDS_ERR_MEMORY;  // a touch would be a SIGBUS
   }
-  auto *memory = reinterpret_cast<volatile char *>(address);
-  for (int64_t at = 0; at < bytes; at += kPage) memory[at] = memory[at];
-  memory[bytes - 1] = memory[bytes - 1];
+  // In one step: what others write to the same memory meanwhile is not undone.
+  auto *memory = reinterpret_cast<char *>(address);
+  for (int64_t at = 0; at < bytes; at += kPage) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
+  __atomic_fetch_or(memory + bytes - 1, 0, __ATOMIC_RELAXED);
   return PDS_OK;
 }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+import time
 
 import pytest
 
 from pdstore.errors import ConfigError, NativeError
-from pdstore.native.library import Library, LibraryLoader
+from pdstore.native.library import Library, LibraryLoader, address_of
 from tests.support import native_kit
 from tests.support.kv import settings_of
 
@@ -107,3 +109,29 @@ def test_a_library_of_another_abi_is_refused_before_it_is_asked_for_more(tmp_pat
     subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
     with pytest.raises(NativeError, match="has ABI 2"):
         Library(library)
+
+
+def test_making_memory_present_undoes_nothing_that_others_write_meanwhile(library):
+    """Two processes map an arena; on kernels before 5.14, and here at odd addresses, by a touch."""
+    page, count = 4096, 8192
+    memory = bytearray(page * (count + 1))
+    touched = slice(1, 1 + page * count, page)
+    is_over = threading.Event()
+
+    def touch():
+        while not is_over.is_set():
+            library.populate(address_of(memoryview(memory)) + 1, page * count)
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    end = time.monotonic() + 0.5
+    try:
+        for number in range(1_000_000):
+            written = bytes([number % 256]) * count
+            memory[touched] = written
+            assert memory[touched] == written
+            if time.monotonic() > end:
+                break
+    finally:
+        is_over.set()
+        toucher.join()
