@@ -65,6 +65,7 @@ int32_t Arena::with_lock(int64_t lock_ns, Body body) {
       header.is_damaged = 0;
     }
     try {
+      owed_.pay(index_);
       body(now_ns());
       return PDS_OK;
     } catch (const Damaged &) {
@@ -178,7 +179,7 @@ int32_t Arena::back(Places places, const std::vector<Unbacked> &unbacked, int64_
     if (fallocate(file_, 0, geometry_.data_at + places.offsets[i], bytes) == 0) continue;
     const int64_t end = *covered;
     *covered = i;
-    return with_lock(-1, [&](int64_t now) {
+    const int32_t code = with_lock(-1, [&](int64_t now) {
       const int64_t until = index_.deny(now);
       for (int64_t j = i; j < end; ++j) {
         if (places.slots[j] < 0) continue;
@@ -186,6 +187,8 @@ int32_t Arena::back(Places places, const std::vector<Unbacked> &unbacked, int64_
         places.slots[j] = -1;
       }
     });
+    if (code != PDS_OK) owed_.add(places.slots, places.generations, end);
+    return code;
   }
   return PDS_OK;
 }
@@ -212,13 +215,16 @@ int32_t Arena::abandon(Places places, int64_t count, int64_t lock_ns) {
   const auto is_none = [](int64_t slot) { return slot < 0; };
   if (std::all_of(places.slots, places.slots + count, is_none)) return PDS_OK;
   return life_.call([&] {
-    return with_lock(lock_ns, [&](int64_t) {
+    const int32_t code = with_lock(lock_ns, [&](int64_t) {
       for (int64_t i = 0; i < count; ++i) {
         if (places.slots[i] < 0) continue;
         index_.free_if_reserved(places.slots[i], places.generations[i]);
         places.slots[i] = -1;
       }
     });
+    const bool is_last_try = lock_ns < 0;
+    if (code == PDS_ERR_TIMEOUT && is_last_try) owed_.add(places.slots, places.generations, count);
+    return code;
   });
 }
 

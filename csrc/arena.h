@@ -9,6 +9,7 @@
 #include "arena_file.h"
 #include "arena_index.h"
 #include "arena_life.h"
+#include "arena_owed.h"
 #include "pdstore.h"
 
 namespace pds::arena {
@@ -75,6 +76,7 @@ class Arena {
   Owner owner_;
   Index index_;
   Life life_;
+  Owed owed_;
 };
 
 }  // namespace pds::arena
