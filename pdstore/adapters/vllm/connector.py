@@ -218,8 +218,18 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return self.worker.rank_layout
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._end_left_open()
         super().bind_connector_metadata(connector_metadata)
         self._handled = sys.exc_info()[1]
+
+    @degrades(lambda: None)
+    def _end_left_open(self) -> None:
+        """Saves what the last step computed, if the runner has not ended that one.
+
+        Where tokens are drafted, vLLM ends steps on the last pipeline stage alone.
+        """
+        if self._step.saves:
+            self.worker.finish_saves(self._step)
 
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -84,14 +84,15 @@ def connector(instance, monkeypatch):
     return connector
 
 
-def run_step(connector, save, error=None):
-    """A step of vLLM's runner with one save; behind its first layer the forward raises `error`."""
+def run_step(connector, *saves, error=None, is_left_open=False):
+    """A step of vLLM's runner; behind its first layer the forward raises `error`."""
     step = SimpleNamespace(
-        kv_connector_metadata=PDStoreConnectorMetadata(saves=[save]),
+        kv_connector_metadata=PDStoreConnectorMetadata(saves=list(saves)),
         has_sync_kv_loads=False,
         finished_req_ids=set(),
     )
-    with runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step):
+    forward = runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+    with forward(step, defer_finalize=is_left_open):
         connector.save_kv_layer("a", None, None)
         if error is not None:
             raise error
@@ -111,7 +112,19 @@ def test_layers_that_a_failed_forward_has_not_computed_are_not_saved(connector, 
     """vLLM's runner ends a step's saves whether its forward has failed or not."""
     keys, handoff = instance.cache.keys(range(200)), HandoffId.new()
     with pytest.raises(MemoryError):
-        run_step(connector, SaveSpec(7, "request", keys, [IDS], 0, handoff), MemoryError())
+        run_step(
+            connector, SaveSpec(7, "request", keys, [IDS], 0, handoff), error=MemoryError("no room")
+        )
     failed = [handoff.failed(instance.namespace)]
     eventually(lambda: instance.store.match(failed))
     assert not instance.store.match(keys.store_keys(instance.namespace.parts))
+
+
+def test_a_step_that_the_runner_leaves_open_is_ended_by_the_next(connector, instance):
+    """vLLM's last pipeline stage alone ends a step where tokens are drafted."""
+    keys = instance.cache.keys(range(200))
+    whole = keys.store_keys(instance.namespace.parts)
+    run_step(connector, SaveSpec(7, "request", keys, [IDS], 0), is_left_open=True)
+    run_step(connector, is_left_open=True)
+    eventually(lambda: instance.store.match(whole) == len(whole))
+    eventually(lambda: [connector.worker.take_report()] and connector.worker.is_idle)

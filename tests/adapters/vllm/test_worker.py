@@ -98,7 +98,7 @@ def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp
     worker.register({})
     keys = PromptKeys(worker.pool.namespace).extend(range(200))
     worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "r", keys, [IDS], 0)]))
-    eventually(lambda: worker.take_report() and worker.is_idle)
+    eventually(lambda: [worker.take_report()] and worker.is_idle)
     worker.close()
     values = [path.read_bytes() for path in (tmp_path / "pool").glob("??/pds1:*:0:0:*")]
     assert len(values) == 4
