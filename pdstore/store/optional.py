@@ -160,6 +160,14 @@ class ListsValues(Protocol):
         """
 
 
+@runtime_checkable
+class LimitsValues(Protocol):
+    """A store that can never take values above some length, however empty it is."""
+
+    def why_too_long(self, num_bytes: int) -> str | None:
+        """Returns why no value of so many bytes can be stored, and what to set; None if one can."""
+
+
 class Room(NamedTuple):
     """The fill of a store.
 

@@ -25,6 +25,7 @@ from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.value_limit import check_values_fit
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,11 @@ def open_mover(
 
     store: the values that are moved to it are encrypted where PDSTORE_SEAL_KEY_FILE says so.
     undo: gets what closes that memory again.
-    Raises ConfigError for a bad seal key file; it or LayoutError for staging that does not fit.
+    Raises ConfigError for a bad seal key file, and for blocks that the store can never take; it or
+    LayoutError for staging that does not fit.
     """
     store = seal_store(store, settings)
+    check_values_fit(store, layout)
     ends = Ends(layout, swap, store, metrics)
     saves = settings.publish and settings.role != "decode"
     # an instance that never saves cannot heal the value, and may have the wrong key itself

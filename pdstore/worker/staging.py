@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from pydantic import ByteSize
+
 from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.native.library import address_of
@@ -45,9 +47,11 @@ class Staging:
         self.num_slots = num_bytes // self.slot_bytes
         if self.num_slots < MIN_SLOTS:
             need = -(-MIN_SLOTS * self.slot_bytes >> 20)
+            given, slot = (ByteSize(n).human_readable() for n in (num_bytes, self.slot_bytes))
             raise ConfigError(
-                f"PDSTORE_STAGING of {num_bytes >> 20} MiB holds {self.num_slots} slots of"
-                f" {self.slot_bytes} bytes, and {MIN_SLOTS} are needed: set it to {need}MiB or more"
+                f"PDSTORE_STAGING={given} holds {self.num_slots} values of a block, up to {slot}"
+                f" each, and {MIN_SLOTS} are needed: set it to {need}MiB or more, or"
+                " PDSTORE_BLOCK_TOKENS to less, the same for P and D"
             )
         try:
             self.view = allocate(self.num_slots * self.slot_bytes)

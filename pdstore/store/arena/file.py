@@ -47,6 +47,18 @@ def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: 
     raise StoreUnavailable(f"{path} appears and vanishes: somebody else removes it")
 
 
+def why_too_long(path: Path, num_bytes: int, slab_bytes: int) -> str | None:
+    """Returns why the arena at a path holds no value of so many bytes; None if it can hold one."""
+    if num_bytes <= slab_bytes:
+        return None
+    wanted = 1 << (num_bytes - 1).bit_length()
+    return (
+        f"{path} has slabs of {_readable(slab_bytes)}, and a value of {_readable(num_bytes)} needs"
+        " a larger one: remove the file when nobody uses it, and write"
+        f" ?slab={_readable(wanted)} with ?size={_readable(wanted * _MIN_SLABS)} or more"
+    )
+
+
 def _checked(fd: int, path: Path) -> int:
     try:
         status = os.fstat(fd)

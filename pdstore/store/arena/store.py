@@ -20,7 +20,7 @@ from pdstore.native.library import Library, address_of, load_library
 from pdstore.native.slot_arrays import SlotArrays
 from pdstore.native.value_batch import ValueBatch
 from pdstore.settings import Settings
-from pdstore.store.arena.file import open_arena_file
+from pdstore.store.arena.file import open_arena_file, why_too_long
 from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions
 from pdstore.store.arena.places import (
     ArenaLoan,
@@ -248,6 +248,9 @@ class ArenaStore(Store):
         used_bytes = self.counts().slabs * self._arena.slab_bytes
         policy = "the least recently used of its size goes first"
         return Room("shared memory", used_bytes, self._arena.data_bytes, None, policy)
+
+    def why_too_long(self, num_bytes: int) -> str | None:
+        return why_too_long(self.path, num_bytes, self._arena.slab_bytes)
 
     def close(self) -> None:
         if self._lifecycle.end():

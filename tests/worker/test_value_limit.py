@@ -1,0 +1,57 @@
+"""check_values_fit: a pool does not start where no whole block of its layout can be stored."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from pdstore import Layout
+from pdstore.errors import ConfigError
+from pdstore.format.block import HEADER_BYTES
+from pdstore.format.envelope import ENVELOPE_BYTES
+from pdstore.store import open_store
+from pdstore.store.memory import MemoryStore
+from pdstore.store.seal import seal_store
+from pdstore.worker.value_limit import check_values_fit
+from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, settings_of
+from tests.support.seal_key import write_seal_key
+
+
+class Limited(MemoryStore):
+    def __init__(self, most_bytes):
+        super().__init__()
+        self.most_bytes = most_bytes
+
+    def why_too_long(self, num_bytes):
+        return None if num_bytes <= self.most_bytes else "it is too long"
+
+
+def layout_of(settings):
+    return Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
+
+
+def test_a_pool_refuses_an_arena_whose_slabs_hold_no_block_and_says_what_to_set(tmp_path):
+    url = f"shm://small?size=1MiB&dir={tmp_path}"
+    with contextlib.closing(open_store(url + "&slab=16KiB", settings_of())) as store:
+        with pytest.raises(ConfigError, match=r"\?slab=32.0KiB with \?size=512.0KiB") as caught:
+            Instance(store)
+        assert "PDSTORE_BLOCK_TOKENS" in str(caught.value)
+        Instance(store, block_tokens=32).close()
+        store.path.unlink()
+    with contextlib.closing(open_store(url + "&slab=32.0KiB", settings_of())) as store:
+        Instance(store).close()
+
+
+def test_a_value_that_just_fits_is_taken_and_its_envelope_counts(tmp_path):
+    settings = settings_of(seal_key_file=write_seal_key(tmp_path / "seal.key"))
+    layout, plain = layout_of(settings), HEADER_BYTES + BLOCK_BYTES
+    check_values_fit(Limited(plain), layout)
+    check_values_fit(seal_store(Limited(plain + ENVELOPE_BYTES), settings), layout)
+    for store in (Limited(plain - 1), seal_store(Limited(plain + ENVELOPE_BYTES - 1), settings)):
+        with pytest.raises(ConfigError, match="it is too long; or store blocks of less than 64"):
+            check_values_fit(store, layout)
+
+
+def test_a_store_without_a_limit_takes_all():
+    check_values_fit(MemoryStore(), layout_of(settings_of()))
