@@ -15,10 +15,11 @@ from pdstore.cli.checks.finding import Finding, Level, info, ok, warn
 from pdstore.cli.checks.host import available_memory, check_limits, check_memory, check_native
 from pdstore.cli.checks.pages import MOUNTS, check_file_pages, check_pages
 from pdstore.cli.checks.peer import check_peers
-from pdstore.cli.checks.room import check_room
+from pdstore.cli.checks.room import check_blocks, check_room
 from pdstore.cli.checks.round_trip import RoundTrip, Speed
 from pdstore.cli.model_shape import ModelShape
 from pdstore.cli.quantity import duration
+from pdstore.cli.selftest import layout_of
 from pdstore.cli.survey import survey
 from pdstore.errors import PDStoreError
 from pdstore.format.namespace import Json
@@ -100,6 +101,8 @@ def _check_store(
         if any(finding.subject == "connect" for finding in tried):
             return
         yield from check_room(plain, shape.kv_bytes() if shape else None)
+        if shape is not None:
+            yield from check_blocks(store, layout_of(settings, shape))
         if isinstance(plain, ArenaStore):
             yield from check_pages(plain.path, MOUNTS.read_text(), count_gpus())
         if isinstance(plain, FileStore):

@@ -41,7 +41,7 @@ def selftest(url: str | None, model: str | None, num_tokens: int) -> Answer:
     weights = f"selftest:{secrets.token_hex(8)}"
     settings = read_settings(**given, weights=weights, role="both", require_store=True)
     shape = ModelShape.of(model) if model else _DEFAULT
-    layout = _layout_of(settings, shape)
+    layout = layout_of(settings, shape)
     with busy(f"handing {num_tokens} tokens over"):
         ended = _hand_over(settings, layout, num_tokens)
     num_bytes = num_tokens * shape.kv_bytes()
@@ -62,7 +62,8 @@ def selftest(url: str | None, model: str | None, num_tokens: int) -> Answer:
     )
 
 
-def _layout_of(settings: Settings, shape: ModelShape) -> Layout:
+def layout_of(settings: Settings, shape: ModelShape) -> Layout:
+    """Returns the layout of one rank that holds all of a model."""
     if shape.is_mla:
         layer = LayerSpec(1, shape.kv_elements, value_dim=0, kind="mla")
     else:

@@ -58,6 +58,14 @@ def test_a_store_that_is_away_is_red_at_its_first_step():
     assert "✗  connect" in ran.out
 
 
+def test_an_arena_whose_slabs_hold_no_block_of_the_model_is_red(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    url = f"shm://small?size=8MiB&slab=1MiB&dir={tmp_path}"
+    document = doctor(Asked(url, model=str(config)), lambda: 0).document
+    assert "?slab=4.0MiB" in found(document, "bad")["block size"]["said"]
+
+
 @pytest.mark.parametrize(("gpu", "level"), [("B200", "warn"), ("L4", "ok")])
 def test_the_break_even_is_a_verdict_on_this_store(gpu, level, tmp_path, file_url):
     from pdstore.cli.break_even import Machine

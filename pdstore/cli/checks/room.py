@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from pdstore.cli.checks.finding import Finding, bad, info, ok, warn
 from pdstore.cli.quantity import count, size
-from pdstore.errors import StoreError
+from pdstore.errors import ConfigError, StoreError
+from pdstore.format.layout import Layout
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.optional import Room, TellsRoom
+from pdstore.worker.value_limit import check_values_fit
 
 TOKENS = 4096
 TOKEN_BYTES = 128 << 10
@@ -33,6 +35,14 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     yield info("server", f"{room.keeper}, {room.policy}")
     yield _room(room, kv_bytes)
     yield from _policy(room)
+
+
+def check_blocks(store: Store, layout: Layout) -> Iterator[Finding]:
+    """Yields a finding if a whole block of a model can never be stored."""
+    try:
+        check_values_fit(store, layout)
+    except ConfigError as error:
+        yield bad("block size", str(error), "stop P and D first, and run this again after it")
 
 
 def _room(room: Room, kv_bytes: int | None) -> Finding:

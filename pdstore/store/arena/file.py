@@ -53,8 +53,8 @@ def why_too_long(path: Path, num_bytes: int, slab_bytes: int) -> str | None:
         return None
     wanted = 1 << (num_bytes - 1).bit_length()
     return (
-        f"{path} has slabs of {_readable(slab_bytes)}, and a value of {_readable(num_bytes)} needs"
-        " a larger one: remove the file when nobody uses it, and write"
+        f"{path} has slabs of {slab_bytes} bytes, and a value of {num_bytes} bytes needs a larger"
+        " one: remove the file when nobody uses it, and write"
         f" ?slab={_readable(wanted)} with ?size={_readable(wanted * _MIN_SLABS)} or more"
     )
 
