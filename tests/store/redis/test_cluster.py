@@ -123,7 +123,7 @@ def test_a_node_that_hangs_costs_a_call_one_time_out(cluster, store):
     cluster.masters[1].pause()
     start = time.monotonic()
     try:
-        with pytest.raises(StoreTimeout, match=keys[first]) as caught:
+        with pytest.raises(StoreTimeout) as caught:
             get(store, keys, [1] * 60)
         assert caught.value.num_done == first
         assert time.monotonic() - start < 5, "not a time-out for each of twenty keys"
