@@ -52,8 +52,9 @@ def publish(rank, handoff):
 @pytest.mark.parametrize(
     ("of_p", "of_d"), [((3, 3), (6,)), ((6,), (3, 3)), ((3, 3), (3, 3))], ids=str
 )
-def test_p_and_d_of_any_stages_hand_over(stages, of_p, of_d):
-    p, d = stages(of_p), stages(of_d, fill=POISON)
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_p_and_d_of_any_stages_hand_over(stages, of_p, of_d, native):
+    p, d = stages(of_p, native=native), stages(of_d, fill=POISON, native=native)
     handoff, params = p[0].cache.announce(p[0].cache.keys(range(NUM_TOKENS)))
     assert all(publish(rank, handoff).reason is None for rank in p)
     found = d[0].cache.lookup(d[0].cache.keys(range(NUM_TOKENS)), params).wait(10)

@@ -25,8 +25,8 @@ class TorchSwap(Swap):
     def __init__(self, layout: Layout, kv_caches: Sequence[LayerCache]) -> None:
         self._layout = layout
         self._caches = caches_as_bytes(layout, kv_caches)
-        self.device = self._caches[0][0].device
-        self.num_blocks = self._caches[0][0].shape[0]
+        one = self._caches[layout.held_layers[0]][0]
+        self.device, self.num_blocks = one.device, one.shape[0]
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.to_follow(ready)
