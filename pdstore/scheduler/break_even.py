@@ -161,9 +161,8 @@ class BreakEven:
 
     def forget(self, name: Hashable) -> None:
         """Forgets a prompt: its request has ended, however far it came."""
-        prompt = self._prompts.pop(name, None)
-        if prompt is not None and prompt.num_loading:
-            self._loads.dropped(prompt.num_loading, follows=prompt.follows)
+        if name in self._prompts:
+            self._pop(name)
 
     def _note_load(self, prompt: _Prompt, num_missing: int) -> None:
         num_tokens = prompt.num_loading
@@ -175,8 +174,15 @@ class BreakEven:
         else:
             self._loads.dropped(num_tokens, follows=True)
 
-    def _end(self, name: Hashable) -> Outcome:
+    def _pop(self, name: Hashable) -> _Prompt:
+        """Forgets a prompt, and the load that was begun or could not even begin."""
         prompt = self._prompts.pop(name)
+        if prompt.num_loading:
+            self._loads.dropped(prompt.num_loading, follows=prompt.follows)
+        return prompt
+
+    def _end(self, name: Hashable) -> Outcome:
+        prompt = self._pop(name)
         took_s = self._clock() - prompt.decided_at
         _, way, load_s, compute_s = prompt.decision
         if way != "none" and self._metrics is not None:

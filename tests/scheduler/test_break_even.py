@@ -108,6 +108,30 @@ def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
     assert ask(break_even, "third").way == "load"
 
 
+def test_a_prompt_that_is_computed_in_small_steps_is_tried_once_too(open_break_even, clock):
+    break_even = open_break_even(40_000, 20_000)
+    ways = []
+    for name in range(4):
+        decision = ask(break_even, name, found=2 * TOKENS, num_tokens=2 * TOKENS)
+        ways.append(decision.way)
+        clock.now += decision.num_tokens / 40_000
+        break_even.load_ended(name, decision.num_tokens)
+        for start in range(min(decision.num_tokens, 2 * TOKENS - 1), 2 * TOKENS, 512):
+            stop = min(start + 512, 2 * TOKENS)
+            break_even.computed([(name, start, stop)], (stop - start) / 20_000)
+    assert ways == ["compute", "load", "load", "load"]
+
+
+def test_a_load_that_could_not_begin_makes_no_later_one_slower(open_break_even):
+    break_even = open_break_even(100_000, 20_000)
+    before = ask(break_even, "before").load_s
+    break_even.forget("before")
+    for name in range(20):
+        assert ask(break_even, name).way == "load"
+        break_even.computed([(name, 0, TOKENS)], TOKENS / 20_000)  # its load raised
+    assert ask(break_even).load_s == pytest.approx(before)
+
+
 def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
     break_even = open_break_even(1000, 20_000, probe_every=10)
     ways = []
