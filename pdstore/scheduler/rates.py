@@ -18,11 +18,15 @@ _FEW_TOKENS = 9  # log2 of the size up to which sizes are not told apart
 
 @dataclass
 class _Mean:
-    """A mean cost: the seconds and tokens of all measurements, the older the lighter."""
+    """A mean cost: the seconds and tokens of all measurements, the older the lighter.
+
+    measured: the same tokens, each counted whole.
+    """
 
     tokens: float = 0.0
     seconds: float = 0.0
     at: float = 0.0
+    measured: float = 0.0
 
 
 class CostTable:
@@ -44,12 +48,13 @@ class CostTable:
             mean = self._means[number] = _Mean()
         mean.tokens = mean.tokens * _KEEP + tokens
         mean.seconds = mean.seconds * _KEEP + seconds
+        mean.measured += tokens
         mean.at = now
 
     def is_known(self, size: float, num_tokens: int) -> bool:
         """True if this size itself has been measured, with half as many tokens at least."""
         mean = self._means.get(_class_of(size))
-        return mean is not None and mean.tokens >= num_tokens / 2
+        return mean is not None and mean.measured >= num_tokens / 2
 
     def per_token(self, size: float) -> float | None:
         """Returns the seconds that a token of this size costs; None before any measurement."""

@@ -149,6 +149,17 @@ def test_positions_are_known_once_half_of_them_were_measured(clock):
     assert not rate.is_known(0, 8192)
 
 
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_positions_that_were_measured_once_stay_known_however_small_the_steps(clock, chunk):
+    rate = PrefillRate(clock)
+    for start in range(0, 16_384, chunk):
+        rate.note_step([(start, start + chunk)], 0.1)
+    assert rate.is_known(0, 16_384)
+    for _ in range(20):  # the ends of later prompts
+        rate.note_step([(12_000, 12_064)], 0.1)
+    assert rate.is_known(0, 16_384)
+
+
 def test_steps_of_a_few_tokens_tell_the_fixed_part_of_a_step(clock):
     rate = PrefillRate(clock)
     rate.note_step([(99, 100)], 0.01)
