@@ -12,7 +12,7 @@ from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.barrier import Answer, Barrier
 from pdstore.store.mooncake.client import Client, Raw
-from pdstore.store.mooncake.codes import INVALID
+from pdstore.store.mooncake.codes import INVALID, LEASE_OVER
 from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory, addresses_of, packed
 
 log = logging.getLogger(__name__)
@@ -88,10 +88,7 @@ class Batches:
         codes = answer.codes
         if INVALID in codes and not self._any_memory:
             codes = self._again(codes, lambda: self._get_through_bounce(lane, keys, slots))
-        num_bytes = sum(code for code in codes if code > 0)
-        if num_bytes >= _MEASURABLE_BYTES:
-            seen = num_bytes / max(time.monotonic() - start, 1e-6)
-            self._rate += (seen - self._rate) / 4
+        self._learn_rate(codes, slots.sizes, max(time.monotonic() - start, 1e-6))
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
@@ -106,6 +103,13 @@ class Batches:
         if INVALID in codes and not self._any_memory:
             codes = self._again(codes, lambda: self._put_through_bounce(lane, keys, slots, config))
         return codes
+
+    def _learn_rate(self, codes: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
+        num_bytes = sum(code for code in codes if code > 0)
+        if LEASE_OVER in codes:  # all was moved, and too late: at this rate no such batch succeeds
+            self._rate = min(self._rate, sum(sizes) / seconds)
+        elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
+            self._rate += (num_bytes / seconds - self._rate) / 4
 
     def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
         """Tries a refused batch once more, through a new bounce.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 import pytest
 
@@ -156,3 +157,34 @@ def test_a_call_takes_another_connection_while_the_first_is_busy(server):
         assert library.firsts == [True, False]  # only one lends memory
     assert first.is_closed
     assert second.is_closed
+
+
+class SlowLink(RawDouble):
+    """Reads 1 MiB in 20 ms while it is slow, and then loses every call that reads more than 1."""
+
+    is_slow = True
+
+    def batch_get_into(self, keys, addresses, sizes):
+        codes = super().batch_get_into(keys, addresses, sizes)
+        if self.is_slow:
+            time.sleep(sum(sizes) / (50 << 20))
+        return [-707] * len(keys) if self.is_slow and sum(sizes) > 1 << 20 else codes
+
+
+def test_a_read_that_outlived_its_lease_makes_batches_smaller_until_reads_are_fast(server):
+    """Rule 3: else nothing would ever be read over a slow network."""
+    raw, keys, size = SlowLink(), fresh_keys(40), 64 << 10
+    raw.values = dict.fromkeys(keys, size)
+    slots = Slots(memoryview(bytearray(size)), size, [0] * 40, [size] * 40)
+    with contextlib.closing(double_store(LibraryDouble(raw), server, lease_s=0.03)) as store:
+        assert store.get(keys, slots) == 0
+        assert store.get(keys, slots) == 40
+        raw.is_slow = False
+
+        def is_one_call():
+            before = raw.count("get")
+            assert store.get(keys, slots) == 40
+            return raw.count("get") == before + 1
+
+        assert not is_one_call()
+        eventually(is_one_call)
