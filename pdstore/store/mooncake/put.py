@@ -99,7 +99,8 @@ class Putter:
         codes = self._try_all(keys, slots, config, doubted)
         for i, code in enumerate(codes):
             if is_outage(code):
-                raise self._error(code, keys[i], num_done + i)
+                num_put = next(j for j in range(i + 1) if codes[j] < 0 or keys[j] in doubted)
+                raise self._error(code, keys[i], num_done + num_put)
         stored = self._num_stored(keys, num_done)
         for _ in range(len(PAUSES_S)):
             if stored == len(keys) or codes[stored] < 0 or keys[stored] in doubted:

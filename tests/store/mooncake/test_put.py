@@ -72,6 +72,23 @@ def test_a_put_that_timed_out_is_not_repeated_before_the_master_frees_its_key(op
     eventually(lambda: put(store, keys, [b"x"] * 2) == 2)
 
 
+@pytest.mark.parametrize("is_doubted", [False, True])
+def test_an_outage_counts_no_key_behind_one_that_was_not_put(store, raw, is_doubted):
+    """Rule 4."""
+    keys = fresh_keys(3)
+    if is_doubted:
+        raw.script = [("put", [-901])]
+        with pytest.raises(StoreTimeout):
+            put(store, keys[:1], [b"x"])
+        raw.values.clear()
+        raw.script = [("put", [0, -900])]
+    else:
+        raw.script = [("put", [-200, 0, -900])] + [("put", [-200])] * 3
+    with pytest.raises(StoreUnavailable) as caught:
+        put(store, keys, [b"x"] * 3)
+    assert caught.value.num_done == 0
+
+
 def test_a_put_of_a_half_written_key_is_no_success(store, raw):
     """Rule 4: the code of the put is a hint; what counts is that the key can be seen."""
     keys = fresh_keys(3)
