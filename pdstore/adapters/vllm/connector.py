@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import stats
-from pdstore.adapters.vllm.describe import refuse_unsupported, settings_of
+from pdstore.adapters.vllm.describe import hashes_items, refuse_unsupported, settings_of
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.pool_events import PoolEvents
@@ -85,6 +85,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 self.metrics,
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
+                hashes_items=hashes_items(vllm_config),
             )
         else:
             self._worker = PDStoreConnectorWorker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import Layout
 from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
+
+log = logging.getLogger("vllm.pdstore")
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
@@ -55,6 +58,24 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     for what, is_asked in refusals.items():
         if is_asked:
             raise ConfigError(f"pdstore does not support {what}: turn it off, or pdstore")
+
+
+def hashes_items(vllm_config: Any) -> bool:
+    """True if vLLM names images, sounds and videos by their content; logs where it does not.
+
+    With neither of the two caches that need such names it numbers them, from 1 in each process: two
+    images would have one name.
+    """
+    options = getattr(vllm_config.model_config, "multimodal_config", None)
+    if options is None or vllm_config.cache_config.enable_prefix_caching:
+        return True
+    if getattr(options, "mm_processor_cache_gb", 1):
+        return True
+    log.warning(
+        "requests with images, sounds or videos bypass the pool: without prefix caching and with"
+        " --mm-processor-cache-gb 0 vLLM does not hash them"
+    )
+    return False
 
 
 def layers_of(kv_cache_config: Any) -> list[str]:

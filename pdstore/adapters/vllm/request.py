@@ -127,11 +127,17 @@ class RequestTracker:
         return self.decoded.prefix(end)
 
 
-def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
+def keys_of(
+    request: Any, cache: PrefixCacheManager, hashes_items: bool = True
+) -> PromptKeys | None:
     """The keys of a request's prompt; they cover everything that its KV depends on.
 
-    None, after a warning, if the files of its LoRA adapter cannot be read.
+    None if no key can (`is_keyed`), and, after a warning, if the files of its LoRA adapter cannot
+    be read.
     """
+    has_pages = cache.namespace.fields["page"] is not None
+    if not is_keyed(request, has_pages=has_pages, hashes_items=hashes_items):
+        return None
     salt = (request.cache_salt or "").encode()
     items = [
         MultimodalItem(
@@ -153,11 +159,12 @@ def keys_of(request: Any, cache: PrefixCacheManager) -> PromptKeys | None:
     )
 
 
-def is_keyed(request: Any, has_pages: bool) -> bool:
+def is_keyed(request: Any, has_pages: bool, hashes_items: bool = True) -> bool:
     """True if a request's KV is determined by its tokens and may be shared.
 
     has_pages: blocks are stored as the backend's packed pages. The last page may contain what an
       earlier request left behind its end, so a request with a cache salt must not share pages.
+    hashes_items: vLLM names images, sounds and videos by their content (`describe.hashes_items`).
     A LoRA adapter that was loaded in place of another one has no identity that a key could hold.
     """
     return not (
@@ -167,6 +174,7 @@ def is_keyed(request: Any, has_pages: bool) -> bool:
         or getattr(request, "resumable", False)
         or getattr(request.lora_request, "load_inplace", False)
         or (has_pages and request.cache_salt)
+        or (not hashes_items and getattr(request, "mm_features", None))
     )
 
 

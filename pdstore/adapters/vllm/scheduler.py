@@ -22,7 +22,7 @@ from pdstore.adapters.vllm.messages import (
 from pdstore.adapters.vllm.patience import Patience
 from pdstore.adapters.vllm.prompt_steps import PromptSteps
 from pdstore.adapters.vllm.records import Records
-from pdstore.adapters.vllm.request import RequestTracker, is_keyed, keys_of
+from pdstore.adapters.vllm.request import RequestTracker, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.errors import ConfigError
@@ -41,12 +41,12 @@ log = logging.getLogger("vllm.pdstore")
 class PDStoreConnectorScheduler:
     """Tracks requests: their lookups, loads, saves and hand-offs. One thread calls it.
 
-    Inactive until `begin` gets the workers' layout: until then every lookup misses and nothing is
-    saved.
+    Inactive until `begin` gets the workers' layout: until then all misses and nothing is saved.
 
     may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
       engines in which a load that brings too little fails its request.
     number: of this instance among the data-parallel ones that are started together.
+    hashes_items: False if requests with images, sounds or videos must not use the pool.
     patience: for lookups that vLLM asks for the first time.
     """
 
@@ -58,10 +58,12 @@ class PDStoreConnectorScheduler:
         *,
         may_follow: bool = True,
         number: int = 0,
+        hashes_items: bool = True,
         patience: Patience | None = None,
     ) -> None:
         self._settings, self._metrics = settings, metrics
         self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
+        self._hashes_items = hashes_items
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
         self._break_even = BreakEven(settings.load, 1)
@@ -118,9 +120,7 @@ class PDStoreConnectorScheduler:
         tracker = self._requests.get(request.request_id)
         if tracker is not None or self._cache is None:
             return tracker
-        if not is_keyed(request, has_pages=self._cache.namespace.fields["page"] is not None):
-            return None
-        if (keys := keys_of(request, self._cache)) is None:
+        if (keys := keys_of(request, self._cache, self._hashes_items)) is None:
             return None
         tracker = self._requests[request.request_id] = RequestTracker(request, keys)
         params = request.kv_transfer_params

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec, SparseCacheRole
 
 from pdstore.adapters.vllm.describe import (
     check_spec,
+    hashes_items,
     layers_by_step,
     refuse_unsupported,
     revision_of,
@@ -90,6 +91,21 @@ def test_a_plain_configuration_is_accepted():
 def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
     with pytest.raises(ConfigError, match=reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "expected"),
+    [(True, 0, True), (False, 4, True), (False, 0, False)],
+)
+def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, cache_gb, expected):
+    options = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        model_config=SimpleNamespace(multimodal_config=options),
+    )
+    assert hashes_items(config) is expected
+    config.model_config.multimodal_config = None  # of a model that takes text alone
+    assert hashes_items(config)
 
 
 NAMES = ["layer.0", "layer.1"]

@@ -15,13 +15,16 @@ from tests.adapters.vllm.asking import ANSWER_S, MOST_DIFFERENCE, Since, assert_
 from tests.adapters.vllm.conftest import switched_on
 from tests.support.vllm_vision import IMAGE_TOKENS, PIXELS, make_vision
 
+UNHASHED = ("--no-enable-prefix-caching", "--mm-processor-cache-gb=0")
+
 
 @pytest.fixture
-def instances(launcher, tmp_path):
+def instances(launcher, tmp_path, request):
+    """A P and a D; an indirect parameter is their options."""
     model = make_vision(tmp_path / "llava")
-    pool = f"file://{tmp_path / 'pool'}"
+    pool, options = f"file://{tmp_path / 'pool'}", getattr(request, "param", ())
     servers = [
-        launcher.vllm(f"vision-{role}", model, env=switched_on(pool, role))
+        launcher.vllm(f"vision-{role}", model, *options, env=switched_on(pool, role))
         for role in ("prefill", "decode")
     ]
     yield [server.wait_ready() for server in servers]
@@ -86,3 +89,16 @@ def test_only_the_same_image_is_a_hit(instances):
         assert_same(ask(d, text, 1, **more), one)
         assert since.loaded == num_tokens
         assert since.computed <= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("instances", [UNHASHED], indirect=True)
+def test_where_vllm_only_numbers_images_the_first_of_p_is_not_the_first_of_d(instances):
+    p, d = instances
+    text = "what is it? " * 20
+    ask(p, text, 1, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    assert_idle(p)
+    since = Since(d)
+    answer = ask(d, text, 2)
+    assert since.loaded == 0
+    assert_same(answer, ask(d, text, 2, cache_salt="alone"))

@@ -56,6 +56,16 @@ def test_a_prompt_of_tokens_is_keyed():
     assert is_keyed(request(cache_salt="mine"), has_pages=False)
 
 
+def test_images_that_vllm_only_numbers_have_no_keys(instance):
+    image = SimpleNamespace(
+        mm_position=SimpleNamespace(offset=0, length=2), identifier="renderer0-mm-1-image-0"
+    )
+    cache, pictured = instance().cache, request(mm_features=[image])
+    assert keys_of(pictured, cache, hashes_items=True) is not None
+    assert keys_of(pictured, cache, hashes_items=False) is None
+    assert keys_of(request(mm_features=[]), cache, hashes_items=False) is not None
+
+
 @pytest.mark.parametrize(
     "changes",
     [
