@@ -42,11 +42,14 @@ def encode(body: Json) -> bytes:
 
 
 def prefill_body(body: Json, params: Json) -> Json:
-    """Returns P's request: the same prompt and one token, since P's work ends with the KV."""
-    asked = {name: body[name] for name in body if name not in ("min_tokens", "stream_options")}
+    """Returns P's request: the same prompt and one token, since P's work ends with the KV.
+
+    With `min_tokens` that token may not end the answer: the client may get it as its first.
+    """
+    asked = {name: body[name] for name in body if name != "stream_options"}
     asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
-    for name in ("max_completion_tokens", "n", "best_of"):
-        if name in asked:
+    for name in ("max_completion_tokens", "n", "best_of", "min_tokens"):
+        if asked.get(name):
             asked[name] = 1
     return asked
 

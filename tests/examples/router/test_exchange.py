@@ -41,6 +41,7 @@ async def test_relay_asks_p_for_one_token_and_gives_d_what_p_said() -> None:
             "prompt": "Hello",
             "stream": False,
             "max_tokens": 1,
+            "min_tokens": 1,
             "max_completion_tokens": 1,
             "kv_transfer_params": {
                 "do_remote_decode": True,
