@@ -7,9 +7,10 @@ import json
 from collections.abc import AsyncIterator
 
 import anyio
+import httpx
 
 from examples.router.bodies import REMOTE_DECODE, Json, encode, parse
-from examples.router.calls import params_of
+from examples.router.calls import params_of, reason_of
 from examples.router.exchange import Exchange
 from examples.router.first_chat_token import FirstChatToken
 from examples.router.first_token import FirstToken, first_body
@@ -55,7 +56,7 @@ class SplicedExchange(Exchange):
             return True
         if self._calls.takes_ids is None:
             answer = await self._decode(first.probe(self._asked), params)
-            body = await _all_of(answer)
+            body = await self._all_of(answer)
             if answer.status != 200:
                 return False
             self._calls.takes_ids = first.is_taken(parse(body))
@@ -65,10 +66,19 @@ class SplicedExchange(Exchange):
         if first.is_last:
             return OpenAnswer.of(200, _JSON, encode(first.whole()))
         rest = await self._decode(first.rest_of(self._asked), params)
-        body = await _all_of(rest)
+        body = await self._all_of(rest)
         if rest.status != 200:
             return OpenAnswer.of(rest.status, rest.headers, body)
         return OpenAnswer.of(200, _JSON, encode(first.with_rest(parse(body))))
+
+    async def _all_of(self, answer: OpenAnswer) -> bytes:
+        """Returns the body of D's answer, and closes it. Raises Refusal if D breaks off."""
+        async with contextlib.aclosing(answer):
+            try:
+                return b"".join([chunk async for chunk in answer.chunks])
+            except httpx.TransportError as error:
+                self._calls.counts.failures.labels("decode", reason_of(error)).inc()
+                raise Refusal.of(502, "D broke off in its answer") from error
 
     async def _stream(self, first: FirstToken, params: Json | None) -> AsyncIterator[bytes]:
         """Yields the events of a stream. An error of D is the last one before [DONE]."""
@@ -89,12 +99,6 @@ class SplicedExchange(Exchange):
             error = refusal.body
         yield _DATA + error.replace(b"\n", b" ") + b"\n\n"
         yield _DONE
-
-
-async def _all_of(answer: OpenAnswer) -> bytes:
-    """Returns the body of an answer, and closes it."""
-    async with contextlib.aclosing(answer):
-        return b"".join([chunk async for chunk in answer.chunks])
 
 
 def _event(part: Json) -> bytes:

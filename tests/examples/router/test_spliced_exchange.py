@@ -108,6 +108,29 @@ async def test_an_answer_of_one_token_never_reaches_d(
         assert "kv_transfer_params" not in got.json()
 
 
+async def test_ps_token_ends_no_answer_that_must_be_longer() -> None:
+    async def ends_if_it_may(body: dict[str, Any]) -> Response:
+        return JSONResponse(FIRST if body.get("min_tokens") else answer("", "stop"))
+
+    p, d = Fake(ends_if_it_may), Fake(says(answer(text=" b", finish_reason="stop")))
+    async with spliced(p, d) as client:
+        got = await client.post("/v1/completions", json=BODY | {"min_tokens": 2})
+    assert got.json()["choices"][0]["text"] == " a b"
+    assert [body["min_tokens"] for body in (*p.bodies, *d.bodies)] == [1, 1]
+
+
+async def test_a_d_that_breaks_off_behind_the_token_is_a_502() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"id": "d", '
+        raise ConnectionError
+
+    async with spliced(Fake(says(FIRST)), Fake(streams(chunks))) as client:
+        got = await client.post("/v1/completions", json=BODY)
+        failures = await metric(client, 'router_upstream_failures_total{reason="broken"')
+    assert (got.status_code, got.json()["error"]["type"]) == (502, "upstream_error")
+    assert failures == 1
+
+
 @pytest.mark.parametrize("more", [{"n": 2}, {"stop": ["x"]}, {"seed": 3}])
 async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> None:
     p, d = Fake(says(FIRST)), Fake(says({"id": "d"}))
