@@ -45,6 +45,8 @@ class Exchange:
                 await self._exchange(group, scope, receive, send)
             finally:
                 watch.cancel()
+                if not self._is_ended:  # else the client sees a broken answer once P is done
+                    group.cancel_scope.cancel()
                 self.routed.timer.end("answer")
                 self._calls.timeline.add(self.routed)
 

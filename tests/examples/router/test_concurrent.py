@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -84,6 +86,18 @@ async def test_a_refusal_by_p_is_the_answer_while_d_has_not_begun() -> None:
         answer = await client.post("/v1/completions", json=BODY)
         await d.was_cancelled.wait()
     assert (answer.status_code, answer.json()) == (400, {"error": "why"})
+
+
+async def test_a_d_that_breaks_off_is_told_while_p_hangs() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: one\n\n"
+        raise ConnectionError
+
+    p, d = Fake(streams(never)), Fake(streams(chunks))
+    async with routed([p], [d], mode="concurrent") as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/completions", json=BODY | {"stream": True})
+        await p.was_cancelled.wait()
 
 
 async def test_a_d_that_breaks_off_before_it_begins_is_a_502() -> None:
