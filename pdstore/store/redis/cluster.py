@@ -81,12 +81,8 @@ class Cluster:
         return replies
 
     def masters(self) -> Sequence[redis.Redis]:
-        slots = self._map or self._read_map()
-        found = [self._client(address) for address in dict.fromkeys(slots) if address is not None]
-        if not found:
-            self._map = None
-            raise ClusterDownError("no node serves any slot")
-        return found
+        slots = self._read_map()  # no answer of theirs would show an old one to be old
+        return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
 
     def disconnect(self) -> None:
         for client in list(self._clients.values()):
@@ -128,7 +124,7 @@ class Cluster:
         return client
 
     def _read_map(self) -> list[Address | None]:
-        """Returns the master of each slot, from the first node that answers."""
+        """Returns the master of each slot, from the first node that knows of one."""
         problem: RedisError = redis.ConnectionError("no node of the cluster is known")
         for address in dict.fromkeys([*self._seeds, *self._clients]):
             try:
@@ -136,6 +132,9 @@ class Cluster:
                 told = client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
             except RedisError as error:
                 problem = error
+                continue
+            if not told:  # a node that has left the cluster, or was not in it yet
+                problem = ClusterDownError("no node serves any slot")
                 continue
             self._map = found = _map_of(told, address)
             return found

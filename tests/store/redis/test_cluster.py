@@ -105,6 +105,15 @@ def test_what_looks_at_all_keys_looks_at_every_node(cluster, store):
     assert room.capacity_bytes is None
 
 
+def test_a_node_that_left_the_cluster_is_not_asked_for_the_map(cluster, redis_server):
+    """A node that came back empty still answers: it knows of no slot, but the next one does."""
+    left = redis_server("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    keys = fresh_keys(9)
+    with opened(cluster.url.replace("//", f"//127.0.0.1:{left.port},")) as store:
+        assert put(store, keys, [b"x"] * 9) == 9
+        assert len(list(store.stored_values())) == 9
+
+
 def test_leases_need_every_master_to_keep_what_it_has(cluster):
     with cluster.masters[1].client() as raw, opened(cluster.url) as store:
         raw.config_set("maxmemory-policy", "volatile-lru")
@@ -231,9 +240,11 @@ def test_a_cluster_has_no_databases():
 
 def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):
     cluster, keys = ClusterOfServers(tmp_path, node_timeout_ms=1000), fresh_keys(30)
-    with contextlib.closing(cluster), opened(cluster.url) as store:
+    idle = opened(cluster.url)
+    with contextlib.closing(cluster), opened(cluster.url) as store, idle as idle_store:
         cluster.wait()
         assert put(store, keys, [b"x"] * 30) == 30
+        assert idle_store.match(keys) == 30
         for node in cluster.masters:
             with node.client() as raw:
                 assert raw.wait(1, 10_000) == 1
@@ -245,3 +256,5 @@ def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):
                 if store.match(keys) == 30:
                     break
         assert put(store, fresh_keys(30), [b"x"] * 30) == 30
+        idle_store.clear(keys[0].split(":")[1])
+        assert not any(store.which_stored(keys)), "it looked for the masters of now"
