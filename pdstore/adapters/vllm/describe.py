@@ -180,11 +180,6 @@ def _own_layers(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
 ) -> list[NamedLayer]:
     """The layers in this rank's cache, group by group."""
-    if getattr(kv_cache_config, "kv_tp_replicas", 1) > 1:
-        raise LayoutError(
-            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
-            " tensor-parallel size"
-        )
     if not kv_caches:
         raise LayoutError("no layer of it has a KV cache; choose a smaller pipeline-parallel size")
     blocks = {cache.shape[1] for cache in kv_caches.values()}
@@ -197,6 +192,12 @@ def _own_layers(
             spec = by_layer.get(name, group.kv_cache_spec)
             layer = _layer_spec(name, spec, kv_caches[name], tp_size, table)
             layers.append(NamedLayer(name, layer))
+    has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
+    if has_copies and any(layer.spec.kind != "mla" for layer in layers):  # MLA's are every rank's
+        raise LayoutError(
+            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
+            " tensor-parallel size"
+        )
     return layers
 
 

@@ -7,13 +7,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import KVTransferConfig, MultiModalConfig
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec, SparseCacheRole
+from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
 
 from pdstore.adapters.vllm.describe import (
     check_spec,
     hashes_items,
     layers_by_step,
+    layout_of,
     refuse_unsupported,
     revision_of,
     settings_of,
@@ -175,3 +186,42 @@ def test_plain_and_per_tensor_blocks_are_taken():
     for mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         check_spec("layer", SimpleNamespace(kv_quant_mode=mode))
     check_spec("layer", SimpleNamespace(cache_role=SparseCacheRole.SPARSE))
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """Describes one rank's layers: `described(MLAAttentionSpec, tp_size=2)`."""
+
+    def describe(kind, tp_size=1, tp_rank=0, **model):
+        spec = kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **SHARED[kind])
+        groups = [KVCacheGroupSpec(NAMES, spec)]
+        replicas = kv_cache_groups_tp_replicas(groups, tp_size)
+        caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
+        pages = (4, 1, 16, spec.head_size + spec.head_size_v)
+        tensors = {name: torch.empty(pages, device="meta") for name in NAMES}
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            model_config=SimpleNamespace(
+                **{"hf_text_config": None, "max_model_len": 512, "quantization": None, **model}
+            ),
+        )
+        one = SimpleNamespace(world_size=1)
+        monkeypatch.setattr(parallel_state, "get_pp_group", lambda: one)
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tp_rank)
+        return layout_of(settings_of(config_of()), config, caches, tensors)[0]
+
+    return describe
+
+
+SHARED = {FullAttentionSpec: {"max_tp_shards": 1}, MLAAttentionSpec: {"max_tp_shards": 1}}
+
+
+def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described):
+    ranks = [described(MLAAttentionSpec, tp_size=2, tp_rank=rank) for rank in range(2)]
+    alone = described(MLAAttentionSpec)
+    assert ranks[0].owned_parts == ranks[1].owned_parts == alone.owned_parts
+    fields = [layout.namespace(settings_of(config_of()), weights="w") for layout in (*ranks, alone)]
+    assert len({namespace.digest for namespace in fields}) == 1
+    with pytest.raises(LayoutError, match="fewer KV heads"):
+        described(FullAttentionSpec, tp_size=2)

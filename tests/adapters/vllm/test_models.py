@@ -65,14 +65,16 @@ def test_sliding_windows_are_handed_over(gemma):
 
 
 @pytest.mark.nightly
-def test_two_tensor_parallel_ranks_load_and_save_their_shards(instances):
-    p, d = instances("llama", ("prefill", "decode"), "--tensor-parallel-size=2", **PATIENT)
+@pytest.mark.parametrize(("kind", "options"), [("llama", ()), ("mla", MLA)], ids=["llama", "mla"])
+def test_two_tensor_parallel_ranks_load_and_save_what_they_hold(instances, kind, options):
+    ranks = ("--tensor-parallel-size=2", *options)
+    p, d = instances(kind, ("prefill", "decode"), *ranks, **PATIENT)
     for num_tokens in (63, 64, 900):
         prompt = new_prompt(num_tokens)
         since = Since(d)
         answer = ask(d, prompt, kv_transfer_params=prefill(p, prompt))
         assert since.computed <= 1
-        assert since.loaded == 2 * num_tokens  # each rank its half of the heads
+        assert since.loaded == 2 * num_tokens  # each rank its half of the heads, or MLA's latent
         answer.assert_same(alone(d, prompt))
     assert_idle(p)
     assert_idle(d)
