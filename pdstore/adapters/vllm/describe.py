@@ -17,6 +17,7 @@ from pdstore.adapters.vllm.stages import NamedLayer, all_layers
 from pdstore.errors import ConfigError, LayoutError
 from pdstore.format.layer_spec import LayerSpec
 from pdstore.format.layout import Layout
+from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
 
@@ -205,7 +206,19 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
     """All of the configuration that changes KV, and the order of the layers, in canonical form."""
     model = vllm_config.model_config
     fields = {name: getattr(model.hf_text_config, name, None) for name in SHAPING}
-    return shaping(fields, max_model_len=model.max_model_len, layers=list(names))
+    more = _processing(model)  # nothing without options of its own: old keys stay valid
+    return shaping(fields, max_model_len=model.max_model_len, layers=list(names), **more)
+
+
+def _processing(model: Any) -> dict[str, Json]:
+    """The instance's options for images, sounds and videos; vLLM's hash of one leaves them out.
+
+    Those of a request are in that hash, and a device is no property of what it computes.
+    """
+    options = getattr(model, "multimodal_config", None)
+    given = dict(getattr(options, "mm_processor_kwargs", None) or {})
+    given.pop("device", None)
+    return {"mm_processor_kwargs": given} if given else {}
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:

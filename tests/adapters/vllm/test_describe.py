@@ -225,3 +225,14 @@ def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described)
     assert len({namespace.digest for namespace in fields}) == 1
     with pytest.raises(LayoutError, match="fewer KV heads"):
         described(FullAttentionSpec, tp_size=2)
+
+
+def test_options_of_the_image_processor_are_a_field_where_there_are_any(described):
+    """vLLM's hash of an image leaves them out, and the image's tokens may be as many."""
+
+    def rope(**options):
+        return described(FullAttentionSpec, multimodal_config=MultiModalConfig(**options)).rope
+
+    plain = described(FullAttentionSpec).rope
+    assert rope() == rope(mm_processor_kwargs={"device": "cpu"}) == plain
+    assert len({plain, *(rope(mm_processor_kwargs={"fps": fps}) for fps in (1, 2))}) == 3
