@@ -187,8 +187,11 @@ class Adapter:
         for outcome in self._break_even.computed(prompts, time.monotonic() - start):
             cast("Request", outcome.name).took_s = outcome.took_s
 
-    def cancel(self, request: Request) -> None:
-        """Cancels the lookup and the load of a request that ended early, and its hand-off."""
+    def end(self, request: Request) -> None:
+        """Cancels the lookup and the load of a request that has ended, if they still run.
+
+        D is told of a hand-off that nothing publishes, also because its save could not begin.
+        """
         self._break_even.forget(request)
         with self._degrading(request):
             tracker = self._trackers.get(request)

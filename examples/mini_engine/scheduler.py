@@ -69,8 +69,8 @@ class Scheduler:
             if request in place:
                 place.remove(request)
         request.state = State.FINISHED
-        if self._adapter and finish.reason in ("abort", "error"):
-            self._adapter.cancel(request)
+        if self._adapter:
+            self._adapter.end(request)
         self.leaving.append(request)
         request.sink(finish)
 

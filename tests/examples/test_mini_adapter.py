@@ -15,6 +15,7 @@ from pdstore.worker import pool
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.values import PromptBlocks
 from tests.support.mini_engine_kit import (
+    DEADLINE_S,
     PULL,
     SHAPES,
     Gate,
@@ -126,6 +127,19 @@ def test_a_step_that_fails_cancels_its_saves(open_instance, monkeypatch):
     monkeypatch.setattr(p.model, "forward", fail)
     assert ask(p, prompt_of(64), kv_transfer_params=PULL).wait().finish.reason == "error"
     assert [save.job.wait(5).reason for save in begun] == [Reason.CANCELLED]
+
+
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_a_hand_off_whose_save_cannot_begin_is_told_to_d_at_once(
+    open_instance, checkpoints, monkeypatch, is_concurrent
+):
+    p, d = open_instance("prefill"), open_instance("decode", wait_s=DEADLINE_S)
+    params = {"pdstore": {"attempt": HandoffId.new().hex}} if is_concurrent else {}
+    monkeypatch.setattr(p.adapter.pool, "begin_save", None)
+    at_p = ask(p, prompt_of(100), max_tokens=1, kv_transfer_params={**PULL, **params}).wait()
+    asked = decode(d, prompt_of(100), params or at_p.request.answer_params)
+    assert_same(asked, *expect(checkpoints["llama"], prompt_of(100)))
+    assert asked.request.miss_reason == "handoff_failed"
 
 
 @pytest.mark.cuda
