@@ -128,7 +128,7 @@ class Adapter:
         if result is None:
             return False
         tracker.timer.end("load")
-        self._metrics.exposed_seconds.observe(time.time() - tracker.timer.arrived_at)
+        self._metrics.exposed_seconds.observe(tracker.timer.elapsed_s)
         if result.reason is not None:
             request.miss_reason = result.reason.value
         self._break_even.worked(request, result.busy_s)

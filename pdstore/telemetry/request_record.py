@@ -99,14 +99,19 @@ class RequestTimer:
         self._begins: dict[str, float] = {}
         self._ends: dict[str, float] = {}
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the request's arrival."""
+        return self.clock() - self._zero
+
     def begin(self, name: str) -> None:
         """Begins a phase unless it has begun."""
-        self._begins.setdefault(name, self.clock() - self._zero)
+        self._begins.setdefault(name, self.elapsed_s)
 
     def end(self, name: str) -> None:
         """Ends a phase that has begun; of several calls the last one counts."""
         if name in self._begins:
-            self._ends[name] = self.clock() - self._zero
+            self._ends[name] = self.elapsed_s
 
     def between(self, name: str, instants: Sequence[tuple[float, float]]) -> tuple[Phase, ...]:
         """Returns a phase from the first begin to the last end; no phase without instants."""
@@ -117,6 +122,6 @@ class RequestTimer:
 
     def phases(self) -> tuple[Phase, ...]:
         """Returns the phases in the order of their beginnings; one that still runs ends now."""
-        now = self.clock() - self._zero
+        now = self.elapsed_s
         found = (Phase(n, begin, self._ends.get(n, now)) for n, begin in self._begins.items())
         return tuple(sorted(found, key=lambda phase: phase.begin_s))

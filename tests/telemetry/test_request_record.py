@@ -57,3 +57,4 @@ def test_phases_come_in_order_begin_once_and_may_still_run():
     assert timer.phases() == (Phase("wait", 1.0, 2.0), Phase("load", 2.0, 3.0))
     timer.end("wait")  # a save of another chunk, say
     assert timer.phases()[0] == Phase("wait", 1.0, 3.0)
+    assert timer.elapsed_s == 3.0
