@@ -69,12 +69,26 @@ class Tracker:
             num_matched=self.found.num_tokens if self.found else 0,
             num_loaded=request.num_loaded,
             num_computed=request.num_fed,
-            num_saved=max((result.num_tokens for result in results), default=0),
+            num_saved=self._num_durable(),
             reason=cut or missed,
             phases=self.timer.phases(),
             in_store=self._in_store("load", [self.load]) + self._in_store("save", self.saves),
             traceparent=request.traceparent,
         )
+
+    def _num_durable(self) -> int:
+        """Returns the leading tokens that are in the pool.
+
+        A save knows of its own blocks alone, the publishing one of all.
+        """
+        num_tokens = 0
+        is_whole = True
+        for job in self.saves:
+            result = job.result
+            if result is not None and (is_whole or job is self.publish):
+                num_tokens = max(num_tokens, result.num_tokens)
+                is_whole = result.reason is None
+        return num_tokens
 
     def _in_store(self, name: str, jobs: Sequence[pdstore.Job | None]) -> tuple[Phase, ...]:
         calls = [job.in_store for job in jobs if job is not None and job.in_store is not None]

@@ -72,6 +72,22 @@ def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, sai
     assert said(r"a load fell short \(lost\).*Look at the pool's size")
 
 
+def test_what_stands_behind_a_save_that_fell_short_is_not_saved(open_one, said, monkeypatch):
+    both = open_one("both")
+    begin, first = both.adapter.pool.begin_save, []
+
+    def lose_the_first(*arguments, **options):
+        save = begin(*arguments, **options)
+        if not first:
+            first.append(save)
+            save.job.cancel()
+        return save
+
+    monkeypatch.setattr(both.adapter.pool, "begin_save", lose_the_first)
+    ask(both, prompt_of(128), max_tokens=1).wait()
+    assert said(r"128 tokens \(.* 128 computed, 0 saved\).*cancelled")
+
+
 def test_an_instance_with_the_switch_off_tells_of_a_handoff_that_it_ignores(
     open_one, open_engine, said
 ):

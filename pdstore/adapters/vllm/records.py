@@ -98,7 +98,7 @@ def record_of(tracker: RequestTracker, role: str) -> RequestRecord:
         num_matched=found.num_tokens if found is not None else 0,
         num_loaded=max(0, min(num_loaded, num_prompt - 1) - tracker.num_computed),
         num_computed=tracker.num_fed,
-        num_saved=_saved_by_all(saves),
+        num_saved=_saved_by_all(saves, is_handed_over=tracker.is_announced),
         reason=next((reason for reason in reasons if reason is not None), None),
         phases=_phases(tracker, loads, saves),
         in_store=(
@@ -132,9 +132,19 @@ def _phase(
     return (Phase(name, max(0.0, begin - arrived_at), max(0.0, end - arrived_at)),)
 
 
-def _saved_by_all(saves: Sequence[EndedJob]) -> int:
-    """Returns the leading tokens that are durable in the pool: all ranks make each save."""
-    by_number: dict[int | None, int] = {}
+def _saved_by_all(saves: Sequence[EndedJob], *, is_handed_over: bool) -> int:
+    """Returns the leading tokens that are durable in the pool: all ranks make each save.
+
+    A save knows of its own blocks alone, so one that fell short ends the count. The last one of a
+    hand-off knows of all.
+    """
+    jobs_of: dict[int, list[EndedJob]] = {}
     for job in saves:
-        by_number[job.number] = min(by_number.get(job.number, job.num_tokens), job.num_tokens)
-    return max(by_number.values(), default=0)
+        jobs_of.setdefault(job.number or 0, []).append(job)
+    num_tokens, is_whole = 0, True
+    for number in sorted(jobs_of):
+        jobs = jobs_of[number]
+        if is_whole or (is_handed_over and number == max(jobs_of)):
+            num_tokens = max(num_tokens, min(job.num_tokens for job in jobs))
+            is_whole = all(job.reason is None for job in jobs)
+    return num_tokens

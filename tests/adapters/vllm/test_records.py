@@ -70,6 +70,24 @@ def test_a_record_waits_for_the_saves_of_every_rank(records, journal):
     assert record.traceparent == "00-aa-bb-01"
 
 
+@pytest.mark.parametrize(
+    ("handoff", "num_saved"), [(None, 48), (HandoffId.new(), 100)], ids=["plain", "hand-off"]
+)
+def test_a_save_that_fell_short_ends_what_is_saved_but_for_a_hand_off_that_saves_it_again(
+    records, journal, handoff, num_saved
+):
+    tracker = tracker_of(num_jobs=3, handoff=handoff, is_announced=handoff is not None)
+    saves = [
+        ended(Direction.SAVE, number=7),
+        ended(Direction.SAVE, 32, number=5),
+        ended(Direction.SAVE, 48, Reason.LOST, number=6),
+    ]
+    records.take(saves, {"cmpl-7": tracker})
+    records.finish(tracker)
+    [record] = journal.last()
+    assert (record.num_saved, record.reason) == (num_saved, Reason.LOST)
+
+
 def test_what_all_ranks_have_loaded_counts_but_for_the_token_that_is_computed_again(
     records, journal
 ):
