@@ -66,6 +66,7 @@ class Memory:
         self._registered: set[_Slab] = set()
         self._dropped: deque[_Slab] = deque()  # filled by finalizers, which may run anywhere
         self._raw: Raw | None = None
+        self._is_over = False
         self.bounce_lock = threading.Lock()
         self._bounce: memoryview | None = None
         self._abandoned: list[memoryview] = []
@@ -106,17 +107,19 @@ class Memory:
         return view
 
     def connect(self, raw: Raw) -> None:
-        """Registers the slabs with a new connection."""
+        """Registers the slabs with a new connection, unless the store was closed meanwhile."""
         with self._lock:
+            if self._is_over:
+                return
             self._raw = raw
             self._registered.clear()
             for slab in self._slabs:
                 self._register(raw, slab)
 
     def disconnect(self) -> None:
-        """Stops registering: the store is being closed."""
+        """Stops registering for good: the store is being closed."""
         with self._lock:
-            self._raw = None
+            self._raw, self._is_over = None, True
 
     def detach(self, raw: Raw) -> bool:
         """Unregisters every slab. Returns True if the other side knows none of them any more.

@@ -196,6 +196,8 @@ class MooncakeStore(Store):
         )
 
     def allocate(self, num_bytes: int) -> memoryview:
+        if self._lifecycle.is_closed:  # in a forked child, too, where the library would hang
+            return super().allocate(num_bytes)
         return self._memory.allocate(num_bytes)
 
     def codes(self) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 
 import pytest
@@ -14,8 +15,9 @@ from pdstore.store.mooncake.client import Client
 from pdstore.store.mooncake.server import State
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
+from pdstore.testing.values import get
 from tests.support.kv import eventually
-from tests.support.mooncake_double import RawDouble
+from tests.support.mooncake_double import LibraryDouble, RawDouble, double_store
 
 
 @pytest.fixture
@@ -117,6 +119,33 @@ def test_close_waits_for_the_calls_that_run(store, raw):
         store.match(fresh_keys(1))
 
 
+def test_memory_is_not_given_to_an_object_whose_store_was_closed_while_it_was_made(server, raw):
+    """Rule 8: a call of a closed object crashes the process."""
+    library = LibraryDouble(raw)
+    is_made, may_end = threading.Event(), threading.Event()
+
+    def connect_slowly():
+        is_made.set()
+        may_end.wait(30)
+        return raw
+
+    library.connect_data = connect_slowly
+    store, keys = double_store(library, server), fresh_keys(1)
+
+    def get_in_vain():
+        with pytest.raises(StoreClosed):
+            get(store, keys, [1])
+
+    join = start_background(get_in_vain)
+    assert is_made.wait(30)
+    store.close()
+    may_end.set()
+    join(30)
+    assert raw.is_closed
+    store.allocate(1 << 20)
+    assert raw.buffers == []
+
+
 def eventually_open(raw):
     eventually(lambda: raw.count("exist") == 2)
     time.sleep(0.05)
@@ -176,7 +205,7 @@ def test_a_suspended_connection_outlives_its_client(open_client, raw):
 
 def test_a_forked_child_neither_calls_nor_closes_the_parents_object(store, raw):
     """Rule 8."""
-    store.match(fresh_keys(1))
+    get(store, fresh_keys(1), [1])
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -184,7 +213,9 @@ def test_a_forked_child_neither_calls_nor_closes_the_parents_object(store, raw):
             store.match(fresh_keys(1))
         except StoreClosed:
             store.close()
-            os.write(writer, b"refused" if not raw.is_closed and len(raw.calls) == 1 else b"no")
+            store.allocate(1 << 20)
+            is_left_alone = not raw.is_closed and len(raw.calls) == 1 and raw.buffers == []
+            os.write(writer, b"refused" if is_left_alone else b"no")
         finally:
             os._exit(0)
     os.waitpid(child, 0)
