@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 
-from pdstore.errors import StoreError
+from pdstore.errors import BadValue, StoreError
 from pdstore.format import block
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import HASH_BYTES
@@ -71,10 +71,14 @@ def read_pool_id(store: Store) -> bytes:
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
     value = slots.value(0)
     for _ in range(3):  # a value that does not verify is removed and written again
-        if store.get([POOL_ID_KEY], slots) == 1:
-            header = block.read_header(value)
-            if header is not None:
-                return header.prefix_hash
+        try:
+            is_there = store.get([POOL_ID_KEY], slots) == 1
+            header = block.read_header(value) if is_there else None
+        except BadValue:  # of another length: a host that lost its power may leave an empty file
+            is_there, header = True, None
+        if header is not None:
+            return header.prefix_hash
+        if is_there:
             store.remove([POOL_ID_KEY])
         mine = secrets.token_bytes(HASH_BYTES)
         block.seal(value, block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, bytes(HASH_BYTES), mine))
@@ -88,4 +92,7 @@ def read_marker(store: Store, key: BlockKey) -> block.Header | None:
     Raises StoreError.
     """
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
-    return block.read_header(slots.value(0)) if store.get([key], slots) == 1 else None
+    try:
+        return block.read_header(slots.value(0)) if store.get([key], slots) == 1 else None
+    except BadValue:
+        return None

@@ -65,9 +65,10 @@ def test_a_pools_id_is_made_once_and_every_door_reads_the_same():
     assert read_pool_id(MemoryStore()) != first
 
 
-def test_a_damaged_id_is_replaced():
+@pytest.mark.parametrize("length", [64, 10])
+def test_a_damaged_id_is_replaced(length):
     store = MemoryStore()
-    store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [64]))
+    store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [length]))
     assert read_pool_id(store) == read_pool_id(store)
 
 
@@ -78,11 +79,12 @@ def test_a_store_that_keeps_nothing_has_no_id():
 
 def test_a_marker_is_read_where_it_is_whole():
     store, header = MemoryStore(), HandoffId("ab" * 16).marker(NAMESPACE, 0, 1, 200)
-    key, damaged = BlockKey("started"), BlockKey("damaged")
+    key, damaged, short = BlockKey("started"), BlockKey("damaged"), BlockKey("short")
     value = memoryview(bytearray(64))
-    store.put([damaged], Slots(value, 64, [0], [64]))
+    store.put([damaged, short], Slots(value, 64, [0, 0], [64, 10]))
     block.seal(value, header)
     store.put([key], Slots(value, 64, [0], [64]))
     assert read_marker(store, key) == header
     assert read_marker(store, damaged) is None
+    assert read_marker(store, short) is None
     assert read_marker(store, BlockKey("absent")) is None
