@@ -229,18 +229,24 @@ class MooncakeStore(Store):
             half = len(keys) // 2
             codes = self._batches.get(keys[:half], slots.part(0, half))
             codes += self._batches.get(keys[half:], slots.part(half, len(keys)))
-        for i, code in enumerate(codes):
-            if code == slots.sizes[i]:
+        for i, answer in enumerate(codes):
+            if answer == slots.sizes[i]:
                 continue
+            code = self._why_refused(keys[i], slots.sizes[i]) if answer == INVALID else answer
             what = f"{self.label}: get of {keys[i]}"
             if code == TRANSFER_FAILED and time.monotonic() - begin > _SLOW_S:
                 raise StoreTimeout(f"{what}: its holder does not answer", num_done=num_done + i)
             if code in MISSES:
                 return i
-            if code >= 0 or (code == INVALID and self._size_of(keys[i]) not in (slots.sizes[i], 0)):
+            if code >= 0:
                 raise WrongLength(f"{what}: not {slots.sizes[i]} bytes", num_done=num_done + i)
             raise error_of(code, what, num_done=num_done + i)
         return len(keys)
+
+    def _why_refused(self, key: BlockKey, size: int) -> int:
+        """Returns another length than `size`, the code of a value that has none, or INVALID."""
+        found = self._size_of(key)
+        return INVALID if found in (size, 0) else found
 
     def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
         """Returns how many of the first keys are there; one call, which leases all that are."""

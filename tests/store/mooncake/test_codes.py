@@ -89,6 +89,18 @@ def test_a_refused_call_is_not_taken_for_a_wrong_length(store, raw):
     assert not isinstance(caught.value, WrongLength)
 
 
+def test_a_refused_call_is_no_wrong_length_where_the_length_is_not_told(store, raw):
+    """A wrong length would be removed."""
+    keys = fresh_keys(1)
+    for size, error in ((-901, StoreTimeout), (-900, StoreUnavailable)):
+        raw.values, raw.sizes = {keys[0]: SIZE}, {keys[0]: size}
+        raw.script = [("get", [-600])]
+        with pytest.raises(error):
+            get(store, keys, [SIZE])
+    raw.script, raw.sizes = [("get", [-600])], {keys[0]: -704}
+    assert get(store, keys, [SIZE]) == [], "evicted meanwhile"
+
+
 def test_a_quota_and_a_missing_tenant_are_named(store, raw):
     raw.script = [("put", [-1700])]
     [key] = fresh_keys(1)
