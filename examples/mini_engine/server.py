@@ -134,6 +134,8 @@ class Handlers:
             message = f"the model {body.model!r} does not exist: this is {self._name!r}"
             raise RefusedError(message, status=404, param="model", code="model_not_found")
         prompt = prompt_of(self._model.tokenizer, body)
+        if not prompt:  # nothing would ever be computed
+            raise RefusedError("the prompt has no tokens", param="prompt")
         if not all(0 <= token < self._model.vocab_size for token in prompt):
             message = f"prompt: a token id is not in [0, {self._model.vocab_size})"
             raise RefusedError(message, param="prompt")

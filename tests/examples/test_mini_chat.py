@@ -41,6 +41,13 @@ def chat(serving):
     tokenizer.chat_template = None
 
 
+def test_a_conversation_without_any_token_is_refused(serving, chat):
+    serving.engine.model.tokenizer.chat_template = "{% if false %}{% endif %}"
+    response = chat()
+    assert response.status_code == 400
+    assert "no tokens" in response.json()["error"]["message"]
+
+
 def test_a_conversation_is_answered_as_its_text_would_be(serving, chat):
     answer = chat().json()
     [choice] = answer["choices"]
