@@ -169,11 +169,13 @@ def revision_of(settings: Settings, vllm_config: Any) -> str:
 
 
 def _revision(settings: Settings, model: Any, load_format: str) -> str:
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if settings.weights is None and commit and not Path(model.model).is_dir():
-        return f"commit:{commit}"
     if settings.weights is None and load_format == "dummy":
         raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    is_weights = getattr(model, "hf_config_path", None) in (None, model.model)
+    if settings.weights is None and commit and is_weights and not Path(model.model).is_dir():
+        variant = model.model.partition(":")[2]  # one of a repository's GGUF files
+        return f"commit:{commit}:{variant}" if variant else f"commit:{commit}"
     return weights_revision(model.model, settings)
 
 

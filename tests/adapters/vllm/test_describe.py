@@ -157,6 +157,32 @@ def test_another_draft_model_is_another_revision(tmp_path):
     assert revision(other, weights="mine") == revision(None, weights="mine")
 
 
+COMMIT = "c" * 40
+
+
+def hub_revision(load_format="auto", **model):
+    given = {"model": "org/name", "hf_config": SimpleNamespace(_commit_hash=COMMIT), **model}
+    return revision_of(
+        settings_of(config_of()),
+        SimpleNamespace(
+            model_config=SimpleNamespace(**given),
+            load_config=SimpleNamespace(load_format=load_format),
+        ),
+    )
+
+
+def test_the_hubs_commit_is_the_revision_with_the_name_of_one_of_several_weights():
+    assert hub_revision() == hub_revision(hf_config_path="org/name") == f"commit:{COMMIT}"
+    names = ("org/name", "org/name:Q4_K_M", "org/name:Q8_0")
+    assert len({hub_revision(model=name) for name in names}) == 3
+
+
+@pytest.mark.parametrize("changes", [{"hf_config_path": "org/base"}, {"load_format": "dummy"}])
+def test_a_commit_that_is_not_the_weights_is_no_revision(changes):
+    with pytest.raises(ConfigError, match="PDSTORE_WEIGHTS"):
+        hub_revision(**changes)
+
+
 def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypatch):
     spec = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
