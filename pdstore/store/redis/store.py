@@ -124,7 +124,6 @@ class RedisStore(Store):
 
     def clear(self, namespace: str) -> None:
         """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
-        self._lifecycle.check()
         prefix = prefix_of(namespace)
         for client, found in self._pages(prefix):
             pipe = client.pipeline(transaction=False)
@@ -136,7 +135,6 @@ class RedisStore(Store):
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         """Lists values with the memory they take: asking for their length would count as a use."""
-        self._lifecycle.check()
         seen: set[bytes] = set()
         for client, page in self._pages(prefix):
             new = [name for name in dict.fromkeys(page) if name not in seen]
@@ -161,6 +159,7 @@ class RedisStore(Store):
 
     def room(self) -> Room:
         """Adds up the room of all servers; no limit is known unless each has one."""
+        self._lifecycle.check()
         try:
             told = [client.info() for client in self._servers.masters()]
         except RedisError as error:
@@ -205,6 +204,7 @@ class RedisStore(Store):
 
     def _pages(self, prefix: str) -> Iterator[tuple[redis.Redis, list[bytes]]]:
         """Yields some keys with a prefix at a time, and their server; a key may come again."""
+        self._lifecycle.check()
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
         try:
             for client in self._servers.masters():

@@ -94,6 +94,9 @@ class ListTests:
         assert room.policy
         assert room.used_bytes is None or room.used_bytes >= 100_000
         assert room.capacity_bytes is None or room.capacity_bytes >= (room.used_bytes or 0)
+        store.close()
+        with pytest.raises(StoreClosed):
+            tells.room()
 
 
 def _listed(lists: ListsValues, keys: list[BlockKey]) -> list[StoredValue]:
