@@ -19,7 +19,7 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ Pair = tuple[Instance, Instance]
 
 _FAULT_S = 15  # what the quickest fault takes
 _CHECKED = 16  # tokens of a compared answer
+_PAGE = 64
 _BACKENDS = ["pdstore-shm", "pdstore-file", "file", "mooncake"]
 
 
@@ -125,40 +126,58 @@ def measure(session: Servers, name: str, backend: str, pair: Pair, n: int) -> No
 
 
 def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -> None:
-    """Compares an answer of D with that of one server, computed whole and with its own cache.
+    """Compares an answer of D with those of one server that computes it whole, and its last page.
 
-    D asks when P has stored the prompt, so that it loads it from every backend.
+    D asks when P has stored the prompt, so that it loads it from every backend. Controls: D again
+    and P, which then have the pages on their GPUs; and a prompt that ends alike behind other pages.
     """
     prompt = session.prompt_of(n, f"{backend} check {n}")
     pair[0].ask(prompt, 1)
     time.sleep(session.given.settle)
-    given = pair[1].ask(prompt, _CHECKED, logprobs=True)
+    given, held = (pair[1].ask(prompt, _CHECKED, logprobs=True) for _ in range(2))
     whole = plain.ask(prompt, _CHECKED, logprobs=True)
     own, again = (plain.ask(prompt, _CHECKED, logprobs=True) for _ in range(2))
-    other = plain.ask(session.prompt_of(n, "another"), _CHECKED, logprobs=True)
+    saved = pair[0].ask(prompt, _CHECKED, logprobs=True)
+    other = session.prompt_of(n, "another")[:-_PAGE] + prompt[-_PAGE:]
+    foreign = plain.ask(other, _CHECKED, logprobs=True)
     found = {
         "computed_whole_s": whole.first_at - whole.asked_at - whole.step_s,
         "d_computed": n - given.num_cached,
         "own_cache_computed": n - own.num_cached,
         "d_equals_own_cache": given.ids == own.ids,
         "d_equals_whole": given.ids == whole.ids,
-        "difference_to_own_cache": distance(given, own),
-        "difference_to_whole": distance(given, whole),
-        "own_cache_difference_to_whole": distance(own, whole),
-        "own_cache_difference_to_itself": distance(again, own),
-        "control_another_prompt": other.ids == whole.ids,
+        "whole_equals_own_cache": whole.ids == own.ids,
+        "control_other_pages": foreign.ids == whole.ids,
+        "own_cache_to_whole": distance(own, whole),
+        "own_cache_to_itself": distance(again, own),
+        "d_to_own_cache": distance(given, own),
+        "d_to_whole": distance(given, whole),
+        "d_to_d_again": distance(given, held),
+        "d_to_p": distance(given, saved),
+        "other_pages_to_whole": distance(foreign, whole),
     }
     session.write(f"{backend} check {n}", found)
     for each in (plain, *pair):
         each.forget()
 
 
-def distance(one: Answer, other: Answer) -> float | None:
-    """Returns the largest difference of a logprob, up to where the answers part."""
+def distance(one: Answer, other: Answer) -> Row:
+    """Returns the largest differences of a logprob.
+
+    watched: of the watched tokens, in the place of the first token.
+    answer: of the answers' tokens, up to where these part; None if the first ones differ.
+    """
     alike = 0
     while alike < min(len(one.ids), len(other.ids)) and one.ids[alike] == other.ids[alike]:
         alike += 1
     pairs = zip(one.logprobs[:alike], other.logprobs[:alike], strict=False)
+    return {
+        "watched": _largest(zip(one.watched, other.watched, strict=True)),
+        "answer": _largest(pairs),
+    }
+
+
+def _largest(pairs: Iterable[tuple[float, float]]) -> float | None:
     return max((abs(a - b) for a, b in pairs), default=None)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+WATCHED = range(10, 74)
+"""Tokens whose logprobs are compared: they are there also where two answers' first tokens differ."""
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Answer:
 
     num_cached: tokens of the prompt that were not computed, from any tier.
     logprobs: of each token of `ids`; empty where they were not asked for.
+    watched: logprobs of the `WATCHED` tokens in the place of the first token; likewise.
     """
 
     asked_at: float
@@ -32,6 +35,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     logprobs: list[float] = field(default_factory=list)
+    watched: list[float] = field(default_factory=list)
 
     @property
     def step_s(self) -> float:
@@ -104,6 +108,8 @@ class Instance:
             "stream": True,
             "return_logprob": logprobs,
         }
+        if logprobs:
+            body["token_ids_logprob"] = list(WATCHED)
         content = json.dumps(body).encode()
         answer = Answer(time.monotonic())
         with self._request("/generate", content, timeout_s) as lines:
@@ -176,3 +182,6 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     answer.ids = list(event["output_ids"])
     answer.num_cached = about.get("cached_tokens", 0)
     answer.logprobs = [each[0] for each in about.get("output_token_logprobs", ())]
+    if not answer.watched:
+        first = next(iter(about.get("output_token_ids_logprobs", ())), ())
+        answer.watched = [each[0] for each in first]

@@ -38,7 +38,8 @@ def test_each_backend_is_measured_checked_and_broken_with_stubs_for_servers(tmp_
     found = {each["step"]: each["found"] for each in report["steps"]}
     for backend in backends:
         assert found[f"{backend} check 640"]["d_equals_whole"]
-        assert not found[f"{backend} check 640"]["control_another_prompt"]
+        assert not found[f"{backend} check 640"]["control_other_pages"]
+        assert found[f"{backend} check 640"]["d_to_p"] == {"watched": 0.0, "answer": 0.0}
         assert found[f"{backend} 640 at once median of 1"]["d_computed"] == 64
     rows = [each for each in found.values() if isinstance(each, dict)]
     assert [row["equals_one_server"] for row in rows if "equals_one_server" in row] == [True] * 4

@@ -51,6 +51,8 @@ class Handler(BaseHTTPRequestHandler):
         about = {"cached_tokens": self._cached(pages_of(prompt)) * PAGE}
         if asked["return_logprob"]:
             about["output_token_logprobs"] = [[-0.5, each, None] for each in ids]
+            watched = [[-float(ids[0]), each, None] for each in asked["token_ids_logprob"]]
+            about["output_token_ids_logprobs"] = [watched]
         lines = [
             json.dumps({"output_ids": ids[: n + 1], "meta_info": about}) for n in range(len(ids))
         ]

@@ -1,6 +1,6 @@
-"""Measures one prompt's KV through KVPool to files and back, by window and workers.
+"""Measures one prompt's KV through KVPool to a store and back, by window and workers.
 
-    python -m benchmarks.pool_files --json benchmarks/results/h200_pool_files.json --pool /dev/shm
+    python -m benchmarks.pool_rates --store shm --json FILE --pool /dev/shm
 
 The KV of an 8B model in engine blocks of 16 tokens, in one process; with `--device cpu` and a
 smaller `--tokens` it runs anywhere. Settings take turns; what is loaded is compared.
@@ -27,6 +27,10 @@ from pdstore.settings import read_settings
 
 ENGINE_BLOCK = 16
 MIB = 1 << 20
+STORES = {
+    "file": "file://{directory}?budget={budget}",
+    "shm": "shm://bench?size={budget}&dir={directory}",
+}
 COLUMNS = ["window, MiB", "workers", "save, GB/s", "load, GB/s", "slowest", "fastest"]
 
 
@@ -57,10 +61,11 @@ class Cache:
 
     def _settings(self, given: argparse.Namespace, workers: int) -> Settings:
         return read_settings(
-            store=f"file://{given.directory}?budget={given.budget}",
+            store=STORES[given.store].format(directory=given.directory, budget=given.budget),
             staging=given.staging,
             workers=workers,
             native=given.native,
+            native_mode=given.native_mode,
             weights="random",
             save_deadline_s=60,
         )
@@ -130,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--store", choices=STORES, default="file")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--windows", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="MiB")
@@ -139,6 +145,7 @@ def main() -> None:
     parser.add_argument("--staging", default="2GiB")
     parser.add_argument("--budget", default="12GiB")
     parser.add_argument("--native", default="require")
+    parser.add_argument("--native-mode", default="serving")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.directory = Path(tempfile.mkdtemp(dir=given.pool, prefix="pdstore-bench-"))
