@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 WATCHED = range(10, 74)
-"""Tokens whose logprobs are compared: they are there also where two answers' first tokens differ."""
+"""Tokens whose logprobs are compared: they are there too where two answers part at once."""
 
 
 @dataclass
