@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.sglang_instance import Instance
+from benchmarks.sglang_instance import Answer, Instance, distance
 from benchmarks.stored_bytes import damage
 
 Row = dict[str, Any]
@@ -44,15 +44,28 @@ class Scene(NamedTuple):
         self.p.forget()
 
     def ask(self) -> Row:
-        """Returns D's answer beside that of one server."""
-        given, whole = self.d.ask(self.prompt, _TOKENS), self.plain.ask(self.prompt, _TOKENS)
+        """Returns D's answer beside that of one server.
+
+        Where D has loaded pages, that server answers from its own cache; else it computes the
+        whole prompt. A page that is computed alone rounds otherwise than within a whole prompt.
+        `one_server_computed` says which of the two it was.
+        """
+        given = self._answer(self.d)
+        one = self._answer(self.plain)
+        if given.num_cached:
+            one = self._answer(self.plain)
         for each in (self.plain, self.d):
             each.forget()
         return {
             "d_first_token_s": given.first_at - given.asked_at,
             "d_computed": len(self.prompt) - given.num_cached,
-            "equals_one_server": given.ids == whole.ids,
+            "one_server_computed": len(self.prompt) - one.num_cached,
+            "equals_one_server": given.ids == one.ids,
+            "d_to_one_server": distance(given, one),
         }
+
+    def _answer(self, server: Instance) -> Answer:
+        return server.ask(self.prompt, _TOKENS, logprobs=True)
 
 
 def _damaged(scene: Scene) -> Row:

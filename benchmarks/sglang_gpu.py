@@ -19,14 +19,14 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sglang_backends import BACKENDS
 from benchmarks.sglang_faults import FAULTS, Scene, suits
-from benchmarks.sglang_instance import Answer, Instance, stop_all
+from benchmarks.sglang_instance import Instance, distance, stop_all
 from benchmarks.stored_bytes import touch
 from benchmarks.vllm_session import LLAMA_8B, Session, medians
 
@@ -159,26 +159,6 @@ def check(session: Servers, backend: str, plain: Instance, pair: Pair, n: int) -
     session.write(f"{backend} check {n}", found)
     for each in (plain, *pair):
         each.forget()
-
-
-def distance(one: Answer, other: Answer) -> Row:
-    """Returns the largest differences of a logprob.
-
-    watched: of the watched tokens, in the place of the first token.
-    answer: of the answers' tokens, up to where these part; None if the first ones differ.
-    """
-    alike = 0
-    while alike < min(len(one.ids), len(other.ids)) and one.ids[alike] == other.ids[alike]:
-        alike += 1
-    pairs = zip(one.logprobs[:alike], other.logprobs[:alike], strict=False)
-    return {
-        "watched": _largest(zip(one.watched, other.watched, strict=True)),
-        "answer": _largest(pairs),
-    }
-
-
-def _largest(pairs: Iterable[tuple[float, float]]) -> float | None:
-    return max((abs(a - b) for a, b in pairs), default=None)
 
 
 def warm_up(session: Servers, plain: Instance, pairs: Mapping[str, Pair]) -> None:

@@ -166,6 +166,22 @@ def stop_all(instances: Iterable[Instance]) -> None:
         each.stop(kill=True)
 
 
+def distance(one: Answer, other: Answer) -> dict[str, float | None]:
+    """Returns the largest differences of a logprob.
+
+    watched: of the watched tokens, in the place of the first token.
+    answer: of the answers' tokens, up to where these part; None if the first ones differ.
+    """
+    alike = 0
+    while alike < min(len(one.ids), len(other.ids)) and one.ids[alike] == other.ids[alike]:
+        alike += 1
+    pairs = zip(one.logprobs[:alike], other.logprobs[:alike], strict=False)
+    return {
+        "watched": _largest(zip(one.watched, other.watched, strict=True)),
+        "answer": _largest(pairs),
+    }
+
+
 def _events(lines: Any) -> Iterator[dict[str, Any]]:
     for line in lines:
         text = line.decode().strip().removeprefix("data:").strip()
@@ -185,3 +201,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     if not answer.watched:
         first = next(iter(about.get("output_token_ids_logprobs", ())), ())
         answer.watched = [each[0] for each in first]
+
+
+def _largest(pairs: Iterable[tuple[float, float]]) -> float | None:
+    return max((abs(a - b) for a, b in pairs), default=None)

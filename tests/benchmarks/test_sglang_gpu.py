@@ -41,5 +41,17 @@ def test_each_backend_is_measured_checked_and_broken_with_stubs_for_servers(tmp_
         assert not found[f"{backend} check 640"]["control_other_pages"]
         assert found[f"{backend} check 640"]["d_to_p"] == {"watched": 0.0, "answer": 0.0}
         assert found[f"{backend} 640 at once median of 1"]["d_computed"] == 64
-    rows = [each for each in found.values() if isinstance(each, dict)]
-    assert [row["equals_one_server"] for row in rows if "equals_one_server" in row] == [True] * 4
+        assert found[f"{backend} check 640"]["own_cache_to_whole"]["watched"] > 0
+    rows = {step: row for step, row in found.items() if isinstance(row, dict)}
+    faults = {step: row for step, row in rows.items() if "equals_one_server" in row}
+    assert {step: row["d_computed"] for step, row in faults.items()} == {
+        "pdstore-shm pages damaged": 640,
+        "pdstore-shm D restarted over a warm pool": 64,
+        "pdstore-shm P killed after its answer": 64,
+        "pdstore-shm store gone": 640,
+    }
+    for row in faults.values():  # compared with a server that computed as much
+        assert row["one_server_computed"] == row["d_computed"]
+        assert row["equals_one_server"]
+        assert row["d_to_one_server"] == {"watched": 0.0, "answer": 0.0}
+    assert found["pdstore-shm pages damaged"]["d_computed_when_saved_again"] == 64
