@@ -83,6 +83,7 @@ RUN_BY = {
     "MODEL=* docker compose *": "scripts/check_deploy.sh",
     "kubectl apply -k *": "scripts/check_deploy.sh",
     "benchmarks/device_*": GPU,
+    "NAME=* benchmarks/device_*": GPU,
     "python -m benchmarks.mini_prefill": GPU,
     "*python -m benchmarks.vllm_cpu *": (
         f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
