@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 FORMAT_VERSION = 1
@@ -79,6 +80,10 @@ class Namespace:
         Equal layers in a row are shown once with their number, and what is still too long as a
         digest. Of the salt only 16 bits show: enough to see a difference, not to guess it.
         """
+        return dict(self._described)
+
+    @cached_property
+    def _described(self) -> Mapping[str, str]:
         described = {}
         for name, value in self.fields.items():
             text = _with_runs(value)

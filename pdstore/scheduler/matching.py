@@ -13,6 +13,8 @@ from pdstore.store.base import Store
 from pdstore.store.checked import count_of
 
 _MOST_GAPS = 8
+_SHORT = 8
+"""Blocks of a prompt that is asked for as a whole at once."""
 
 
 def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match:
@@ -38,6 +40,9 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
     """
     parts, windows = keys.namespace.parts, keys.namespace.windows
     if not windows:
+        # most prompts are new to the pool, and to name all of a long one takes a while
+        if len(keys) > _SHORT and not _has_first_block(store, keys):
+            return 0
         return _match(store, keys.store_keys(parts)) // len(parts)
     whole = [part for part in parts if part.group not in windows]
     count = _match(store, keys.store_keys(whole)) // len(whole) if whole else len(keys)
@@ -51,6 +56,11 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
 
 def _match(store: Store, keys: Sequence[BlockKey]) -> int:
     return count_of(store.match(keys), keys, store)
+
+
+def _has_first_block(store: Store, keys: PromptKeys) -> bool:
+    first = keys.prefix(keys.end_of(1)).store_keys(keys.namespace.parts)
+    return _match(store, first) == len(first)
 
 
 def _last_gap(store: Store, keys: PromptKeys) -> int | None:
