@@ -97,6 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
+    parser.add_argument("--block", type=int, default=16, help="tokens of a block of vLLM on GPUs")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     _add_checks(parser)
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")

@@ -141,7 +141,7 @@ class VllmSetup(Setup):
         per_token = given.layers * max(1, given.hidden // 512) * 256 * 2
         return arguments | {
             **{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": per_token * (most + 4096)},
-            "attention_backend": "FLASH_ATTN",
+            **{"attention_backend": "FLASH_ATTN", "block_size": given.block},
             "compilation_config": {
                 **{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
                 "cudagraph_capture_sizes": [1, 2, 4, 8],
