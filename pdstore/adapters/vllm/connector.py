@@ -152,7 +152,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
         metadata = self.scheduler.take_metadata()
-        metadata.is_idle = not scheduler_output.num_scheduled_tokens
         self._add_saves(metadata, scheduler_output)
         return metadata
 
@@ -258,8 +257,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._step.is_idle:
-            self.worker.rest()
         return None, self.worker.take_loaded(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -6,7 +6,6 @@ import collections
 import time
 
 from pdstore.adapters.vllm.messages import EndedJob, Interval
-from pdstore.threads import Latch
 from pdstore.worker.job import Job
 
 
@@ -15,22 +14,10 @@ class EndedJobs:
 
     def __init__(self) -> None:
         self._ended: collections.deque[EndedJob] = collections.deque()
-        self._next = Latch()
 
     def watch(self, request_id: str, job: Job, number: int | None = None) -> None:
         """Takes up a job that has begun, or even ended; `number` is that of a save."""
-
-        def tell(ended: Job) -> None:
-            self._ended.append(_told(request_id, number, ended))
-            self._next.set()
-
-        job.on_end(tell)
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until a job has ended since the last `take`, at most for the time."""
-        latch = self._next = Latch()  # before the look: an end is appended before it sets one
-        if not self._ended:
-            latch.wait(timeout_s)
+        job.on_end(lambda ended: self._ended.append(_told(request_id, number, ended)))
 
     def take(self) -> list[EndedJob]:
         """Returns the jobs that have ended since the last call."""

@@ -61,14 +61,12 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     started_handoffs: hand-offs that D may follow from now on, with the tokens of the prompt.
     aborted_handoffs: hand-offs that will not come.
-    is_idle: True if the step computes nothing.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     started_handoffs: list[tuple[HandoffId, int]] = field(default_factory=list)
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
-    is_idle: bool = False
 
 
 class Interval(NamedTuple):

@@ -39,22 +39,14 @@ class PDStoreConnectorWorker:
 
     vLLM's worker thread calls it. Every load is reported, whatever happens: vLLM waits for it
     without a bound.
-
-    rest_s: how long `rest` waits at most.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        metrics: Metrics,
-        *,
-        rest_s: float = 0.002,
+        self, settings: Settings, vllm_config: Any, kv_cache_config: Any, metrics: Metrics
     ) -> None:
         self._settings = settings
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
-        self._metrics, self._rest_s = metrics, rest_s
+        self._metrics = metrics
         self._pool: KVPool | None = None
         self._rows_per_block = 1
         self._rank_layout: RankLayout | None = None
@@ -161,15 +153,6 @@ class PDStoreConnectorWorker:
         finally:
             self._opened = None
             self._step_saves.cancel()
-
-    def rest(self) -> None:
-        """Waits a moment for the end of a load or a save, where a step has nothing to compute.
-
-        vLLM steps on meanwhile, and its steps take Python's lock from the workers; and what ends
-        between two steps is seen late.
-        """
-        if self._saves or any(job is not None for _, job in self._loads.values()):
-            self._ended.wait(self._rest_s)
 
     def take_loaded(self, finished: set[str]) -> set[str]:
         """Returns the requests whose load has ended since the last call, well or not.

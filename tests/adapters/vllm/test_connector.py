@@ -84,10 +84,10 @@ def connector(instance, monkeypatch):
     return connector
 
 
-def run_step(connector, *saves, error=None, is_left_open=False, is_idle=False):
+def run_step(connector, *saves, error=None, is_left_open=False):
     """A step of vLLM's runner; behind its first layer the forward raises `error`."""
     step = SimpleNamespace(
-        kv_connector_metadata=PDStoreConnectorMetadata(saves=list(saves), is_idle=is_idle),
+        kv_connector_metadata=PDStoreConnectorMetadata(saves=list(saves)),
         has_sync_kv_loads=False,
         finished_req_ids=set(),
     )
@@ -128,12 +128,3 @@ def test_a_step_that_the_runner_leaves_open_is_ended_by_the_next(connector, inst
     run_step(connector, is_left_open=True)
     eventually(lambda: instance.store.match(whole) == len(whole))
     eventually(lambda: [connector.worker.take_report()] and connector.worker.is_idle)
-
-
-def test_only_a_step_that_computes_nothing_waits_for_the_end_of_a_job(connector, monkeypatch):
-    rests = []
-    monkeypatch.setattr(connector.worker, "rest", lambda: rests.append(None))
-    run_step(connector)
-    assert not rests
-    run_step(connector, is_idle=True)
-    assert len(rests) == 1

@@ -30,31 +30,6 @@ def test_a_save_and_a_load_are_told_once_with_their_times(instance):
         assert job.in_store.end_at <= job.ran.end_at <= time.time()
 
 
-def test_who_waits_is_woken_by_the_end_of_a_job(instance):
-    one, ended = instance(), EndedJobs()
-    ended.watch("r", one.pool.save(one.cache.keys(PROMPT), TABLE))
-    began = time.monotonic()
-    ended.wait(60)
-    assert len(ended.take()) == 1
-    assert time.monotonic() - began < 30
-
-
-def test_nobody_waits_for_an_end_that_was_not_taken_yet(instance):
-    one, ended = instance(), EndedJobs()
-    job = one.pool.save(one.cache.keys(PROMPT), TABLE)
-    ended.watch("r", job)
-    job.wait(10)
-    began = time.monotonic()
-    ended.wait(60)
-    assert time.monotonic() - began < 30
-
-
-def test_a_wait_without_an_end_lasts_its_time():
-    began = time.monotonic()
-    EndedJobs().wait(0.01)
-    assert time.monotonic() - began >= 0.01
-
-
 def test_a_job_that_asked_the_store_nothing_says_why_it_ended(instance):
     one, ended = instance(), EndedJobs()
     one.pool.close()

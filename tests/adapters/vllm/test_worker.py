@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,7 @@ def instance(store):
 def worker(instance):
     """A worker that has begun with the instance's pool."""
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics, rest_s=60)
+    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
     worker.begin(instance.pool)
     return worker
 
@@ -47,23 +46,6 @@ def test_a_save_is_released_once_and_then_forgotten(worker, instance):
 
     eventually(is_forgotten)
     assert released == 1
-
-
-def test_a_rest_without_a_running_job_is_none(worker):
-    began = time.monotonic()
-    worker.rest()
-    worker.start_loads(PDStoreConnectorMetadata(loads=[LoadSpec("r", None, [IDS], 0, 160)]))
-    worker.rest()
-    assert time.monotonic() - began < 30
-
-
-def test_a_rest_ends_with_a_job(worker, instance):
-    keys = instance.cache.keys(range(200))
-    began = time.monotonic()
-    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "r", keys, [IDS], 0)]))
-    worker.rest()
-    assert worker.take_report().released[7] == 1
-    assert time.monotonic() - began < 30
 
 
 def load(worker, spec):
@@ -128,7 +110,7 @@ def ranged(store):
     """A worker whose blocks are stored in two layer ranges: a and b, and c."""
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics, rest_s=60)
+    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
     worker.begin(instance.pool, layers=["a", "b", "c"])
     yield worker, instance
     instance.close()
