@@ -89,14 +89,15 @@ extern "C" int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t by
   return guarded(nullptr, [&] { return engine->engine->add_host(address, bytes); });
 }
 
-extern "C" int32_t pds_explain(const pds_engine *engine, int32_t part, int32_t num_tokens,
-                               pds_plan *plan) {
-  if (!engine || !plan || part < 0 || part >= engine->engine->layout().num_parts() ||
-      num_tokens < 1) {
+extern "C" int32_t pds_explain(const pds_engine *engine, int32_t direction, int32_t part,
+                               int32_t num_tokens, pds_plan *plan) {
+  if (!engine || !plan || !is_direction(direction) || part < 0 ||
+      part >= engine->engine->layout().num_parts() || num_tokens < 1) {
     return PDS_ERR_ARGUMENT;
   }
   return guarded(nullptr, [&] {
-    const pds::Plan found = engine->engine->explain(part, num_tokens);
+    const pds::Plan found =
+        engine->engine->explain(static_cast<pds::Direction>(direction), part, num_tokens);
     *plan = {static_cast<int32_t>(found.path),
              found.num_pieces,
              found.piece_bytes,

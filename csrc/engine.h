@@ -28,8 +28,8 @@ class Engine {
   pds_error submit(Direction direction, const pds_item *items, int64_t num_items,
                    const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
                    std::shared_ptr<Ticket> *ticket);
-  Plan explain(int32_t part, int32_t num_tokens) const {
-    return plan_of(layout_, part, num_tokens, device_->has_batch());
+  Plan explain(Direction direction, int32_t part, int32_t num_tokens) const {
+    return plan_of(layout_, direction, part, num_tokens, device_->has_batch());
   }
   const Layout &layout() const { return layout_; }
   Crew &crew() { return crew_; }

@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 12 };
+enum { PDS_ABI = 13 };
 
 enum {
   PDS_OK = 0,
@@ -116,10 +116,10 @@ int32_t pds_open(const pds_options *options, const pds_part *parts, const pds_re
 int32_t pds_close(pds_engine *engine);
 // The first half of pds_close, while other threads may be in calls with this engine: they end.
 int32_t pds_stop(pds_engine *engine);
-// Payloads must lie in one such range each; on a GPU it must be registered. Without any, the CPU
-// form takes every address.
+// A payload must lie in one such range, on a GPU in a registered one; the CPU form needs no range.
 int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes);
-int32_t pds_explain(const pds_engine *engine, int32_t part, int32_t num_tokens, pds_plan *plan);
+int32_t pds_explain(const pds_engine *engine, int32_t direction, int32_t part, int32_t num_tokens,
+                    pds_plan *plan);
 int32_t pds_get_stats(pds_engine *engine, int32_t direction, pds_stats *stats);
 
 // Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until

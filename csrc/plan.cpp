@@ -6,7 +6,7 @@ namespace pds {
 namespace {
 
 constexpr int64_t kLargePiece = 64 << 10;
-constexpr int64_t kLargeBlock = 2 << 20;
+constexpr int64_t kLargeOut = 512 << 10, kLargeIn = 2 << 20;
 
 struct Pieces {
   int64_t count = 0, smallest = INT64_MAX;
@@ -28,12 +28,14 @@ Pieces pieces_of(const Part &part, const Block &block) {
 
 }  // namespace
 
-Plan plan_of(const Layout &layout, int32_t number, int32_t num_tokens, bool has_batch) {
+Plan plan_of(const Layout &layout, Direction direction, int32_t number, int32_t num_tokens,
+             bool has_batch) {
   const Part &part = layout.part(number);
   const Block block{0, 0, num_tokens, 0, std::min(layout.block_tokens(), num_tokens)};
   const Pieces pieces = pieces_of(part, block);
   const int64_t bytes = part.num_layers * part.token_bytes * block.count;
   Plan plan{Path::kStage, static_cast<int32_t>(pieces.count), pieces.smallest, bytes, ""};
+  const int64_t large = direction == Direction::kOut ? kLargeOut : kLargeIn;
   const auto choose = [&](Path path, const char *why) { plan.path = path, plan.why = why; };
   if (layout.path() != PDS_PATH_AUTO) {
     choose(static_cast<Path>(layout.path()), "forced");
@@ -45,8 +47,9 @@ Plan plan_of(const Layout &layout, int32_t number, int32_t num_tokens, bool has_
     choose(Path::kBatch, "an engine block is one piece");
   } else if (has_batch && pieces.smallest >= kLargePiece) {
     choose(Path::kBatch, "pieces of 64 KiB or more");
-  } else if (pieces.strided && bytes >= kLargeBlock) {
-    choose(Path::kStrided, "regular strides, engine blocks of 2 MiB or more");
+  } else if (pieces.strided && bytes >= large) {
+    choose(Path::kStrided, large == kLargeOut ? "regular strides, engine blocks of 512 KiB or more"
+                                              : "regular strides, engine blocks of 2 MiB or more");
   } else {
     choose(Path::kStage, pieces.strided ? "small engine blocks of small pieces"
                                         : "small pieces, or another order than the payload's");

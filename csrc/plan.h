@@ -1,9 +1,11 @@
 // Which path moves which payload, and why.
 //
-// Decision: chosen by the layout and the tokens in the block alone, so that a path never changes
-// unseen. Nothing ever writes host memory from the GPU's processors: even two thread blocks that
-// do so slow a decode step by 149 %; copy engines cost it about 1 %. The copy engines want pieces
-// of 64 KiB or engine blocks of 2 MiB; everything smaller is gathered in device memory first.
+// Decision: chosen by the layout, the direction and the tokens in the block alone, so that a path
+// never changes unseen. Nothing ever writes host memory from the GPU's processors: even two thread
+// blocks that do so slow a decode step by 149 %; copy engines cost it about 1 %. The copy engines
+// want pieces of 64 KiB or engine blocks of 2 MiB; everything smaller is gathered in device memory
+// first. On the way to the host blocks of 512 KiB are enough: a prefill runs beside those copies,
+// and gathering slows it more than the copies gain.
 #pragma once
 #include <string>
 
@@ -25,6 +27,7 @@ struct Plan {
 };
 
 // The path of payloads of a part with this many tokens; has_batch: the device can copy in batches.
-Plan plan_of(const Layout &layout, int32_t part, int32_t num_tokens, bool has_batch);
+Plan plan_of(const Layout &layout, Direction direction, int32_t part, int32_t num_tokens,
+             bool has_batch);
 
 }  // namespace pds

@@ -25,7 +25,7 @@ void for_each_block(const Layout &layout, const JobItems &job, const Segment &se
 
 const Plan &SliceWalk::plan_of(const Item &item) {
   if (item.part != planned_part_ || item.num_tokens != planned_tokens_) {
-    plan_ = pds::plan_of(layout_, item.part, item.num_tokens, has_batch_);
+    plan_ = pds::plan_of(layout_, job_.direction, item.part, item.num_tokens, has_batch_);
     planned_part_ = item.part, planned_tokens_ = item.num_tokens;
   }
   return plan_;

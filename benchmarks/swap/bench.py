@@ -121,7 +121,7 @@ def _measure_small(
 ) -> None:
     copy = rig.native(swap, direction, n)
     times = [seconds(copy) * 1e6 for _ in range(10 * rounds)]
-    path = swap.plan()[0].path
+    path = swap.plan(direction)[0].path
     goal = 80 if n == 1 and rig.shape.block_bytes == 2 << 20 else ""
     row = ("submit to done", rig.shape.name, n, direction.value, path)
     report.add(*row, median(times), "us", "", goal)

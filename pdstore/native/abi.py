@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 12
+ABI = 13
 CPU = -1
 OTHER_LENGTH = -1
 """The file does not have the expected length; used next to errno's numbers."""
@@ -111,7 +111,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_close": [_P],
     "pds_stop": [_P],
     "pds_add_host": [_P, c_uint64, c_int64],
-    "pds_explain": [_P, c_int32, c_int32, _P],
+    "pds_explain": [_P, c_int32, c_int32, c_int32, _P],
     "pds_get_stats": [_P, c_int32, _P],
     "pds_submit": [_P, c_int32, _P, c_int64, _P, c_int64, c_uint64, c_uint64, _P, _P],
     "pds_wait": [_P, c_int64, _P],

@@ -69,11 +69,14 @@ class Engine:
         with self._lock:
             self._calls.pds_add_host(self._open(), address, num_bytes)
 
-    def explain(self, part: int, num_tokens: int) -> CopyPlan:
-        """The path that payloads of a part with this many tokens take. Raises LayoutError."""
+    def explain(self, direction: int, part: int, num_tokens: int) -> CopyPlan:
+        """The path that payloads of a part with this many tokens take. Raises LayoutError.
+
+        direction: 0 from the cache to slots, 1 to the cache.
+        """
         plan = Plan()
         with self._lock:
-            code = self._calls.pds_explain(self._open(), part, num_tokens, byref(plan))
+            code = self._calls.pds_explain(self._open(), direction, part, num_tokens, byref(plan))
         if code:
             raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
         path = CopyPath(plan.path).name

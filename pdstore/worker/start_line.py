@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from pdstore.format.namespace import Namespace
+from pdstore.outcome import Direction
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.worker.mover import Mover
@@ -20,15 +21,16 @@ def log_start(
 
     Memory is the host's that values are copied through.
     """
-    plans = swap.plan()
+    out, back = swap.plan(Direction.SAVE), swap.plan(Direction.LOAD)
     log.info(
         "pool %s, namespace %s, role %s, block copies by %s, %d MiB of host memory, %d workers",
         store.label,
         namespace.hex,
         settings.role,
-        ", ".join(sorted({plan.path for plan in plans})),
+        ", ".join(sorted({plan.path for plan in out + back})),
         mover.memory_bytes >> 20,
         settings.workers,
     )
-    for plan in plans:
-        log.info("%s, %d tokens: %s, %s", plan.part, plan.num_tokens, plan.path, plan.why)
+    for one, other in zip(out, back, strict=True):
+        paths = one.path if one.path == other.path else f"{one.path} to the host, {other.path} back"
+        log.info("%s, %d tokens: %s, %s", one.part, one.num_tokens, paths, one.why)

@@ -13,6 +13,7 @@ import torch
 from pdstore.device_pin import DeviceApi
 from pdstore.format.block import checksum
 from pdstore.format.namespace import Part
+from pdstore.outcome import Direction
 
 
 class BlockCopy(NamedTuple):
@@ -114,8 +115,8 @@ class Swap(ABC):
         return None
 
     @abstractmethod
-    def plan(self) -> list[BlockCopyPlan]:
-        """Returns the path that each part's blocks take."""
+    def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
+        """Returns the path of each part's blocks: to the host in a save, back in a load."""
 
     def relaxed(self) -> AbstractContextManager[None]:
         """A context in which the calling thread disturbs no other thread's graph capture."""

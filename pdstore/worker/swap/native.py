@@ -215,7 +215,7 @@ class NativeSwap(Swap):
         """Adds a range; from then on every payload must lie within one range."""
         self._engine.add_host(address, num_bytes)
 
-    def plan(self) -> list[BlockCopyPlan]:
+    def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
         """Returns the paths of a whole block and of a tail of one token, for each part."""
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
         return [
@@ -224,7 +224,7 @@ class NativeSwap(Swap):
             )
             for part, number in self._parts.items()
             for n in tokens
-            for plan in [self._engine.explain(number, n)]
+            for plan in [self._engine.explain(int(direction is Direction.LOAD), number, n)]
         ]
 
     def stats(self, direction: Direction) -> PumpStats:

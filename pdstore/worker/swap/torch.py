@@ -9,6 +9,7 @@ import torch
 from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
+from pdstore.outcome import Direction
 from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Swap
 from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 
@@ -61,7 +62,7 @@ class TorchSwap(Swap):
         if self.device.type == "cuda":  # the writes above are only queued
             torch.cuda.current_stream(self.device).synchronize()
 
-    def plan(self) -> list[BlockCopyPlan]:
+    def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
         tokens = self._layout.block_tokens
         return [BlockCopyPlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
 

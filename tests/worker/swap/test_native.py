@@ -24,7 +24,7 @@ from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of,
     [
         ({}, PLAIN, "STAGE", "small"),
         ({"layers": (LayerSpec(8, 128),) * 32}, PLAIN, "BATCH", "64 KiB"),
-        ({"layers": (LayerSpec(8, 64),) * 64}, PLAIN, "STRIDED", "2 MiB"),
+        ({"layers": (LayerSpec(8, 64),) * 64}, PLAIN, "STRIDED", "512 KiB"),
         ({"layers": (LayerSpec(8, 64),) * 64}, {**PLAIN, "heads_outer": True}, "STAGE", "order"),
         ({"layers": (LayerSpec(8, 64),) * 64, "num_shards": 2}, PLAIN, "STAGE", "order"),
         ({"layers": (LayerSpec(8, 64),) * 2}, {**PLAIN, "heads_outer": True}, "STAGE", "order"),
@@ -38,6 +38,14 @@ def test_the_plan_says_which_path_and_why(library, changes, shape, path, why):
     assert why in plan[0].why
     assert plan[1].num_tokens == 1
     assert plan[1].path == "STAGE"
+
+
+@pytest.mark.parametrize(("layers", "back"), [(16, "STAGE"), (64, "STRIDED")])
+def test_a_save_is_strided_from_smaller_blocks_on_than_a_load(library, layers, back):
+    layout = layout_of(layers=(LayerSpec(8, 64),) * layers)
+    native = native_of(library, Case.of(layout, 4, "cpu", **PLAIN), "cpu")
+    assert native.plan(Direction.SAVE)[0].path == "STRIDED"
+    assert native.plan(Direction.LOAD)[0].path == back
 
 
 def test_a_block_that_is_one_run_over_its_layers_is_one_piece(library):
