@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ def main() -> None:
         stack.callback(setup.stop)
         setup.start_alone()
         for store, url in stores.items():
-            for load in given.load:
+            for load, block in product(given.load, given.block):
                 name = store if len(given.load) == 1 else f"{store} {load}"
-                setup.start_pair(name, url, load)
+                name += "" if len(given.block) == 1 else f" {block}"
+                setup.start_pair(name, url, load, block)
         found["about"] = setup.ready()
         run = Run(given, setup, began)
         run.say(f"{len(setup.instances)} instances are up")
@@ -97,7 +99,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
-    parser.add_argument("--block", type=int, default=16, help="tokens of a block of vLLM on GPUs")
+    parser.add_argument(
+        "--block",
+        type=int,
+        nargs="+",
+        default=[16],
+        help="tokens of a block of the pairs, for vLLM on GPUs; the lone instance has the first",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     _add_checks(parser)
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")

@@ -41,15 +41,18 @@ class Setup:
 
     def start_alone(self) -> None:
         """Starts the instance without a pool, on the first GPU."""
-        self.alone = self._start("alone", {}, 0)
+        self.alone = self._start("alone", {}, 0, self._given.block[0])
 
-    def start_pair(self, name: str, url: str, load: str) -> None:
-        """Starts P on the first GPU, and D on the second if there is one. load: PDSTORE_LOAD."""
+    def start_pair(self, name: str, url: str, load: str, block: int) -> None:
+        """Starts P on the first GPU, and D on the second if there is one.
+
+        load: PDSTORE_LOAD. block: tokens of a block of vLLM.
+        """
         common = {"store": url, "weights": "bench", "save_deadline_s": 60, "load_deadline_s": 60}
         common |= {"load": load}
         self.pairs[name] = (
-            self._start(f"{name}-p", common | {"role": "prefill"}, 0),
-            self._start(f"{name}-d", common | {"role": "decode"}, 1),
+            self._start(f"{name}-p", common | {"role": "prefill"}, 0, block),
+            self._start(f"{name}-d", common | {"role": "decode"}, 1, block),
         )
 
     def ready(self) -> dict[str, Any]:
@@ -64,7 +67,7 @@ class Setup:
     def _dtype(self) -> str:
         return "float32" if self._given.cpu else "bfloat16"
 
-    def _start(self, name: str, settings: dict[str, Any], gpu: int) -> Instance:
+    def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
         import torch
 
         given = self._given
@@ -98,8 +101,8 @@ class VllmSetup(Setup):
         self._model.mkdir()
         (self._model / "config.json").write_text(json.dumps(LLAMA_8B | shape))
 
-    def _start(self, name: str, settings: dict[str, Any], gpu: int) -> Instance:
-        arguments = self._arguments()
+    def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
+        arguments = self._arguments(block)
         if settings:
             extra = {k: v for k, v in settings.items() if k != "role"}
             kind = {"prefill": "kv_producer", "decode": "kv_consumer"}[settings["role"]]
@@ -123,7 +126,7 @@ class VllmSetup(Setup):
             return CPU_ENVIRONMENT
         return {"CUDA_VISIBLE_DEVICES": str(min(gpu, torch.cuda.device_count() - 1))}
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, block: int) -> dict[str, Any]:
         given = self._given
         most = max(max(given.tokens), given.burst * given.burst_tokens) + 512
         arguments: dict[str, Any] = {
@@ -141,7 +144,7 @@ class VllmSetup(Setup):
         per_token = given.layers * max(1, given.hidden // 512) * 256 * 2
         return arguments | {
             **{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": per_token * (most + 4096)},
-            **{"attention_backend": "FLASH_ATTN", "block_size": given.block},
+            **{"attention_backend": "FLASH_ATTN", "block_size": block},
             "compilation_config": {
                 **{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
                 "cudagraph_capture_sizes": [1, 2, 4, 8],
