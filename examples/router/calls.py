@@ -51,7 +51,10 @@ class Calls:
         Raises Refusal with P's answer when P says that the request itself is wrong (4xx).
         """
         content = _content(prefill_body(asked.body, params))
+        rest_s = self._prefill_timeout.read or 0.0
         for upstream in self.prefills.in_turn():
+            if upstream.is_spared(rest_s):
+                continue
             try:
                 answer = await self.client.post(
                     upstream.url + asked.path,
@@ -61,12 +64,13 @@ class Calls:
                 )
             except httpx.ReadTimeout as error:
                 self._failed(upstream, asked, error)
+                upstream.fell_silent(rest_s)
                 break  # the client has waited long enough
             except httpx.TransportError as error:
                 self._failed(upstream, asked, error)
                 continue
             if answer.status_code < 500:
-                upstream.came_back()
+                upstream.answered()
                 given = _json_of(answer)
                 if params_of(given) is None:
                     self._tell_of_no_params(upstream)

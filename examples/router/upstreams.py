@@ -14,18 +14,46 @@ _REST_S = 2.0
 
 @dataclass
 class Upstream:
-    """One engine instance."""
+    """One engine instance.
+
+    down_until: until then the others are asked first.
+    silent_until: until then nobody waits for it; None unless it let a request wait in vain.
+    """
 
     url: str
     role: Role
     down_until: float = 0.0
+    silent_until: float | None = None
 
     def went_down(self) -> None:
         """Notes that it could not be reached: for a while the others are asked first."""
         self.down_until = time.monotonic() + _REST_S
 
     def came_back(self) -> None:
+        """Notes that it can be reached."""
         self.down_until = 0.0
+
+    def fell_silent(self, rest_s: float) -> None:
+        """Notes that it let a request wait in vain: it is spared for so long."""
+        self.silent_until = time.monotonic() + rest_s
+
+    def answered(self) -> None:
+        """Notes that it answered a request."""
+        self.came_back()
+        self.silent_until = None
+
+    def is_spared(self, rest_s: float) -> bool:
+        """True while nobody shall wait for it.
+
+        When its time is over one request tries it, and the others go without for `rest_s` more.
+        """
+        if self.silent_until is None:
+            return False
+        now = time.monotonic()
+        if now < self.silent_until:
+            return True
+        self.silent_until = now + rest_s
+        return False
 
 
 class Rotation:

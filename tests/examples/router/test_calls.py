@@ -78,6 +78,29 @@ async def test_a_hanging_p_costs_its_time_out_once() -> None:
     assert (len(p.bodies), d.bodies) == (1, [BODY])
 
 
+async def test_nobody_waits_for_a_silent_p_until_one_request_has_tried_it_again() -> None:
+    is_hung = True
+
+    async def answer(body: dict[str, Any]) -> Response:
+        if is_hung:
+            return StreamingResponse(never())
+        return JSONResponse({"kv_transfer_params": PARAMS})
+
+    p, d = Fake(answer), Fake()
+    async with routed([p], [d], prefill_timeout_s=1.0) as client:
+        for _ in range(2):
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(p.bodies) == 1
+        assert await metric(client, "router_degraded_total") == 2
+        is_hung = False
+        while len(p.bodies) == 1:
+            await anyio.sleep(0.05)
+            await client.post("/v1/completions", json=BODY)
+        await client.post("/v1/completions", json=BODY)
+    assert len(p.bodies) == 3
+    assert [body.get("kv_transfer_params") for body in d.bodies[-2:]] == [PARAMS] * 2
+
+
 async def test_an_unreachable_d_is_replaced_by_another() -> None:
     d = Fake(says({"id": "d"}))
     with nobody() as gone:
