@@ -6,6 +6,7 @@ namespace pds {
 namespace {
 
 constexpr int64_t kLargePiece = 64 << 10;
+constexpr int64_t kLongPiece = 16 << 10;
 constexpr int64_t kLargeOut = 512 << 10, kLargeIn = 2 << 20;
 
 struct Pieces {
@@ -35,7 +36,8 @@ Plan plan_of(const Layout &layout, Direction direction, int32_t number, int32_t 
   const Pieces pieces = pieces_of(part, block);
   const int64_t bytes = part.num_layers * part.token_bytes * block.count;
   Plan plan{Path::kStage, static_cast<int32_t>(pieces.count), pieces.smallest, bytes, ""};
-  const int64_t large = direction == Direction::kOut ? kLargeOut : kLargeIn;
+  const bool has_time = direction == Direction::kOut && pieces.smallest >= kLongPiece;
+  const int64_t large = has_time ? kLargeOut : kLargeIn;
   const auto choose = [&](Path path, const char *why) { plan.path = path, plan.why = why; };
   if (layout.path() != PDS_PATH_AUTO) {
     choose(static_cast<Path>(layout.path()), "forced");

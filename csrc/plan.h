@@ -4,8 +4,8 @@
 // never changes unseen. Nothing ever writes host memory from the GPU's processors: even two thread
 // blocks that do so slow a decode step by 149 %; copy engines cost it about 1 %. The copy engines
 // want pieces of 64 KiB or engine blocks of 2 MiB; everything smaller is gathered in device memory
-// first. On the way to the host blocks of 512 KiB are enough: a prefill runs beside those copies,
-// and gathering slows it more than the copies gain.
+// first. On the way to the host blocks of 512 KiB in pieces of 16 KiB are enough: a prefill runs
+// beside those copies, and gathering slows it more than the copies gain.
 #pragma once
 #include <string>
 

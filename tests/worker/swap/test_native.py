@@ -40,11 +40,18 @@ def test_the_plan_says_which_path_and_why(library, changes, shape, path, why):
     assert plan[1].path == "STAGE"
 
 
-@pytest.mark.parametrize(("layers", "back"), [(16, "STAGE"), (64, "STRIDED")])
-def test_a_save_is_strided_from_smaller_blocks_on_than_a_load(library, layers, back):
-    layout = layout_of(layers=(LayerSpec(8, 64),) * layers)
+@pytest.mark.parametrize(
+    ("layers", "heads", "out", "back"),
+    [
+        (16, 8, "STRIDED", "STAGE"),
+        (64, 8, "STRIDED", "STRIDED"),
+        (256, 1, "STAGE", "STAGE"),  # pieces of 4 KiB, in blocks of 1 MiB
+    ],
+)
+def test_a_save_is_strided_from_smaller_blocks_on_than_a_load(library, layers, heads, out, back):
+    layout = layout_of(layers=(LayerSpec(heads, 64),) * layers)
     native = native_of(library, Case.of(layout, 4, "cpu", **PLAIN), "cpu")
-    assert native.plan(Direction.SAVE)[0].path == "STRIDED"
+    assert native.plan(Direction.SAVE)[0].path == out
     assert native.plan(Direction.LOAD)[0].path == back
 
 
