@@ -34,7 +34,7 @@ class OpenSave:
         self.job = job
         self._work, self._prompt, self._split = work, prompt, split
         self._order, self._wake = order, wake
-        self._num_released = 0
+        self._num_whole = self._num_released = 0  # layer ranges
 
     def layers_done(self, num_layers: int, ready: ReadyEvent | None = None) -> None:
         """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
@@ -45,7 +45,10 @@ class OpenSave:
         """
         layout = self._prompt.layout
         num_whole, held = layout.num_whole_ranges(num_layers), layout.held_ranges
-        if num_whole <= self._num_released or self._waits_for_more(num_whole):
+        if num_whole <= self._num_whole:
+            return
+        self._num_whole = num_whole
+        if self._waits_for_more(num_whole):
             return
         ready = ready or self._order()
         if num_whole - self._num_released == len(held):
