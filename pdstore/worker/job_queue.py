@@ -114,14 +114,15 @@ class JobQueue:
         return run.job
 
     def wake(self, run: JobRun) -> None:
-        """Wakes a worker for new shares of a job, or for its end; restarts its time limit."""
+        """Restarts a job's time limit; wakes workers if it has new shares, or for its end."""
         if self._is_in_child:
             return
         with self._changed:
             if run in self._deadlines:  # it waits for no other job
                 run.start_clock()
                 self._deadlines[run] = run.deadline.at
-                self._make_ready(run)
+                if run.has_more:
+                    self._make_ready(run)
 
     @property
     def num_alive(self) -> int:

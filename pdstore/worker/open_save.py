@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
@@ -17,9 +17,13 @@ class OpenSave:
     One thread at a time calls `layers_done`. Layer ranges are saved when the last layer of one is
     said to be done and they hold enough together, else with the ranges behind them.
 
+    Where the layers are only queued on a device, all ranges begin when the last layer is queued,
+    each behind its own event: workers that begin sooner would take Python's lock from the thread
+    that queues the rest of the forward, and the device is far behind that thread anyway.
+
     split: how blocks are shared out, and when layer ranges are saved early.
-    order: records an event behind what the calling thread's stream has queued.
-    wake: tells the queue that there is more to do.
+    order: records an event behind what the calling thread's stream has queued; None without one.
+    wake: tells the queue that the model goes on, and that there may be more to do.
     """
 
     def __init__(
@@ -34,7 +38,8 @@ class OpenSave:
         self.job = job
         self._work, self._prompt, self._split = work, prompt, split
         self._order, self._wake = order, wake
-        self._num_whole = self._num_released = 0  # layer ranges
+        self._num_whole = self._num_queued = 0  # of the layer ranges held
+        self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []
 
     def layers_done(self, num_layers: int, ready: ReadyEvent | None = None) -> None:
         """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
@@ -44,29 +49,37 @@ class OpenSave:
         Raises SwapError while the stream is being captured into a graph.
         """
         layout = self._prompt.layout
-        num_whole, held = layout.num_whole_ranges(num_layers), layout.held_ranges
+        num_whole = layout.num_whole_ranges(num_layers)
         if num_whole <= self._num_whole:
             return
         self._num_whole = num_whole
         if self._waits_for_more(num_whole):
             return
         ready = ready or self._order()
-        if num_whole - self._num_released == len(held):
-            self._release(None, ready, is_last=True)
-        else:
-            for number in range(self._num_released, num_whole):
-                self._release(held[number], ready, is_last=number == len(held) - 1)
-        self._num_released = num_whole
+        self._queued.append((layout.held_ranges[self._num_queued : num_whole], ready))
+        self._num_queued = num_whole
+        if ready is None or num_whole == len(layout.held_ranges):
+            self._release_queued()
         self._wake()
 
     def _waits_for_more(self, num_whole: int) -> bool:
-        """True if the ranges that are whole but not released are too small to be saved alone."""
+        """True if the ranges that are whole but not queued are too small to be saved alone."""
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
         if num_whole == len(layout.held_ranges):
             return False
-        waiting = layout.held_ranges[self._num_released : num_whole]
+        waiting = layout.held_ranges[self._num_queued : num_whole]
         num_bytes = sum(bytes_of(layout, keys, first, number) for number in waiting)
         return num_bytes < self._split.early_bytes
+
+    def _release_queued(self) -> None:
+        held = self._prompt.layout.held_ranges
+        for numbers, ready in self._queued:
+            if numbers == held:
+                self._release(None, ready, is_last=True)
+            else:
+                for number in numbers:
+                    self._release(number, ready, is_last=number == held[-1])
+        self._queued.clear()
 
     def _release(self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool) -> None:
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block

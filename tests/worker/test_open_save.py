@@ -27,6 +27,13 @@ def d(instance):
     return instance(layers=LAYERS, layer_ranges=3, fill=POISON)
 
 
+class Fired:
+    """An event that has fired."""
+
+    def synchronize(self) -> None:
+        pass
+
+
 def num_stored(p, store, keys, layer_range) -> int:
     parts = [part for part in p.layout.parts if p.layout.range_of_part(part) == layer_range]
     return store.match(keys.store_keys(parts))
@@ -90,6 +97,21 @@ def test_a_range_waits_for_its_own_event(p, d):
     for event in reversed(events):
         assert not save.job.done
         event.fired.set()
+    assert save.job.wait(10).num_tokens == 200
+    assert load(d, range(200)).num_tokens == 200
+    assert_loaded(p, d, 200)
+
+
+def test_ranges_behind_events_begin_when_the_last_layer_is_queued(p, d, store):
+    """Workers that begin sooner would hold up the thread that queues the other layers."""
+    keys = p.cache.keys(range(200))
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    save.layers_done(2, Fired())
+    save.layers_done(4, Fired())
+    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
+    assert other.wait(10).reason is None
+    assert num_stored(p, store, keys, 0) == 0
+    save.layers_done(6, Fired())
     assert save.job.wait(10).num_tokens == 200
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
@@ -175,16 +197,12 @@ def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
 
 
 def test_the_deadline_counts_from_the_last_layers(instance):
-    class Event:
-        def synchronize(self):
-            pass
-
     p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.8, range_bytes=1)
     save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
     for n in range(3):
         with pytest.raises(TimeoutError):
             save.job.wait(0.3)  # a model that takes its time
-        save.layers_done(2 * n + 2, Event())
+        save.layers_done(2 * n + 2, Fired())
     assert save.job.wait(10).reason is None
 
 
