@@ -13,6 +13,14 @@ script=${SCRIPT:-vllm_gpu} name=${NAME:-${SCRIPT:-vllm}}
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
+# vLLM finds the connector by an entry point: without it, it would start without a pool.
+python3 - <<'END' || exit 1
+import importlib.metadata, sys
+plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+if "pdstore" not in {plugin.name for plugin in plugins}:
+    sys.exit("vLLM would not find pdstore: install it for this Python (pip install --no-deps -e .)")
+END
+
 if [[ -z ${POOL:-} ]]; then
     POOL=/mnt/pdstore_pool
     mkdir -p $POOL

@@ -25,8 +25,8 @@ class Split(NamedTuple):
     many: a job smaller than so many ranges is split into so many smaller ones, because its end is
       the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
       the library spreads the work of one range over the processors.
-    early_ranges: layer ranges of at least so many block ranges are saved during the forward. Each
-      disturbs the thread that launches the forward; smaller ones wait for its end.
+    early_ranges: layer ranges of at least so many block ranges are saved before later ones are
+      computed. Each is work in Python of its own; smaller ones go together.
     """
 
     range_bytes: int = RANGE_BYTES
