@@ -17,13 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdstore.device_pin import DevicePin
-from pdstore.errors import (
-    JobDeadline,
-    JobError,
-    PoolClosed,
-    StoreError,
-    StoreTimeout,
-)
+from pdstore.errors import JobDeadline, JobError, PoolClosed, StoreError, StoreTimeout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings

@@ -48,17 +48,18 @@ class OpenSave:
           has queued. It is cheap to call for every layer: nothing happens before a range is whole.
         Raises SwapError while the stream is being captured into a graph.
         """
-        layout = self._prompt.layout
-        num_whole = layout.num_whole_ranges(num_layers)
+        num_whole = self._prompt.layout.num_whole_ranges(num_layers)
         if num_whole <= self._num_whole:
             return
+        if not self._waits_for_more(num_whole):
+            self._queue(num_whole, ready or self._order())
         self._num_whole = num_whole
-        if self._waits_for_more(num_whole):
-            return
-        ready = ready or self._order()
-        self._queued.append((layout.held_ranges[self._num_queued : num_whole], ready))
+
+    def _queue(self, num_whole: int, ready: ReadyEvent | None) -> None:
+        held = self._prompt.layout.held_ranges
+        self._queued.append((held[self._num_queued : num_whole], ready))
         self._num_queued = num_whole
-        if ready is None or num_whole == len(layout.held_ranges):
+        if ready is None or num_whole == len(held):
             self._release_queued()
         self._wake()
 
