@@ -30,13 +30,13 @@ def main() -> None:
 def plot_handoff(target: Path) -> None:
     """Draws what a client waits for because there is a hand-off, over the prompt's length."""
     found, files = _read("h200_x2_handoff.json"), _read("h200_x2_handoff_files.json")
-    samples = found["rows"] + files["rows"]
+    measured = found["rows"] + files["rows"]
     alone = {int(n): statistics.median(s) for n, s in found["alone_prefill_s"].items()}
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, store in zip(axes, ("shm 64", "file"), strict=True):
         axis.plot(list(alone), list(alone.values()), "k--", label="computing it again")
         for mode in ("relayed", "settled", "concurrent"):
-            rows = [r for r in samples if (r["store"], r["mode"]) == (store, mode)]
+            rows = [r for r in measured if (r["store"], r["mode"]) == (store, mode)]
             tokens = [row["tokens"] for row in rows]
             axis.plot(tokens, [row["exposed_s"] for row in rows], "-o", label=mode)
             low, high = zip(*(row["exposed_s_range"] for row in rows), strict=True)
