@@ -31,6 +31,14 @@ class Timing(Protocol):
     def observe(self, amount: float) -> None: ...
 
 
+class Showing(Protocol):
+    """A gauge, or one of its label values."""
+
+    def labels(self, *values: str) -> Showing: ...
+    def set(self, value: float) -> None: ...
+    def set_function(self, f: Callable[[], float]) -> None: ...
+
+
 class Metrics:
     """The metrics of `METRICS`, in `registry` or in a new one; a miss or a drop is a warning too.
 
@@ -199,7 +207,7 @@ class Metrics:
             histogram.labels(*values)
         return histogram
 
-    def _gauge(self, name: str) -> Gauge:
+    def _gauge(self, name: str) -> Showing:
         metric = METRICS[name]
         gauge = Gauge(f"pdstore_{name}", metric.text, list(metric.labels), registry=self.registry)
         for values in known_labels(metric):

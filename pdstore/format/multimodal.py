@@ -34,6 +34,8 @@ class ItemCursor:
 
     def copy(self) -> ItemCursor:
         """Returns a cursor over the same items, before the first block."""
+        if not self._items:
+            return self  # nothing to move over
         other = copy.copy(self)
         other._num_begun, other._present = 0, []
         return other

@@ -115,6 +115,14 @@ class NativeArena:
         self._check(self._short("which", len(keys), text_of(keys), len(keys), stored))
         return list(map(bool, bytes(stored)))
 
+    def is_absent(self, key: str) -> bool:
+        """Returns True if a key is not stored; False also where it would have to wait."""
+        stored, text = c_uint8(), text_of([key])
+        code = self._short_calls.pds_arena_which(self._handle, 0, text, 1, byref(stored))
+        if code != Code.TIMEOUT:
+            self._check(code)
+        return code == Code.OK and not stored.value
+
     def remove(self, keys: Sequence[str]) -> None:
         """Forgets values, leased or not."""
         self._check(self._calls.pds_arena_remove(self._handle, text_of(keys), len(keys)))

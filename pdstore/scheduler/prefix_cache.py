@@ -20,7 +20,7 @@ from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
 from pdstore.scheduler.lookup import Lookup, Match, handed_over
 from pdstore.scheduler.lookup_queue import LookupQueue
-from pdstore.scheduler.matching import find
+from pdstore.scheduler.matching import find, finds_new
 from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import CostTable
@@ -91,14 +91,15 @@ class PrefixCacheManager:
         self._mismatches = MismatchLog()
         self._closed = False
         self._pid = os.getpid()
-        self._queue = LookupQueue(partial(find, self._store), settings.lookup_wait_s)
+        ask, wait_s = partial(find, self._store), settings.lookup_wait_s
+        self._queue = LookupQueue(ask, wait_s, finds_new(self._store))
         self._watcher = HandoffWatcher(
             self._store,
             namespace,
             self.metrics,
             self._identity,
-            partial(find, self._store),
-            patience_s=settings.lookup_wait_s,
+            ask,
+            patience_s=wait_s,
             on_other_pool=self._warn_of_other_pool,
         )
 
@@ -175,8 +176,7 @@ class PrefixCacheManager:
 
         params: the request's own. A hand-off in them is taken over: a router that asks P and D at
           once has named it.
-        The answer of a read-only instance (PDSTORE_PUBLISH=0) says nothing: D has nothing to wait
-        for.
+        The answer of a read-only instance (PDSTORE_PUBLISH=0) says nothing: D need not wait.
         """
         asked = Handoff.of(params)
         if asked is not None and asked.num_tokens is not None:

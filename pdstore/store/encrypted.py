@@ -12,7 +12,14 @@ from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots, Store, check_call
 from pdstore.store.checked import count_of, num_done_of
-from pdstore.store.optional import ErrorCodes, FindsKeys, LimitsValues, TellsChanges, TellsRoom
+from pdstore.store.optional import (
+    ErrorCodes,
+    FindsKeys,
+    LimitsValues,
+    TellsAbsence,
+    TellsChanges,
+    TellsRoom,
+)
 from pdstore.store.wrappers import WrapperStore
 
 _BATCH_BYTES = 16 << 20
@@ -32,7 +39,7 @@ class Encrypted(WrapperStore):
     so copied, too.
     """
 
-    passes = (FindsKeys, TellsChanges, ErrorCodes, LimitsValues, TellsRoom)
+    passes = (FindsKeys, TellsAbsence, TellsChanges, ErrorCodes, LimitsValues, TellsRoom)
     added_bytes = ENVELOPE_BYTES
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = _BATCH_BYTES) -> None:

@@ -89,6 +89,20 @@ class FindsKeys(Protocol):
 
 
 @runtime_checkable
+class TellsAbsence(Protocol):
+    """A store in memory that this process maps: a look for one key is over before a thread wakes.
+
+    A prompt that is new to the pool is then answered on the thread that asks.
+    """
+
+    def is_absent(self, key: BlockKey) -> bool:
+        """Returns True if a key is not stored; False if it is, or if somebody is in the way.
+
+        Never blocks, leases nothing and does not count as a use. Raises StoreError.
+        """
+
+
+@runtime_checkable
 class TellsChanges(Protocol):
     """A store that can say when somebody has stored something, in any process of this host.
 

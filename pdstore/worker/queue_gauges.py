@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import Gauge
-
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, Showing
 from pdstore.outcome import Direction
 from pdstore.worker.waiting_jobs import WaitingJobs
 
@@ -26,7 +24,7 @@ class QueueGauges:
         num_hung: Callable[[], int],
         waiting: WaitingJobs,
     ) -> None:
-        shown: list[tuple[Gauge, Callable[[], int]]] = [
+        shown: list[tuple[Showing, Callable[[], int]]] = [
             (metrics.jobs_alive, num_alive),
             (metrics.hung_store_calls, num_hung),
         ]

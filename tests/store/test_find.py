@@ -45,6 +45,9 @@ class Offering(MemoryStore):
         self._called("which_stored")
         return [True] * len(keys)
 
+    def is_absent(self, key):
+        return True
+
     def codes(self):
         return {"LOST": 3}
 

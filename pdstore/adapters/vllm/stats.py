@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pdstore.metrics import Counting, Metrics, Timing, known_labels
+from pdstore.metrics import Counting, Metrics, Showing, Timing, known_labels
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Across, Kind, Metric
 
 _COUNTERS, _SECONDS, _GAUGES = "counters", "seconds", "gauges"
@@ -30,7 +30,8 @@ class StepMetrics(Metrics):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new = PDStoreStats()
-        self._shown: dict[str, float] = {}
+        self._gauges: dict[tuple[str, ...], Callable[[], float]] = {}  # by name and label values
+        self._shown: dict[tuple[str, ...], float] = {}
         self._gauges_at = 0.0
         super().__init__()
 
@@ -66,20 +67,16 @@ class StepMetrics(Metrics):
     def _seconds(self, name: str) -> Timing:
         return _NotedSeconds(super()._seconds(name), name, self.note_seconds)
 
+    def _gauge(self, name: str) -> Showing:
+        return _NotedGauge(super()._gauge(name), (name,), self._gauges)
+
     def _changed_gauges(self) -> dict[str, float]:
         """Returns the gauges that changed since the last call, by key with this process in it."""
-        now = {
-            _key_of(f"{metric.name}@{os.getpid()}", [sample.labels[n] for n in metric.labels]): (
-                sample.value
-            )
-            for metric in METRICS.values()
-            if metric.kind is Kind.GAUGE
-            for family in getattr(self, metric.name).collect()
-            for sample in family.samples
-        }
-        changed = {key: v for key, v in now.items() if self._shown.get(key, 0.0) != v}
+        now = {key: read() for key, read in list(self._gauges.items())}
+        changed = {key: value for key, value in now.items() if self._shown.get(key, 0.0) != value}
         self._shown |= changed
-        return changed
+        process = os.getpid()
+        return {_key_of(f"{key[0]}@{process}", key[1:]): v for key, v in changed.items()}
 
 
 class _Noted:
@@ -109,6 +106,32 @@ class _NotedSeconds:
     def observe(self, amount: float) -> None:
         self._timing.observe(amount)
         self._note(self._key, amount)
+
+
+class _NotedGauge:
+    """A gauge, or one of its label values, that is read without prometheus' page.
+
+    key: its name, then its label values. readers: get the function that reads it.
+    """
+
+    def __init__(
+        self,
+        gauge: Showing,
+        key: tuple[str, ...],
+        readers: dict[tuple[str, ...], Callable[[], float]],
+    ) -> None:
+        self._gauge, self._key, self._readers = gauge, key, readers
+
+    def labels(self, *values: str) -> _NotedGauge:
+        return _NotedGauge(self._gauge.labels(*values), self._key + values, self._readers)
+
+    def set(self, value: float) -> None:
+        self._gauge.set(value)
+        self._readers[self._key] = lambda: value
+
+    def set_function(self, f: Callable[[], float]) -> None:
+        self._gauge.set_function(f)
+        self._readers[self._key] = f
 
 
 def _key_of(name: str, values: Any) -> str:

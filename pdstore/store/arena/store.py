@@ -102,19 +102,11 @@ class ArenaStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:
-        name, directory, size, slab_bytes, lease_s = ArenaOptions.of(url)
+        options = ArenaOptions.of(url)._asdict()
         library = load_library(settings, for_gpu=False)
         if library is None:
             raise _without_library(url)
-        return cls(
-            library,
-            name,
-            directory=directory,
-            size=size,
-            slab_bytes=slab_bytes,
-            lease_s=lease_s,
-            handoff_ttl_s=settings.handoff_ttl_s,
-        )
+        return cls(library, **options, handoff_ttl_s=settings.handoff_ttl_s)
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
@@ -142,6 +134,11 @@ class ArenaStore(Store):
         self._enter()
         check_call(keys)
         return self._arena.which(keys) if keys else []
+
+    def is_absent(self, key: BlockKey) -> bool:
+        self._enter()
+        check_call([key])
+        return self._arena.is_absent(key)
 
     @property
     def hears_all(self) -> bool:

@@ -46,7 +46,7 @@ def scheduler_of(url):
     made = []
 
     def make(*, may_follow=True, patience=None, **changes):
-        settings = settings_of(store=url, **changes)
+        settings = settings_of(**{"store": url, **changes})
         given = {"may_follow": may_follow, "patience": patience}
         scheduler = PDStoreConnectorScheduler(settings, 1, StepMetrics(), **given)
         scheduler.bind(Pool())
@@ -145,6 +145,12 @@ def test_the_first_answer_to_a_lookup_is_waited_for(scheduler_of):
     scheduler, asked = scheduler_of(patience=Patience(step_s=30.0)), request()
     scheduler.add(asked)  # vLLM shows a request before it asks about it
     assert scheduler.num_found(asked, 0) == len(PROMPT)
+
+
+def test_a_new_prompt_needs_no_patience_where_the_store_is_memory(scheduler_of, tmp_path):
+    url = f"shm://p?size=8MiB&dir={tmp_path}"
+    scheduler = scheduler_of(store=url, patience=Patience(step_s=0.0))
+    assert scheduler.num_found(request(), 0) == 0
 
 
 @pytest.mark.usefixtures("saved")

@@ -51,6 +51,17 @@ def test_random_calls_agree_with_a_dict(open_arena):
     play_random_calls(lambda: open_arena(size=64 * MIB), hypothesis.settings(PLAY, max_examples=30))
 
 
+def test_what_is_absent_is_told_at_once(open_arena):
+    store, [there, absent] = open_arena(size=MIB), fresh_keys(2)
+    put(store, [there], [bytes(64)])
+    assert (store.is_absent(there), store.is_absent(absent)) == (False, True)
+    with pytest.raises(ValueError, match="key"):
+        store.is_absent(BlockKey("../up"))
+    store.close()
+    with pytest.raises(StoreClosed):
+        store.is_absent(absent)
+
+
 def test_values_outlive_the_stores_that_put_them(open_arena):
     store, keys = open_arena(size=MIB), fresh_keys(3)
     values = [content(key, 1000) for key in keys]
