@@ -29,6 +29,7 @@ class Sample:
     """One prompt, handed over once. Seconds; `exposed_s` of "computed" is D's whole prefill.
 
     is_same: True if D's tokens were those of one instance; None if that was not looked at.
+    saved_s: of "settled", from P's answer until its engine knows that all is stored, `done` too.
     """
 
     store: str
@@ -40,6 +41,7 @@ class Sample:
     d_computed: int
     is_same: bool | None
     reason: str | None
+    saved_s: float | None = None
     marks: dict[str, float] = field(default_factory=dict)  # what the client saw, seconds of now()
 
 
@@ -84,6 +86,7 @@ class Client:
             d_computed=facts["computed"],
             is_same=None,
             reason=facts["reason"],
+            saved_s=asked - answered if mode == "settled" else None,
         )
         marks = {"P asked": sent, "P answered": answered, "D asked": asked, "first token": first}
         sample.marks = marks

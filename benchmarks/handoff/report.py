@@ -23,8 +23,10 @@ def _row(samples: list[Sample]) -> dict[str, Any]:
     for name in ("exposed_s", "ttft_s", "prefill_s"):
         values = [getattr(s, name) for s in samples]
         row |= {name: median(values), f"{name}_range": [min(values), max(values)]}
+    saved = [s.saved_s for s in samples if s.saved_s is not None]
     return row | {
         "d_computed": max(s.d_computed for s in samples),
+        "saved_s": median(saved) if saved else None,
         "samples": len(samples),
         "same_answers": sum(s.is_same is True for s in samples),
         "compared_answers": sum(s.is_same is not None for s in samples),
@@ -34,17 +36,11 @@ def _row(samples: list[Sample]) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Returns the rows, the lone instance, the bursts and the floor for people, in ms."""
-    return "\n".join([HEAD + "  prefill  D computes", *_lines(found)])
+    return "\n".join([HEAD + "  prefill  stored  D computes", *_lines(found)])
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    for row in found["rows"]:
-        low, high = row["exposed_s_range"]
-        yield (
-            f"{row['store']:10} {row['mode']:10} {row['tokens']:7} {row['exposed_s'] * 1e3:12.1f}"
-            f" {low * 1e3:7.1f}-{high * 1e3:<8.1f} {row['ttft_s'] * 1e3:8.1f}"
-            f" {row['prefill_s'] * 1e3:8.1f}  {row['d_computed']:10}  {', '.join(row['reasons'])}"
-        )
+    yield from map(_line, found["rows"])
     for tokens, took in found["alone_prefill_s"].items():
         yield f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f}"
     compared = sum(row["compared_answers"] for row in found["rows"])
@@ -61,6 +57,17 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{lead['store']}: a concurrent D's load began before P's `done` by {said} ms"
     for name, value in found.get("floor", {}).items():
         yield f"floor: {name} {value:.1f}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    low, high = row["exposed_s_range"]
+    saved = "" if row["saved_s"] is None else f"{row['saved_s'] * 1e3:.1f}"
+    return (
+        f"{row['store']:10} {row['mode']:10} {row['tokens']:7} {row['exposed_s'] * 1e3:12.1f}"
+        f" {low * 1e3:7.1f}-{high * 1e3:<8.1f} {row['ttft_s'] * 1e3:8.1f}"
+        f" {row['prefill_s'] * 1e3:8.1f} {saved:>7} {row['d_computed']:11}"
+        f"  {', '.join(row['reasons'])}"
+    )
 
 
 def late_stores(leads: list[dict[str, Any]]) -> list[str]:
