@@ -67,6 +67,7 @@ def main() -> None:
             found["floor"] = measure_floor()
         run.measure()
         found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills}
+        found["control_prefill_s"] = run.controls
         found |= {"bursts": run.bursts, "samples": [asdict(sample) for sample in run.samples]}
         if given.check_following:
             run.measure_leads()
@@ -107,6 +108,11 @@ def parse() -> argparse.Namespace:
         help="tokens of a block of the pairs, for vLLM on GPUs; the lone instance has the first",
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="time prefills by a second instance without a pool: how much like ones differ",
+    )
     _add_checks(parser)
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")
     parser.add_argument("--json", type=Path)

@@ -40,8 +40,10 @@ class Setup:
         make_model(shape, self._model, "cpu" if given.cpu else "cuda:0", self._dtype)
 
     def start_alone(self) -> None:
-        """Starts the instance without a pool, on the first GPU."""
-        self.alone = self._start("alone", {}, 0, self._given.block[0])
+        """Starts the instance without a pool, on the first GPU, and its like for --control."""
+        block = self._given.block[0]
+        self.alone = self._start("alone", {}, 0, block)
+        self.control = self._start("control", {}, 0, block) if self._given.control else None
 
     def start_pair(self, name: str, url: str, load: str, block: int) -> None:
         """Starts P on the first GPU, and D on the second if there is one.

@@ -42,7 +42,10 @@ def table(found: dict[str, Any]) -> str:
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield from map(_line, found["rows"])
     for tokens, took in found["alone_prefill_s"].items():
-        yield f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f}"
+        like = found["control_prefill_s"].get(tokens)
+        second = f", by a second one {median(like) * 1e3:.1f}" if like else ""
+        first = f"prefill of {tokens} tokens by an instance without a pool"
+        yield f"{first}: {median(took) * 1e3:.1f}{second}"
     compared = sum(row["compared_answers"] for row in found["rows"])
     if compared:
         same = sum(row["same_answers"] for row in found["rows"])
