@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.describe import hashes_items, refuse_unsupported, settings_of
+from pdstore.adapters.vllm.idle_steps import IdleSteps
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.pool_events import PoolEvents
@@ -86,6 +87,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
                 hashes_items=hashes_items(vllm_config),
+                idle_steps=IdleSteps.of(parallel),
             )
         else:
             self._worker = PDStoreConnectorWorker(
@@ -257,7 +259,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.take_loaded(finished_req_ids)
+        return None, self.worker.take_loaded(finished_req_ids, wait_s=self._step.wait_s)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded = self.get_finished(finished_req_ids)[1] or set()

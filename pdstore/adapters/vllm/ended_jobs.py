@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
+import queue
 import time
 
 from pdstore.adapters.vllm.messages import EndedJob, Interval
@@ -10,18 +11,32 @@ from pdstore.worker.job import Job
 
 
 class EndedJobs:
-    """Collects the jobs that have ended since the last report. Jobs end on any thread."""
+    """Collects the jobs that have ended since the last report. Jobs end on any thread.
+
+    One thread waits and takes.
+    """
 
     def __init__(self) -> None:
-        self._ended: collections.deque[EndedJob] = collections.deque()
+        self._ended: queue.SimpleQueue[EndedJob] = queue.SimpleQueue()  # its `put` is reentrant
+        self._heard: list[EndedJob] = []
 
     def watch(self, request_id: str, job: Job, number: int | None = None) -> None:
         """Takes up a job that has begun, or even ended; `number` is that of a save."""
-        job.on_end(lambda ended: self._ended.append(_told(request_id, number, ended)))
+        job.on_end(lambda ended: self._ended.put(_told(request_id, number, ended)))
 
     def take(self) -> list[EndedJob]:
         """Returns the jobs that have ended since the last call."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._heard.append(self._ended.get_nowait())
+        heard, self._heard = self._heard, []
+        return heard
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for a job that `take` has not returned yet, at most for so long."""
+        if not self._heard:
+            with contextlib.suppress(queue.Empty):
+                self._heard.append(self._ended.get(timeout=timeout_s))
 
 
 def _told(request_id: str, number: int | None, job: Job) -> EndedJob:

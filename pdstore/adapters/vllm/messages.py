@@ -6,6 +6,7 @@ vLLM pickles them between the processes of one instance; they are never stored o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdstore.errors import ConfigError
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables
@@ -61,12 +63,14 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     started_handoffs: hand-offs that D may follow from now on, with the tokens of the prompt.
     aborted_handoffs: hand-offs that will not come.
+    wait_s: seconds for which a worker may wait for the end of a job.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     started_handoffs: list[tuple[HandoffId, int]] = field(default_factory=list)
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
+    wait_s: float = 0.0
 
 
 class Interval(NamedTuple):
@@ -138,3 +142,17 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     namespace: Namespace
     block_tokens: int
+
+    @staticmethod
+    def common(ranks: Sequence[RankLayout]) -> RankLayout:
+        """Returns the layout of all ranks. Raises ConfigError if there are none or they differ."""
+        if not ranks:
+            raise ConfigError(
+                "no worker sent its layout: in MultiConnector list PDStoreConnector first"
+            )
+        first = ranks[0].namespace
+        for rank in ranks[1:]:
+            if rank.namespace.digest != first.digest:
+                differences = "; ".join(first.differences(rank.namespace.describe()))
+                raise ConfigError(f"the ranks of this instance differ in {differences}")
+        return ranks[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 from pdstore.adapters.vllm.block_refs import BlockRefs
 from pdstore.adapters.vllm.block_tables import pool_tables
+from pdstore.adapters.vllm.idle_steps import IdleSteps
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
@@ -25,7 +26,6 @@ from pdstore.adapters.vllm.records import Records
 from pdstore.adapters.vllm.request import RequestTracker, keys_of
 from pdstore.adapters.vllm.saves import SavePlanner
 from pdstore.adapters.vllm.stats import WorkerMetrics
-from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
@@ -48,6 +48,7 @@ class PDStoreConnectorScheduler:
     number: of this instance among the data-parallel ones that are started together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     patience: for lookups that vLLM asks for the first time.
+    idle_steps: for the jobs that vLLM waits for.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PDStoreConnectorScheduler:
         number: int = 0,
         hashes_items: bool = True,
         patience: Patience | None = None,
+        idle_steps: IdleSteps | None = None,
     ) -> None:
         self._settings, self._metrics = settings, metrics
         self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
@@ -74,22 +76,14 @@ class PDStoreConnectorScheduler:
         self._refs: BlockRefs | None = None
         self._block_tokens = 0  # of vLLM's blocks
         self._requests: dict[str, RequestTracker] = {}
-        self._patience = patience or Patience()
+        self._patience, self._idle_steps = patience or Patience(), idle_steps or IdleSteps()
         self._loads: list[LoadSpec] = []
         self._aborted_handoffs: list[HandoffId] = []
 
     def begin(self, ranks: Sequence[RankLayout]) -> None:
         """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
-        if not ranks:
-            raise ConfigError(
-                "no worker sent its layout: in MultiConnector list PDStoreConnector first"
-            )
-        namespace, role = ranks[0].namespace, self._settings.role
-        for rank in ranks[1:]:
-            if rank.namespace.digest != namespace.digest:
-                differences = "; ".join(namespace.differences(rank.namespace.describe()))
-                raise ConfigError(f"the ranks of this instance differ in {differences}")
-        self._block_tokens = ranks[0].block_tokens
+        layout, role = RankLayout.common(ranks), self._settings.role
+        namespace, self._block_tokens = layout.namespace, layout.block_tokens
         cache = self._cache = PrefixCacheManager(self._settings, namespace, metrics=self._metrics)
         self._break_even = BreakEven(
             self._settings.load,
@@ -201,7 +195,10 @@ class PDStoreConnectorScheduler:
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of what a step computes."""
         self._note_outcomes()
-        if not output.num_scheduled_tokens:
+        num_tokens = sum(output.num_scheduled_tokens.values())
+        is_asking = self._cache is not None and self._cache.num_waiting > 0
+        metadata.wait_s = self._idle_steps.wait_s(num_tokens, is_asking=is_asking)
+        if not num_tokens:
             return
         steps = [
             (self._requests[name], num_scheduled)

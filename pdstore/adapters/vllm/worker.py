@@ -154,11 +154,14 @@ class PDStoreConnectorWorker:
             self._opened = None
             self._step_saves.cancel()
 
-    def take_loaded(self, finished: set[str]) -> set[str]:
+    def take_loaded(self, finished: set[str], wait_s: float = 0.0) -> set[str]:
         """Returns the requests whose load has ended since the last call, well or not.
 
         finished: requests that have ended; their loads are cancelled.
+        wait_s: time to wait for the end of a load or a save, if all that are known still run.
         """
+        if wait_s and not finished:
+            self._wait_for_end(wait_s)
         ended = set()
         for request_id, (spec, job) in list(self._loads.items()):
             if job is not None and request_id in finished:
@@ -242,6 +245,11 @@ class PDStoreConnectorWorker:
         if not self.fails_whole and self._rank_layout is not None:
             first = loaded // self._rank_layout.block_tokens
             self._bad_blocks |= {id for id in spec.tables[0][first:] if id != NO_BLOCK}
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        jobs = [job for _, job in (*self._loads.values(), *self._saves.values())]
+        if jobs and not any(job is None or job.done for job in jobs):
+            self._ended.wait(timeout_s)
 
     def _forget(self, request_id: str, job: Job) -> None:
         self._saves_of[request_id].remove(job)

@@ -36,3 +36,17 @@ def test_a_job_that_asked_the_store_nothing_says_why_it_ended(instance):
     ended.watch("r", one.pool.load(one.cache.keys(PROMPT), TABLE))
     [load] = eventually(ended.take)
     assert (load.reason, load.in_store) == (Reason.CLOSED, None)
+
+
+def test_an_end_is_waited_for_and_then_taken_once(instance):
+    one, ended = instance(), EndedJobs()
+    ended.wait(0.001)
+    assert ended.take() == []
+    keys = one.cache.keys(PROMPT)
+    job = one.pool.save(keys, TABLE)
+    ended.watch("r", job)
+    for _ in range(2):  # the second call finds what the first one heard
+        ended.wait(30.0)
+        assert job.done
+    assert [job.request_id for job in ended.take()] == ["r"]
+    assert ended.take() == []
