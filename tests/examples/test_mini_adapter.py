@@ -26,6 +26,7 @@ from tests.support.mini_engine_kit import (
     hand_over,
     prompt_of,
     until,
+    until_stored,
 )
 
 
@@ -172,7 +173,7 @@ def test_prompts_with_a_common_beginning_share_its_blocks(open_instance, checkpo
     p, d = open_instance("prefill"), open_instance("decode")
     first, second = prompt_of(128) + prompt_of(30), prompt_of(128) + prompt_of(50)
     hand_over(p, first)
-    until(lambda: not p.scheduler.leaving)
+    until_stored(p)
     asked = ask(p, second, max_tokens=1).wait()
     assert (asked.request.num_loaded, asked.request.num_fed) == (128, 50)
     asked = decode(d, second, asked.request.answer_params)
@@ -183,7 +184,7 @@ def test_prompts_with_a_common_beginning_share_its_blocks(open_instance, checkpo
 def test_p_loads_what_the_pool_has_and_still_hands_over(open_instance):
     p, d = open_instance("prefill"), open_instance("decode")
     hand_over(p, prompt_of(200))
-    until(lambda: not p.scheduler.leaving)
+    until_stored(p)
     again = ask(p, prompt_of(200), max_tokens=1).wait()
     assert (again.request.num_loaded, again.request.num_fed) == (199, 1)
     assert decode(d, prompt_of(200), again.request.answer_params).request.num_fed == 1
@@ -193,7 +194,7 @@ def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, check
     engine = open_instance("both")
     first = ask(engine, prompt_of(100)).wait()
     assert first.request.answer_params is None
-    until(lambda: not engine.scheduler.leaving)
+    until_stored(engine)
     second = ask(engine, prompt_of(100)).wait()
     assert_same(second, *expect(checkpoints["llama"], prompt_of(100)))
     assert second.request.num_fed == 1
@@ -214,7 +215,7 @@ def test_p_and_d_can_be_asked_at_once(open_instance, checkpoints):
 def test_a_wiped_pool_costs_d_a_prefill_and_nothing_else(open_instance, checkpoints, url):
     p, d = open_instance("prefill"), open_instance("decode")
     params = hand_over(p, prompt_of(150))
-    until(lambda: not p.scheduler.leaving)
+    until_stored(p)
     store = open_store(url, read_settings(store=url))
     store.remove([value.key for value in stored(p, prompt_of(150))])
     store.close()
@@ -227,7 +228,7 @@ def test_a_wiped_pool_costs_d_a_prefill_and_nothing_else(open_instance, checkpoi
 def test_a_corrupt_value_is_computed_not_used(open_instance, checkpoints, url):
     p, d = open_instance("prefill"), open_instance("decode")
     params = hand_over(p, prompt_of(150))
-    until(lambda: not p.scheduler.leaving)
+    until_stored(p)
     flip_a_bit(url, stored(p, prompt_of(150))[1])
     asked = decode(d, prompt_of(150), params)
     assert_same(asked, *expect(checkpoints["llama"], prompt_of(150)))

@@ -6,7 +6,7 @@ import pytest
 
 from examples.mini_engine.answer import Answer
 from examples.mini_engine.protocol import Body
-from tests.support.mini_engine_kit import PULL, ask, prompt_of, until
+from tests.support.mini_engine_kit import PULL, ask, prompt_of, until_stored
 
 SLOW = "bytes_per_s=100KB&error_rate=0&miss_rate=0&corrupt_rate=0"
 TOKENS = 200  # 100 KB of KV: a second of that store, and a few hundredths of computing
@@ -53,7 +53,7 @@ def test_p_decides_for_a_warm_prefix_too(open_instance, load, way):
     first, p = (open_instance("prefill", f"memory://warm-{load}", load) for _ in range(2))
     prefix = prompt_of(TOKENS)
     ask(first, prefix, max_tokens=1, kv_transfer_params=PULL).wait()
-    until(lambda: not first.scheduler.leaving)
+    until_stored(first)
     longer = [*prefix, *prompt_of(40, seed=1)]
     request = ask(p, longer, max_tokens=1, kv_transfer_params=PULL).wait().request
     assert request.decision.way == way

@@ -15,6 +15,7 @@ from tests.support.mini_engine_kit import (
     hand_over,
     prompt_of,
     until,
+    until_stored,
 )
 
 STRICT = {"on_miss": "fail"}
@@ -27,7 +28,7 @@ def failed(reason):
 def saved(p, prompt):
     """Hands a prompt over; returns when all of it is stored."""
     params = hand_over(p, prompt)
-    until(lambda: not p.scheduler.leaving)
+    until_stored(p)
     return params
 
 

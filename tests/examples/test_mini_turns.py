@@ -11,7 +11,7 @@ from tests.support.mini_engine_kit import (
     expect,
     hand_over,
     prompt_of,
-    until,
+    until_stored,
 )
 
 BLOCK = 64
@@ -26,7 +26,7 @@ def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
     prompt = prompt_of(num_prompt)
     first = ask(d, prompt, num_answer, kv_transfer_params=hand_over(p, prompt)).wait()
     assert_same(first, *expect(checkpoints["llama"], prompt, num_answer))
-    until(lambda: not d.scheduler.leaving)
+    until_stored(d)
     turn = prompt + first.ids + prompt_of(3)
     asked = ask(p, turn, max_tokens=1, kv_transfer_params={"do_remote_decode": True}).wait()
     # The last token of an answer is never computed in its own turn.
@@ -42,7 +42,7 @@ def test_without_the_setting_only_the_prompt_is_found(open_instance):
     p, d = open_instance("prefill"), open_instance("decode")
     prompt = prompt_of(100)
     first = ask(d, prompt, 100, kv_transfer_params=hand_over(p, prompt)).wait()
-    until(lambda: not d.scheduler.leaving)
+    until_stored(d)
     asked = ask(p, prompt + first.ids, max_tokens=1).wait()
     assert asked.request.num_loaded == BLOCK
 
@@ -52,6 +52,6 @@ def test_what_d_had_to_compute_is_saved_with_the_answer(open_instance):
     prompt = prompt_of(100)
     first = ask(d, prompt, 100).wait()
     assert first.request.num_loaded == 0
-    until(lambda: not d.scheduler.leaving)
+    until_stored(d)
     asked = ask(p, prompt + first.ids, max_tokens=1).wait()
     assert asked.request.num_loaded == 192

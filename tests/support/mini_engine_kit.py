@@ -92,6 +92,12 @@ def until(condition):
         time.sleep(0.001)
 
 
+def until_stored(engine):
+    """Waits until finished requests have left, and others can load what they saved."""
+    until(lambda: not engine.scheduler.leaving)
+    engine.adapter.pool.flush(DEADLINE_S)
+
+
 @dataclass
 class Asked:
     """A request and its answer so far."""
