@@ -33,7 +33,7 @@ def plot_handoff(target: Path) -> None:
     measured = found["rows"] + files["rows"]
     alone = {int(n): statistics.median(s) for n, s in found["alone_prefill_s"].items()}
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axis, store in zip(axes, ("shm 64", "file"), strict=True):
+    for axis, store in zip(axes, ("shm", "file"), strict=True):
         axis.plot(list(alone), list(alone.values()), "k--", label="computing it again")
         for mode in ("relayed", "settled", "concurrent"):
             rows = [r for r in measured if (r["store"], r["mode"]) == (store, mode)]
@@ -41,7 +41,7 @@ def plot_handoff(target: Path) -> None:
             axis.plot(tokens, [row["exposed_s"] for row in rows], "-o", label=mode)
             low, high = zip(*(row["exposed_s_range"] for row in rows), strict=True)
             axis.fill_between(tokens, low, high, alpha=0.15)
-        _finish(axis, f"{store.removesuffix(' 64')}://", "tokens of the prompt", sorted(alone))
+        _finish(axis, f"{store}://", "tokens of the prompt", sorted(alone))
     axes[0].set_ylabel("seconds from P's answer to D's first token")
     _save(figure, target)
 
