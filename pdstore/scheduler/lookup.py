@@ -109,7 +109,8 @@ class Lookup:
 
     def cancel(self) -> None:
         """Ends the lookup, because its request needs no answer any more."""
-        self.finish(Match.miss(self.keys, Reason.CANCELLED))
+        if not self._answers:
+            self.finish(Match.miss(self.keys, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:
         """Ends the lookup with this match unless it has ended."""
