@@ -176,7 +176,7 @@ class PrefixCacheManager:
 
         params: the request's own. A hand-off in them is taken over: a router that asks P and D at
           once has named it.
-        The answer of a read-only instance (PDSTORE_PUBLISH=0) says nothing: D need not wait.
+        The answer of a read-only instance (PDSTORE_PUBLISH=0) says nothing: nobody waits.
         """
         asked = Handoff.of(params)
         if asked is not None and asked.num_tokens is not None:

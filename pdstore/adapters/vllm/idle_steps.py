@@ -11,12 +11,12 @@ class IdleSteps:
     """Finds the steps in which vLLM has nothing to do but to ask which loads and saves have ended.
 
     vLLM makes such steps a millisecond apart. Their Python holds up the very jobs that they ask
-    about, and an end is heard of one step late. So workers wait for it within the step: for no
-    longer than a request that comes meanwhile should.
+    about, and an end is heard of one step late. So workers wait for it within the step. The wait is
+    short, because a request that comes meanwhile waits as well.
 
-    most_begun: steps that vLLM may begin before it takes up the result of the first. A wait in one
-      would hold up what another one has computed. None: never wait, because other instances step
-      together with this one.
+    most_begun: steps that vLLM may begin before it takes up the result of the first. Nobody waits
+      while one of them may still have a result. None: nobody ever waits, because other instances
+      step together with this one.
     """
 
     def __init__(self, most_begun: int | None = 2) -> None:
@@ -28,7 +28,7 @@ class IdleSteps:
         """Takes vLLM's ParallelConfig."""
         if parallel.data_parallel_size > 1:
             return cls(None)
-        return cls(max(2, parallel.pipeline_parallel_size))
+        return cls(parallel.pipeline_parallel_size + 1)  # the most, with asynchronous scheduling
 
     def wait_s(self, num_tokens: int, *, is_asking: bool) -> float:
         """Returns the seconds for which workers may wait in the next step.

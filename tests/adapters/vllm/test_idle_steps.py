@@ -22,8 +22,8 @@ def test_workers_wait_once_what_was_computed_is_taken_up():
     assert waits(steps, 8, 0, 0, 0, 1, 0, 0) == [False, False, True, True, False, False, True]
 
 
-def test_every_stage_may_have_a_step_under_way():
-    assert waits(IdleSteps.of(parallel(stages=4)), 8, 0, 0, 0, 0) == [False] * 4 + [True]
+def test_every_stage_may_have_a_step_under_way_and_one_more_be_planned():
+    assert waits(IdleSteps.of(parallel(stages=4)), 8, 0, 0, 0, 0, 0) == [False] * 5 + [True]
 
 
 def test_nobody_waits_while_a_lookup_is_under_way():
