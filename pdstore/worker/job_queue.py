@@ -209,7 +209,8 @@ class JobQueue:
                 return
             self._deadlines[run] = run.deadline.at
             is_next = run.deadline.at < self._next_deadline
-            self._make_ready(run)
+            if run.has_more:
+                self._make_ready(run)
         if is_next:
             self._clock.wake()
 

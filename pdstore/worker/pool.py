@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdstore.device_pin import DevicePin
@@ -146,10 +146,11 @@ class KVPool:
         first_token: int = 0,
         handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
+        at_begin: Callable[[], object] | None = None,
     ) -> OpenSave:
         """Starts a save whose layers are released one after the other, while a model computes them.
 
-        The arguments are those of `save`. The caller says with `layers_done` what may be read; the
+        The arguments are those of `save`; `at_begin` is that of `OpenSave`. The caller says with `layers_done` what may be read; the
         job's deadline counts from the last such call. An engine that gives up cancels the job.
         """
         prompt, first_block = self._prompt_of(keys, block_ids, first_token)
@@ -172,7 +173,7 @@ class KVPool:
                 self._heartbeat.begin(handoff)
                 job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
-        return OpenSave(run.job, work, prompt, self._mover.split, order, wake)
+        return OpenSave(run.job, work, prompt, self._mover.split, order, wake, at_begin)
 
     def load(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pdstore.adapters.vllm.messages import (
     StepReport,
 )
 from pdstore.adapters.vllm.step_saves import StepSaves
+from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -50,7 +52,7 @@ class PDStoreConnectorWorker:
         self._pool: KVPool | None = None
         self._rows_per_block = 1
         self._rank_layout: RankLayout | None = None
-        self._step_saves = StepSaves(0)
+        self._step_saves = StepSaves()
         self._opened: PDStoreConnectorMetadata | None = None  # whose saves are open
         self._loads: dict[str, tuple[LoadSpec, Job | None]] = {}
         self._saves: dict[int, tuple[SaveSpec, Job]] = {}
@@ -86,13 +88,13 @@ class PDStoreConnectorWorker:
         """Begins to load and save with a pool, which `close` closes.
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables takes.
-        layers: names of the layers that `layer_done` may release; see `StepSaves`.
+        layers: names of the first layers of the pool's layout, in order; see `StepSaves`.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
-        self._step_saves = StepSaves(len(pool.layout.held_layers), layers)
+        self._step_saves = StepSaves(pool.layout, layers)
 
     def ready(self) -> None:
         """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""
@@ -134,9 +136,11 @@ class PDStoreConnectorWorker:
             self.pool.abort_handoff(handoff)
 
     def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
-        """Begins to save a layer of a step, behind what is queued on the current stream."""
-        self._open_saves(metadata)
-        self._step_saves.layer_done(name)
+        """Begins to save a layer range of a step, behind what is queued on the current stream."""
+        num_layers = self._step_saves.layer_done(name)
+        if num_layers:
+            self._open_saves(metadata)
+            self._step_saves.release(num_layers)
 
     def finish_saves(self, metadata: PDStoreConnectorMetadata) -> None:
         """Saves what is left of a step, behind what is queued on the current stream."""
@@ -210,14 +214,13 @@ class PDStoreConnectorWorker:
             self._pool.close()
 
     def _open_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the saves of a step at the first call for it; marks started hand-offs."""
+        """Starts the saves of a step, at the first call for it."""
         if metadata is self._opened:
             return
         self._opened = metadata
         for spec in metadata.saves:  # released at once if they cannot be started
             self._released[spec.number] = 1
-        for handoff, num_tokens in metadata.started_handoffs:  # before their saves can end
-            self.pool.start_handoff(handoff, num_tokens)
+        at_begin = partial(self._start_handoffs, list(metadata.started_handoffs))
         for spec in metadata.saves:
             save = self.pool.begin_save(
                 spec.keys,
@@ -225,12 +228,18 @@ class PDStoreConnectorWorker:
                 first_token=spec.first_token,
                 handoff=spec.handoff,
                 after=self._saves_of[spec.request_id],
+                at_begin=at_begin,
             )
             del self._released[spec.number]
             self._step_saves.add(save)
             self._saves[spec.number] = (spec, save.job)
             self._ended.watch(spec.request_id, save.job, spec.number)
             self._saves_of[spec.request_id].append(save.job)
+
+    def _start_handoffs(self, handoffs: list[tuple[HandoffId, int]]) -> None:
+        """Marks hand-offs as started, each once."""
+        while handoffs:
+            self.pool.start_handoff(*handoffs.pop())
 
     def _note_end(self, spec: LoadSpec, job: Job | None) -> None:
         result = job.result if job is not None else None

@@ -1,10 +1,11 @@
-"""StepSaves: a layer is released with all layers before it, and every layer by the step's end."""
+"""StepSaves: a layer range is released when it is whole, and every layer by the step's end."""
 
 from __future__ import annotations
 
 import pytest
 
 from pdstore.adapters.vllm.step_saves import StepSaves
+from tests.support.swap_case import layout_of
 
 NAMES = ["a", "b", "c"]
 
@@ -32,42 +33,58 @@ class Save:
 
 @pytest.fixture
 def saves():
-    return StepSaves(4, NAMES)
+    """Those of four layers in two ranges, a and b, and c and d. d is not reported."""
+    return StepSaves(layout_of(num_ranges=2), NAMES)
 
 
-def test_layers_are_released_as_they_are_computed(saves):
+def report(saves, *names):
+    """Says that layers are computed, and releases what can be."""
+    for name in names:
+        if num_layers := saves.layer_done(name):
+            saves.release(num_layers)
+
+
+def test_a_range_is_released_when_its_last_layer_is_computed(saves):
     save = Save()
     saves.add(save)
-    for name in NAMES:
-        saves.layer_done(name)
-    assert save.released == [1, 2, 3]
-    saves.finish()
-    assert save.released == [1, 2, 3, 4]
-
-
-def test_a_layer_before_its_predecessors_waits_for_them(saves):
-    save = Save()
-    saves.add(save)
-    for name in ("b", "c"):
-        saves.layer_done(name)
+    report(saves, "a")
     assert save.released == []
-    saves.layer_done("a")
-    assert save.released == [3]
+    report(saves, "b")
+    assert save.released == [2]
+    report(saves, "c")
+    saves.finish()
+    assert save.released == [2, 4]
+
+
+def test_a_range_with_a_layer_that_is_not_computed_waits_for_the_end(saves):
+    save = Save()
+    saves.add(save)
+    report(saves, "b", "c", "a")
+    assert save.released == []
+    saves.finish()
+    assert save.released == [4]
 
 
 def test_an_unknown_layer_releases_nothing(saves):
     save = Save()
     saves.add(save)
-    saves.layer_done("draft")
+    report(saves, "a", "draft")
     assert save.released == []
+
+
+def test_a_save_is_opened_when_a_range_is_whole(saves):
+    assert saves.layer_done("a") == 0
+    assert saves.layer_done("b") == 2
 
 
 def test_the_next_step_begins_with_no_layer(saves):
     for _ in range(2):
         save = Save()
         saves.add(save)
-        saves.layer_done("a")
-        assert save.released == [1]
+        report(saves, "b")
+        assert save.released == []
+        report(saves, "a", "b")
+        assert save.released == [2]
         saves.finish()
 
 

@@ -155,17 +155,24 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store
     eventually(lambda: store.match(whole) == len(whole))
 
 
-def test_d_may_follow_a_hand_off_from_the_first_layer_on(instance, worker):
+def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, monkeypatch):
     """A save may end before its forward: begun behind that, the hand-off's beats never ended."""
+    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
+    worker, instance = ranged
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     step = PDStoreConnectorMetadata(
         saves=[SaveSpec(7, "request", keys, [IDS], 0, handoff)],
         started_handoffs=[(handoff, 200)],
     )
     worker.layer_done(step, "a")
+    assert instance.pool.num_jobs == 0, "the forward begins without work of ours"
+    worker.layer_done(step, "b")
     started = [handoff.started(instance.namespace)]
-    eventually(lambda: instance.store.match(started))
-    assert not instance.store.match([handoff.done(instance.namespace, 0)])
+    eventually(lambda: store.match(started))
+    assert not store.match([handoff.done(instance.namespace, 0)])
+    worker.layer_done(step, "c")
+    worker.finish_saves(step)
+    eventually(lambda: store.match([handoff.done(instance.namespace, 0)]))
 
 
 def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
