@@ -150,8 +150,9 @@ class KVPool:
     ) -> OpenSave:
         """Starts a save whose layers are released one after the other, while a model computes them.
 
-        The arguments are those of `save`; `at_begin` is that of `OpenSave`. The caller says with `layers_done` what may be read; the
-        job's deadline counts from the last such call. An engine that gives up cancels the job.
+        The arguments are those of `save`; `at_begin` is that of `OpenSave`. The caller says with
+        `layers_done` what may be read; the job's deadline counts from the last such call. An engine
+        that gives up cancels the job.
         """
         prompt, first_block = self._prompt_of(keys, block_ids, first_token)
         work = SaveWork(self._mover, prompt, first_block, handoff)

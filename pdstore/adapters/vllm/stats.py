@@ -80,13 +80,17 @@ class StepMetrics(Metrics):
 
 
 class _Noted:
-    """A counter, or one of its label values, whose changes are noted."""
+    """A counter, or one of its label values, whose changes are noted. Keeps its children."""
 
     def __init__(self, counter: Counting, key: str, note: Callable[[str, float], None]) -> None:
         self._counter, self._key, self._note = counter, key, note
+        self._children: dict[tuple[str, ...], _Noted] = {}
 
     def labels(self, *values: str) -> _Noted:
-        return _Noted(self._counter.labels(*values), _key_of(self._key, values), self._note)
+        if (child := self._children.get(values)) is None:
+            child = _Noted(self._counter.labels(*values), _key_of(self._key, values), self._note)
+            self._children[values] = child
+        return child
 
     def inc(self, amount: float = 1) -> None:
         self._counter.inc(amount)
