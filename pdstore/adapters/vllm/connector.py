@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import stats
+from pdstore.adapters.vllm.degrades import degrades
 from pdstore.adapters.vllm.describe import hashes_items, refuse_unsupported, settings_of
 from pdstore.adapters.vllm.idle_steps import IdleSteps
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
+from pdstore.adapters.vllm.near_worker import NearWorker
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.pool_events import PoolEvents
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError
-from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook log an exception, count a miss and return `instead()`.
-
-    An exception that leaves a hook would end the running engine.
-    """
-
-    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(hook)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:  # the border to the engine
-                log.exception("pdstore failed in %s; the engine continues", hook.__name__)
-                connector: Any = args[0]
-                connector.metrics.miss(Reason.FAULT)
-                return cast("R", instead())
-
-        return guarded
-
-    return decorate
 
 
 class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -70,6 +45,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._tells_events = getattr(events, "enable_kv_cache_events", False)
         self._num_ranks = vllm_config.parallel_config.world_size
         self._events: PoolEvents | None = None
+        self._near: NearWorker | None = None
         self._handled: BaseException | None = None  # by the caller of the current step
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
@@ -120,6 +96,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def _begin(self, ranks: Sequence[RankLayout]) -> None:
         self.scheduler.begin(ranks)
+        if len(ranks) == self._num_ranks == 1:
+            self._near = NearWorker.of(ranks[0])
         namespace = ranks[0].namespace
         if self._tells_events and not namespace.windows:  # of these, vLLM's hashes name no block
             self._events = PoolEvents(
@@ -160,6 +138,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(lambda: None)
     def _add_saves(self, metadata: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
         self.scheduler.add_saves(metadata, scheduler_output)
+        if self._near is not None:
+            self._near.take_wait(metadata)
         if self._events is not None:
             self._events.plan(metadata.saves)
 
@@ -169,7 +149,12 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         new = getattr(connector_output, "kv_connector_stats", None)
         if new is not None and self._shows_status:
             self.scheduler.worker_metrics.observe(new)
-        self.scheduler.report(report, list(connector_output.finished_recving or ()))
+        self._take_up(report, connector_output.finished_recving or ())
+        if self._near is not None:
+            self._take_up(*self._near.take_ended(connector_output))
+
+    def _take_up(self, report: StepReport | None, loaded: Collection[str]) -> None:
+        self.scheduler.report(report, loaded)
         if self._events is not None and report is not None:
             self._events.take_ended(report.ended)
 
@@ -188,7 +173,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self.scheduler.is_at_work
+        is_owed_a_step = self._near is not None and self._near.is_owed_a_step
+        return is_owed_a_step or self.scheduler.is_at_work
 
     @degrades(lambda: False)
     def has_pending_block_frees(self) -> bool:
@@ -263,12 +249,12 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded = self.get_finished(finished_req_ids)[1] or set()
-        failed = self.worker.failed & loaded if self.worker.fails_whole else set()
+        failed = self.worker.loads.failed & loaded if self.worker.fails_whole else set()
         return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @degrades(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_bad_blocks()
+        return self.worker.loads.take_bad_blocks()
 
     @degrades(lambda: None)
     def build_connector_worker_meta(self) -> Any:

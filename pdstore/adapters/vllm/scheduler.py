@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pdstore.adapters.vllm.block_refs import BlockRefs
@@ -212,7 +212,7 @@ class PDStoreConnectorScheduler:
             tracker.scheduled(num_scheduled)
             self._add_save(metadata, tracker, num_scheduled)
 
-    def report(self, report: StepReport | None, loaded: Sequence[str]) -> None:
+    def report(self, report: StepReport | None, loaded: Iterable[str]) -> None:
         """Takes up the outcome of a step: releases saved blocks and remembers failed loads.
 
         loaded: requests whose load has ended, also those that failed.

@@ -17,17 +17,16 @@ from pdstore.adapters.vllm.describe import (
 )
 from pdstore.adapters.vllm.ended_jobs import EndedJobs
 from pdstore.adapters.vllm.messages import (
-    LoadSpec,
     PDStoreConnectorMetadata,
     RankLayout,
     SaveSpec,
     StepReport,
 )
+from pdstore.adapters.vllm.running_loads import RunningLoads
 from pdstore.adapters.vllm.step_saves import StepSaves
 from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
@@ -41,6 +40,8 @@ class PDStoreConnectorWorker:
 
     vLLM's worker thread calls it. Every load is reported, whatever happens: vLLM waits for it
     without a bound.
+
+    loads: those that run, and their outcomes.
     """
 
     def __init__(
@@ -54,15 +55,12 @@ class PDStoreConnectorWorker:
         self._rank_layout: RankLayout | None = None
         self._step_saves = StepSaves()
         self._opened: PDStoreConnectorMetadata | None = None  # whose saves are open
-        self._loads: dict[str, tuple[LoadSpec, Job | None]] = {}
+        self.loads = RunningLoads(metrics)
         self._saves: dict[int, tuple[SaveSpec, Job]] = {}
         self._saves_of: defaultdict[str, list[Job]] = defaultdict(list)  # by request
         self._reported: set[int] = set()  # saves that are released and still run
         self._ended = EndedJobs()
         self._released: Counter[int] = Counter()
-        self._failed: set[str] = set()
-        self._loaded: dict[str, tuple[int, float]] = {}
-        self._bad_blocks: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the pool on vLLM's allocated KV cache; its memory is pinned by the end of `ready`.
@@ -93,7 +91,8 @@ class PDStoreConnectorWorker:
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
-        self._rank_layout = RankLayout(pool.namespace, block_tokens)
+        self._rank_layout = RankLayout(pool.namespace, block_tokens, self)
+        self.loads = RunningLoads(self._metrics, block_tokens, fails_whole=self.fails_whole)
         self._step_saves = StepSaves(pool.layout, layers)
 
     def ready(self) -> None:
@@ -124,13 +123,13 @@ class PDStoreConnectorWorker:
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Starts the loads of a step; marks aborted hand-offs. Called in every step."""
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
-            self._loads[spec.request_id] = (spec, None)
+            self.loads.put(spec, None)
         for spec in metadata.loads:
             if spec.keys is None:
                 continue
             rows = self._rows(spec.tables)
             job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
-            self._loads[spec.request_id] = (spec, job)
+            self.loads.put(spec, job)
             self._ended.watch(spec.request_id, job)
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
@@ -166,34 +165,24 @@ class PDStoreConnectorWorker:
         """
         if wait_s and not finished:
             self._wait_for_end(wait_s)
-        ended = set()
-        for request_id, (spec, job) in list(self._loads.items()):
-            if job is not None and request_id in finished:
-                job.cancel()
-            if job is not None and not job.done:
-                continue
-            del self._loads[request_id]
-            ended.add(request_id)
-            self._note_end(spec, job)
-        return ended
+        return self.loads.take(finished)
 
-    def take_bad_blocks(self) -> set[int]:
-        """Returns the ids of vLLM's blocks that the loads just taken did not fill."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
-
-    @property
-    def failed(self) -> set[str]:
-        """Requests whose load, just taken, brought less than was promised."""
-        return set(self._failed)
+    def take_complete(self, wait_s: float = 0.0) -> set[str]:
+        """Returns the requests whose load has brought all; `wait_s` as in `take_loaded`."""
+        if wait_s:
+            self._wait_for_end(wait_s)
+        return self.loads.take_complete()
 
     @property
     def is_idle(self) -> bool:
         """True if no load and no save is running or still to be reported."""
-        return not (self._loads or self._saves or self._saves_of or self._reported)
+        return not (len(self.loads) or self._saves or self._saves_of or self._reported)
 
     def take_report(self) -> StepReport | None:
-        """Returns what has ended since the last report, for the scheduler side; None if nothing."""
+        """Returns what has ended since the last report, for the scheduler side; None if nothing.
+
+        A near worker whose jobs run makes an empty report: vLLM shows nobody an empty output.
+        """
         for number, (spec, job) in list(self._saves.items()):
             is_read = job.done if spec.handoff else job.captured
             if is_read and number not in self._reported:
@@ -203,11 +192,11 @@ class PDStoreConnectorWorker:
                 self._reported.discard(number)
                 del self._saves[number]
                 self._forget(spec.request_id, job)
-        report = StepReport(self._released, self._failed, self._loaded, self._ended.take())
-        if not (report.released or report.failed or report.loaded or report.ended):
-            return None
-        self._released, self._failed, self._loaded = Counter(), set(), {}
-        return report
+        is_shown = self.loads.is_near and bool(len(self.loads) or self._saves)
+        report = StepReport(self._released, *self.loads.take_outcomes(), self._ended.take())
+        self._released = Counter()
+        is_empty = not (report.released or report.failed or report.loaded or report.ended)
+        return None if is_empty and not is_shown else report
 
     def close(self) -> None:
         if self._pool is not None:
@@ -241,22 +230,8 @@ class PDStoreConnectorWorker:
         while handoffs:
             self.pool.start_handoff(*handoffs.pop())
 
-    def _note_end(self, spec: LoadSpec, job: Job | None) -> None:
-        result = job.result if job is not None else None
-        loaded = max(spec.first_token, result.num_tokens) if result else spec.first_token
-        if result is not None:
-            self._loaded[spec.request_id] = (loaded - spec.first_token, result.busy_s)
-        if spec.keys is not None and loaded >= spec.num_tokens:
-            return
-        self._failed.add(spec.request_id)
-        if result is None:
-            self._metrics.miss(Reason.FAULT)
-        if not self.fails_whole and self._rank_layout is not None:
-            first = loaded // self._rank_layout.block_tokens
-            self._bad_blocks |= {id for id in spec.tables[0][first:] if id != NO_BLOCK}
-
     def _wait_for_end(self, timeout_s: float) -> None:
-        jobs = [job for _, job in (*self._loads.values(), *self._saves.values())]
+        jobs = [*self.loads.jobs, *(job for _, job in self._saves.values())]
         if jobs and not any(job is None or job.done for job in jobs):
             self._ended.wait(timeout_s)
 

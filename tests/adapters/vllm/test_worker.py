@@ -60,8 +60,8 @@ def test_a_load_that_brings_what_vllm_counts_on_is_no_failure(worker, instance):
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
     load(worker, LoadSpec("request", keys, [IDS], 0, 200))
-    assert not worker.failed
-    assert not worker.take_bad_blocks()
+    assert not worker.loads.failed
+    assert not worker.loads.take_bad_blocks()
 
 
 def test_the_end_of_a_load_may_be_waited_for_in_the_step_that_asks(worker, instance):
@@ -89,21 +89,23 @@ def test_a_load_that_brings_less_than_vllm_counts_on_is_a_failure(worker, instan
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
     load(worker, LoadSpec("request", keys.prefix(128), [IDS[:10]], 0, 160))
-    assert worker.failed == {"request"}
-    assert worker.take_bad_blocks() == set(IDS[8:10])
+    assert worker.loads.failed == {"request"}
+    assert worker.loads.take_bad_blocks() == set(IDS[8:10])
 
 
 def test_a_load_without_keys_is_a_failure_of_the_blocks_behind_the_local_ones(worker):
     load(worker, LoadSpec("request", None, [IDS[:10]], 64, 160))
-    assert worker.failed == {"request"}
-    assert worker.take_bad_blocks() == set(IDS[4:10])
+    assert worker.loads.failed == {"request"}
+    assert worker.loads.take_bad_blocks() == set(IDS[4:10])
 
 
 def test_with_a_window_a_load_fails_whole(worker, instance):
     object.__setattr__(instance.namespace, "windows", {0: 64})
+    worker.begin(instance.pool)
     load(worker, LoadSpec("request", None, [IDS[:10]], 64, 160))
-    assert worker.failed == {"request"}
-    assert not worker.take_bad_blocks(), "vLLM would go on behind blocks that it has given back"
+    assert worker.loads.failed == {"request"}
+    bad = worker.loads.take_bad_blocks()
+    assert not bad, "vLLM would go on behind blocks that it has given back"
 
 
 def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp_path):
