@@ -5,9 +5,16 @@
 // the wait for the copies of a share of a load. Only what goes well is done here: if any value is
 // missing, wrong or has no room, or the lock is not free soon, then nothing is done, and the caller
 // goes step by step to find out which and why.
+//
+// Decision: a share of a save is published here, and then its caller rests for a moment. The
+// model's step ends soon after the copies of its last layers, and the engine's answer must not wait
+// for the lock that the workers' Python takes; whoever loads the values has heard of them by then.
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <new>
+#include <thread>
+#include <vector>
 
 #include "checksum.h"
 #include "handles.h"
@@ -96,8 +103,18 @@ pds_error ended(pds::Ticket &ticket) {
   return error;
 }
 
+// True if all values with a slot were published; `places` keeps their slots.
+bool publish(Arena &arena, const pds_values &values, Places places) {
+  std::vector<int64_t> slots(places.slots, places.slots + values.count);
+  int64_t done = 0;
+  places.slots = slots.data();
+  return arena.publish(places, values.count, &done, values.lock_ns) == PDS_OK &&
+         done == values.count;
+}
+
 int32_t fill(Arena &arena, pds::Engine &engine, const pds_values &values, const Keys &keys,
-             const uint8_t *kinds, Places places, pds_error *error) {
+             const uint8_t *kinds, int64_t rest_ns, Places places, int32_t *is_published,
+             pds_error *error) {
   int64_t covered = 0;
   const int32_t code = arena.reserve(keys, kinds, values.sizes, places, &covered, values.lock_ns);
   if (code != PDS_OK) return code;
@@ -118,6 +135,10 @@ int32_t fill(Arena &arena, pds::Engine &engine, const pds_values &values, const 
     seal(pointer(values.memory) + places.offsets[i], values.sizes[i],
          values.starts + i * kSummedOfHeader);
   });
+  if (rest_ns >= 0 && publish(arena, values, places)) {
+    *is_published = 1;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(rest_ns));
+  }
   return PDS_OK;
 }
 
@@ -169,12 +190,15 @@ int32_t with_values(pds_arena *arena, pds_engine *engine, const pds_values *valu
 }  // namespace
 
 extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *values,
-                                  const uint8_t *kinds, int64_t *slots, uint64_t *generations,
-                                  int64_t *offsets, pds_error *error) {
-  if (!slots || !generations || !offsets) return PDS_ERR_ARGUMENT;
+                                  const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
+                                  uint64_t *generations, int64_t *offsets, int32_t *is_published,
+                                  pds_error *error) {
+  if (!slots || !generations || !offsets || !is_published) return PDS_ERR_ARGUMENT;
+  *is_published = 0;
   return with_values(arena, engine, values, error, [&](Arena &a, pds::Engine &e, const Keys &keys) {
     if (!pds::arena::are_kinds(kinds, values->count)) return int32_t{PDS_ERR_ARGUMENT};
-    return fill(a, e, *values, keys, kinds, {slots, generations, offsets}, error);
+    return fill(a, e, *values, keys, kinds, rest_ns, {slots, generations, offsets}, is_published,
+                error);
   });
 }
 

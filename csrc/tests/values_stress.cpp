@@ -72,11 +72,11 @@ struct Values {
     return values;
   }
 
-  int32_t fill(View &view, pds_engine *engine) {
+  int32_t fill(View &view, pds_engine *engine, int64_t rest_ns, int32_t *is_published) {
     const pds_values values = of(view);
     pds_error error;
-    return pds_arena_fill(view.arena, engine, &values, kinds.data(), slots.data(),
-                          generations.data(), offsets.data(), &error);
+    return pds_arena_fill(view.arena, engine, &values, kinds.data(), rest_ns, slots.data(),
+                          generations.data(), offsets.data(), is_published, &error);
   }
 
   int32_t take(View &view, pds_engine *engine, pds_ticket **ticket) {
@@ -106,7 +106,9 @@ struct Values {
 // Saves as P does. What an arena that was closed had lent comes back with its close.
 void save(View &view, pds_engine *engine, std::mt19937 &random) {
   Values values(random);
-  const int32_t code = values.fill(view, engine);
+  int32_t is_published = 0;
+  const int32_t code =
+      values.fill(view, engine, random() % 2 != 0 ? -1 : random() % 100'000, &is_published);
   if (code != PDS_OK) {
     const auto is_none = [](int64_t slot) { return slot < 0; };
     expect(code == PDS_ERR_CLOSED || std::all_of(values.slots.begin(), values.slots.end(), is_none),
@@ -114,7 +116,7 @@ void save(View &view, pds_engine *engine, std::mt19937 &random) {
     return;
   }
   int64_t done = 0;
-  if (random() % 8 != 0) {
+  if (!is_published && random() % 8 != 0) {
     pds_arena_publish(view.arena, -1, values.slots.data(), values.generations.data(),
                       values.count(), &done);
   }

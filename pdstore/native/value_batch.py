@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int32, c_void_p
 from typing import NamedTuple
 
 from pdstore.native.abi import Error, Values, raise_error
@@ -38,26 +38,33 @@ class ValueBatch(NamedTuple):
         """The number of values."""
         return len(self.sizes) // 8
 
-    def fill(self, arena: NativeArena, memory: int, kinds: bytes) -> SlotArrays | None:
+    def fill(
+        self, arena: NativeArena, memory: int, kinds: bytes, rest_s: float | None = None
+    ) -> tuple[SlotArrays, bool] | None:
         """Reserves slots for the values that are not stored, gathers into them and seals them.
 
         memory: the address where this process maps the arena's values.
         kinds: of the values, as `NativeArena.reserve` takes them.
-        Returns a slot for each value, -1 where it is stored. Returns None, and has done nothing, if
-        a value has no room or the lock is not free soon. Raises LayoutError or SwapError.
+        rest_s: also publish them, and return so many seconds later; None: do not.
+        Returns a slot for each value, -1 where it was stored, and whether all are published.
+        Returns None, and has done nothing, if a value has no room or the lock is not free soon.
+        Raises LayoutError or SwapError.
         """
-        arrays, error = SlotArrays(self.num_values), Error()
+        arrays, is_published, error = SlotArrays(self.num_values), c_int32(), Error()
+        rest_ns = -1 if rest_s is None else int(rest_s * 1e9)
         with self.engine.lent() as engine:
             code = arena.library.calls.pds_arena_fill(
                 arena.handle,
                 engine,
                 byref(self._values(memory)),
                 kinds,
+                rest_ns,
                 *arrays.all,
+                byref(is_published),
                 byref(error),
             )
         raise_error(error)
-        return None if code else arrays
+        return None if code else (arrays, bool(is_published.value))
 
     def take(self, arena: NativeArena, memory: int) -> tuple[SlotArrays, Ticket] | None:
         """Borrows and verifies the values and starts to scatter them.

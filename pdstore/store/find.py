@@ -108,8 +108,10 @@ class _NativeInPlaceThrough(_InPlaceThrough):
         super().__init__(wrapper, inner)
         self._native = inner
 
-    def fill(self, kinds: Sequence[Kind], batch: ValueBatch) -> Reservation | None:
-        return self._wrapper.around("put", self._native.fill, kinds, batch)
+    def fill(
+        self, kinds: Sequence[Kind], batch: ValueBatch, rest_s: float | None = None
+    ) -> Reservation | None:
+        return self._wrapper.around("put", self._native.fill, kinds, batch, rest_s)
 
     def take(self, batch: ValueBatch) -> Taken | None:
         return self._wrapper.around("get", self._native.take, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey, Kind
@@ -42,6 +42,7 @@ class Reservation:
     missing: the indices, in the call's keys and ascending, of the keys that have a place. They
       may be none: then all covered keys are stored.
     places: `places.value(i)` is the room for the key at index `missing[i]`.
+    is_published: all places are visible already.
 
     A store may return a subclass that carries what it needs itself.
     """
@@ -49,6 +50,7 @@ class Reservation:
     num_keys: int
     missing: Sequence[int]
     places: Places
+    is_published: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         """Number of places."""
@@ -168,13 +170,16 @@ class NativeInPlace(InPlace, Protocol):
     the way of `InPlace` to find out why.
     """
 
-    def fill(self, kinds: Sequence[Kind], batch: ValueBatch) -> Reservation | None:
+    def fill(
+        self, kinds: Sequence[Kind], batch: ValueBatch, rest_s: float | None = None
+    ) -> Reservation | None:
         """Reserves places as `reserve` does, gathers into them, and seals what lies there.
 
         kinds: of the batch's keys.
+        rest_s: also publish them if that needs no wait, and return so many seconds later.
 
-        The reservation covers all keys and is ready for `publish`. Raises LayoutError or SwapError
-        if the copies fail.
+        The reservation covers all keys; unless it says that it is published, it is ready for
+        `publish`. Raises LayoutError or SwapError if the copies fail.
         """
 
     def take(self, batch: ValueBatch) -> Taken | None:

@@ -58,6 +58,8 @@ class Instrumented(CallWrapper):
             sizes = second.sizes[:answer]
         elif isinstance(first, Reservation) and isinstance(answer, int):
             sizes = first.places.sizes[:answer]
+        elif isinstance(answer, Reservation) and answer.is_published:
+            sizes = answer.places.sizes
         elif isinstance(answer, Taken):
             sizes = answer.loan.places.sizes
         elif isinstance(answer, Loan):

@@ -52,6 +52,11 @@ class ChildJob:
         return self._is_in_store and self._run.job.done and self.deadline.is_over()
 
     @property
+    def num_left(self) -> int:
+        """Shares of the job that wait for a worker."""
+        return self._run.num_left
+
+    @property
     def has_copy_under_way(self) -> bool:
         return self._under_way is not None
 

@@ -21,15 +21,20 @@ from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
 from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value
 
+_REST_S = 0.001
+"""For so long a worker stays away from Python after the last shares of a save: an engine answers
+about when they are copied, and would wait for the lock."""
+
 
 class NativeMover(InPlaceMover):
-    """Reserves, gathers and seals in one call; borrows, verifies and begins to scatter in one.
+    """Reserves, gathers, seals and publishes in one call; borrows, verifies, scatters in another.
 
     All Python that a worker runs keeps the engine's thread from Python's lock, so it runs little.
     When the library cannot do all of a call, `InPlaceMover` does it step by step and finds out why.
 
     swap, in_place: the swap and the store of `ends`.
     memory: as `InPlaceMover` takes it.
+    num_workers: that move values at a time.
     range_bytes: about how much one call moves.
     """
 
@@ -39,10 +44,12 @@ class NativeMover(InPlaceMover):
         swap: NativeSwap,
         in_place: NativeInPlace,
         memory: MappedMemory,
+        num_workers: int,
         range_bytes: int = RANGE_BYTES,
     ) -> None:
         super().__init__(ends, in_place, memory, Split.native(range_bytes))
         self._native_swap, self._native = swap, in_place
+        self._num_workers = num_workers
 
     def _fill(
         self,
@@ -53,9 +60,10 @@ class NativeMover(InPlaceMover):
     ) -> Reservation:
         self._wait_for_memory(child)
         batch = self._batch(window, 0, ready)
+        rest_s = _REST_S if child.num_left < self._num_workers else 0.0
         with child.copying(), child.in_store_call():
-            reservation = self._native.fill(_kinds_of(window), batch)
-            if reservation is not None:
+            reservation = self._native.fill(_kinds_of(window), batch, rest_s)
+            if reservation is not None and not reservation.is_published:
                 undo.callback(self._abandon, reservation)
         if reservation is None:
             return super()._fill(child, undo, window, ready)

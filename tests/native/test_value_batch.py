@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 
 import pytest
@@ -92,6 +93,28 @@ def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     assert taken.copies.wait(10)
     assert rig.store.still_there(taken.loan) == 2
     assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
+
+
+def test_what_is_filled_can_be_published_in_the_same_call(rig):
+    keys = fresh_keys(2)
+    began = time.monotonic()
+    reservation = rig.store.fill(KINDS, rig.batch(keys, [3, 5]), 0.05)
+    assert time.monotonic() - began >= 0.05, "the caller rests"
+    assert reservation.is_published
+    assert len(reservation) == 2
+    assert rig.store.match(keys) == 2
+    assert rig.store.counts().reserved == 0
+    rig.store.abandon(reservation)
+    assert rig.store.match(keys) == 2, "what is published is nobody's to give back"
+
+
+def test_only_what_was_not_stored_is_published_again(rig):
+    keys = stored(rig, [3, 5])
+    [other] = fresh_keys(1)
+    reservation = rig.store.fill(KINDS, rig.batch([keys[0], other], [3, 5]), 0.0)
+    assert reservation.is_published
+    assert list(reservation.missing) == [1]
+    assert rig.store.match([keys[0], other]) == 2
 
 
 def test_a_value_of_another_header_stops_all_copies(rig):

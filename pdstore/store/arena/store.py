@@ -207,13 +207,15 @@ class ArenaStore(Store):
     def release(self, loan: Loan) -> None:
         lent_here(loan)
 
-    def fill(self, kinds: Sequence[Kind], batch: ValueBatch) -> Reservation | None:
-        memory = self._enter()
-        numbers = bytes(map(_KINDS.__getitem__, kinds))
-        arrays = batch.fill(self._arena, address_of(memory), numbers)
-        if arrays is None:
+    def fill(
+        self, kinds: Sequence[Kind], batch: ValueBatch, rest_s: float | None = None
+    ) -> Reservation | None:
+        memory, numbers = self._enter(), bytes(map(_KINDS.__getitem__, kinds))
+        filled = batch.fill(self._arena, address_of(memory), numbers, rest_s)
+        if filled is None:
             return None
-        return reservation_of(memory, arrays, len(kinds), memoryview(batch.sizes).cast("q"))
+        sizes = memoryview(batch.sizes).cast("q")
+        return reservation_of(memory, filled[0], len(kinds), sizes, is_published=filled[1])
 
     def take(self, batch: ValueBatch) -> Taken | None:
         memory = self._enter()
