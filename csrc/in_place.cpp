@@ -6,9 +6,9 @@
 // missing, wrong or has no room, or the lock is not free soon, then nothing is done, and the caller
 // goes step by step to find out which and why.
 //
-// Decision: a share of a save is published here, and then its caller rests for a moment. The
-// model's step ends soon after the copies of its last layers, and the engine's answer must not wait
-// for the lock that the workers' Python takes; whoever loads the values has heard of them by then.
+// Decision: a share of a save is published here, and then its caller may rest for a moment. P's
+// answer comes soon after the copies of its last layers, and must not wait for the lock that the
+// workers' Python takes; whoever loads the values has heard of them by then.
 #include <atomic>
 #include <chrono>
 #include <cstring>

@@ -11,7 +11,7 @@ from pdstore.outcome import Direction
 from pdstore.threads import Deadline
 
 if TYPE_CHECKING:
-    from pdstore.worker.job_run import JobRun
+    from pdstore.worker.job_run import JobRun, Urgency
 
 
 class ChildJob:
@@ -50,6 +50,10 @@ class ChildJob:
     def is_hung(self) -> bool:
         """True while its worker is still in a store call although the job's time is up."""
         return self._is_in_store and self._run.job.done and self.deadline.is_over()
+
+    @property
+    def urgency(self) -> Urgency:
+        return self._run.urgency
 
     @property
     def num_left(self) -> int:

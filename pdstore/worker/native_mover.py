@@ -14,6 +14,7 @@ from pdstore.store.in_place import NativeInPlace, Reservation, Taken
 from pdstore.worker.block_range import RANGE_BYTES, Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.in_place_mover import InPlaceMover
+from pdstore.worker.job_run import Urgency
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Ends, Loaded, Verified
 from pdstore.worker.swap.base import ReadyEvent
@@ -22,8 +23,8 @@ from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value
 
 _REST_S = 0.001
-"""For so long a worker stays away from Python after the last shares of a save: an engine answers
-about when they are copied, and would wait for the lock."""
+"""For so long a worker stays away from Python after the last shares of a hand-off: P answers about
+when they are copied, and would wait for the lock."""
 
 
 class NativeMover(InPlaceMover):
@@ -60,9 +61,9 @@ class NativeMover(InPlaceMover):
     ) -> Reservation:
         self._wait_for_memory(child)
         batch = self._batch(window, 0, ready)
-        rest_s = _REST_S if child.num_left < self._num_workers else 0.0
+        is_end = child.urgency is Urgency.HANDOFF and child.num_left < self._num_workers
         with child.copying(), child.in_store_call():
-            reservation = self._native.fill(_kinds_of(window), batch, rest_s)
+            reservation = self._native.fill(_kinds_of(window), batch, _REST_S if is_end else 0.0)
             if reservation is not None and not reservation.is_published:
                 undo.callback(self._abandon, reservation)
         if reservation is None:

@@ -100,8 +100,8 @@ def test_a_prompt_goes_and_comes_without_a_single_step(instance, store, num_toke
     assert store.calls.count("take") == store.calls.count("release")
 
 
-def test_a_worker_rests_after_the_last_shares_alone(instance, store):
-    """Before that others wait for it; then an engine is about to answer."""
+def test_a_worker_rests_after_the_last_shares_of_a_handoff_alone(instance, store):
+    """Before that other shares wait for it; then P is about to answer."""
     rests, fill = [], store.fill
 
     def noted(kinds, batch, rest_s=None):
@@ -110,8 +110,11 @@ def test_a_worker_rests_after_the_last_shares_alone(instance, store):
 
     store.fill = noted
     p = instance(workers=2, range_bytes=1)
-    assert save(p, range(320)).num_tokens == 320
-    assert rests[0] == 0.0
+    assert save(p, range(1000, 1320)).num_tokens == 320
+    assert not any(rests), "nobody waits for this one"
+    handoff, _ = p.cache.announce(p.cache.keys(range(320)))
+    assert save(p, range(320), handoff=handoff).num_tokens == 320
+    assert rests[len(rests) // 2] == 0.0
     assert 0.0 < rests[-1] <= 0.01
 
 
