@@ -249,9 +249,7 @@ typedef struct {
   int64_t count, num_ids, lock_ns;
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
-// Reserves what is not stored, gathers it and writes its headers. rest_ns: -1: what is left is to
-// publish it; else it is published too (`is_published`: 0 if not all was), and after so long it
-// returns.
+// Reserves what is not stored, gathers and seals it; publishes it and rests, unless rest_ns is -1.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *values,
                        const uint8_t *kinds, int64_t rest_ns, int64_t *slots, uint64_t *generations,
                        int64_t *offsets, int32_t *is_published, pds_error *error);

@@ -117,7 +117,7 @@ def test_broad_excepts_stand_at_the_border_only():
     assert {m for m in broad if m.split(".")[0] != "testing"} <= {
         "threads",
         "adapters.vllm.plugin",
-        "adapters.vllm.connector",
+        "adapters.vllm.degrades",
     }
 
 

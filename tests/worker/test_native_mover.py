@@ -237,7 +237,7 @@ def test_a_load_that_is_cancelled_in_the_call_ends_after_its_copies(instance, st
 
 
 def test_a_save_that_is_cancelled_in_a_call_begins_no_other(instance, store, arena):
-    """What is being copied then is stored: its blocks are held until the end of the call."""
+    """The share that is being copied is stored: its blocks are held until the end of the call."""
     p, jobs = instance(workers=2, range_bytes=2 * BLOCK_BYTES), []
 
     def cancel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -252,6 +253,16 @@ def check_spec(name: str, spec: Any) -> None:
         )
     if getattr(spec, "non_causal", False):
         raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
+
+
+def shows_outputs_first() -> bool:
+    """True if vLLM looks at the loads in an output after it has shown it to the connector."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    taking_up = getattr(Scheduler, "_update_from_kv_xfer_finished", None)
+    source = inspect.getsource(taking_up) if taking_up is not None else ""
+    shown, looks = source.find(".update_connector_output("), source.find(".finished_recving")
+    return 0 <= shown < looks
 
 
 def _page(vllm_config: Any, layer: str) -> str:

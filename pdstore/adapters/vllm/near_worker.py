@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+from pdstore.adapters.vllm.describe import shows_outputs_first
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 
@@ -27,7 +27,7 @@ class NearWorker:
     @classmethod
     def of(cls, rank: RankLayout) -> NearWorker | None:
         """Takes the only rank; returns None where its worker is elsewhere, or vLLM not as above."""
-        return cls(rank.worker) if rank.worker is not None and _shows_outputs_first() else None
+        return cls(rank.worker) if rank.worker is not None and shows_outputs_first() else None
 
     def take_wait(self, metadata: PDStoreConnectorMetadata) -> None:
         """Takes over the wait of a step that begins: `take_ended` waits in the worker's place."""
@@ -45,15 +45,3 @@ class NearWorker:
         report = self._worker.take_report()
         self.is_owed_a_step |= report is not None and bool(report.ended)
         return report, loaded
-
-
-def _shows_outputs_first() -> bool:
-    """True if vLLM looks at an output's finished loads after it has called the connector."""
-    try:
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        source = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
-    except (ImportError, AttributeError, OSError, TypeError):
-        return False
-    shown, looks = source.find(".update_connector_output("), source.find(".finished_recving")
-    return 0 <= shown < looks

@@ -10,39 +10,10 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
-from pdstore.adapters.vllm.connector import degrades
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
-from pdstore.adapters.vllm.stats import StepMetrics
 from tests.support.kv import Instance, eventually
 
 IDS = list(range(1, 21))
-
-
-class Connector:
-    """One hook that fails, and what `degrades` needs of a connector."""
-
-    def __init__(self) -> None:
-        self.metrics = StepMetrics()
-
-    @degrades(lambda: (0, False))
-    def hook(self, error: BaseException | None) -> tuple[int, bool]:
-        """A hook's docstring."""
-        if error is not None:
-            raise error
-        return 7, True
-
-
-def test_a_hook_that_fails_answers_as_a_miss_and_is_counted():
-    connector = Connector()
-    assert connector.hook(None) == (7, True)
-    assert connector.hook(ValueError("a bug")) == (0, False)
-    assert connector.metrics.take().data["counters"] == {"misses|fault": 1}
-    assert connector.hook.__doc__ == "A hook's docstring."
-
-
-def test_an_interrupt_is_not_a_fault():
-    with pytest.raises(KeyboardInterrupt):
-        Connector().hook(KeyboardInterrupt())
 
 
 def test_every_hook_of_a_running_engine_is_guarded():

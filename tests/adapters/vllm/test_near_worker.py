@@ -72,12 +72,6 @@ def test_a_load_that_fell_short_is_left_to_the_worker_which_names_its_blocks(
     assert worker.loads.take_bad_blocks()
 
 
-def test_a_load_that_nobody_adds_is_told_by_the_worker_a_step_later(near, worker, instance):
-    start_load(worker, instance)
-    assert worker.take_loaded(set()) == set()
-    assert worker.take_loaded(set()) == {"good"}
-
-
 def test_a_report_is_made_as_long_as_a_load_runs(near, worker, instance):
     """vLLM shows nobody an output in which there is nothing."""
     assert worker.take_report() is None

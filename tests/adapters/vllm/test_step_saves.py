@@ -33,7 +33,7 @@ class Save:
 
 @pytest.fixture
 def saves():
-    """Those of four layers in two ranges, a and b, and c and d. d is not reported."""
+    """Saves of four layers in two ranges, a and b, and c and d. d is not reported."""
     return StepSaves(layout_of(num_ranges=2), NAMES)
 
 

@@ -1,0 +1,35 @@
+"""degrades: a hook that fails is a counted miss, and the engine continues."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.adapters.vllm.degrades import degrades
+from pdstore.adapters.vllm.stats import StepMetrics
+
+
+class Connector:
+    """One hook that fails, and what `degrades` needs of a connector."""
+
+    def __init__(self) -> None:
+        self.metrics = StepMetrics()
+
+    @degrades(lambda: (0, False))
+    def hook(self, error: BaseException | None) -> tuple[int, bool]:
+        """A hook's docstring."""
+        if error is not None:
+            raise error
+        return 7, True
+
+
+def test_a_hook_that_fails_answers_as_a_miss_and_is_counted():
+    connector = Connector()
+    assert connector.hook(None) == (7, True)
+    assert connector.hook(ValueError("a bug")) == (0, False)
+    assert connector.metrics.take().data["counters"] == {"misses|fault": 1}
+    assert connector.hook.__doc__ == "A hook's docstring."
+
+
+def test_an_interrupt_is_not_a_fault():
+    with pytest.raises(KeyboardInterrupt):
+        Connector().hook(KeyboardInterrupt())
