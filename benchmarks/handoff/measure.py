@@ -50,21 +50,29 @@ class Client:
 
     check_up_to: compare D's answers to prompts of at most so many tokens with those of the lone
         instance, which is asked twice: the second time it takes the prompt from its own prefix
-        cache, and computes one token as D does. So such prompts are 15 tokens shorter: one more
-        than whole blocks of 16, and no longer than a chunk.
+        cache, and computes one token as D does. So such prompts are shorter: one token more than
+        whole blocks of that cache, and no longer than a chunk.
+    block: tokens of a block of the lone instance.
     """
 
     def __init__(
-        self, store: str, p: Instance, d: Instance, alone: Instance, *, check_up_to: int
+        self,
+        store: str,
+        p: Instance,
+        d: Instance,
+        alone: Instance,
+        *,
+        check_up_to: int,
+        block: int = 16,
     ) -> None:
-        self.store, self._check_up_to = store, check_up_to
+        self.store, self._check_up_to, self._block = store, check_up_to, block
         self._p, self._d, self._alone = p, d, alone
         self._num_asked = 0
 
     def hand_over(self, mode: str, num_tokens: int) -> Sample:
         """Hands one new prompt over. Both instances have nothing to do before and after."""
         is_checked = num_tokens <= self._check_up_to
-        prompt = Prompt(num_tokens - 15 * is_checked, secrets.randbits(48))
+        prompt = Prompt(num_tokens - (self._block - 1) * is_checked, secrets.randbits(48))
         name = f"{mode}-{self._num_asked}"
         self._num_asked += 1
         for each in (self._p, self._d):

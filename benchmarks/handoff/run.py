@@ -71,9 +71,11 @@ class Run:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def _clients(self) -> list[Client]:
-        pairs = self.setup.pairs.items()
-        most = self.given.check
-        return [Client(name, p, d, self.setup.alone, check_up_to=most) for name, (p, d) in pairs]
+        most, block = self.given.check, self.given.block[0]
+        return [
+            Client(name, p, d, self.setup.alone, check_up_to=most, block=block)
+            for name, (p, d) in self.setup.pairs.items()
+        ]
 
     def _rounds(self) -> Iterator[bool]:
         for number in range(self.given.rounds + 1):
