@@ -192,7 +192,8 @@ void arguments_that_do_not_fit() {
     Values values(random);
     pds_ticket *ticket = nullptr;
     change(values);
-    expect(values.fill(view, engine) != PDS_OK, what);
+    int32_t is_published = 0;
+    expect(values.fill(view, engine, -1, &is_published) != PDS_OK, what);
     expect(values.take(view, engine, &ticket) != PDS_OK && ticket == nullptr, what);
     expect(num_reserved(view) == 0, what);
   };

@@ -23,8 +23,8 @@ from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value
 
 _REST_S = 0.001
-"""For so long a worker stays away from Python after the last shares of a hand-off: P answers about
-when they are copied, and would wait for the lock."""
+"""A worker sleeps for so long after the last shares of a hand-off: P answers at about that time,
+and would wait for Python's lock."""
 
 
 class NativeMover(InPlaceMover):

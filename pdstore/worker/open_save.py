@@ -24,7 +24,7 @@ class OpenSave:
     split: how blocks are shared out, and when layer ranges are saved early.
     order: records an event behind what the calling thread's stream has queued; None without one.
     wake: tells the queue that the model goes on, and that there may be more to do.
-    at_begin: called once, before the first layers are given to the workers.
+    at_begin: called once each, before the first layers are given to the workers.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OpenSave:
         split: Split,
         order: Callable[[], ReadyEvent | None],
         wake: Callable[[], None],
-        at_begin: Callable[[], object] | None = None,
+        at_begin: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.job = job
         self._work, self._prompt, self._split = work, prompt, split
@@ -76,9 +76,9 @@ class OpenSave:
         return num_bytes < self._split.early_bytes
 
     def _release_queued(self) -> None:
-        at_begin, self._at_begin = self._at_begin, None
-        if at_begin is not None:
-            at_begin()
+        at_begin, self._at_begin = self._at_begin, ()
+        for call in at_begin:
+            call()
         held = self._prompt.layout.held_ranges
         for numbers, ready in self._queued:
             if numbers == held:

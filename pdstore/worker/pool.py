@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from pdstore.device_pin import DevicePin
@@ -146,14 +146,17 @@ class KVPool:
         first_token: int = 0,
         handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
-        at_begin: Callable[[], object] | None = None,
+        starts: Sequence[tuple[HandoffId, int]] = (),
     ) -> OpenSave:
         """Starts a save whose layers are released one after the other, while a model computes them.
 
-        The arguments are those of `save`; `at_begin` is that of `OpenSave`. The caller says with
-        `layers_done` what may be read; the job's deadline counts from the last such call. An engine
-        that gives up cancels the job.
+        The arguments are those of `save`. The caller says with `layers_done` what may be read; the
+        job's deadline counts from the last such call. An engine that gives up cancels the job.
+
+        starts: as `start_handoff` takes them, when the first layers are given to the workers.
         """
+        for started, _ in starts:  # before the saves that end them
+            self._heartbeat.begin(started)
         prompt, first_block = self._prompt_of(keys, block_ids, first_token)
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
@@ -174,7 +177,8 @@ class KVPool:
                 self._heartbeat.begin(handoff)
                 job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
-        return OpenSave(run.job, work, prompt, self._mover.split, order, wake, at_begin)
+        marks = [partial(self._mark_started, *start) for start in starts]
+        return OpenSave(run.job, work, prompt, self._mover.split, order, wake, marks)
 
     def load(
         self,
@@ -215,8 +219,7 @@ class KVPool:
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
         self._heartbeat.begin(handoff)
-        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
-        return self._mark(handoff.started(self.namespace), marker)
+        return self._mark_started(handoff, num_tokens)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
@@ -241,14 +244,13 @@ class KVPool:
         if self._queue.close(self._settings.drain_s):
             self._resources.close()
 
+    def _mark_started(self, handoff: HandoffId, num_tokens: int) -> Job:
+        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
+        return self._mark(handoff.started(self.namespace), marker)
+
     def _mark(self, key: BlockKey, marker: Header) -> Job:
-        run = JobRun(
-            Direction.SAVE,
-            MarkWork(self._mover, {key: marker}),
-            num_bytes=0,
-            seconds=self._settings.save_deadline_s,
-            urgency=Urgency.MARKER,
-        )
+        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.save_deadline_s
+        run = JobRun(Direction.SAVE, work, num_bytes=0, seconds=seconds, urgency=Urgency.MARKER)
         if not self._settings.publish:
             return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
         return self._queue.submit(run)

@@ -97,7 +97,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def _begin(self, ranks: Sequence[RankLayout]) -> None:
         self.scheduler.begin(ranks)
         if len(ranks) == self._num_ranks == 1:
-            self._near = NearWorker.of(ranks[0])
+            self._near = NearWorker.of(ranks[0], self._vllm_config)
         namespace = ranks[0].namespace
         if self._tells_events and not namespace.windows:  # of these, vLLM's hashes name no block
             self._events = PoolEvents(

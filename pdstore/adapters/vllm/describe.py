@@ -255,12 +255,14 @@ def check_spec(name: str, spec: Any) -> None:
         raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
 
 
-def shows_outputs_first() -> bool:
+def shows_outputs_first(vllm_config: Any) -> bool:
     """True if vLLM looks at the loads in an output after it has shown it to the connector."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    taking_up = getattr(Scheduler, "_update_from_kv_xfer_finished", None)
-    source = inspect.getsource(taking_up) if taking_up is not None else ""
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    taking_up: Any = getattr(scheduler, "_update_from_kv_xfer_finished", None)
+    try:
+        source = inspect.getsource(taking_up)
+    except (OSError, TypeError):  # it has no such method, or no source
+        return False
     shown, looks = source.find(".update_connector_output("), source.find(".finished_recving")
     return 0 <= shown < looks
 

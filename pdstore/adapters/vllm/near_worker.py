@@ -14,7 +14,8 @@ class NearWorker:
 
     With asynchronous scheduling vLLM takes up a step's output after it has launched the next step,
     so it hears a step late of what the worker said. But it shows the scheduler side each output
-    first (`update_connector_output`): that adds what has ended since. The vLLM thread calls it.
+    first (`update_connector_output`), which adds the loads that have ended since. vLLM's thread
+    calls it.
 
     is_owed_a_step: jobs have ended whose counts vLLM gets with the output of the next step.
     """
@@ -25,9 +26,16 @@ class NearWorker:
         worker.loads.is_near = True
 
     @classmethod
-    def of(cls, rank: RankLayout) -> NearWorker | None:
-        """Takes the only rank; returns None where its worker is elsewhere, or vLLM not as above."""
-        return cls(rank.worker) if rank.worker is not None and shows_outputs_first() else None
+    def of(cls, rank: RankLayout, vllm_config: Any) -> NearWorker | None:
+        """Takes the only rank, and VllmConfig.
+
+        Returns None where its worker is in another process or another connector's too, and for a
+        vLLM that takes outputs up in another way.
+        """
+        worker = rank.worker
+        if worker is None or worker.loads.is_near or not shows_outputs_first(vllm_config):
+            return None
+        return cls(worker)
 
     def take_wait(self, metadata: PDStoreConnectorMetadata) -> None:
         """Takes over the wait of a step that begins: `take_ended` waits in the worker's place."""

@@ -12,11 +12,11 @@ from pdstore.worker.job import Job
 
 
 class RunningLoads:
-    """Holds each load until one of the two ways takes it whose end it is. vLLM's thread calls it.
+    """Holds each load until `take` or `take_complete` has told its end. vLLM's thread calls it.
 
     block_tokens: tokens of one block in vLLM's block tables; None while that is not known.
     fails_whole: a load that brings less than was promised counts as having brought nothing.
-    is_near: somebody calls `take_complete` after each `take` (`NearWorker`).
+    is_near: `NearWorker` calls `take_complete` soon after a `take`.
     """
 
     def __init__(

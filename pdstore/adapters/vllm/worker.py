@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.running_loads import RunningLoads
 from pdstore.adapters.vllm.step_saves import StepSaves
-from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
@@ -181,7 +179,7 @@ class PDStoreConnectorWorker:
     def take_report(self) -> StepReport | None:
         """Returns what has ended since the last report, for the scheduler side; None if nothing.
 
-        A near worker whose jobs run makes an empty report: vLLM shows nobody an empty output.
+        A near worker makes a report as long as jobs run: vLLM does not show an empty output.
         """
         for number, (spec, job) in list(self._saves.items()):
             is_read = job.done if spec.handoff else job.captured
@@ -209,7 +207,7 @@ class PDStoreConnectorWorker:
         self._opened = metadata
         for spec in metadata.saves:  # released at once if they cannot be started
             self._released[spec.number] = 1
-        at_begin = partial(self._start_handoffs, list(metadata.started_handoffs))
+        starts = metadata.started_handoffs
         for spec in metadata.saves:
             save = self.pool.begin_save(
                 spec.keys,
@@ -217,18 +215,14 @@ class PDStoreConnectorWorker:
                 first_token=spec.first_token,
                 handoff=spec.handoff,
                 after=self._saves_of[spec.request_id],
-                at_begin=at_begin,
+                starts=starts,
             )
+            starts = []  # the first save of the step tells of all
             del self._released[spec.number]
             self._step_saves.add(save)
             self._saves[spec.number] = (spec, save.job)
             self._ended.watch(spec.request_id, save.job, spec.number)
             self._saves_of[spec.request_id].append(save.job)
-
-    def _start_handoffs(self, handoffs: list[tuple[HandoffId, int]]) -> None:
-        """Marks hand-offs as started, each once."""
-        while handoffs:
-            self.pool.start_handoff(*handoffs.pop())
 
     def _wait_for_end(self, timeout_s: float) -> None:
         jobs = [*self.loads.jobs, *(job for _, job in self._saves.values())]

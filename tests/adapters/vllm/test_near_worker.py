@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import SchedulerConfig
 
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.near_worker import NearWorker
@@ -12,6 +13,7 @@ from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from tests.support.kv import Instance, eventually, settings_of
 
 IDS = list(range(1, 21))
+CONFIG = SimpleNamespace(scheduler_config=SchedulerConfig.default_factory())
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def worker(instance):
 
 @pytest.fixture
 def near(worker):
-    near = NearWorker.of(worker.rank_layout)
+    near = NearWorker.of(worker.rank_layout, CONFIG)
     assert near is not None, "the installed vLLM does not call the connector first"
     return near
 
@@ -97,7 +99,7 @@ def test_a_step_follows_the_end_of_a_job(near, worker, instance):
 
 def test_a_worker_of_another_process_is_not_near(worker):
     layout = RankLayout(worker.rank_layout.namespace, 16)
-    assert NearWorker.of(layout) is None
+    assert NearWorker.of(layout, CONFIG) is None
     assert not worker.loads.is_near
 
 
@@ -115,4 +117,9 @@ def test_a_vllm_that_takes_outputs_up_otherwise_hears_a_step_later(worker, monke
         monkeypatch.setattr(Scheduler, name, looks_first)
     else:
         monkeypatch.delattr(Scheduler, name)
-    assert NearWorker.of(worker.rank_layout) is None
+    assert NearWorker.of(worker.rank_layout, CONFIG) is None
+
+
+def test_a_worker_is_near_to_one_connector_alone(near, worker):
+    """MultiConnector gives all its connectors the first one's layout."""
+    assert NearWorker.of(worker.rank_layout, CONFIG) is None

@@ -177,6 +177,21 @@ def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, mo
     eventually(lambda: store.match([handoff.done(instance.namespace, 0)]))
 
 
+def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monkeypatch):
+    """Its end comes before the step's end, when D is told of the start."""
+    heard = []
+    for verb in ("begin", "end"):
+        name = f"pdstore.worker.heartbeat.Heartbeat.{verb}"
+        monkeypatch.setattr(name, lambda self, handoff, verb=verb: heard.append(verb))
+    instance.pool.close()  # it refuses what comes now
+    handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
+    save = SaveSpec(7, "request", keys, [IDS], 0, handoff)
+    step = PDStoreConnectorMetadata(saves=[save], started_handoffs=[(handoff, 200)])
+    worker.finish_saves(step)
+    assert heard[0] == "begin"
+    assert heard[-1] == "end"
+
+
 def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
     worker, instance = ranged
     keys = instance.cache.keys(range(128))
