@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from tests.adapters.vllm.asking import assert_idle
 from tests.adapters.vllm.servers import Launcher, Server
 from tests.support.instances import store as store
+from tests.support.kv import Instance, settings_of
 from tests.support.otlp_receiver import OTLPReceiver, receiving
 from tests.support.redis_gate import Gate
 from tests.support.redis_server import RedisServer
@@ -65,6 +67,25 @@ class Pair:
     d_gate: Gate
     receiver: OTLPReceiver
     subscriber: Any
+
+
+@pytest.fixture
+def instance(store):
+    """The two halves of pdstore on a store, without vLLM."""
+    instance = Instance(store)
+    yield instance
+    instance.close()
+
+
+@pytest.fixture
+def worker(instance):
+    """A worker that has begun with the instance's pool."""
+    from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+
+    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
+    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
+    worker.begin(instance.pool)
+    return worker
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
-from tests.support.kv import Instance, eventually
+from tests.support.kv import eventually
 
 IDS = list(range(1, 21))
 
@@ -28,13 +28,6 @@ def test_every_hook_of_a_running_engine_is_guarded():
 
 def test_sleep_mode_is_not_supported():
     assert PDStoreConnector.supports_sleep_mode() is False
-
-
-@pytest.fixture
-def instance(store):
-    instance = Instance(store)
-    yield instance
-    instance.close()
 
 
 @pytest.fixture

@@ -9,28 +9,16 @@ from vllm.config import SchedulerConfig
 
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.near_worker import NearWorker
-from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
-from tests.support.kv import Instance, eventually, settings_of
+from tests.support.kv import eventually
 
 IDS = list(range(1, 21))
 CONFIG = SimpleNamespace(scheduler_config=SchedulerConfig.default_factory())
 
 
-@pytest.fixture
-def instance(store):
-    instance = Instance(store)
-    yield instance
-    instance.close()
-
-
-@pytest.fixture
-def worker(instance):
-    """A worker whose pool has a prompt of 200 tokens."""
-    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
-    worker.begin(instance.pool)
+@pytest.fixture(autouse=True)
+def prompt(instance):
+    """Saves a prompt of 200 tokens."""
     instance.pool.save(instance.cache.keys(range(200)), IDS).wait(10)
-    return worker
 
 
 @pytest.fixture

@@ -18,22 +18,6 @@ from tests.support.seal_key import write_seal_key
 IDS = list(range(1, 21))
 
 
-@pytest.fixture
-def instance(store):
-    instance = Instance(store)
-    yield instance
-    instance.close()
-
-
-@pytest.fixture
-def worker(instance):
-    """A worker that has begun with the instance's pool."""
-    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
-    worker.begin(instance.pool)
-    return worker
-
-
 def test_a_save_is_released_once_and_then_forgotten(worker, instance):
     keys = instance.cache.keys(range(200))
     worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)]))
