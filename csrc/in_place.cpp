@@ -3,12 +3,14 @@
 // Decision: whoever calls from Python holds its lock between calls, and takes it from the engine
 // after each. So all that is done with the values of one share of a save is one call, and all but
 // the wait for the copies of a share of a load. Only what goes well is done here: if any value is
-// missing, wrong or has no room, or the lock is not free soon, then nothing is done, and the caller
-// goes step by step to find out which and why.
+// missing, wrong or has no room, or the lock is not free soon, then the call ends with a code, and
+// the caller goes step by step to find out which and why.
 //
-// Decision: a share of a save is published here, and then its caller may rest for a moment. P's
-// answer comes soon after the copies of its last layers, and must not wait for the lock that the
-// workers' Python takes; whoever loads the values has heard of them by then.
+// Decision: a share of a save is many batches, each with an event of its own, and each is published
+// as soon as it is sealed: few calls for much, and yet whoever loads the values hears of them while
+// the rest is copied. Then the caller may rest for a moment. P's answer comes soon after the copies
+// of its last layers, and must not wait for the lock that the workers' Python takes.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -103,49 +105,84 @@ pds_error ended(pds::Ticket &ticket) {
   return error;
 }
 
-// True if all values with a slot were published; `places` keeps their slots.
-bool publish(Arena &arena, const pds_values &values, Places places) {
-  std::vector<int64_t> slots(places.slots, places.slots + values.count);
-  int64_t done = 0;
-  places.slots = slots.data();
-  return arena.publish(places, values.count, &done, values.lock_ns) == PDS_OK &&
-         done == values.count;
+// One batch of a call.
+struct Part {
+  const pds_values &values;
+  Keys keys;
+  const uint8_t *kinds;  // null where nothing is reserved
+  Places places;
+  std::shared_ptr<pds::Ticket> ticket{};  // of its copies; null if nothing is to be copied
+};
+
+int32_t reserve(Arena &arena, Part &part) {
+  const pds_values &values = part.values;
+  int64_t covered = 0;
+  const int32_t code =
+      arena.reserve(part.keys, part.kinds, values.sizes, part.places, &covered, values.lock_ns);
+  if (code != PDS_OK || covered == values.count) return code;
+  arena.abandon(part.places, covered, -1);
+  return PDS_ERR_FULL;
 }
 
-int32_t fill(Arena &arena, pds::Engine &engine, const pds_values &values, const Keys &keys,
-             const uint8_t *kinds, int64_t rest_ns, Places places, int32_t *is_published,
-             pds_error *error) {
-  int64_t covered = 0;
-  const int32_t code = arena.reserve(keys, kinds, values.sizes, places, &covered, values.lock_ns);
-  if (code != PDS_OK) return code;
-  const auto refuse = [&](int32_t why) {
-    arena.abandon(places, covered, -1);
-    return why;
-  };
-  if (covered < values.count) return refuse(PDS_ERR_FULL);
-  Copies copies(values, places);
-  if (!copies.add_all(engine.layout())) return refuse(PDS_ERR_ARGUMENT);
+int32_t submit(pds::Engine &engine, Part &part, pds_error *error) {
+  Copies copies(part.values, part.places);
+  if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
   if (copies.empty()) return PDS_OK;
-  std::shared_ptr<pds::Ticket> ticket;
-  *error = copies.submit(engine, pds::Direction::kOut, &ticket);
-  if (error->code == PDS_OK) *error = ended(*ticket);
-  if (error->code != PDS_OK) return refuse(error->code);
+  *error = copies.submit(engine, pds::Direction::kOut, &part.ticket);
+  if (error->code != PDS_OK) part.ticket = nullptr;  // nobody would end it
+  return error->code;
+}
+
+// Makes the values findable whose copies have ended. The caller sees by the slots which were new.
+int32_t seal_and_publish(Arena &arena, pds::Engine &engine, const Part &part) {
+  const pds_values &values = part.values;
   engine.crew().each(values.count, [&](int64_t i) {
-    if (places.slots[i] < 0) return;
-    seal(pointer(values.memory) + places.offsets[i], values.sizes[i],
+    if (part.places.slots[i] < 0) return;
+    seal(pointer(values.memory) + part.places.offsets[i], values.sizes[i],
          values.starts + i * kSummedOfHeader);
   });
-  if (rest_ns >= 0 && publish(arena, values, places)) {
-    *is_published = 1;
-    std::this_thread::sleep_for(std::chrono::nanoseconds(rest_ns));
-  }
-  return PDS_OK;
+  std::vector<int64_t> slots(part.places.slots, part.places.slots + values.count);
+  Places places = part.places;
+  places.slots = slots.data();
+  int64_t done = 0;
+  const int32_t code = arena.publish(places, values.count, &done, values.lock_ns);
+  return code == PDS_OK && done < values.count ? int32_t{PDS_ERR_VALUE} : code;
 }
 
-int32_t take(Arena &arena, pds::Engine &engine, const pds_values &values, const Keys &keys,
-             Places places, std::shared_ptr<pds::Ticket> *ticket, pds_error *error) {
+// All copies are queued before the first is waited for, each behind the event of its batch. So the
+// device computes the layers of a later batch while those of an earlier one are summed.
+int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_t rest_ns,
+             pds_error *error) {
+  size_t num_reserved = 0;
+  int32_t code = PDS_OK;
+  for (; num_reserved < parts.size() && code == PDS_OK; num_reserved += code == PDS_OK) {
+    code = reserve(arena, parts[num_reserved]);
+  }
+  for (size_t i = 0; i < parts.size() && code == PDS_OK; ++i) {
+    code = submit(engine, parts[i], error);
+  }
+  for (Part &part : parts) {
+    if (part.ticket == nullptr) continue;
+    const pds_error end = ended(*part.ticket);  // also after a failure: the device may still write
+    if (code != PDS_OK) continue;
+    if (end.code != PDS_OK) *error = end;
+    code = end.code == PDS_OK ? seal_and_publish(arena, engine, part) : end.code;
+  }
+  if (code == PDS_OK) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(rest_ns));
+  } else {
+    for (size_t i = 0; i < num_reserved; ++i) {
+      arena.abandon(parts[i].places, parts[i].values.count, -1);
+    }
+  }
+  return code;
+}
+
+int32_t take(Arena &arena, pds::Engine &engine, Part &part, pds_error *error) {
+  const pds_values &values = part.values;
+  const Places places = part.places;
   int64_t found = 0;
-  const int32_t code = arena.borrow(keys, values.sizes, places, &found, values.lock_ns);
+  const int32_t code = arena.borrow(part.keys, values.sizes, places, &found, values.lock_ns);
   if (code != PDS_OK) return code;
   if (found < values.count) return PDS_ERR_VALUE;
   std::atomic<bool> all_right{true};
@@ -159,29 +196,40 @@ int32_t take(Arena &arena, pds::Engine &engine, const pds_values &values, const 
   if (!all_right) return PDS_ERR_VALUE;
   Copies copies(values, places);
   if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
-  *error = copies.submit(engine, pds::Direction::kIn, ticket);
+  *error = copies.submit(engine, pds::Direction::kIn, &part.ticket);
   return error->code;
 }
 
-// Calls body(arena, engine, keys) if the arguments can be what they should be.
+bool can_be(const pds_values &values) {
+  if (!values.memory || !values.starts || !values.items || values.num_ids < 0 ||
+      (values.num_ids > 0 && !values.ids) || !pds::arena::are_sizes(values.sizes, values.count)) {
+    return false;
+  }
+  return std::all_of(values.sizes, values.sizes + values.count,
+                     [](int64_t size) { return size >= kHeaderBytes; });
+}
+
+// Calls body(arena, engine, parts) if the arguments can be what they should be.
 template <typename Body>
-int32_t with_values(pds_arena *arena, pds_engine *engine, const pds_values *values,
-                    pds_error *error, Body body) {
-  if (!arena || !engine || !values || !error) return PDS_ERR_ARGUMENT;
-  *error = {};
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
-  if (!values->memory || !values->starts || !values->items || values->num_ids < 0 ||
-      (values->num_ids > 0 && !values->ids) ||
-      !pds::arena::are_sizes(values->sizes, values->count)) {
+int32_t with_parts(pds_arena *arena, pds_engine *engine, const pds_values *batches,
+                   int64_t num_batches, Places places, pds_error *error, Body body) {
+  if (!arena || !engine || !batches || num_batches < 1 || !places.slots || !places.generations ||
+      !places.offsets || !error) {
     return PDS_ERR_ARGUMENT;
   }
-  for (int64_t i = 0; i < values->count; ++i) {
-    if (values->sizes[i] < kHeaderBytes) return PDS_ERR_ARGUMENT;
-  }
+  *error = {};
+  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
   try {
-    Keys keys;
-    if (!pds::arena::read_keys(values->keys, values->count, &keys)) return PDS_ERR_ARGUMENT;
-    return body(*arena->arena, *engine->engine, keys);
+    std::vector<Part> parts;
+    for (const pds_values *values = batches; values < batches + num_batches; ++values) {
+      if (!can_be(*values)) return PDS_ERR_ARGUMENT;
+      parts.push_back({*values, {}, nullptr, places});
+      if (!pds::arena::read_keys(values->keys, values->count, &parts.back().keys)) {
+        return PDS_ERR_ARGUMENT;
+      }
+      places = places.from(values->count);
+    }
+    return body(*arena->arena, *engine->engine, parts);
   } catch (const std::bad_alloc &) {
     return PDS_ERR_MEMORY;
   }
@@ -189,28 +237,35 @@ int32_t with_values(pds_arena *arena, pds_engine *engine, const pds_values *valu
 
 }  // namespace
 
-extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *values,
-                                  const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
-                                  uint64_t *generations, int64_t *offsets, int32_t *is_published,
+extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
+                                  int64_t num_batches, const uint8_t *kinds, int64_t rest_ns,
+                                  int64_t *slots, uint64_t *generations, int64_t *offsets,
                                   pds_error *error) {
-  if (!slots || !generations || !offsets || !is_published) return PDS_ERR_ARGUMENT;
-  *is_published = 0;
-  return with_values(arena, engine, values, error, [&](Arena &a, pds::Engine &e, const Keys &keys) {
-    if (!pds::arena::are_kinds(kinds, values->count)) return int32_t{PDS_ERR_ARGUMENT};
-    return fill(a, e, *values, keys, kinds, rest_ns, {slots, generations, offsets}, is_published,
-                error);
-  });
+  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts) {
+    for (Part &part : parts) {
+      const int64_t count = part.values.count;
+      if (!pds::arena::are_kinds(kinds, count)) return int32_t{PDS_ERR_ARGUMENT};
+      part.kinds = kinds;
+      kinds += count;
+    }
+    return fill(a, e, parts, rest_ns, error);
+  };
+  return with_parts(arena, engine, batches, num_batches, {slots, generations, offsets}, error,
+                    body);
 }
 
 extern "C" int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                                   int64_t *slots, uint64_t *generations, int64_t *offsets,
                                   pds_ticket **ticket, pds_error *error) {
-  if (!slots || !generations || !offsets || !ticket) return PDS_ERR_ARGUMENT;
-  return with_values(arena, engine, values, error, [&](Arena &a, pds::Engine &e, const Keys &keys) {
+  if (!ticket) return PDS_ERR_ARGUMENT;
+  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts) {
     auto made = std::make_unique<pds_ticket>();
-    const int32_t code =
-        take(a, e, *values, keys, {slots, generations, offsets}, &made->ticket, error);
-    if (code == PDS_OK) *ticket = made.release();
+    const int32_t code = take(a, e, parts.front(), error);
+    if (code == PDS_OK) {
+      made->ticket = std::move(parts.front().ticket);
+      *ticket = made.release();
+    }
     return code;
-  });
+  };
+  return with_parts(arena, engine, values, 1, {slots, generations, offsets}, error, body);
 }

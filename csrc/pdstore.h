@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 14 };
+enum { PDS_ABI = 15 };
 
 enum {
   PDS_OK = 0,
@@ -240,8 +240,8 @@ int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
                       int64_t *done);
 
-// Values of an arena and their copies, in one call. Where the answer is not PDS_OK, nothing was
-// copied that counts and no slot is held; an engine's error is in `error` too.
+// Values of an arena and their copies. Where the answer is not PDS_OK, no slot is held; an engine's
+// error is in `error` too. After a failure a fill's first batches may be stored.
 typedef struct {
   const char *keys, *starts;  // starts: 56 bytes each, a header without its sum
   const int64_t *sizes, *ids;
@@ -249,10 +249,10 @@ typedef struct {
   int64_t count, num_ids, lock_ns;
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
-// Reserves what is not stored, gathers and seals it; publishes it and rests, unless rest_ns is -1.
-int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *values,
-                       const uint8_t *kinds, int64_t rest_ns, int64_t *slots, uint64_t *generations,
-                       int64_t *offsets, int32_t *is_published, pds_error *error);
+// Gathers, seals and publishes what is not stored, batch by batch; rests. Kinds and slots: of all.
+int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
+                       int64_t num_batches, const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
+                       uint64_t *generations, int64_t *offsets, pds_error *error);
 // Verifies values, starts to scatter; whoever waited for the ticket asks pds_arena_still_there.
 int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                        int64_t *slots, uint64_t *generations, int64_t *offsets, pds_ticket **ticket,

@@ -1,9 +1,10 @@
-"""ValueBatch: values of an arena and their block copies, in one call of the library for all."""
+"""ValueBatch: values of an arena and their block copies, in one call of the library for many."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_int32, c_void_p
+from collections.abc import Sequence
+from ctypes import byref, c_void_p
 from typing import NamedTuple
 
 from pdstore.native.abi import Error, Values, raise_error
@@ -38,34 +39,6 @@ class ValueBatch(NamedTuple):
         """The number of values."""
         return len(self.sizes) // 8
 
-    def fill(
-        self, arena: NativeArena, memory: int, kinds: bytes, rest_s: float | None = None
-    ) -> tuple[SlotArrays, bool] | None:
-        """Reserves slots for the values that are not stored, gathers into them and seals them.
-
-        memory: the address where this process maps the arena's values.
-        kinds: of the values, as `NativeArena.reserve` takes them.
-        rest_s: also publish them, and return so many seconds later; None: do not.
-        Returns a slot for each value, -1 where it was stored, and whether all are published.
-        Returns None, and has done nothing, if a value has no room or the lock is not free soon.
-        Raises LayoutError or SwapError.
-        """
-        arrays, is_published, error = SlotArrays(self.num_values), c_int32(), Error()
-        rest_ns = -1 if rest_s is None else int(rest_s * 1e9)
-        with self.engine.lent() as engine:
-            code = arena.library.calls.pds_arena_fill(
-                arena.handle,
-                engine,
-                byref(self._values(memory)),
-                kinds,
-                rest_ns,
-                *arrays.all,
-                byref(is_published),
-                byref(error),
-            )
-        raise_error(error)
-        return None if code else (arrays, bool(is_published.value))
-
     def take(self, arena: NativeArena, memory: int) -> tuple[SlotArrays, Ticket] | None:
         """Borrows and verifies the values and starts to scatter them.
 
@@ -77,12 +50,16 @@ class ValueBatch(NamedTuple):
         out = byref(handle), byref(error)
         with self.engine.lent() as engine:
             code = arena.library.calls.pds_arena_take(
-                arena.handle, engine, byref(self._values(memory)), *arrays.all, *out
+                arena.handle, engine, byref(self.values(memory)), *arrays.all, *out
             )
         raise_error(error)
         return None if code else (arrays, Ticket(arena.library, handle))
 
-    def _values(self, memory: int) -> ctypes.Structure:
+    def values(self, memory: int) -> ctypes.Structure:
+        """Returns the batch as the library takes it; it must outlive what is returned.
+
+        memory: the address where this process maps the arena's values.
+        """
         return Values(
             keys=self.names,
             sizes=self.sizes,
@@ -95,3 +72,39 @@ class ValueBatch(NamedTuple):
             ready=self.ready,
             lock_ns=_PATIENCE_NS,
         )
+
+
+def fill(
+    batches: Sequence[ValueBatch],
+    arena: NativeArena,
+    memory: int,
+    kinds: bytes,
+    rest_s: float = 0.0,
+) -> list[int] | None:
+    """Stores the values of all batches: reserves, gathers, seals and publishes.
+
+    A batch is published when its copies have ended, in the order given.
+
+    batches: at least one; of one engine.
+    memory: the address where this process maps the arena's values.
+    kinds: of all batches' values, as `NativeArena.reserve` takes them.
+    rest_s: time to sleep at the end.
+    Returns the indices of the values that were not stored before. Returns None, and has stored
+    the first batches or nothing, if a value has no room or the lock is not free soon.
+    Raises LayoutError or SwapError.
+    """
+    arrays, error = SlotArrays(sum(batch.num_values for batch in batches)), Error()
+    values = (Values * len(batches))(*(batch.values(memory) for batch in batches))
+    with batches[0].engine.lent() as engine:
+        code = arena.library.calls.pds_arena_fill(
+            arena.handle,
+            engine,
+            values,
+            len(batches),
+            kinds,
+            int(rest_s * 1e9),
+            *arrays.all,
+            byref(error),
+        )
+    raise_error(error)
+    return None if code else [i for i, slot in enumerate(arrays.slots[:]) if slot >= 0]

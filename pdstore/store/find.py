@@ -9,7 +9,7 @@ from pdstore.format.keys import BlockKey, Kind
 from pdstore.native.engine import Engine
 from pdstore.native.value_batch import ValueBatch
 from pdstore.store.base import Slots, Store
-from pdstore.store.in_place import InPlace, Loan, NativeInPlace, Reservation, Taken
+from pdstore.store.in_place import Filled, InPlace, Loan, NativeInPlace, Reservation, Taken
 from pdstore.store.optional import (
     ChecksumReader,
     ErrorCodes,
@@ -109,9 +109,9 @@ class _NativeInPlaceThrough(_InPlaceThrough):
         self._native = inner
 
     def fill(
-        self, kinds: Sequence[Kind], batch: ValueBatch, rest_s: float | None = None
-    ) -> Reservation | None:
-        return self._wrapper.around("put", self._native.fill, kinds, batch, rest_s)
+        self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
+    ) -> Filled | None:
+        return self._wrapper.around("put", self._native.fill, kinds, batches, rest_s)
 
     def take(self, batch: ValueBatch) -> Taken | None:
         return self._wrapper.around("get", self._native.take, batch)

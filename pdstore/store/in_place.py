@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey, Kind
@@ -42,7 +42,6 @@ class Reservation:
     missing: the indices, in the call's keys and ascending, of the keys that have a place. They
       may be none: then all covered keys are stored.
     places: `places.value(i)` is the room for the key at index `missing[i]`.
-    is_published: all places are visible already.
 
     A store may return a subclass that carries what it needs itself.
     """
@@ -50,7 +49,6 @@ class Reservation:
     num_keys: int
     missing: Sequence[int]
     places: Places
-    is_published: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         """Number of places."""
@@ -155,6 +153,13 @@ class InPlace(Protocol):
         """Ends a loan. Twice is fine. The lease may last longer."""
 
 
+class Filled(NamedTuple):
+    """What `NativeInPlace.fill` has stored that was not stored before: indices, and their bytes."""
+
+    indices: Sequence[int]
+    num_bytes: int
+
+
 class Taken(NamedTuple):
     """The values that `NativeInPlace.take` has found, and the copies of them that are under way."""
 
@@ -166,20 +171,21 @@ class Taken(NamedTuple):
 class NativeInPlace(InPlace, Protocol):
     """An in-place store of libpdstore, which reserves, copies, sums and compares in one call.
 
-    Python's lock is free for all of that time. A call does all or nothing: whoever gets None goes
-    the way of `InPlace` to find out why.
+    Python's lock is free for all of that time. Whoever gets None goes the way of `InPlace` to find
+    out why.
     """
 
     def fill(
-        self, kinds: Sequence[Kind], batch: ValueBatch, rest_s: float | None = None
-    ) -> Reservation | None:
-        """Reserves places as `reserve` does, gathers into them, and seals what lies there.
+        self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
+    ) -> Filled | None:
+        """Reserves places as `reserve` does, gathers into them, seals and publishes.
 
-        kinds: of the batch's keys.
-        rest_s: also publish them if that needs no wait, and return so many seconds later.
+        kinds: of all batches' keys.
+        batches: at least one. Each is published when its copies have ended, in the order given.
+        rest_s: time to sleep at the end.
 
-        The reservation covers all keys; unless it says that it is published, it is ready for
-        `publish`. Raises LayoutError or SwapError if the copies fail.
+        None also if values have no room; the first batches may be stored then. Raises LayoutError
+        or SwapError if the copies fail.
         """
 
     def take(self, batch: ValueBatch) -> Taken | None:

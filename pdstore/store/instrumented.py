@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pdstore.errors import StoreError
 from pdstore.metrics import Counting, Metrics, Timing
 from pdstore.store.base import Slots, Store
-from pdstore.store.in_place import Loan, Reservation, Taken
+from pdstore.store.in_place import Filled, Loan, Reservation, Taken
 from pdstore.store.wrappers import A, CallWrapper, R
 
 _DIRECTION = {"get": "load", "put": "save"}
@@ -55,15 +55,15 @@ class Instrumented(CallWrapper):
     def _count_bytes(self, direction: str, args: tuple[object, ...], answer: object) -> None:
         first, second = (*args, None, None)[:2]
         if isinstance(second, Slots) and isinstance(answer, int):
-            sizes = second.sizes[:answer]
+            num_bytes = sum(second.sizes[:answer])
         elif isinstance(first, Reservation) and isinstance(answer, int):
-            sizes = first.places.sizes[:answer]
-        elif isinstance(answer, Reservation) and answer.is_published:
-            sizes = answer.places.sizes
+            num_bytes = sum(first.places.sizes[:answer])
+        elif isinstance(answer, Filled):
+            num_bytes = answer.num_bytes
         elif isinstance(answer, Taken):
-            sizes = answer.loan.places.sizes
+            num_bytes = sum(answer.loan.places.sizes)
         elif isinstance(answer, Loan):
-            sizes = answer.places.sizes
+            num_bytes = sum(answer.places.sizes)
         else:
             return
-        self._metrics.bytes.labels(direction).inc(sum(sizes))
+        self._metrics.bytes.labels(direction).inc(num_bytes)

@@ -9,6 +9,9 @@ RANGE_BYTES = 32 << 20
 """About how much a worker takes at a time of much. Smaller ranges lose to Python's lock, larger
 ones leave the cores' caches."""
 _MANY = 8
+RANGES_AT_ONCE = 8
+"""Ranges that one call of the library saves: enough for a prompt of 2,048 tokens of an 8B model.
+Several workers still share the last chunk of a long one."""
 
 
 class BlockRange(NamedTuple):
@@ -25,18 +28,20 @@ class Split(NamedTuple):
     many: a job smaller than so many ranges is split into so many smaller ones, because its end is
       the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
       the library spreads the work of one range over the processors.
+    at_once: ranges that a worker saves in one turn, because one call of the library takes so many.
     early_ranges: layer ranges of at least so many block ranges are saved before later ones are
       computed. Each is work in Python of its own; smaller ones go together.
     """
 
     range_bytes: int = RANGE_BYTES
     many: int = _MANY
+    at_once: int = 1
     early_ranges: int = 4
 
     @classmethod
     def native(cls, range_bytes: int) -> Split:
         """The split for a mover that does little in Python for a range."""
-        return cls(range_bytes, many=1, early_ranges=2)
+        return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, early_ranges=2)
 
     @property
     def early_bytes(self) -> int:

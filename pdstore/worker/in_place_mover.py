@@ -16,7 +16,7 @@ from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Ends, Loaded, Mover, Verified
+from pdstore.worker.mover import Ends, Loaded, Mover, Source, Verified
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, whole_blocks
 
@@ -40,14 +40,10 @@ class InPlaceMover(Mover):
         largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
-    def save(
-        self,
-        child: ChildJob,
-        values: Sequence[Value],
-        ready: ReadyEvent | None,
-        gathered: Callable[[], None],
+    def _save(
+        self, child: ChildJob, source: Source, gathered: Callable[[], None]
     ) -> Reason | None:
-        rest = values
+        rest, ready = source
         while rest:
             window = rest[: self._window]
             with contextlib.ExitStack() as undo:
@@ -171,9 +167,6 @@ class InPlaceMover(Mover):
 
     def _publish(self, child: ChildJob, values: Sequence[Value], reservation: Reservation) -> bool:
         """Makes sealed values visible; False if the store has lost some of the places."""
-        if reservation.is_published:
-            self._count("saved", values)
-            return True
         with child.in_store_call():
             answer = self._in_place.publish(reservation, len(reservation))
             published = count_of(answer, values, self._store)

@@ -47,6 +47,13 @@ class Verified(NamedTuple):
     num_read: int = 0
 
 
+class Source(NamedTuple):
+    """Values to save, and the event that their copies wait on."""
+
+    values: Sequence[Value]
+    ready: ReadyEvent | None
+
+
 class HostMemory(Protocol):
     """Memory that copies use, while and after it is registered with the device."""
 
@@ -125,19 +132,23 @@ class Mover(ABC):
             timeout_s = _REGISTER_S + self._memory.num_bytes / _REGISTER_BYTES_PER_S
         self._memory.ready(timeout_s)
 
-    @abstractmethod
     def save(
-        self,
-        child: ChildJob,
-        values: Sequence[Value],
-        ready: ReadyEvent | None,
-        gathered: Callable[[], None],
+        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
     ) -> Reason | None:
         """Stores values: gather, seal, put. Returns why not all of them, or None.
 
-        ready: the copies wait on it.
-        gathered: called when the last value has been copied out of the paged cache.
+        gathered: called for each source when it has been copied out of the paged cache.
         """
+        for source in sources:
+            reason = self._save(child, source, gathered)
+            if reason is not None:
+                return reason
+        return None
+
+    @abstractmethod
+    def _save(
+        self, child: ChildJob, source: Source, gathered: Callable[[], None]
+    ) -> Reason | None: ...
 
     @abstractmethod
     def load(

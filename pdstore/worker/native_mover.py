@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdstore.format.keys import Kind, kind_of
 from pdstore.native.arena import text_of
 from pdstore.native.value_batch import ValueBatch
-from pdstore.store.in_place import NativeInPlace, Reservation, Taken
+from pdstore.outcome import Reason
+from pdstore.store.in_place import NativeInPlace, Taken
 from pdstore.worker.block_range import RANGE_BYTES, Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.job_run import Urgency
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Ends, Loaded, Verified
+from pdstore.worker.mover import Ends, Loaded, Source, Verified
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
 from pdstore.worker.value_run import ValueRun
@@ -28,7 +29,7 @@ and would wait for Python's lock."""
 
 
 class NativeMover(InPlaceMover):
-    """Reserves, gathers, seals and publishes in one call; borrows, verifies, scatters in another.
+    """Stores several ranges in one call; borrows, verifies and scatters one in another.
 
     All Python that a worker runs keeps the engine's thread from Python's lock, so it runs little.
     When the library cannot do all of a call, `InPlaceMover` does it step by step and finds out why.
@@ -36,7 +37,7 @@ class NativeMover(InPlaceMover):
     swap, in_place: the swap and the store of `ends`.
     memory: as `InPlaceMover` takes it.
     num_workers: that move values at a time.
-    range_bytes: about how much one call moves.
+    range_bytes: about how much one batch of a call moves.
     """
 
     def __init__(
@@ -52,23 +53,25 @@ class NativeMover(InPlaceMover):
         self._native_swap, self._native = swap, in_place
         self._num_workers = num_workers
 
-    def _fill(
-        self,
-        child: ChildJob,
-        undo: contextlib.ExitStack,
-        window: Sequence[Value],
-        ready: ReadyEvent | None,
-    ) -> Reservation:
+    def save(
+        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+    ) -> Reason | None:
         self._wait_for_memory(child)
-        batch = self._batch(window, 0, ready)
+        batches = [self._batch(source.values, 0, source.ready) for source in sources]
+        kinds = [kind for source in sources for kind in _kinds_of(source.values)]
         is_end = child.urgency is Urgency.HANDOFF and child.num_left < self._num_workers
         with child.copying(), child.in_store_call():
-            reservation = self._native.fill(_kinds_of(window), batch, _REST_S if is_end else 0.0)
-            if reservation is not None and not reservation.is_published:
-                undo.callback(self._abandon, reservation)
-        if reservation is None:
-            return super()._fill(child, undo, window, ready)
-        return reservation
+            filled = self._native.fill(kinds, batches, _REST_S if is_end else 0.0)
+        if filled is None:
+            return super().save(child, sources, gathered)
+        start = 0
+        for values, _ in sources:
+            end = start + len(values)
+            new = [i - start for i in filled.indices if start <= i < end]
+            self._count("saved", values if len(new) == len(values) else [values[i] for i in new])
+            gathered()
+            start = end
+        return None
 
     def _take(
         self,

@@ -1,4 +1,4 @@
-"""SaveWork: saves a prompt's blocks, a range a share, and checks that they are durable."""
+"""SaveWork: saves a prompt's blocks, some ranges a share, and checks that they are durable."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import Mover
+from pdstore.worker.mover import Mover, Source
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import PromptBlocks, keys_of
 from pdstore.worker.work import Share, Shortfall, Work
 
 _MOST_ROUNDS = 3
@@ -61,7 +61,7 @@ class SaveWork(Work):
 
     @property
     def num_ready(self) -> int:
-        return len(self._pieces)
+        return -(-len(self._pieces) // self._mover.split.at_once)
 
     @property
     def is_open(self) -> bool:
@@ -83,7 +83,8 @@ class SaveWork(Work):
         self._is_open = not is_last
 
     def take(self) -> Share:
-        return partial(self._save, self._pieces.popleft())
+        count = min(self._mover.split.at_once, len(self._pieces))
+        return partial(self._save, [self._pieces.popleft() for _ in range(count)])
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         if self._handoff is not None:
@@ -92,20 +93,24 @@ class SaveWork(Work):
         missing = self._first_missing(child, self.first_block, shortfall)
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
-    def _save(self, piece: _Piece, child: ChildJob) -> Reason | None:
+    def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
+        sources = [source for piece in pieces if (source := self._source(piece, child)).values]
+        for _ in range(len(sources), len(pieces)):
+            self._note_gathered(child)
+        if not sources:
+            return None
+        reason = self._mover.save(child, sources, partial(self._note_gathered, child))
+        if reason is None and self._handoff is not None:  # a lease: D comes for them, also late
+            self._mover.num_matched(child, [k for some, _ in sources for k in keys_of(some)])
+        return reason
+
+    def _source(self, piece: _Piece, child: ChildJob) -> Source:
+        """Returns what is to be saved of a piece."""
         ready = self._mover.to_follow(piece.ready)
         values = self._prompt.values(piece.blocks, piece.layer_range)
         if self._handoff is None:
             values = values[self._mover.num_stored(child, values) :]
-        if not values:
-            self._note_gathered(child)
-            return None
-        reason = self._mover.save(child, values, ready, partial(self._note_gathered, child))
-        if reason is None and self._handoff is not None:
-            self._mover.num_stored(
-                child, values
-            )  # a lease: D comes for them, also when all is late
-        return reason
+        return Source(values, ready)
 
     def _note_gathered(self, child: ChildJob) -> None:
         """Counts the pieces that are copied; a hand-off's may be needed again."""
@@ -130,7 +135,7 @@ class SaveWork(Work):
                 lost = self._mover.checked(self._prompt).values(
                     BlockRange(missing, len(self._prompt.keys))
                 )
-                reason = self._mover.save(child, lost, ready, _nothing)
+                reason = self._mover.save(child, [Source(lost, ready)], _nothing)
                 shortfall = None if reason is None else Shortfall(reason)
         return shortfall or Shortfall(Reason.LOST)
 

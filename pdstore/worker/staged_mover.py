@@ -19,7 +19,7 @@ from pdstore.store.optional import ChecksumReader
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Verified
+from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Source, Verified
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, keys_of, whole_blocks
@@ -57,14 +57,10 @@ class StagedMover(Mover):
         window = -(-split.range_bytes // staging.slot_bytes)
         self._window = max(self._num_parts, min(window, largest))
 
-    def save(
-        self,
-        child: ChildJob,
-        values: Sequence[Value],
-        ready: ReadyEvent | None,
-        gathered: Callable[[], None],
+    def _save(
+        self, child: ChildJob, source: Source, gathered: Callable[[], None]
     ) -> Reason | None:
-        rest = values
+        rest, ready = source
         while rest:
             with self._lend(child, len(rest), 1, child.deadline) as numbers:
                 if not numbers:

@@ -1,4 +1,4 @@
-"""ValueBatch: all values of a call are moved, or none and nothing is held."""
+"""ValueBatch: all values of a call are moved, or it says so and nothing is held."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def rig(library, tmp_path):
 
 def stored(rig, blocks):
     keys = fresh_keys(len(blocks))
-    reservation = rig.store.fill(KINDS, rig.batch(keys, blocks))
-    assert rig.store.publish(reservation, len(keys)) == len(keys)
+    assert rig.store.fill(KINDS, [rig.batch(keys, blocks)]).num_bytes == rig.size * len(keys)
     return keys
 
 
@@ -95,26 +94,46 @@ def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
 
 
-def test_what_is_filled_can_be_published_in_the_same_call(rig):
+def test_the_caller_rests_when_all_is_stored(rig):
     keys = fresh_keys(2)
     began = time.monotonic()
-    reservation = rig.store.fill(KINDS, rig.batch(keys, [3, 5]), 0.05)
-    assert time.monotonic() - began >= 0.05, "the caller rests"
-    assert reservation.is_published
-    assert len(reservation) == 2
+    filled = rig.store.fill(KINDS, [rig.batch(keys, [3, 5])], 0.05)
+    assert time.monotonic() - began >= 0.05
+    assert filled == ([0, 1], 2 * rig.size)
     assert rig.store.match(keys) == 2
     assert rig.store.counts().reserved == 0
-    rig.store.abandon(reservation)
-    assert rig.store.match(keys) == 2, "what is published is nobody's to give back"
 
 
-def test_only_what_was_not_stored_is_published_again(rig):
+def test_batches_are_stored_in_one_call_and_their_values_are_numbered_through(rig):
     keys = stored(rig, [3, 5])
-    [other] = fresh_keys(1)
-    reservation = rig.store.fill(KINDS, rig.batch([keys[0], other], [3, 5]), 0.0)
-    assert reservation.is_published
-    assert list(reservation.missing) == [1]
-    assert rig.store.match([keys[0], other]) == 2
+    others = fresh_keys(3)
+    batches = [
+        rig.batch([others[0], keys[0]], [1, 3]),
+        rig.batch([keys[1]], [5]),
+        rig.batch(others[1:], [2, 4]),
+    ]
+    filled = rig.store.fill([Kind.BLOCK] * 5, batches)
+    assert filled == ([0, 3, 4], 3 * rig.size), "the others were stored before"
+    loan = rig.store.borrow(others, [rig.size] * 3)
+    for i, block in enumerate((1, 2, 4)):
+        assert bytes(loan.places.value(i)[HEADER_BYTES:]) == rig.payload_of(block)
+
+
+def test_a_batch_without_room_stores_nothing_and_holds_nothing(rig):
+    most = (8 << 20) // rig.size + 1
+    keys = fresh_keys(2 + most)
+    batches = [rig.batch(keys[:2], [3, 5]), rig.batch(keys[2:], [1] * most)]
+    assert rig.store.fill([Kind.BLOCK] * len(keys), batches) is None
+    assert rig.store.match(keys) == 0
+    assert rig.store.counts().reserved == 0
+
+
+def test_a_batch_that_cannot_be_copied_holds_nothing_either(rig):
+    keys = fresh_keys(4)
+    batches = [rig.batch(keys[:2], [3, 5]), rig.batch(keys[2:], [3, 99])]
+    with pytest.raises(LayoutError, match="outside the cache"):
+        rig.store.fill(KINDS * 2, batches)
+    assert rig.store.counts().reserved == 0
 
 
 def test_a_value_of_another_header_stops_all_copies(rig):
@@ -134,17 +153,17 @@ def test_a_damaged_value_stops_all_copies(rig):
 @pytest.mark.parametrize("wrong", [-8, 8])
 def test_a_size_that_is_not_that_of_its_copy_reserves_and_moves_nothing(rig, wrong):
     sizes = array("q", [rig.size, rig.size + wrong]).tobytes()
-    assert rig.store.fill(KINDS, rig.batch(fresh_keys(2), [3, 5], sizes=sizes)) is None
+    assert rig.store.fill(KINDS, [rig.batch(fresh_keys(2), [3, 5], sizes=sizes)]) is None
     assert rig.store.counts().reserved == 0
 
 
 def test_fewer_ids_than_the_copies_name_move_nothing(rig):
     batch = rig.batch(fresh_keys(2), [3, 5])
-    assert rig.store.fill(KINDS, batch._replace(ids=batch.ids[:8])) is None
+    assert rig.store.fill(KINDS, [batch._replace(ids=batch.ids[:8])]) is None
     assert rig.store.counts().reserved == 0
 
 
 def test_a_block_that_is_not_in_the_cache_is_an_error_and_leaves_nothing_reserved(rig):
     with pytest.raises(LayoutError, match="outside the cache"):
-        rig.store.fill(KINDS, rig.batch(fresh_keys(2), [3, 99]))
+        rig.store.fill(KINDS, [rig.batch(fresh_keys(2), [3, 99])])
     assert rig.store.counts().reserved == 0

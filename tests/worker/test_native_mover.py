@@ -62,8 +62,8 @@ class Spied(NativeInPlace):
     def release(self, loan):
         self._call("release", loan)
 
-    def fill(self, kinds, batch, rest_s=None):
-        return self._call("fill", kinds, batch, rest_s)
+    def fill(self, kinds, batches, rest_s=0.0):
+        return self._call("fill", kinds, batches, rest_s)
 
     def take(self, batch):
         taken = self._call("take", batch)
@@ -100,13 +100,28 @@ def test_a_prompt_goes_and_comes_without_a_single_step(instance, store, num_toke
     assert store.calls.count("take") == store.calls.count("release")
 
 
-def test_a_worker_rests_after_the_last_shares_of_a_handoff_alone(instance, store):
+AT_ONCE = "pdstore.worker.block_range.RANGES_AT_ONCE"
+
+
+def test_ranges_are_stored_in_few_calls_and_counted_once(instance, store, monkeypatch):
+    monkeypatch.setattr(AT_ONCE, 3)
+    p = instance(range_bytes=1, layer_ranges=2)
+    assert save(p, range(64)).num_tokens == 64
+    calls = store.calls.count("fill")
+    assert save(p, range(320)).num_tokens == 320
+    assert store.calls.count("fill") - calls == 2, "five ranges, of which one is stored"
+    saved = p.pool.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": "saved"})
+    assert saved == 320
+
+
+def test_a_worker_rests_after_the_last_shares_of_a_handoff_alone(instance, store, monkeypatch):
     """Before that other shares wait for it; then P is about to answer."""
+    monkeypatch.setattr(AT_ONCE, 1)
     rests, fill = [], store.fill
 
-    def noted(kinds, batch, rest_s=None):
+    def noted(kinds, batches, rest_s=0.0):
         rests.append(rest_s)
-        return fill(kinds, batch, rest_s)
+        return fill(kinds, batches, rest_s)
 
     store.fill = noted
     p = instance(workers=2, range_bytes=1)
@@ -236,9 +251,10 @@ def test_a_load_that_is_cancelled_in_the_call_ends_after_its_copies(instance, st
     eventually(lambda: store.calls.count("release") == store.calls.count("take"))
 
 
-def test_a_save_that_is_cancelled_in_a_call_begins_no_other(instance, store, arena):
+def test_a_save_that_is_cancelled_in_a_call_begins_no_other(instance, store, arena, monkeypatch):
     """The share that is being copied is stored: its blocks are held until the end of the call."""
-    p, jobs = instance(workers=2, range_bytes=2 * BLOCK_BYTES), []
+    monkeypatch.setattr(AT_ONCE, 1)
+    p, jobs = instance(workers=2, range_bytes=1), []
 
     def cancel():
         eventually(lambda: jobs)

@@ -26,14 +26,12 @@ def reservation_of(
     arrays: SlotArrays,
     covered: int,
     sizes: Sequence[int],
-    *,
-    is_published: bool = False,
 ) -> ArenaReservation:
     """Returns the reservation of the first `covered` values, which have a slot or are stored."""
     missing = [i for i, slot in enumerate(arrays.slots[:covered]) if slot >= 0]
     chosen = arrays if len(missing) == arrays.count else arrays.of(missing)
     places = Places(memory, chosen.offsets[:], [sizes[i] for i in missing])
-    return ArenaReservation(covered, missing, places, chosen, is_published=is_published)
+    return ArenaReservation(covered, missing, places, chosen)
 
 
 def check_sizes(keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:

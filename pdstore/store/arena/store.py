@@ -18,7 +18,7 @@ from pdstore.native.arena import ArenaCounts, NativeArena
 from pdstore.native.arena_times import ArenaTimes
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.native.slot_arrays import SlotArrays
-from pdstore.native.value_batch import ValueBatch
+from pdstore.native.value_batch import ValueBatch, fill
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_too_long
 from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions
@@ -30,7 +30,7 @@ from pdstore.store.arena.places import (
     reserved_here,
 )
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
-from pdstore.store.in_place import Loan, Places, Reservation, Taken
+from pdstore.store.in_place import Filled, Loan, Places, Reservation, Taken
 from pdstore.store.log_once import log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
@@ -208,14 +208,14 @@ class ArenaStore(Store):
         lent_here(loan)
 
     def fill(
-        self, kinds: Sequence[Kind], batch: ValueBatch, rest_s: float | None = None
-    ) -> Reservation | None:
+        self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
+    ) -> Filled | None:
         memory, numbers = self._enter(), bytes(map(_KINDS.__getitem__, kinds))
-        filled = batch.fill(self._arena, address_of(memory), numbers, rest_s)
-        if filled is None:
+        new = fill(batches, self._arena, address_of(memory), numbers, rest_s)
+        if new is None:
             return None
-        sizes = memoryview(batch.sizes).cast("q")
-        return reservation_of(memory, filled[0], len(kinds), sizes, is_published=filled[1])
+        sizes = memoryview(b"".join([batch.sizes for batch in batches])).cast("q")
+        return Filled(new, sum(map(sizes.__getitem__, new)))
 
     def take(self, batch: ValueBatch) -> Taken | None:
         memory = self._enter()
