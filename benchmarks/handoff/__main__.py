@@ -67,7 +67,7 @@ def main() -> None:
             found["floor"] = measure_floor()
         run.measure()
         found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills}
-        found["control_prefill_s"] = run.controls
+        found |= {f"{name}_prefill_s": took for name, took in run.controls.items()}
         found |= {"bursts": run.bursts, "samples": [asdict(sample) for sample in run.samples]}
         if given.check_following:
             run.measure_leads()
@@ -111,7 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--control",
         action="store_true",
-        help="time prefills by a second instance without a pool: how much like ones differ",
+        help="time prefills by a second instance without a pool, and by one with an idle connector",
     )
     _add_checks(parser)
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")

@@ -28,6 +28,7 @@ class Setup:
         (scratch / "logs").mkdir(exist_ok=True)
         self.instances: list[Instance] = []
         self.pairs: dict[str, tuple[Instance, Instance]] = {}
+        self.controls: dict[str, Instance] = {}
         self.prepare()
 
     def prepare(self) -> None:
@@ -40,10 +41,15 @@ class Setup:
         make_model(shape, self._model, "cpu" if given.cpu else "cuda:0", self._dtype)
 
     def start_alone(self) -> None:
-        """Starts the instance without a pool, on the first GPU, and its like for --control."""
+        """Starts the instance without a pool, on the first GPU, and those for --control."""
         block = self._given.block[0]
         self.alone = self._start("alone", {}, 0, block)
-        self.control = self._start("control", {}, 0, block) if self._given.control else None
+        if self._given.control:
+            self.start_controls(block)
+
+    def start_controls(self, block: int) -> None:
+        """Starts a second instance without a pool."""
+        self.controls["control"] = self._start("control", {}, 0, block)
 
     def start_pair(self, name: str, url: str, load: str, block: int) -> None:
         """Starts P on the first GPU, and D on the second if there is one.
@@ -103,6 +109,17 @@ class VllmSetup(Setup):
         self._model.mkdir()
         (self._model / "config.json").write_text(json.dumps(LLAMA_8B | shape))
 
+    def start_controls(self, block: int) -> None:
+        """Starts a second instance without a pool, and one whose connector does nothing."""
+        super().start_controls(block)
+        arguments = self._arguments(block)
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "IdleConnector",
+            "kv_connector_module_path": "benchmarks.handoff.idle_connector",
+            "kv_role": "kv_both",
+        }
+        self.controls["idle_connector"] = self._start_vllm("idle-connector", arguments, 0)
+
     def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
         arguments = self._arguments(block)
         if settings:
@@ -115,6 +132,9 @@ class VllmSetup(Setup):
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": extra,
             }
+        return self._start_vllm(name, arguments, gpu)
+
+    def _start_vllm(self, name: str, arguments: dict[str, Any], gpu: int) -> Instance:
         environment = ENVIRONMENT | self._environment(gpu)
         log = self._scratch / "logs" / f"{name}.log"
         instance = Instance(name, VllmInstance, {"arguments": arguments}, environment, log)

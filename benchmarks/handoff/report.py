@@ -10,6 +10,11 @@ from benchmarks.handoff.measure import Sample
 
 HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16} {'ttft':>8}"
 
+_CONTROLS = {
+    "control": "a second one",
+    "idle_connector": "one whose connector does nothing",
+}
+
 
 def rows_of(samples: list[Sample]) -> list[dict[str, Any]]:
     """Returns a row for each store, mode and length, as they were asked: medians, with ranges."""
@@ -42,10 +47,11 @@ def table(found: dict[str, Any]) -> str:
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield from map(_line, found["rows"])
     for tokens, took in found["alone_prefill_s"].items():
-        like = found["control_prefill_s"].get(tokens)
-        second = f", by a second one {median(like) * 1e3:.1f}" if like else ""
-        first = f"prefill of {tokens} tokens by an instance without a pool"
-        yield f"{first}: {median(took) * 1e3:.1f}{second}"
+        line = f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f}"
+        for name, words in _CONTROLS.items():
+            like = found.get(f"{name}_prefill_s", {}).get(tokens)
+            line += f", by {words} {median(like) * 1e3:.1f}" if like else ""
+        yield line
     compared = sum(row["compared_answers"] for row in found["rows"])
     if compared:
         same = sum(row["same_answers"] for row in found["rows"])

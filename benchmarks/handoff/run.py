@@ -21,7 +21,7 @@ class Run:
     """The plan of a run, and its results.
 
     prefills: seconds of a lone instance's prefill, by the prompt's tokens.
-    controls: those of a second such instance, if there is one.
+    controls: those of the instances for --control, by their names.
     bursts: seconds to the first token of prompts that come at once.
     leads: seconds from the beginning of D's load to P's `done`.
     """
@@ -30,7 +30,7 @@ class Run:
     setup: Setup
     began: float
     prefills: dict[int, list[float]] = field(default_factory=dict)
-    controls: dict[int, list[float]] = field(default_factory=dict)
+    controls: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     bursts: list[dict[str, Any]] = field(default_factory=list)
     leads: list[dict[str, Any]] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Run:
         for client in clients:
             for mode in self.given.modes:
                 yield client.hand_over(mode, tokens)
-        if self.setup.control is not None:
-            took = prefill_alone(self.setup.control, tokens)
-            self.controls.setdefault(tokens, []).append(took)
+        for name, control in self.setup.controls.items():
+            took = prefill_alone(control, tokens)
+            self.controls.setdefault(name, {}).setdefault(tokens, []).append(took)
 
     def _burst(self, client: Client) -> dict[str, Any]:
         tokens, at_once = self.given.burst_tokens, self.given.burst
