@@ -72,7 +72,7 @@ struct Values {
     return values;
   }
 
-  // As two batches where it can: the first value, and the others.
+  // Saves the first value and the others as two batches, where it can.
   int32_t fill(View &view, pds_engine *engine, int64_t rest_ns) {
     pds_values batches[2] = {of(view), of(view)};
     const bool is_split = count() > 1 && ids.size() > kPerBlock;

@@ -154,7 +154,7 @@ class InPlace(Protocol):
 
 
 class Filled(NamedTuple):
-    """What `NativeInPlace.fill` has stored that was not stored before: indices, and their bytes."""
+    """The values that `NativeInPlace.fill` has stored, by index, and their bytes."""
 
     indices: Sequence[int]
     num_bytes: int
@@ -184,8 +184,8 @@ class NativeInPlace(InPlace, Protocol):
         batches: at least one. Each is published when its copies have ended, in the order given.
         rest_s: time to sleep at the end.
 
-        None also if values have no room; the first batches may be stored then. Raises LayoutError
-        or SwapError if the copies fail.
+        Returns which values were not stored before. None also if values have no room; the first
+        batches may be stored then. Raises LayoutError or SwapError if the copies fail.
         """
 
     def take(self, batch: ValueBatch) -> Taken | None:

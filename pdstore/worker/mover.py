@@ -22,7 +22,7 @@ from pdstore.worker.block_tables import tables_of
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
 from pdstore.worker.value_run import ValueRun
-from pdstore.worker.values import PromptBlocks, Value, counted_tokens, keys_of, whole_blocks
+from pdstore.worker.values import PromptBlocks, Value, counted_tokens, whole_blocks
 
 log = logging.getLogger(__name__)
 
@@ -112,10 +112,6 @@ class Mover(ABC):
         num_tokens, num_blocks = prompt.keys.num_tokens, self._swap.num_blocks
         tables = tables_of(prompt.layout, num_tokens, prompt.tables, num_blocks)
         return PromptBlocks(prompt.layout, prompt.keys, tables)
-
-    def num_stored(self, child: ChildJob, values: Sequence[Value]) -> int:
-        """Returns how many of the first values are in the store; renews their leases."""
-        return self.num_matched(child, keys_of(values))
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are in the store; renews their leases."""

@@ -109,7 +109,7 @@ class SaveWork(Work):
         ready = self._mover.to_follow(piece.ready)
         values = self._prompt.values(piece.blocks, piece.layer_range)
         if self._handoff is None:
-            values = values[self._mover.num_stored(child, values) :]
+            values = values[self._mover.num_matched(child, keys_of(values)) :]
         return Source(values, ready)
 
     def _note_gathered(self, child: ChildJob) -> None:
