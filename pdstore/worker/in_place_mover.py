@@ -40,9 +40,7 @@ class InPlaceMover(Mover):
         largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
-    def _save(
-        self, child: ChildJob, source: Source, gathered: Callable[[], None]
-    ) -> Reason | None:
+    def _save(self, child: ChildJob, source: Source, gathered: Callable[[], None]) -> Reason | None:
         rest, ready = source
         while rest:
             window = rest[: self._window]

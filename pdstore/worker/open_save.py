@@ -17,9 +17,9 @@ class OpenSave:
     One thread at a time calls `layers_done`. Layer ranges are saved when the last layer of one is
     said to be done and they hold enough together, else with the ranges behind them.
 
-    Where the layers are only queued on a device, all ranges begin when the last layer is queued,
-    each behind its own event: workers that begin sooner would take Python's lock from the thread
-    that queues the rest of the forward, and the device is far behind that thread anyway.
+    Where the layers are only queued on a device, all ranges begin when the calling thread has no
+    more to queue, each behind its own event: workers that begin sooner would take Python's lock
+    from that thread, and the device is behind it anyway.
 
     split: how blocks are shared out, and when layer ranges are saved early.
     order: records an event behind what the calling thread's stream has queued; None without one.
@@ -41,37 +41,43 @@ class OpenSave:
         self._work, self._prompt, self._split = work, prompt, split
         self._order, self._wake = order, wake
         self._at_begin = at_begin
+        self._held = prompt.layout.held_ranges
         self._num_whole = self._num_queued = 0  # of the layer ranges held
         self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []
 
-    def layers_done(self, num_layers: int, ready: ReadyEvent | None = None) -> None:
+    def layers_done(
+        self, num_layers: int, ready: ReadyEvent | None = None, *, goes_on: bool = False
+    ) -> None:
         """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
 
         ready: an event after which they do; None: after what the calling thread's current stream
           has queued. It is cheap to call for every layer: nothing happens before a range is whole.
+        goes_on: the thread has more to queue on the device. A later call without it begins what
+          such calls have left; it need not tell of more layers.
         Raises SwapError while the stream is being captured into a graph.
         """
         num_whole = self._prompt.layout.num_whole_ranges(num_layers)
-        if num_whole <= self._num_whole:
-            return
-        if not self._waits_for_more(num_whole):
-            self._queue(num_whole, ready or self._order())
-        self._num_whole = num_whole
+        if num_whole > self._num_whole:
+            if not self._waits_for_more(num_whole):
+                self._queue(num_whole, ready or self._order())
+            self._num_whole = num_whole
+        if self._queued and not goes_on and self._num_queued == len(self._held):
+            self._release_queued()
 
     def _queue(self, num_whole: int, ready: ReadyEvent | None) -> None:
-        held = self._prompt.layout.held_ranges
-        self._queued.append((held[self._num_queued : num_whole], ready))
+        self._queued.append((self._held[self._num_queued : num_whole], ready))
         self._num_queued = num_whole
-        if ready is None or num_whole == len(held):
+        if ready is None:
             self._release_queued()
-        self._wake()
+        else:
+            self._wake()  # the model goes on
 
     def _waits_for_more(self, num_whole: int) -> bool:
         """True if the ranges that are whole but not queued are too small to be saved alone."""
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block
-        if num_whole == len(layout.held_ranges):
+        if num_whole == len(self._held):
             return False
-        waiting = layout.held_ranges[self._num_queued : num_whole]
+        waiting = self._held[self._num_queued : num_whole]
         num_bytes = sum(bytes_of(layout, keys, first, number) for number in waiting)
         return num_bytes < self._split.early_bytes
 
@@ -79,14 +85,14 @@ class OpenSave:
         at_begin, self._at_begin = self._at_begin, ()
         for call in at_begin:
             call()
-        held = self._prompt.layout.held_ranges
         for numbers, ready in self._queued:
-            if numbers == held:
+            if numbers == self._held:
                 self._release(None, ready, is_last=True)
             else:
                 for number in numbers:
-                    self._release(number, ready, is_last=number == held[-1])
+                    self._release(number, ready, is_last=number == self._held[-1])
         self._queued.clear()
+        self._wake()
 
     def _release(self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool) -> None:
         layout, keys, first = self._prompt.layout, self._prompt.keys, self._work.first_block

@@ -57,9 +57,7 @@ class StagedMover(Mover):
         window = -(-split.range_bytes // staging.slot_bytes)
         self._window = max(self._num_parts, min(window, largest))
 
-    def _save(
-        self, child: ChildJob, source: Source, gathered: Callable[[], None]
-    ) -> Reason | None:
+    def _save(self, child: ChildJob, source: Source, gathered: Callable[[], None]) -> Reason | None:
         rest, ready = source
         while rest:
             with self._lend(child, len(rest), 1, child.deadline) as numbers:

@@ -117,6 +117,20 @@ def test_ranges_behind_events_begin_when_the_last_layer_is_queued(p, d, store):
     assert_loaded(p, d, 200)
 
 
+def test_ranges_behind_events_do_not_begin_while_the_thread_goes_on(p, d, store):
+    keys = p.cache.keys(range(200))
+    save = p.pool.begin_save(keys, P_BLOCKS)
+    for num_layers in (2, 4, 6):
+        save.layers_done(num_layers, Fired(), goes_on=True)
+    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
+    assert other.wait(10).reason is None
+    assert num_stored(p, store, keys, 0) == 0
+    save.layers_done(6)
+    assert save.job.wait(10).num_tokens == 200
+    assert load(d, range(200)).num_tokens == 200
+    assert_loaded(p, d, 200)
+
+
 @pytest.mark.parametrize("calls", [[6], [2, 6], [4, 6], [1, 2, 3, 4, 5, 6], [6, 6, 6]])
 def test_layers_may_be_done_in_any_steps(p, d, calls):
     save = p.pool.begin_save(p.cache.keys(range(150)), P_BLOCKS)

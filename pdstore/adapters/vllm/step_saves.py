@@ -12,7 +12,9 @@ class StepSaves:
     """The open saves of the current step. vLLM's worker thread calls it.
 
     A save reads a layer after the work that was queued on the current stream when the last layer of
-    its range was reported. Layers that are not reported during the step are released by `finish`.
+    its range was reported. Layers that are not reported during the step are released by `finish`,
+    and workers begin there where the layers are only queued on a device: vLLM's thread has then
+    queued all that the answer needs.
 
     layout: of the pool; None while there is none.
     layers: names of the first layers of its cache, in order, which may be released during the step.
@@ -48,7 +50,7 @@ class StepSaves:
     def release(self, num_layers: int) -> None:
         """Releases the first layers."""
         for save in self._open:
-            save.layers_done(num_layers)
+            save.layers_done(num_layers, goes_on=True)
 
     def finish(self) -> None:
         """Releases all layers and ends the step. Cancels the saves that cannot be released."""

@@ -25,10 +25,11 @@ class Save:
         self.released: list[int] = []
         self.job, self._error = Job(), error
 
-    def layers_done(self, num_layers: int) -> None:
+    def layers_done(self, num_layers: int, *, goes_on: bool = False) -> None:
         if self._error is not None:
             raise self._error
         self.released.append(num_layers)
+        self.goes_on = goes_on
 
 
 @pytest.fixture
@@ -52,8 +53,10 @@ def test_a_range_is_released_when_its_last_layer_is_computed(saves):
     report(saves, "b")
     assert save.released == [2]
     report(saves, "c")
+    assert save.goes_on
     saves.finish()
     assert save.released == [2, 4]
+    assert not save.goes_on
 
 
 def test_a_range_with_a_layer_that_is_not_computed_waits_for_the_end(saves):
