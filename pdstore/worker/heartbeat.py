@@ -44,7 +44,8 @@ class Heartbeat:
         """Beats for a hand-off, from now on."""
         if self._is_mine and handoff.instance is not None:
             self._ends[handoff] = None
-            self._thread.wake()
+            if self._due_at is None:  # else a turn comes anyway
+                self._thread.wake()
 
     def end(self, handoff: HandoffId) -> None:
         """Ends the beats for a hand-off. Does nothing for one that has ended or never began."""
@@ -59,14 +60,12 @@ class Heartbeat:
         for handoff, end in self._ends.copy().items():
             if end is not None and end.is_over():
                 self._ends.pop(handoff, None)
-        now = time.monotonic()
+        due_at, self._due_at = self._due_at, None  # so a begin from here on wakes, or is seen
         if not self._ends:
-            self._due_at = None
             return None
-        if self._due_at is None:
-            self._due_at = now + self._period_s
-        elif now >= self._due_at:
-            self._due_at = now + self._period_s
+        now = time.monotonic()
+        self._due_at = due_at if due_at is not None and now < due_at else now + self._period_s
+        if due_at is not None and now >= due_at:
             for instance in {handoff.instance for handoff in self._ends.copy()}:
                 if instance is not None:
                     call_or(self._beats_of(instance).put_next, None)

@@ -274,8 +274,10 @@ class JobQueue:
             late = [run for run, at in self._deadlines.items() if at <= now]
             for run in late:
                 del self._deadlines[run]
-            self._next_deadline = min(self._deadlines.values(), default=float("inf"))
-            pause = None if not self._deadlines else self._next_deadline - now
+            # a turn for nothing, once in so long, is cheaper than one for each job that comes
+            planned = self._next_deadline if self._next_deadline > now else float("inf")
+            self._next_deadline = min(self._deadlines.values(), default=planned)
+            pause = None if self._next_deadline == float("inf") else self._next_deadline - now
         for run in late:
             run.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause

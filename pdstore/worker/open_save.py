@@ -24,7 +24,7 @@ class OpenSave:
     split: how blocks are shared out, and when layer ranges are saved early.
     order: records an event behind what the calling thread's stream has queued; None without one.
     wake: tells the queue that the model goes on, and that there may be more to do.
-    at_begin: called once each, before the first layers are given to the workers.
+    at_begin: called once each, when the first layers are done.
     """
 
     def __init__(
@@ -65,6 +65,9 @@ class OpenSave:
             self._release_queued()
 
     def _queue(self, num_whole: int, ready: ReadyEvent | None) -> None:
+        at_begin, self._at_begin = self._at_begin, ()
+        for call in at_begin:
+            call()
         self._queued.append((self._held[self._num_queued : num_whole], ready))
         self._num_queued = num_whole
         if ready is None:
@@ -82,9 +85,6 @@ class OpenSave:
         return num_bytes < self._split.early_bytes
 
     def _release_queued(self) -> None:
-        at_begin, self._at_begin = self._at_begin, ()
-        for call in at_begin:
-            call()
         for numbers, ready in self._queued:
             if numbers == self._held:
                 self._release(None, ready, is_last=True)

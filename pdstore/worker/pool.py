@@ -153,7 +153,7 @@ class KVPool:
         The arguments are those of `save`. The caller says with `layers_done` what may be read; the
         job's deadline counts from the last such call. An engine that gives up cancels the job.
 
-        starts: as `start_handoff` takes them, when the first layers are given to the workers.
+        starts: as `start_handoff` takes them, when the first layers are done.
         """
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin(started)
