@@ -128,12 +128,13 @@ int32_t submit(pds::Engine &engine, Part &part, pds_error *error) {
   Copies copies(part.values, part.places);
   if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
   if (copies.empty()) return PDS_OK;
-  *error = copies.submit(engine, pds::Direction::kOut, &part.ticket);
-  if (error->code != PDS_OK) part.ticket = nullptr;  // nobody would end it
+  std::shared_ptr<pds::Ticket> ticket;  // nobody ends it if the copies are refused
+  *error = copies.submit(engine, pds::Direction::kOut, &ticket);
+  if (error->code == PDS_OK) part.ticket = std::move(ticket);
   return error->code;
 }
 
-// Makes the values findable whose copies have ended. The caller sees by the slots which were new.
+// Makes the values findable whose copies have ended.
 int32_t seal_and_publish(Arena &arena, pds::Engine &engine, const Part &part) {
   const pds_values &values = part.values;
   engine.crew().each(values.count, [&](int64_t i) {
@@ -149,32 +150,42 @@ int32_t seal_and_publish(Arena &arena, pds::Engine &engine, const Part &part) {
   return code == PDS_OK && done < values.count ? int32_t{PDS_ERR_VALUE} : code;
 }
 
+// The code of a step that finds no memory: copies may be under way, and places are held.
+template <typename Step>
+int32_t without_memory(Step step) {
+  try {
+    return step();
+  } catch (const std::bad_alloc &) {
+    return PDS_ERR_MEMORY;
+  }
+}
+
 // All copies are queued before the first is waited for, each behind the event of its batch. So the
 // device computes the layers of a later batch while those of an earlier one are summed.
 int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_t rest_ns,
-             pds_error *error) {
+             int64_t *done, pds_error *error) {
   size_t num_reserved = 0;
   int32_t code = PDS_OK;
   for (; num_reserved < parts.size() && code == PDS_OK; num_reserved += code == PDS_OK) {
-    code = reserve(arena, parts[num_reserved]);
+    code = without_memory([&] { return reserve(arena, parts[num_reserved]); });
   }
   for (size_t i = 0; i < parts.size() && code == PDS_OK; ++i) {
-    code = submit(engine, parts[i], error);
+    code = without_memory([&] { return submit(engine, parts[i], error); });
   }
   for (Part &part : parts) {
-    if (part.ticket == nullptr) continue;
-    const pds_error end = ended(*part.ticket);  // also after a failure: the device may still write
-    if (code != PDS_OK) continue;
-    if (end.code != PDS_OK) *error = end;
-    code = end.code == PDS_OK ? seal_and_publish(arena, engine, part) : end.code;
-  }
-  if (code == PDS_OK) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(rest_ns));
-  } else {
-    for (size_t i = 0; i < num_reserved; ++i) {
-      arena.abandon(parts[i].places, parts[i].values.count, -1);
+    if (part.ticket != nullptr) {
+      const pds_error end = ended(*part.ticket);  // also after a failure: the device still writes
+      if (code == PDS_OK && end.code != PDS_OK) *error = end, code = end.code;
+      if (code == PDS_OK) {
+        code = without_memory([&] { return seal_and_publish(arena, engine, part); });
+      }
     }
+    *done += code == PDS_OK;
   }
+  for (size_t i = *done; i < num_reserved; ++i) {
+    arena.abandon(parts[i].places, parts[i].values.count, -1);
+  }
+  if (code == PDS_OK) std::this_thread::sleep_for(std::chrono::nanoseconds(rest_ns));
   return code;
 }
 
@@ -240,7 +251,9 @@ int32_t with_parts(pds_arena *arena, pds_engine *engine, const pds_values *batch
 extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                                   int64_t num_batches, const uint8_t *kinds, int64_t rest_ns,
                                   int64_t *slots, uint64_t *generations, int64_t *offsets,
-                                  pds_error *error) {
+                                  int64_t *done, pds_error *error) {
+  if (!done) return PDS_ERR_ARGUMENT;
+  *done = 0;
   const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts) {
     for (Part &part : parts) {
       const int64_t count = part.values.count;
@@ -248,7 +261,7 @@ extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pd
       part.kinds = kinds;
       kinds += count;
     }
-    return fill(a, e, parts, rest_ns, error);
+    return fill(a, e, parts, rest_ns, done, error);
   };
   return with_parts(arena, engine, batches, num_batches, {slots, generations, offsets}, error,
                     body);

@@ -240,8 +240,7 @@ int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
                       int64_t *done);
 
-// Values of an arena and their copies. Where the answer is not PDS_OK, no slot is held; an engine's
-// error is in `error` too. After a failure a fill's first batches may be stored.
+// Values of an arena and their copies. After a failure no slot is held; `error`: the engine's.
 typedef struct {
   const char *keys, *starts;  // starts: 56 bytes each, a header without its sum
   const int64_t *sizes, *ids;
@@ -249,10 +248,11 @@ typedef struct {
   int64_t count, num_ids, lock_ns;
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
-// Gathers, seals and publishes what is not stored, batch by batch; rests. Kinds and slots: of all.
+// Gathers, seals and publishes what is not stored, batch by batch, and rests; `done`: how many,
+// also after a failure. Kinds and slots: of all batches' values.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
-                       uint64_t *generations, int64_t *offsets, pds_error *error);
+                       uint64_t *generations, int64_t *offsets, int64_t *done, pds_error *error);
 // Verifies values, starts to scatter; whoever waited for the ticket asks pds_arena_still_there.
 int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                        int64_t *slots, uint64_t *generations, int64_t *offsets, pds_ticket **ticket,

@@ -129,8 +129,13 @@ JobPtr Pump::take() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     if (!is_busy()) rest(&lock);
-    const auto due = std::find_if(queue_.begin(), queue_.end(),
-                                  [this](const JobPtr &job) { return is_due(*job); });
+    Event waited_for = nullptr;  // by the job before: neighbours follow one event
+    const auto due = std::find_if(queue_.begin(), queue_.end(), [&](const JobPtr &job) {
+      if (waited_for != nullptr && job->ready == waited_for) return false;
+      if (is_due(*job)) return true;
+      waited_for = job->ready;
+      return false;
+    });
     if (due != queue_.end()) {
       JobPtr job = std::move(*due);
       queue_.erase(due);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int64, c_void_p
 from typing import NamedTuple
 
 from pdstore.native.abi import Error, Values, raise_error
@@ -80,7 +80,7 @@ def fill(
     memory: int,
     kinds: bytes,
     rest_s: float = 0.0,
-) -> list[int] | None:
+) -> tuple[list[int], bool]:
     """Stores the values of all batches: reserves, gathers, seals and publishes.
 
     A batch is published when its copies have ended, in the order given.
@@ -89,11 +89,11 @@ def fill(
     memory: the address where this process maps the arena's values.
     kinds: of all batches' values, as `NativeArena.reserve` takes them.
     rest_s: time to sleep at the end.
-    Returns the indices of the values that were not stored before. Returns None, and has stored
-    the first batches or nothing, if a value has no room or the lock is not free soon.
-    Raises LayoutError or SwapError.
+    Returns the indices of the values that were stored now, and True; or those of the first batches,
+    and False, if a value has no room or the lock is not free soon. Raises LayoutError or SwapError.
     """
-    arrays, error = SlotArrays(sum(batch.num_values for batch in batches)), Error()
+    counts = [batch.num_values for batch in batches]
+    arrays, num_done, error = SlotArrays(sum(counts)), c_int64(), Error()
     values = (Values * len(batches))(*(batch.values(memory) for batch in batches))
     with batches[0].engine.lent() as engine:
         code = arena.library.calls.pds_arena_fill(
@@ -104,7 +104,9 @@ def fill(
             kinds,
             int(rest_s * 1e9),
             *arrays.all,
+            byref(num_done),
             byref(error),
         )
     raise_error(error)
-    return None if code else [i for i, slot in enumerate(arrays.slots[:]) if slot >= 0]
+    stored = arrays.slots[: sum(counts[: num_done.value])]
+    return [i for i, slot in enumerate(stored) if slot >= 0], not code

@@ -110,7 +110,7 @@ class _NativeInPlaceThrough(_InPlaceThrough):
 
     def fill(
         self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
-    ) -> Filled | None:
+    ) -> Filled:
         return self._wrapper.around("put", self._native.fill, kinds, batches, rest_s)
 
     def take(self, batch: ValueBatch) -> Taken | None:

@@ -154,10 +154,14 @@ class InPlace(Protocol):
 
 
 class Filled(NamedTuple):
-    """The values that `NativeInPlace.fill` has stored, by index, and their bytes."""
+    """The values that `NativeInPlace.fill` has stored, by index, and their bytes.
+
+    is_whole: all values are stored now, these or before; else the first batches or none.
+    """
 
     indices: Sequence[int]
     num_bytes: int
+    is_whole: bool
 
 
 class Taken(NamedTuple):
@@ -171,25 +175,24 @@ class Taken(NamedTuple):
 class NativeInPlace(InPlace, Protocol):
     """An in-place store of libpdstore, which reserves, copies, sums and compares in one call.
 
-    Python's lock is free for all of that time. Whoever gets None goes the way of `InPlace` to find
-    out why.
+    Python's lock is free for all of that time. Where a call does not do all, its caller goes the
+    way of `InPlace` to find out why.
     """
 
     def fill(
         self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
-    ) -> Filled | None:
+    ) -> Filled:
         """Reserves places as `reserve` does, gathers into them, seals and publishes.
 
         kinds: of all batches' keys.
         batches: at least one. Each is published when its copies have ended, in the order given.
         rest_s: time to sleep at the end.
 
-        Returns which values were not stored before. None also if values have no room; the first
-        batches may be stored then. Raises LayoutError or SwapError if the copies fail.
+        Raises LayoutError or SwapError if the copies fail.
         """
 
     def take(self, batch: ValueBatch) -> Taken | None:
-        """Borrows values as `borrow` does, verifies them, and starts to scatter them.
+        """Borrows values as `borrow` does, verifies them, and starts to scatter them: all, or none.
 
         None also if any value is missing or not right. The caller waits for the copies and then
         asks `still_there`. Raises LayoutError or SwapError if the copies cannot begin.

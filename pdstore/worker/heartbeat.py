@@ -17,9 +17,9 @@ from pdstore.worker.beats import Beats
 class Heartbeat:
     """Puts one small value each `period_s`, as long as a hand-off is being saved.
 
-    The first one comes a period after a hand-off's begin: most are saved by then. One rank, with
-    the first layer's first shard, beats for its instance, and until the other ranks' saves must
-    have ended too. Any thread may call, and a signal handler too.
+    The first one comes up to a period after a hand-off's begin: most are saved by then. One rank,
+    with the first layer's first shard, beats for its instance, and until the other ranks' saves
+    must have ended too. Any thread may call, and a signal handler too.
     """
 
     def __init__(

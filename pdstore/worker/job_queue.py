@@ -42,11 +42,11 @@ _LOOK_S = 0.05
 class JobQueue:
     """Runs jobs on worker threads, with bounds on the queues, on time and on the close.
 
-    A worker takes a share of about 32 MiB and then looks again whose turn it is. Markers come
-    first, then the jobs of hand-offs, then the others. Of equals, every other worker takes the
-    oldest job and the rest take the one with the fewest shares left: a small job passes large ones,
-    and no job starves. A worker is kept for each direction; the others take the direction that
-    fewer of them serve.
+    A worker takes a share of about 32 MiB, of a save into an arena of up to 256, and then looks
+    again whose turn it is. Markers come first, then the jobs of hand-offs, then the others. Of
+    equals, every other worker takes the oldest job and the rest take the one with the fewest shares
+    left: a small job passes large ones, and no job starves. A worker is kept for each direction;
+    the others take the direction that fewer of them serve.
 
     A deadline ends the job; its worker stays out of service until the store call has really
     returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.

@@ -62,15 +62,16 @@ class NativeMover(InPlaceMover):
         is_end = child.urgency is Urgency.HANDOFF and child.num_left < self._num_workers
         with child.copying(), child.in_store_call():
             filled = self._native.fill(kinds, batches, _REST_S if is_end else 0.0)
-        if filled is None:
-            return super().save(child, sources, gathered)
         start = 0
         for values, _ in sources:
             end = start + len(values)
             new = [i - start for i in filled.indices if start <= i < end]
             self._count("saved", values if len(new) == len(values) else [values[i] for i in new])
-            gathered()
             start = end
+        if not filled.is_whole:
+            return super().save(child, sources, gathered)
+        for _ in sources:
+            gathered()
         return None
 
     def _take(

@@ -49,7 +49,7 @@ class KVPool:
     namespace: `layout.namespace(...)`; keys of another one are refused.
     store: the caller's, who closes it; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
-    range_bytes: about how much a worker moves before it looks whose turn it is.
+    range_bytes: about how much a block range has; see `JobQueue` for what a worker moves in a turn.
     Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
     StoreError when the store is required and does not answer.
     """

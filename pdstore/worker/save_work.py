@@ -15,7 +15,7 @@ from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mover import Mover, Source
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, keys_of
+from pdstore.worker.values import PromptBlocks, bytes_of, keys_of
 from pdstore.worker.work import Share, Shortfall, Work
 
 _MOST_ROUNDS = 3
@@ -100,8 +100,9 @@ class SaveWork(Work):
         if not sources:
             return None
         reason = self._mover.save(child, sources, partial(self._note_gathered, child))
-        if reason is None and self._handoff is not None:  # a lease: D comes for them, also late
-            self._mover.num_matched(child, [k for some, _ in sources for k in keys_of(some)])
+        if reason is None and self._handoff is not None:
+            for values, _ in sources:  # a lease: D comes for them, also when all is late
+                self._mover.num_matched(child, keys_of(values))
         return reason
 
     def _source(self, piece: _Piece, child: ChildJob) -> Source:
@@ -131,13 +132,19 @@ class SaveWork(Work):
             if shortfall is not None and (shortfall.error is not None or self._is_open):
                 return shortfall
             if saves_left:
-                ready = self._mover.to_follow(self._ready)
-                lost = self._mover.checked(self._prompt).values(
-                    BlockRange(missing, len(self._prompt.keys))
-                )
-                reason = self._mover.save(child, [Source(lost, ready)], _nothing)
+                reason = self._save_again(child, missing)
                 shortfall = None if reason is None else Shortfall(reason)
         return shortfall or Shortfall(Reason.LOST)
+
+    def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
+        """Saves what the store lost of the blocks from `first_block` on, range by range."""
+        prompt, ready = self._mover.checked(self._prompt), self._mover.to_follow(self._ready)
+        num_bytes = bytes_of(prompt.layout, prompt.keys, first_block)
+        for blocks in self._mover.split.ranges(first_block, len(prompt.keys), num_bytes):
+            reason = self._mover.save(child, [Source(prompt.values(blocks), ready)], _nothing)
+            if reason is not None:
+                return reason
+        return None
 
     def _first_missing(
         self, child: ChildJob, first_block: int, shortfall: Shortfall | None

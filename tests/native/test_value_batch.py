@@ -21,6 +21,7 @@ from tests.support.kv import LAYERS, caches_of, settings_of
 
 TOKENS = 16
 KINDS = [Kind.BLOCK] * 2
+NOTHING = ([], 0, False)
 
 
 class Rig:
@@ -99,7 +100,7 @@ def test_the_caller_rests_when_all_is_stored(rig):
     began = time.monotonic()
     filled = rig.store.fill(KINDS, [rig.batch(keys, [3, 5])], 0.05)
     assert time.monotonic() - began >= 0.05
-    assert filled == ([0, 1], 2 * rig.size)
+    assert filled == ([0, 1], 2 * rig.size, True)
     assert rig.store.match(keys) == 2
     assert rig.store.counts().reserved == 0
 
@@ -113,7 +114,7 @@ def test_batches_are_stored_in_one_call_and_their_values_are_numbered_through(ri
         rig.batch(others[1:], [2, 4]),
     ]
     filled = rig.store.fill([Kind.BLOCK] * 5, batches)
-    assert filled == ([0, 3, 4], 3 * rig.size), "the others were stored before"
+    assert filled == ([0, 3, 4], 3 * rig.size, True), "the others were stored before"
     loan = rig.store.borrow(others, [rig.size] * 3)
     for i, block in enumerate((1, 2, 4)):
         assert bytes(loan.places.value(i)[HEADER_BYTES:]) == rig.payload_of(block)
@@ -123,7 +124,7 @@ def test_a_batch_without_room_stores_nothing_and_holds_nothing(rig):
     most = (8 << 20) // rig.size + 1
     keys = fresh_keys(2 + most)
     batches = [rig.batch(keys[:2], [3, 5]), rig.batch(keys[2:], [1] * most)]
-    assert rig.store.fill([Kind.BLOCK] * len(keys), batches) is None
+    assert rig.store.fill([Kind.BLOCK] * len(keys), batches) == NOTHING
     assert rig.store.match(keys) == 0
     assert rig.store.counts().reserved == 0
 
@@ -153,13 +154,13 @@ def test_a_damaged_value_stops_all_copies(rig):
 @pytest.mark.parametrize("wrong", [-8, 8])
 def test_a_size_that_is_not_that_of_its_copy_reserves_and_moves_nothing(rig, wrong):
     sizes = array("q", [rig.size, rig.size + wrong]).tobytes()
-    assert rig.store.fill(KINDS, [rig.batch(fresh_keys(2), [3, 5], sizes=sizes)]) is None
+    assert rig.store.fill(KINDS, [rig.batch(fresh_keys(2), [3, 5], sizes=sizes)]) == NOTHING
     assert rig.store.counts().reserved == 0
 
 
 def test_fewer_ids_than_the_copies_name_move_nothing(rig):
     batch = rig.batch(fresh_keys(2), [3, 5])
-    assert rig.store.fill(KINDS, [batch._replace(ids=batch.ids[:8])]) is None
+    assert rig.store.fill(KINDS, [batch._replace(ids=batch.ids[:8])]) == NOTHING
     assert rig.store.counts().reserved == 0
 
 

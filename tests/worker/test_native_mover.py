@@ -10,7 +10,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.in_place import NativeInPlace
+from pdstore.store.in_place import Filled, NativeInPlace
 from pdstore.store.instrumented import Instrumented
 from pdstore.worker import values
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
@@ -110,8 +110,46 @@ def test_ranges_are_stored_in_few_calls_and_counted_once(instance, store, monkey
     calls = store.calls.count("fill")
     assert save(p, range(320)).num_tokens == 320
     assert store.calls.count("fill") - calls == 2, "five ranges, of which one is stored"
-    saved = p.pool.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": "saved"})
-    assert saved == 320
+    assert saved_tokens(p) == 320
+
+
+def saved_tokens(p):
+    return p.pool.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": "saved"})
+
+
+def test_a_call_that_stores_the_first_ranges_leaves_the_others_to_the_steps(instance, store):
+    fill = store.fill
+
+    def fill_first(kinds, batches, rest_s=0.0):
+        indices, num_bytes, _ = fill(kinds[: batches[0].num_values], batches[:1])
+        return Filled(indices, num_bytes, is_whole=False)
+
+    store.fill = fill_first
+    p, d = instance(range_bytes=1), instance(fill=POISON)
+    assert save(p, range(320)) == JobResult(320)
+    assert "reserve" in store.calls
+    assert saved_tokens(p) == 320
+    assert load(d, range(320)) == JobResult(320)
+    assert_loaded(p, d, 320)
+
+
+def test_what_a_handoff_lost_is_saved_again_range_by_range(instance, store, arena):
+    p = instance(range_bytes=1)
+    handoff, _ = p.cache.announce(p.cache.keys(range(320)))
+    fill, sizes, leased = store.fill, [], []
+
+    def lose_the_first(kinds, batches, rest_s=0.0):
+        sizes.append([batch.num_values for batch in batches])
+        filled = fill(kinds, batches)
+        if len(sizes) == 1:
+            arena.remove(keys_of(p, 320)[:1])
+        return filled
+
+    store.fill, match = lose_the_first, arena.match
+    arena.match = lambda keys: leased.append(list(keys)) or match(keys)
+    assert save(p, range(320), handoff=handoff).num_tokens == 320
+    assert sizes == [[1] * 5, *[[1]] * 5]
+    assert [keys_of(p, 320)[4]] in leased, "a range is leased although one before it is lost"
 
 
 def test_a_worker_rests_after_the_last_shares_of_a_handoff_alone(instance, store, monkeypatch):

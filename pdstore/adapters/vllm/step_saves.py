@@ -18,10 +18,18 @@ class StepSaves:
 
     layout: of the pool; None while there is none.
     layers: names of the first layers of its cache, in order, which may be released during the step.
+    ends_late: a step's end comes after more than its answer needs: workers begin with the layers.
     """
 
-    def __init__(self, layout: Layout | None = None, layers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        layers: Sequence[str] = (),
+        *,
+        ends_late: bool = False,
+    ) -> None:
         self._layers, self._num_layers = layers, 0
+        self._goes_on = not ends_late
         self._ends: dict[str, int] = {}  # the last layer of each range, with the number up to it
         if layout is not None:
             self._num_layers, whole = len(layout.held_layers), layout.num_whole_ranges
@@ -50,7 +58,7 @@ class StepSaves:
     def release(self, num_layers: int) -> None:
         """Releases the first layers."""
         for save in self._open:
-            save.layers_done(num_layers, goes_on=True)
+            save.layers_done(num_layers, goes_on=self._goes_on)
 
     def finish(self) -> None:
         """Releases all layers and ends the step. Cancels the saves that cannot be released."""

@@ -76,22 +76,32 @@ class PDStoreConnectorWorker:
             self_test(self._settings, layout, tensors)
         pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
-        self.begin(pool, rows_per_block, layers_by_step(self._vllm_config, layout, list(caches)))
+        layers = layers_by_step(self._vllm_config, layout, list(caches))
+        drafts = getattr(self._vllm_config, "speculative_config", None) is not None
+        self.begin(pool, rows_per_block, layers, ends_late=drafts)
         if not self._vllm_config.model_config.enforce_eager:
             pool.ready()
 
-    def begin(self, pool: KVPool, rows_per_block: int = 1, layers: Sequence[str] = ()) -> None:
+    def begin(
+        self,
+        pool: KVPool,
+        rows_per_block: int = 1,
+        layers: Sequence[str] = (),
+        *,
+        ends_late: bool = False,
+    ) -> None:
         """Begins to load and save with a pool, which `close` closes.
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables takes.
         layers: names of the first layers of the pool's layout, in order; see `StepSaves`.
+        ends_late: vLLM ends a step only when it has drafted tokens.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens, self)
         self.loads = RunningLoads(self._metrics, block_tokens, fails_whole=self.fails_whole)
-        self._step_saves = StepSaves(pool.layout, layers)
+        self._step_saves = StepSaves(pool.layout, layers, ends_late=ends_late)
 
     def ready(self) -> None:
         """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""

@@ -209,13 +209,11 @@ class ArenaStore(Store):
 
     def fill(
         self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
-    ) -> Filled | None:
+    ) -> Filled:
         memory, numbers = self._enter(), bytes(map(_KINDS.__getitem__, kinds))
-        new = fill(batches, self._arena, address_of(memory), numbers, rest_s)
-        if new is None:
-            return None
+        new, is_whole = fill(batches, self._arena, address_of(memory), numbers, rest_s)
         sizes = memoryview(b"".join([batch.sizes for batch in batches])).cast("q")
-        return Filled(new, sum(map(sizes.__getitem__, new)))
+        return Filled(new, sum(map(sizes.__getitem__, new)), is_whole)
 
     def take(self, batch: ValueBatch) -> Taken | None:
         memory = self._enter()

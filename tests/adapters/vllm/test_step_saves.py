@@ -59,6 +59,13 @@ def test_a_range_is_released_when_its_last_layer_is_computed(saves):
     assert not save.goes_on
 
 
+def test_workers_begin_with_the_last_layer_where_steps_end_late():
+    saves, save = StepSaves(layout_of(num_ranges=2), NAMES, ends_late=True), Save()
+    saves.add(save)
+    report(saves, "a", "b")
+    assert not save.goes_on
+
+
 def test_a_range_with_a_layer_that_is_not_computed_waits_for_the_end(saves):
     save = Save()
     saves.add(save)
