@@ -13,7 +13,7 @@ from pdstore.scheduler.rates import PrefillRate
 
 _PIECES = 4  # of a prompt; D looks for the end of each
 _MARGIN = 1.25  # on the load, since a client waits for a D that begins late
-_LATE_S = 0.025  # time of another look and of a step of D's engine
+_LATE_S = 0.05  # `started` comes late in a short prompt, and then a look and a step of D's engine
 _PATIENCE_S = 60.0
 
 

@@ -47,6 +47,12 @@ def test_d_begins_when_p_needs_no_longer_than_the_load(clock, pace):
     assert progress.why_begin() == "estimate"
 
 
+def test_a_short_prompt_is_followed_at_once(clock, pace):
+    """D hears of it when P has queued a part: the estimate, which counts from then, is too long."""
+    pace.note_step([(0, 1000)], 0.045)
+    assert HandoffProgress(KEYS, pace, 0.004, clock).why_begin() == "estimate"
+
+
 def test_p_that_comes_to_the_last_block_early_is_followed_at_once(clock, pace):
     pace.note_step([(0, 1000)], 10.0)
     progress = HandoffProgress(KEYS, pace, LOAD_S, clock)
