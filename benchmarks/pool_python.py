@@ -6,7 +6,7 @@ An engine's thread launches kernels from Python; while a worker of pdstore runs 
 this sums, over all of pdstore's threads, the processor's time that is not spent in the native
 library, and how often one of them had to wait and then took the lock again. Times are for a prompt
 whose blocks hold little: the shares, calls and values are those of an 8B model, the copies are
-not. They vary with the machine; the waits do not.
+not. Both vary with the machine, the waits less.
 """
 
 from __future__ import annotations
