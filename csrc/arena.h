@@ -51,6 +51,8 @@ class Arena {
                   int64_t *covered, int64_t lock_ns);
   int32_t publish(Places places, int64_t count, int64_t *done, int64_t lock_ns);
   int32_t abandon(Places places, int64_t count, int64_t lock_ns);
+  // Abandons with the next call that gets the lock.
+  void owe(Places places, int64_t count) { owed_.add(places.slots, places.generations, count); }
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,
                  int64_t lock_ns);
   int64_t still_there(Places places, int64_t count);

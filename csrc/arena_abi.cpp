@@ -77,19 +77,20 @@ Keys part_of(const Keys &keys, int64_t start) {
   return Keys(keys.begin() + start, keys.begin() + end);
 }
 
-int32_t put_batch(Arena &arena, char *memory, const Keys &keys, const uint8_t *kinds,
-                  const uint64_t *addresses, const int64_t *sizes, int64_t *done) {
+int32_t put_batch(Arena &arena, int64_t lock_ns, char *memory, const Keys &keys,
+                  const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
+                  int64_t *done) {
   Batch batch;
   int64_t covered = 0;
-  const int32_t code = arena.reserve(keys, kinds, sizes, batch.places(), &covered, -1);
+  const int32_t code = arena.reserve(keys, kinds, sizes, batch.places(), &covered, lock_ns);
   if (code != PDS_OK) return code;
   for (int64_t i = 0; i < covered; ++i) {
     if (batch.slots[i] < 0) continue;
     copy(memory + batch.offsets[i], reinterpret_cast<const void *>(addresses[i]), sizes[i]);
   }
-  const int32_t failed = arena.publish(batch.places(), covered, done, -1);
+  const int32_t failed = arena.publish(batch.places(), covered, done, lock_ns);
   if (failed != PDS_OK) {
-    arena.abandon(batch.places(), covered, -1);
+    arena.owe(batch.places(), covered);  // the lock has just not been free
     return failed;
   }
   return *done < static_cast<int64_t>(keys.size()) ? PDS_ERR_FULL : PDS_OK;
@@ -224,8 +225,8 @@ extern "C" int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint6
   return PDS_OK;
 }
 
-extern "C" int32_t pds_arena_put(pds_arena *arena, uint64_t memory, const char *keys,
-                                 const uint8_t *kinds, const uint64_t *addresses,
+extern "C" int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory,
+                                 const char *keys, const uint8_t *kinds, const uint64_t *addresses,
                                  const int64_t *sizes, int64_t num_keys, int64_t *done) {
   if (!memory || !addresses || !done || !are_kinds(kinds, num_keys) ||
       !are_sizes(sizes, num_keys)) {
@@ -236,7 +237,7 @@ extern "C" int32_t pds_arena_put(pds_arena *arena, uint64_t memory, const char *
     int32_t code = PDS_OK;
     for (int64_t i = 0; i < num_keys && code == PDS_OK; i += kBatch) {
       int64_t more = 0;
-      code = put_batch(a, reinterpret_cast<char *>(memory), part_of(all, i), kinds + i,
+      code = put_batch(a, lock_ns, reinterpret_cast<char *>(memory), part_of(all, i), kinds + i,
                        addresses + i, sizes + i, &more);
       *done += more;
     }

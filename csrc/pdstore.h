@@ -233,9 +233,9 @@ int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint64_t *genera
                               int64_t count, int64_t *still);
 
 // Copies values in and out; `memory`: where the values are mapped. `done`: how many of the first.
-int32_t pds_arena_put(pds_arena *arena, uint64_t memory, const char *keys, const uint8_t *kinds,
-                      const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
-                      int64_t *done);
+int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory, const char *keys,
+                      const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
+                      int64_t num_keys, int64_t *done);
 int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
                       int64_t *done);

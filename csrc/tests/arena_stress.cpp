@@ -89,7 +89,7 @@ struct Batch {
 void put(View &view, Batch &batch) {
   int64_t done;
   batch.fill();
-  pds_arena_put(view.arena, view.address(), batch.keys.data(), batch.kinds.data(),
+  pds_arena_put(view.arena, -1, view.address(), batch.keys.data(), batch.kinds.data(),
                 batch.addresses().data(), batch.sizes.data(), batch.count(), &done);
 }
 

@@ -50,20 +50,6 @@ class ArenaCounts(NamedTuple):
     slabs: int
 
 
-def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:
-    """Makes an empty file an arena; nobody else may have it open.
-
-    num_bytes: of memory for values, a multiple of `slab_bytes`.
-    seed: random, of the hashes of this arena's keys.
-    Raises ValueError for sizes that no arena has, OSError if the file system refuses.
-    """
-    code = library.calls.pds_arena_format(fd, num_bytes, slab_bytes, seed)
-    if code == Code.ARGUMENT:
-        raise ValueError(f"no arena has {num_bytes} bytes in slabs of {slab_bytes}")
-    if code:
-        raise OSError("the file system refuses to make the file so large")
-
-
 class NativeArena:
     """An open arena. Any thread may call it; a call fails with a StoreError.
 
@@ -213,17 +199,23 @@ class NativeArena:
         kinds: bytes,
         addresses: Sequence[int],
         sizes: Sequence[int],
+        *,
+        at_once: bool = False,
     ) -> int:
         """Copies values in, unless they are stored; returns how many of the first it took.
 
         memory: where this process has mapped the arena's memory.
+        at_once: take none where somebody holds the lock.
         """
         count, done = len(keys), c_int64()
         sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        code = self._calls.pds_arena_put(
-            self._handle, memory, text_of(keys), kinds, sources, lengths, count, byref(done)
-        )
-        self._check(code, done.value)
+        values = memory, text_of(keys), kinds, sources, lengths, count, byref(done)
+        if at_once:
+            code = self._short_calls.pds_arena_put(self._handle, _PATIENCE_NS, *values)
+        else:
+            code = self._calls.pds_arena_put(self._handle, -1, *values)
+        if not at_once or code != Code.TIMEOUT:
+            self._check(code, done.value)
         return done.value
 
     def get(

@@ -17,6 +17,7 @@ from pdstore.store.optional import (
     LimitsValues,
     ListsValues,
     NamesChanges,
+    PutsAtOnce,
     SealingWriter,
     TellsAbsence,
     TellsChanges,
@@ -81,6 +82,14 @@ class _KeysThrough:
         return self._wrapper.around("match", self._inner.which_stored, keys)
 
 
+class _PutsThrough:
+    def __init__(self, wrapper: CallWrapper, inner: PutsAtOnce) -> None:
+        self._wrapper, self._inner = wrapper, inner
+
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        return self._wrapper.around("put", self._inner.put_at_once, key, value)
+
+
 class _InPlaceThrough:
     def __init__(self, wrapper: CallWrapper, inner: InPlace) -> None:
         self._wrapper, self._inner = wrapper, inner
@@ -131,6 +140,7 @@ _FORWARDERS: Mapping[type, Callable[[CallWrapper, Any], Any]] = {
     ListsValues: _unwrapped,
     NamesChanges: _unwrapped,
     NativeInPlace: _NativeInPlaceThrough,
+    PutsAtOnce: _PutsThrough,
     SealingWriter: _WriterThrough,
     TellsAbsence: _unwrapped,
     TellsChanges: _unwrapped,

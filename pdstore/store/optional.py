@@ -103,6 +103,18 @@ class TellsAbsence(Protocol):
 
 
 @runtime_checkable
+class PutsAtOnce(Protocol):
+    """A store in memory that this process maps: a marker is put before a thread wakes."""
+
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        """Stores a value of at most 4096 bytes as `put` does.
+
+        Never blocks: returns False, and has stored nothing, if somebody is in the way. Raises
+        StoreError.
+        """
+
+
+@runtime_checkable
 class TellsChanges(Protocol):
     """A store that can say when somebody has stored something, in any process of this host.
 

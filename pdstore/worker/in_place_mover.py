@@ -12,7 +12,9 @@ from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
+from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, Loan, Reservation
+from pdstore.store.optional import PutsAtOnce
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
@@ -37,6 +39,7 @@ class InPlaceMover(Mover):
     def __init__(self, ends: Ends, in_place: InPlace, memory: MappedMemory, split: Split) -> None:
         super().__init__(ends, memory, split)
         self._in_place, self._mapped = in_place, memory
+        self._putter = find_optional(ends.store, PutsAtOnce)
         largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
@@ -87,6 +90,16 @@ class InPlaceMover(Mover):
         with child.in_store_call():
             self._store.put(keys, slots)
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
+
+    def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
+        if self._putter is None:
+            return False
+        value = bytearray(block.HEADER_BYTES)
+        block.seal(memoryview(value), marker)
+        try:
+            return self._putter.put_at_once(key, bytes(value))
+        except StoreError:
+            return False
 
     def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
         window = list(values[: self._window])

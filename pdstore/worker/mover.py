@@ -159,9 +159,12 @@ class Mover(ABC):
 
         The last copy may be under way still; `child` waits for it.
         first_token: of the prompt; tokens before it are not written.
-        ready: the copies wait on it; the store is asked before.
-        loaded: called after each copy.
+        ready: the copies wait on it; the store is asked before. loaded: called after each copy.
         """
+
+    def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
+        """Stores a marker on the calling thread if that needs no wait; returns whether it did."""
+        return False
 
     def removes(self, reason: Reason) -> bool:
         """True if values that cannot be used for this reason are removed."""
@@ -181,10 +184,7 @@ class Mover(ABC):
 
     @abstractmethod
     def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
-        """Reads and verifies some of the first values.
-
-        Returns how many, 0 if there was no room in time; and the outcome.
-        """
+        """Reads and verifies the first values: how many, 0 without room in time; the outcome."""
 
     @abstractmethod
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
@@ -255,9 +255,8 @@ class Mover(ABC):
 
     def _tokens_before(self, value: Value, first_token: int) -> int:
         """Returns how many tokens of a value's block come before `first_token`, if it is in it."""
-        block_tokens = self._block_tokens
-        is_in_it = value.number == first_token // block_tokens
-        return first_token - value.number * block_tokens if is_in_it else 0
+        before = first_token - value.number * self._block_tokens
+        return before if 0 <= before < self._block_tokens else 0
 
     def _begins_within(self, run: ValueRun, first_token: int) -> bool:
         """True if tokens of one of these blocks must not be written."""

@@ -8,9 +8,8 @@ from functools import partial
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import LayoutError, ReadOnly
-from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
@@ -27,7 +26,7 @@ from pdstore.worker.job import Job
 from pdstore.worker.job_queue import JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.load_work import LoadWork
-from pdstore.worker.mark_work import MarkWork
+from pdstore.worker.markers import Markers
 from pdstore.worker.open_mover import open_mover
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.save_ledger import SaveLedger
@@ -81,6 +80,7 @@ class KVPool:
             log_start(settings, namespace, store, swap, self._mover)
             self._queue = JobQueue(settings, DevicePin(swap.device, swap.device_api), self.metrics)
             undo.callback(self._queue.close, 0.0)
+            self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
             self._follower = Follower(store, settings.handoff_wait_s, self._mover.split)
             undo.callback(self._follower.close)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
@@ -177,7 +177,7 @@ class KVPool:
                 self._heartbeat.begin(handoff)
                 job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
-        marks = [partial(self._mark_started, *start) for start in starts]
+        marks = [partial(self._markers.start_here, *start) for start in starts]
         return OpenSave(run.job, work, prompt, self._mover.split, order, wake, marks)
 
     def load(
@@ -219,7 +219,7 @@ class KVPool:
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
         self._heartbeat.begin(handoff)
-        return self._mark_started(handoff, num_tokens)
+        return self._markers.start(handoff, num_tokens)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
@@ -227,8 +227,7 @@ class KVPool:
         `save` does this itself for a hand-off that it cannot complete.
         """
         self._heartbeat.end(handoff)
-        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
-        return self._mark(handoff.failed(self.namespace), marker)
+        return self._markers.fail(handoff)
 
     @property
     def num_jobs(self) -> int:
@@ -243,17 +242,6 @@ class KVPool:
         """
         if self._queue.close(self._settings.drain_s):
             self._resources.close()
-
-    def _mark_started(self, handoff: HandoffId, num_tokens: int) -> Job:
-        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
-        return self._mark(handoff.started(self.namespace), marker)
-
-    def _mark(self, key: BlockKey, marker: Header) -> Job:
-        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.save_deadline_s
-        run = JobRun(Direction.SAVE, work, num_bytes=0, seconds=seconds, urgency=Urgency.MARKER)
-        if not self._settings.publish:
-            return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
-        return self._queue.submit(run)
 
     def _start_load(
         self, work: LoadWork, prompt: PromptBlocks, first_block: int, follow: HandoffId | None

@@ -11,7 +11,7 @@ from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.find import find_optional
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ChecksumReader, ErrorCodes, FindsKeys, SealingWriter
+from pdstore.store.optional import ChecksumReader, ErrorCodes, FindsKeys, PutsAtOnce, SealingWriter
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
@@ -44,6 +44,10 @@ class Offering(MemoryStore):
     def which_stored(self, keys):
         self._called("which_stored")
         return [True] * len(keys)
+
+    def put_at_once(self, key, value):
+        self._called("put_at_once")
+        return True
 
     def is_absent(self, key):
         return True
@@ -134,6 +138,8 @@ def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
         assert value("pdstore_store_calls_total", labels) == 1, verb
     assert value("pdstore_bytes_total", {"direction": "load"}) == 128
     assert value("pdstore_bytes_total", {"direction": "save"}) == 64
+    assert find_optional(outer, PutsAtOnce).put_at_once(keys[0], b"x")
+    assert value("pdstore_store_calls_total", {"verb": "put", "outcome": "ok"}) == 2
 
 
 def test_the_breaker_retries_them_and_keeps_them_from_a_store_that_fails(store):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Kind
 from pdstore.native.slot_arrays import SlotArrays
 from pdstore.store.base import check_call
 from pdstore.store.in_place import Loan, Places, Reservation
+
+_KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ def reservation_of(
     chosen = arrays if len(missing) == arrays.count else arrays.of(missing)
     places = Places(memory, chosen.offsets[:], [sizes[i] for i in missing])
     return ArenaReservation(covered, missing, places, chosen)
+
+
+def numbers_of(kinds: Iterable[Kind]) -> bytes:
+    """Returns kinds as the library takes them."""
+    return bytes(map(_KINDS.__getitem__, kinds))
 
 
 def check_sizes(keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from pdstore.store.arena.places import (
     ArenaLoan,
     check_sizes,
     lent_here,
+    numbers_of,
     reservation_of,
     reserved_here,
 )
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 REST_S = 5.0
 """Time for which a dead process's reserved memory is left alone: its GPU may still write there."""
 LOCK_TIMEOUT_S = 5.0
-_KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 
 
 class ArenaStore(Store):
@@ -168,6 +168,12 @@ class ArenaStore(Store):
         values = _kinds(keys), _addresses(slots), slots.sizes
         return self._arena.put(address_of(memory), keys, *values)
 
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        memory, held = self._enter(), memoryview(bytearray(value))
+        check_call([key])
+        values = [key], _kinds([key]), [address_of(held)], [len(value)]
+        return self._arena.put(address_of(memory), *values, at_once=True) == 1
+
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._enter()
         check_call(keys)
@@ -210,7 +216,7 @@ class ArenaStore(Store):
     def fill(
         self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
     ) -> Filled:
-        memory, numbers = self._enter(), bytes(map(_KINDS.__getitem__, kinds))
+        memory, numbers = self._enter(), numbers_of(kinds)
         new, is_whole = fill(batches, self._arena, address_of(memory), numbers, rest_s)
         sizes = memoryview(b"".join([batch.sizes for batch in batches])).cast("q")
         return Filled(new, sum(map(sizes.__getitem__, new)), is_whole)
@@ -240,8 +246,7 @@ class ArenaStore(Store):
         check_call([key])
         return next((v.num_bytes for v in self.stored_values(key) if v.key == key), None)
 
-    def room(self) -> Room:
-        """Counts as used the slabs that are cut into slots."""
+    def room(self) -> Room:  # what is used: the slabs that are cut into slots
         used_bytes = self.counts().slabs * self._arena.slab_bytes
         policy = "the least recently used of its size goes first"
         return Room("shared memory", used_bytes, self._arena.data_bytes, None, policy)
@@ -287,7 +292,7 @@ def _without_library(url: StoreURL) -> ConfigError:
 
 
 def _kinds(keys: Sequence[BlockKey]) -> bytes:
-    return bytes([_KINDS[kind_of(key)] for key in keys])
+    return numbers_of(map(kind_of, keys))
 
 
 def _addresses(slots: Slots) -> list[int]:

@@ -100,6 +100,7 @@ def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder
     store, holder, reservation = stopped_holder
     start = time.monotonic()
     assert not store.is_absent("of_no_value"), "it does not wait to know"
+    assert not store.put_at_once("of_another", b"x"), "nor to put a marker"
     assert time.monotonic() - start < 0.1
     with pytest.raises(StoreTimeout, match="locked"):
         store.which_stored(actors.KEYS)

@@ -51,6 +51,18 @@ def test_random_calls_agree_with_a_dict(open_arena):
     play_random_calls(lambda: open_arena(size=64 * MIB), hypothesis.settings(PLAY, max_examples=30))
 
 
+def test_a_marker_is_put_at_once(open_arena):
+    store, [key] = open_arena(), fresh_keys(1)
+    assert store.put_at_once(key, b"x" * 64)
+    assert bytes(store.borrow([key], [64]).places.value(0)) == b"x" * 64
+    assert store.put_at_once(key, b"y" * 64), "it is stored already"
+    with pytest.raises(ValueError, match="key"):
+        store.put_at_once(BlockKey("../up"), b"x")
+    store.close()
+    with pytest.raises(StoreClosed):
+        store.put_at_once(key, b"x")
+
+
 def test_what_is_absent_is_told_at_once(open_arena):
     store, [there, absent] = open_arena(size=MIB), fresh_keys(2)
     put(store, [there], [bytes(64)])
