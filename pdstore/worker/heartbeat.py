@@ -60,7 +60,7 @@ class Heartbeat:
         for handoff, end in self._ends.copy().items():
             if end is not None and end.is_over():
                 self._ends.pop(handoff, None)
-        due_at, self._due_at = self._due_at, None  # so a begin from here on wakes, or is seen
+        due_at, self._due_at = self._due_at, None  # a `begin` after this wakes
         if not self._ends:
             return None
         now = time.monotonic()

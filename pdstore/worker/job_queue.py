@@ -274,7 +274,7 @@ class JobQueue:
             late = [run for run, at in self._deadlines.items() if at <= now]
             for run in late:
                 del self._deadlines[run]
-            # a turn for nothing, once in so long, is cheaper than one for each job that comes
+            # a planned turn stays: one for nothing costs less than a wake for each job to come
             planned = self._next_deadline if self._next_deadline > now else float("inf")
             self._next_deadline = min(self._deadlines.values(), default=planned)
             pause = None if self._next_deadline == float("inf") else self._next_deadline - now

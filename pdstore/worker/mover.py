@@ -184,7 +184,7 @@ class Mover(ABC):
 
     @abstractmethod
     def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
-        """Reads and verifies the first values: how many, 0 without room in time; the outcome."""
+        """Reads some of the first values; returns how many, 0 for want of room, and the outcome."""
 
     @abstractmethod
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:

@@ -52,8 +52,8 @@ class OpenSave:
 
         ready: an event after which they do; None: after what the calling thread's current stream
           has queued. It is cheap to call for every layer: nothing happens before a range is whole.
-        goes_on: the thread has more to queue on the device. Once all layers are told, a call
-          without it begins what such calls have left.
+        goes_on: the thread has more to queue on the device, so workers wait. When all layers are
+          told, a call without it lets them begin.
         Raises SwapError while the stream is being captured into a graph.
         """
         num_whole = self._prompt.layout.num_whole_ranges(num_layers)

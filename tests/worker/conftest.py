@@ -1,14 +1,22 @@
-"""Instances of both halves over one store, and the native library."""
+"""Instances of both halves over one store, an arena, and the native library."""
 
 from __future__ import annotations
 
 import pytest
 
+from pdstore.store import open_store
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
-from tests.support.kv import POISON
+from tests.support.kv import POISON, settings_of
 from tests.support.native_kit import library as library
 from tests.support.native_kit import mended as mended
+
+
+@pytest.fixture
+def arena(tmp_path, library):
+    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
+    yield arena
+    arena.close()
 
 
 @pytest.fixture

@@ -63,13 +63,6 @@ class Spied(InPlace):
 
 
 @pytest.fixture
-def arena(tmp_path, library):
-    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
 def store(arena):
     return Spied(arena)
 

@@ -6,9 +6,7 @@ import pytest
 
 from pdstore.errors import SwapError
 from pdstore.native.library import address_of
-from pdstore.store import open_store
 from pdstore.worker.mapped_memory import MappedMemory
-from tests.support.kv import settings_of
 
 
 class Registrar:
@@ -25,13 +23,6 @@ class Registrar:
 
     def unregister(self, address):
         del self.spans[address]
-
-
-@pytest.fixture
-def arena(tmp_path, library):
-    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
 
 
 def test_all_of_the_memory_is_registered_and_later_not_any_more(arena):

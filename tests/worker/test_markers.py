@@ -7,16 +7,8 @@ import threading
 import pytest
 
 from pdstore.errors import StoreUnavailable
-from pdstore.store import open_store
-from tests.support.kv import eventually, settings_of
+from tests.support.kv import eventually
 from tests.support.pool_kit import P_BLOCKS
-
-
-@pytest.fixture
-def arena(tmp_path, library):
-    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
 
 
 def begun(p):

@@ -24,13 +24,6 @@ def undo():
         yield undo
 
 
-@pytest.fixture
-def arena(tmp_path, library):
-    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
-
-
 def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
     settings = settings_of(**changes)
     layout = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")

@@ -18,7 +18,7 @@ class StepSaves:
 
     layout: of the pool; None while there is none.
     layers: names of the first layers of its cache, in order, which may be released during the step.
-    ends_late: a step's end comes after more than its answer needs: workers begin with the layers.
+    ends_late: steps end late, after drafts: workers begin when the last layer is queued.
     """
 
     def __init__(
