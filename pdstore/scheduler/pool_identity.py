@@ -44,20 +44,22 @@ class PoolIdentity:
         return pool_id == current.hex()
 
     def is_same(self, pool_id: str | None) -> bool:
-        """Does as `may_be`, but asks the store before it returns False."""
-        if not self.may_be(pool_id):
-            self._ask()
-        return self.may_be(pool_id)
+        """Does as `may_be`, but asks the store before it returns False: no answer is no False."""
+        return self.may_be(pool_id) or not self._ask() or self.may_be(pool_id)
 
-    def _ask(self) -> None:
+    def _ask(self) -> bool:
+        """Returns False, and leaves things as they are, if the store does not answer."""
         self._deadline = Deadline(self._age_s)
-        pool_id = call_or(self._read, self.current)
+        pool_id = call_or(self._read, None)
+        if pool_id is None:
+            return False
         if pool_id != self.current:
             is_first, self.current = self.current is None, pool_id
             self._change_deadline = Deadline(0.0 if is_first else 2 * self._age_s)
+        return True
 
     def _read(self) -> bytes | None:
         try:
             return read_pool_id(self._store)
         except StoreError:  # the calls that need the store report it
-            return self.current
+            return None

@@ -98,11 +98,11 @@ def test_a_store_that_raises_what_no_store_may_leaves_it_too(store, raised, monk
 
     monkeypatch.setattr(store, "get", get)
     identity.refresh()
-    assert identity.is_same(before.hex())
-    assert not identity.is_same(OTHER)
+    assert identity.current == before
 
 
-def test_a_store_that_errs_leaves_the_id_as_it_is(store):
+def test_a_store_that_errs_leaves_the_id_as_it_is_and_says_no_to_none(store):
+    """P may have seen a pool that was replaced, where D cannot look now."""
     faulty = Faulty(store)
     identity = PoolIdentity(faulty, age_s=0.0)
     identity.refresh()
@@ -110,6 +110,9 @@ def test_a_store_that_errs_leaves_the_id_as_it_is(store):
     faulty.error_rate = 1.0
     identity.refresh()
     assert identity.current == before
+    assert identity.is_same(OTHER)
+    faulty.error_rate = 0.0
+    assert not identity.is_same(OTHER)
 
 
 def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
