@@ -4,8 +4,10 @@
     python -m benchmarks.handoff --stores file shm --tokens 8192 32768 65536 --json FILE
 
 P, D and an instance without a pool are processes of the mini engine (or of vLLM, --engine vllm);
-on GPUs P and the lone instance are on the first, D is on the second. The kinds are asked in turn,
-so that ratios hold while the machine's speed varies. A row is the median of its samples:
+on GPUs P and the lone instance are on the first, D is on the second if there is one. Each round
+asks for every kind, in an order drawn anew and each after a rest, so that ratios hold while the
+machine's speed varies, and no kind gains by what is asked before it. A row is the median of its
+samples:
 
     {"store", "mode", "tokens", "exposed_s", "ttft_s", "prefill_s", "d_computed", ...}
 """

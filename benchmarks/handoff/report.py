@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.handoff.measure import Sample
+from benchmarks.handoff.measure import MODES, Sample
 
 HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16} {'ttft':>8}"
 
@@ -17,9 +17,14 @@ _CONTROLS = {
 
 
 def rows_of(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Returns a row for each store, mode and length, as they were asked: medians, with ranges."""
-    kinds = dict.fromkeys((s.store, s.mode, s.tokens) for s in samples)
+    """Returns a row for each length, store and mode: medians, with ranges."""
+    kinds = sorted({(s.store, s.mode, s.tokens) for s in samples}, key=_place)
     return [_row([s for s in samples if (s.store, s.mode, s.tokens) == kind]) for kind in kinds]
+
+
+def _place(kind: tuple[str, str, int]) -> tuple[int, str, int]:
+    store, mode, tokens = kind
+    return tokens, store, MODES.index(mode)
 
 
 def _row(samples: list[Sample]) -> dict[str, Any]:

@@ -1,19 +1,23 @@
-"""One run: every kind of hand-off in turn, round after round."""
+"""One run: every kind of hand-off in each round, in an order drawn anew."""
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.engines import Setup
+from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.measure import Client, Sample, prefill_alone
 
 _NUM_LEADS = 6  # one of which has to be early, also on a busy machine
+_REST_S = 0.1  # a prompt asked for right behind another instance's took 1 to 5 % longer
 
 
 @dataclass
@@ -36,17 +40,14 @@ class Run:
     leads: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self) -> None:
-        """Asks for each kind in turn; what the first round finds is thrown away."""
+        """Asks for each kind in each round; what the first round finds is thrown away."""
         clients = self._clients()
         for is_counted in self._rounds():
-            found = [
-                sample for tokens in self.given.tokens for sample in self._row(clients, tokens)
-            ]
-            if is_counted:
-                self.samples += found
-            else:
-                self.prefills.clear()
-                self.controls.clear()
+            for tokens in self.given.tokens:
+                self._ask_all(clients, tokens)
+            if not is_counted:
+                for found in (self.samples, self.prefills, self.controls):
+                    found.clear()
         for is_counted in self._rounds() if self.given.burst else ():
             bursts = [self._burst(client) for client in clients]
             self.bursts += bursts if is_counted else []
@@ -85,14 +86,27 @@ class Run:
             yield number > 0
             self.say(f"round {number} of {self.given.rounds}")
 
-    def _row(self, clients: list[Client], tokens: int) -> Iterator[Sample]:
-        self.prefills.setdefault(tokens, []).append(prefill_alone(self.setup.alone, tokens))
-        for client in clients:
-            for mode in self.given.modes:
-                yield client.hand_over(mode, tokens)
+    def _ask_all(self, clients: list[Client], tokens: int) -> None:
+        """Asks for one prompt of each kind. All are asked after the same rest, in any order."""
+        asks: list[Callable[[], None]] = [
+            partial(self._hand_over, client, mode, tokens)
+            for client in clients
+            for mode in self.given.modes
+        ]
+        asks.append(partial(self._prefill, self.setup.alone, self.prefills, tokens))
         for name, control in self.setup.controls.items():
-            took = prefill_alone(control, tokens)
-            self.controls.setdefault(name, {}).setdefault(tokens, []).append(took)
+            taken = self.controls.setdefault(name, {})
+            asks.append(partial(self._prefill, control, taken, tokens))
+        random.shuffle(asks)
+        for ask in asks:
+            time.sleep(_REST_S)
+            ask()
+
+    def _hand_over(self, client: Client, mode: str, tokens: int) -> None:
+        self.samples.append(client.hand_over(mode, tokens))
+
+    def _prefill(self, instance: Instance, taken: dict[int, list[float]], tokens: int) -> None:
+        taken.setdefault(tokens, []).append(prefill_alone(instance, tokens))
 
     def _burst(self, client: Client) -> dict[str, Any]:
         tokens, at_once = self.given.burst_tokens, self.given.burst

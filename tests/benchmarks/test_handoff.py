@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.handoff.report import late_stores, table
+from benchmarks.handoff.measure import Sample
+from benchmarks.handoff.report import late_stores, rows_of, table
 
 LEADS = [
     {"store": "shm", "tokens": 64, "lead_s": [-0.1, 0.02, -0.3]},
@@ -27,3 +28,20 @@ def test_the_table_shows_the_controls_beside_the_lone_instance():
 def test_the_table_shows_how_early_each_load_began():
     found = {"rows": [], "alone_prefill_s": {}, "bursts": [], "leads": LEADS[:1]}
     assert "began before P's `done` by -100.0, 20.0, -300.0 ms" in table(found)
+
+
+def test_rows_come_by_length_store_and_mode_whatever_was_asked_first():
+    kinds = [("shm", "settled", 64), ("shm", "relayed", 64), ("file", "settled", 64)]
+    kinds += [("shm", "relayed", 32), *kinds]
+    samples = [
+        Sample(*kind, exposed_s=i, ttft_s=i, prefill_s=i, d_computed=1, is_same=None, reason=None)
+        for i, kind in enumerate(kinds)
+    ]
+    rows = rows_of(samples)
+    assert [(r["store"], r["mode"], r["tokens"]) for r in rows] == [
+        ("shm", "relayed", 32),
+        ("file", "settled", 64),
+        ("shm", "relayed", 64),
+        ("shm", "settled", 64),
+    ]
+    assert rows[1]["exposed_s_range"] == [2, 6]
