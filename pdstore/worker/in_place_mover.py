@@ -18,9 +18,10 @@ from pdstore.store.optional import PutsAtOnce
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Ends, Loaded, Mover, Source, Verified
+from pdstore.worker.mover import Ends, Loaded, Mover, Source
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, whole_blocks
+from pdstore.worker.verified import Verified
 
 _LOOK_S = 0.05
 
@@ -105,7 +106,7 @@ class InPlaceMover(Mover):
         window = list(values[: self._window])
         with contextlib.ExitStack() as held:
             loan, read = self._borrow(child, held, window)
-            return len(window), self._verify(child, window, loan.places.value, read)
+            return len(window), self._verify_loan(child, window, loan, read)
 
     def _fill(
         self,
@@ -141,7 +142,7 @@ class InPlaceMover(Mover):
         with contextlib.ExitStack() as held:
             loan, read = self._borrow(child, held, window)
             value_at = loan.places.value
-            read = self._verify(child, window, value_at, read)
+            read = self._verify_loan(child, window, loan, read)
             usable = self._whole(window, read)
             if usable:
 
@@ -203,6 +204,13 @@ class InPlaceMover(Mover):
         if read is None:
             read = Verified(found, None if found == len(keys) else Reason.LOST)
         return loan, read._replace(num_right=min(found, read.num_right))
+
+    def _verify_loan(
+        self, child: ChildJob, window: Sequence[Value], loan: Loan, read: Verified
+    ) -> Verified:
+        """Verifies borrowed values; those whose place was taken meanwhile are lost, not wrong."""
+        num_there = partial(self._in_place.still_there, loan)
+        return self._verify(child, window, loan.places.value, read, num_there=num_there)
 
     def _confirm(self, loan: Loan, copied: Sequence[Value], loaded: Loaded) -> None:
         """After a copy: counts the values whose bytes were theirs all the time."""

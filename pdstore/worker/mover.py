@@ -23,6 +23,7 @@ from pdstore.worker.child_job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
 from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import PromptBlocks, Value, counted_tokens, whole_blocks
+from pdstore.worker.verified import Verified, wrong_values
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +34,6 @@ BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
 
 Loaded = Callable[[Sequence[Value], bool], None]
 """Told after a copy: the values of whole blocks that are in place, and whether those are all."""
-
-
-class Verified(NamedTuple):
-    """The outcome of a read: how many of the first values are right, and why not more.
-
-    num_read: how many of the first values the store brought, right or wrong; set by `_verify`.
-    """
-
-    num_right: int
-    reason: Reason | None = None
-    error: StoreError | None = None
-    num_read: int = 0
 
 
 class Source(NamedTuple):
@@ -197,16 +186,18 @@ class Mover(ABC):
         view: Callable[[int], memoryview],
         read: Verified,
         sums: Sequence[int] | None = None,
+        num_there: Callable[[], int] | None = None,
     ) -> Verified:
-        """Verifies the values that a read brought; removes all that are wrong."""
+        """Verifies the values that a read brought; removes all that are wrong.
+
+        num_there: returns how many of the first values have stayed where they were read; None: all.
+        """
         num_read = read.num_right
         if sums is None:
             sums = self._swap.checksums([view(i) for i in range(num_read)])
-        wrong: dict[int, Reason] = {}
-        for i in range(num_read):
-            value = values[i]
-            if not block.is_right(view(i), value.start, sums[i]):
-                wrong[i] = block.verify(view(i), value.header, sums[i]) or Reason.CORRUPT
+        wrong = wrong_values(values[:num_read], view, sums)
+        if wrong and num_there is not None and (num_left := num_there()) < num_read:
+            wrong = {i: r if i < num_left else Reason.LOST for i, r in wrong.items()}
         if read.reason is not None and num_read < len(values):
             wrong[num_read] = read.reason
         self._remove(child, {values[i].key: reason for i, reason in wrong.items()})

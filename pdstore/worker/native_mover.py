@@ -17,11 +17,12 @@ from pdstore.worker.child_job import ChildJob
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.job_run import Urgency
 from pdstore.worker.mapped_memory import MappedMemory
-from pdstore.worker.mover import Ends, Loaded, Source, Verified
+from pdstore.worker.mover import Ends, Loaded, Source
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
 from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value
+from pdstore.worker.verified import Verified
 
 _REST_S = 0.001
 """A worker sleeps for so long after the last shares of a hand-off: P answers at about that time,

@@ -19,13 +19,14 @@ from pdstore.store.checked import count_of
 from pdstore.store.optional import SealingWriter, VerifyingReader
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import BAD, Ends, Verified
+from pdstore.worker.mover import BAD, Ends
 from pdstore.worker.staged_mover import Arrived, StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.native import NativeSwap, Packed
 from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value, keys_of
+from pdstore.worker.verified import Verified
 
 
 class NativeStagedMover(StagedMover):

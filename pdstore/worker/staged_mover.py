@@ -19,10 +19,11 @@ from pdstore.store.optional import ChecksumReader
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Source, Verified
+from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Source
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, keys_of, whole_blocks
+from pdstore.worker.verified import Verified
 
 Arrived: TypeAlias = Callable[[Sequence[Value], Callable[[], Callable[[], None]]], None]
 

@@ -31,12 +31,13 @@ from pdstore.worker.follower import Follow
 from pdstore.worker.job_run import JobRun
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.mark_work import MarkWork
-from pdstore.worker.mover import Ends, Verified
+from pdstore.worker.mover import Ends
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
+from pdstore.worker.verified import Verified
 from tests.model.replay import Body, ReplayStore
 from tests.model.rules import Rules
 from tests.model.watch import STALL_S, Watch
@@ -93,7 +94,7 @@ class BlindStore(WrapperStore):
 class TrustingMover(StagedMover):
     """Takes what it read for right."""
 
-    def _verify(self, child, values, view, read, sums=None) -> Verified:
+    def _verify(self, child, values, view, read, sums=None, num_there=None) -> Verified:
         return read
 
 

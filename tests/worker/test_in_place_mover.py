@@ -23,6 +23,7 @@ class Spied(InPlace):
         self._arena = arena
         self.calls: list[str] = []
         self.before_still_there = lambda loan: None
+        self.after_borrow = lambda: None
 
     def __getattr__(self, name):
         if name in ("fill", "take"):  # then it is no `NativeInPlace`, and all is done step by step
@@ -50,7 +51,9 @@ class Spied(InPlace):
 
     def borrow(self, keys, sizes):
         self.calls.append("borrow")
-        return self._arena.borrow(keys, sizes)
+        loan = self._arena.borrow(keys, sizes)
+        self.after_borrow()
+        return loan
 
     def still_there(self, loan):
         self.calls.append("still_there")
@@ -158,6 +161,27 @@ def test_memory_that_another_value_took_over_during_the_copy_does_not_count(inst
     store.before_still_there = replace
     result = d.pool.load(d.cache.keys(range(64)), D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.LOST)
+
+
+def test_a_value_whose_place_was_taken_before_it_was_looked_at_is_lost_not_wrong(
+    instance, store, arena, caplog
+):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(64))
+    keys, size = p.cache.keys(range(64)).store_keys(p.layout.parts), BLOCK_BYTES + HEADER_BYTES
+
+    def replace():
+        store.after_borrow = lambda: None
+        arena.remove(keys)
+        for n in range(100):
+            reservation = arena.reserve(instance_keys(p, n), [size])
+            reservation.places.value(0)[:] = b"\xee" * size
+            arena.publish(reservation, 1)
+
+    store.after_borrow = replace
+    result = d.pool.load(d.cache.keys(range(64)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (0, Reason.LOST)
+    assert "is removed" not in caplog.text
 
 
 def instance_keys(p, n):
