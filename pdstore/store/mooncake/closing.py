@@ -15,6 +15,7 @@ from typing import Protocol
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import StoreError
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +89,10 @@ def close_on_sigterm() -> None:
 
 
 def _close_all() -> None:
+    drained = Deadline(_DRAIN_AT_EXIT_S)  # for all of them together
     for owner in list(_owners):
         with contextlib.suppress(StoreError):
-            owner.close(_DRAIN_AT_EXIT_S)
+            owner.close(drained.remaining_s())
 
 
 def _set_all_aside() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
 from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.client import DRAIN_S, Client
 from pdstore.store.mooncake.server import State
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
@@ -117,6 +117,19 @@ def test_close_waits_for_the_calls_that_run(store, raw):
     assert raw.is_closed
     with pytest.raises(StoreClosed):
         store.match(fresh_keys(1))
+
+
+def test_the_clients_of_a_store_have_one_time_to_drain(open_double, monkeypatch):
+    store, given = open_double(connections=4), []
+
+    def close(client, drain_s):
+        given.append(drain_s)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(Client, "close", close)
+    store.close()
+    assert len(given) == 5
+    assert given[-1] <= DRAIN_S - 4 * 0.02
 
 
 def test_memory_is_not_given_to_an_object_whose_store_was_closed_while_it_was_made(server, raw):
