@@ -124,19 +124,22 @@ class Lifecycle:
     def __init__(self, label: str) -> None:
         self._label = label
         self._pid = os.getpid()
-        self._ended = False
+        self._refuses = self._ended = False
 
     @property
     def is_closed(self) -> bool:
         return self._ended or self._pid != os.getpid()
 
     def check(self, num_done: int = 0) -> None:
-        """Raises StoreClosed if it is over."""
-        if self.is_closed:
-            why = (
-                "is closed" if self._ended else "belongs to the parent process: open it again here"
-            )
+        """Raises StoreClosed if it is over, or calls are refused."""
+        if self._refuses or self.is_closed:
+            is_here = self._pid == os.getpid()
+            why = "is closed" if is_here else "belongs to the parent process: open it again here"
             raise StoreClosed(f"{self._label} {why}", num_done=num_done)
+
+    def refuse(self) -> None:
+        """Refuses calls from now on; `end` is still to come."""
+        self._refuses = True
 
     def end(self) -> bool:
         """Ends it; True for the one call, in the store's own process, that has to clean up."""

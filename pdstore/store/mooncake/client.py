@@ -18,13 +18,12 @@ from typing import Protocol
 
 from pdstore.errors import StoreTimeout, StoreUnavailable
 from pdstore.store.base import Lifecycle
-from pdstore.store.mooncake.closing import close_at_exit, close_in_time, set_aside
+from pdstore.store.mooncake.closing import DRAIN_S, close_at_exit, close_in_time, set_aside
 from pdstore.store.mooncake.codes import is_outage, name_of
 from pdstore.store.mooncake.server import Server, State
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 5.0
 _SET_UP_S = 30.0  # how long a call waits for another thread's `setup`
 _SLOW_CALL_S = 1.0
 
@@ -129,6 +128,10 @@ class Client:
         close_in_time(raw, self._label)
         with self._changed:
             self._suspended = None
+
+    def refuse(self) -> None:
+        """Refuses calls from now on; those that run go on, and `close` waits for them."""
+        self._lifecycle.refuse()
 
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine.

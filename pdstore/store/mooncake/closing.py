@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from types import FrameType
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+DRAIN_S = 5.0
 _DRAIN_AT_EXIT_S = 1.0
 
 
@@ -30,8 +32,9 @@ class Closable(Protocol):
 
 
 class Owner(Protocol):
-    """A client, which owns such an object."""
+    """A client, which owns such an object. `close` waits for calls, `refuse` takes no new ones."""
 
+    def refuse(self) -> None: ...
     def close(self, drain_s: float) -> None: ...
     def set_aside(self) -> None: ...
 
@@ -63,6 +66,20 @@ def close_in_time(raw: Closable, label: str, timeout_s: float = CLOSE_S) -> None
     closer.close(0.1)
 
 
+def close_together(owners: Collection[Owner], drain_s: float = DRAIN_S) -> None:
+    """Closes all of them; the calls that run have one time to end.
+
+    None takes new calls from the start: one that is busy for long would else leave the others at
+    work until no time is left to wait for theirs.
+    """
+    for owner in owners:
+        owner.refuse()
+    drained = Deadline(drain_s)
+    for owner in owners:
+        with contextlib.suppress(StoreError):
+            owner.close(drained.remaining_s())
+
+
 def close_at_exit(owner: Owner) -> None:
     """Closes the owner before the interpreter ends; sets its object aside in forked children."""
     global _hooks_are_set
@@ -89,10 +106,7 @@ def close_on_sigterm() -> None:
 
 
 def _close_all() -> None:
-    drained = Deadline(_DRAIN_AT_EXIT_S)  # for all of them together
-    for owner in list(_owners):
-        with contextlib.suppress(StoreError):
-            owner.close(drained.remaining_s())
+    close_together(list(_owners), _DRAIN_AT_EXIT_S)
 
 
 def _set_all_aside() -> None:

@@ -16,8 +16,8 @@ from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.barrier import Barrier
 from pdstore.store.mooncake.batches import Batches, Lane
-from pdstore.store.mooncake.client import DRAIN_S, Client, Raw
-from pdstore.store.mooncake.closing import close_on_sigterm
+from pdstore.store.mooncake.client import Client, Raw
+from pdstore.store.mooncake.closing import close_on_sigterm, close_together
 from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import Library, check_installed
@@ -27,7 +27,6 @@ from pdstore.store.mooncake.put import Putter
 from pdstore.store.mooncake.server import Server
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
-from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -213,9 +212,7 @@ class MooncakeStore(Store):
     def close(self) -> None:
         if self._lifecycle.end():
             self._memory.disconnect()
-            drained = Deadline(DRAIN_S)  # for all clients together
-            for client in (*(lane.client for lane in self._lanes), self._lookup):
-                client.close(drained.remaining_s())
+            close_together((*(lane.client for lane in self._lanes), self._lookup))
 
     def _connect_data(self) -> Raw | int:
         raw = self._library.connect_data()

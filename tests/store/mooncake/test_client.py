@@ -11,7 +11,8 @@ import pytest
 
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
 from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.mooncake.client import DRAIN_S, Client
+from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.closing import close_together
 from pdstore.store.mooncake.server import State
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
@@ -119,17 +120,28 @@ def test_close_waits_for_the_calls_that_run(store, raw):
         store.match(fresh_keys(1))
 
 
-def test_the_clients_of_a_store_have_one_time_to_drain(open_double, monkeypatch):
-    store, given = open_double(connections=4), []
+def test_clients_have_one_time_to_drain_and_take_no_calls_in_it(open_client, raw):
+    """A call that never ends takes all of the time; the others are closed all the same."""
+    other = RawDouble()
+    hung, busy = open_client(raw), open_client(other)
+    is_busy = threading.Event()
 
-    def close(client, drain_s):
-        given.append(drain_s)
-        time.sleep(0.02)
+    def call_on():
+        with contextlib.suppress(StoreClosed):
+            while True:
+                with busy.call():
+                    is_busy.set()
+                    time.sleep(0.02)
 
-    monkeypatch.setattr(Client, "close", close)
-    store.close()
-    assert len(given) == 5
-    assert given[-1] <= DRAIN_S - 4 * 0.02
+    with hung.call():
+        join = start_background(call_on)
+        assert is_busy.wait(30)
+        begin = time.monotonic()
+        close_together([hung, busy], drain_s=0.2)
+        assert time.monotonic() - begin < 5
+        assert other.is_closed
+        assert not raw.is_closed
+    join(30)
 
 
 def test_memory_is_not_given_to_an_object_whose_store_was_closed_while_it_was_made(server, raw):

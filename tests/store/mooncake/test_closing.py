@@ -16,6 +16,8 @@ OWNER = """
 import os, sys, time
 from pdstore.store.mooncake.closing import close_at_exit, close_on_sigterm
 class Owner:
+    def refuse(self):
+        print("refuses", flush=True)
     def close(self, drain_s):
         print("closed", flush=True)
     def set_aside(self):
@@ -78,14 +80,22 @@ def run(code: str) -> subprocess.Popen[str]:
 
 def test_an_owner_is_closed_at_exit():
     with run("") as process:
-        assert process.communicate(timeout=60)[0].split() == ["ready", "closed"]
+        assert process.communicate(timeout=60)[0].split() == ["ready", "refuses", "closed"]
     assert process.returncode == 0
+
+
+def test_no_owner_takes_calls_while_another_is_closed_at_exit():
+    with run(
+        "others = Owner(), Owner()\nfor each in others:\n    close_at_exit(each)\n"
+    ) as process:
+        said = process.communicate(timeout=60)[0].split()
+    assert said == ["ready", *["refuses"] * 3, *["closed"] * 3]
 
 
 def test_an_owner_is_set_aside_in_a_forked_child_and_closed_in_the_parent_alone():
     code = "pid = os.fork()\nif pid == 0:\n    os._exit(0)\nos.waitpid(pid, 0)\n"
     with run(code) as process:
-        assert process.communicate(timeout=60)[0].split() == ["ready", "aside", "closed"]
+        assert process.communicate(timeout=60)[0].split() == ["ready", "aside", "refuses", "closed"]
 
 
 OWN_HANDLER = """
@@ -98,5 +108,5 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 def test_sigterm_closes_and_ends_the_process_as_the_program_wants(handler, status):
     code = f"{handler}\nclose_on_sigterm()\nos.kill(os.getpid(), 15)\ntime.sleep(10)\n"
     with run(code) as process:
-        assert process.communicate(timeout=60)[0].split() == ["ready", "closed"]
+        assert process.communicate(timeout=60)[0].split() == ["ready", "refuses", "closed"]
     assert process.returncode == status
