@@ -7,10 +7,9 @@ exclude each other (`Ticker`).
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from pdstore.errors import StoreError
@@ -20,6 +19,7 @@ from pdstore.format.namespace import Namespace
 from pdstore.format.pulse import is_beat
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
+from pdstore.scheduler.call_watch import CallWatch
 from pdstore.scheduler.handoff_progress import HandoffProgress
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.marker_search import MarkerSearch
@@ -37,6 +37,7 @@ from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MOST_ANSWERS = 8  # matches between two looks for markers
+_UNHEARD = (Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD)
 _SWEEP_S = 0.05  # how late the end of a lookup, or of its time, may be noticed
 _TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of other hosts
 
@@ -73,7 +74,8 @@ class HandoffWatcher:
         pace: Pace | None = None,
     ) -> None:
         self._namespace, self._metrics, self._identity = namespace, metrics, identity
-        self._find, self._patience_s, self._on_other_pool = find, patience_s, on_other_pool
+        self._find, self._on_other_pool = find, on_other_pool
+        self._calls = CallWatch(patience_s)
         self._search = MarkerSearch(store)
         self._arrivals: deque[Lookup] = deque()
         self._waits, self._pulses = WaitIndex(), Pulses(namespace)
@@ -83,7 +85,6 @@ class HandoffWatcher:
         self._pace_of_p = pace_of_p or PrefillRate()
         self._watched: list[HandoffProgress] = []  # of lookups that ended early, to learn the pace
         self._sweep_deadline = Deadline(0.0)
-        self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._listener: ChangeListener | None = None
         self._pace = pace or Pace()
         teller = find_optional(store, TellsChanges)
@@ -110,8 +111,7 @@ class HandoffWatcher:
     @property
     def is_stuck(self) -> bool:
         """True while a store call takes too long: a new lookup would wait in vain."""
-        deadline = self._call_deadline
-        return deadline is not None and deadline.is_over()
+        return self._calls.is_stuck
 
     def close(self) -> None:
         """Stops the threads and ends the lookups that wait."""
@@ -127,7 +127,7 @@ class HandoffWatcher:
             self._drop(self._waits)
 
     def _turn(self) -> float | None:
-        with self._asking():
+        with self._calls.calling():
             self._identity.refresh()
         self._let_in()
         self._sweep()
@@ -144,18 +144,23 @@ class HandoffWatcher:
             lookup = self._arrivals.popleft()
             handoff = lookup.handoff
             assert handoff is not None
-            with self._asking():
-                is_same = self._identity.is_same(handoff.pool_id)
-            if is_same:
-                wait = MarkerWait(lookup, handoff, self._namespace, pace=self._pace_of_p)
-                self._waits.add(wait)
-                self._pulses.add(wait)
-                self._new.append(wait)
-                self._plan.ask(wait.wanted(with_failed=True))
-                self._pace.hurry()
-            else:
-                self._on_other_pool(handoff)
+            if self._is_elsewhere(handoff):
                 lookup.finish(Match.miss(lookup.keys, Reason.OTHER_POOL))
+                continue
+            wait = MarkerWait(lookup, handoff, self._namespace, pace=self._pace_of_p)
+            self._waits.add(wait)
+            self._pulses.add(wait)
+            self._new.append(wait)
+            self._plan.ask(wait.wanted(with_failed=True))
+            self._pace.hurry()
+
+    def _is_elsewhere(self, handoff: Handoff) -> bool:
+        """Looks whether P uses another pool, and tells if so."""
+        with self._calls.calling():
+            if self._identity.is_same(handoff.pool_id):
+                return False
+        self._on_other_pool(handoff)
+        return True
 
     def _sweep(self) -> None:
         """Drops the waits whose lookup has ended, and ends those whose time is up."""
@@ -203,7 +208,7 @@ class HandoffWatcher:
     def _search_for(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns those of the keys that are stored; a store that errs ends all waits."""
         try:
-            with self._asking():
+            with self._calls.calling():
                 return self._search.stored(keys) if keys else set()
         except StoreError as error:
             for wait in self._waits:
@@ -278,22 +283,16 @@ class HandoffWatcher:
         """Matches some of the lookups that need not wait any more."""
         for _ in range(min(_MOST_ANSWERS, len(self._answers))):
             lookup, because = self._answers.popleft()
-            if not lookup.is_over():
-                with self._asking():
-                    fault = Match.miss(lookup.keys, Reason.FAULT)
-                    lookup.finish(call_or(partial(self._find, lookup.keys, because), fault))
+            if lookup.is_over():
+                continue
+            if because in _UNHEARD and lookup.handoff and self._is_elsewhere(lookup.handoff):
+                because = Reason.OTHER_POOL  # the store did not answer when the lookup came
+            with self._calls.calling():
+                fault = Match.miss(lookup.keys, Reason.FAULT)
+                lookup.finish(call_or(partial(self._find, lookup.keys, because), fault))
 
     def _drop(self, waits: Iterable[MarkerWait]) -> None:
         for wait in waits:
             self._waits.remove(wait)
             self._pulses.remove(wait)
             self._computing.discard(wait)
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Surrounds every call of the store, so that `is_stuck` knows how long it takes."""
-        self._call_deadline = Deadline(self._patience_s)
-        try:
-            yield
-        finally:
-            self._call_deadline = None

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from pdstore.format.keys import PromptKeys
 from pdstore.outcome import Reason
+from pdstore.scheduler.call_watch import CallWatch
 from pdstore.scheduler.lookup import Lookup, Match
-from pdstore.threads import Deadline, Ticker, call_or
+from pdstore.threads import Ticker, call_or
 
 
 class LookupQueue:
@@ -25,9 +26,9 @@ class LookupQueue:
         patience_s: float,
         find_new: Callable[[PromptKeys], Match | None] = lambda keys: None,
     ) -> None:
-        self._find, self._patience_s, self._find_new = find, patience_s, find_new
+        self._find, self._find_new = find, find_new
+        self._calls = CallWatch(patience_s)
         self._lookups: deque[Lookup] = deque()
-        self._call_deadline: Deadline | None = None  # while the thread is in a store call
         self._thread = Ticker("pdstore-lookups", self._turn)
 
     def add(self, lookup: Lookup) -> None:
@@ -44,8 +45,7 @@ class LookupQueue:
     @property
     def is_stuck(self) -> bool:
         """True while a store call takes too long: a new lookup would wait in vain."""
-        deadline = self._call_deadline
-        return deadline is not None and deadline.is_over()
+        return self._calls.is_stuck
 
     def close(self) -> None:
         """Stops the thread and ends the lookups that it did not answer."""
@@ -56,9 +56,8 @@ class LookupQueue:
     def _turn(self) -> None:
         while (lookup := self._next()) is not None:
             if not lookup.is_over():
-                self._call_deadline = Deadline(self._patience_s)
-                found = self._answer(lookup.keys)
-                self._call_deadline = None
+                with self._calls.calling():
+                    found = self._answer(lookup.keys)
                 lookup.finish(found)
 
     def _next(self) -> Lookup | None:

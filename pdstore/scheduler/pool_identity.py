@@ -44,18 +44,24 @@ class PoolIdentity:
         return pool_id == current.hex()
 
     def is_same(self, pool_id: str | None) -> bool:
-        """Does as `may_be`, but asks the store before it returns False: no answer is no False."""
-        return self.may_be(pool_id) or not self._ask() or self.may_be(pool_id)
+        """Does as `may_be`, but asks the store first where that says no.
+
+        A store that tells no id is no reason to say no.
+        """
+        if self.may_be(pool_id):
+            return True
+        is_known = self._ask()
+        return self.may_be(pool_id) if is_known else True
 
     def _ask(self) -> bool:
-        """Returns False, and leaves things as they are, if the store does not answer."""
+        """Asks the store. Returns False, and leaves things as they are, if it tells no id."""
         self._deadline = Deadline(self._age_s)
         pool_id = call_or(self._read, None)
         if pool_id is None:
             return False
         if pool_id != self.current:
-            is_first, self.current = self.current is None, pool_id
-            self._change_deadline = Deadline(0.0 if is_first else 2 * self._age_s)
+            self._change_deadline = Deadline(0.0 if self.current is None else 2 * self._age_s)
+            self.current = pool_id
         return True
 
     def _read(self) -> bytes | None:

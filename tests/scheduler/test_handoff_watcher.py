@@ -361,6 +361,23 @@ def test_another_pool_is_not_waited_for(rig):
     assert len(one.others) == 1
 
 
+def test_another_pool_is_noticed_later_where_the_store_did_not_answer_at_first(rig, monkeypatch):
+    """The hand-off is then waited for in vain, and P is not what is wrong."""
+
+    def fail(keys, slots):
+        raise StoreUnavailable("away")
+
+    one = rig()
+    eventually(lambda: one.identity.current)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.store, "get", fail)
+        lookup = one.wait_for(HandoffId.new(), wait_s=0.3, pool_id="ab" * 16)
+        eventually(lambda: one.store.searches)
+    assert lookup.wait(10).reason is Reason.OTHER_POOL
+    assert one.matched == [Reason.OTHER_POOL]
+    assert len(one.others) == 1
+
+
 def test_a_store_that_tells_is_asked_at_its_changes(rig):
     one, handoff = rig(TellingStore(), pace=Pace(last_s=600.0, growth=1e6)), HandoffId.new()
     lookup = one.wait_for(handoff)
