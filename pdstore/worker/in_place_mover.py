@@ -11,7 +11,7 @@ from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots
-from pdstore.store.checked import count_of
+from pdstore.store.checked import count_of, is_count
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.store.optional import PutsAtOnce
@@ -21,7 +21,7 @@ from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Ends, Loaded, Mover, Source
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import Value, whole_blocks
-from pdstore.worker.verified import Verified
+from pdstore.worker.verified import Verified, wrong_values
 
 _LOOK_S = 0.05
 
@@ -106,7 +106,7 @@ class InPlaceMover(Mover):
         window = list(values[: self._window])
         with contextlib.ExitStack() as held:
             loan, read = self._borrow(child, held, window)
-            return len(window), self._verify_loan(child, window, loan, read)
+            return len(window), self._verify(child, window, loan.places.value, read)
 
     def _fill(
         self,
@@ -142,7 +142,7 @@ class InPlaceMover(Mover):
         with contextlib.ExitStack() as held:
             loan, read = self._borrow(child, held, window)
             value_at = loan.places.value
-            read = self._verify_loan(child, window, loan, read)
+            read = self._verify(child, window, value_at, read)
             usable = self._whole(window, read)
             if usable:
 
@@ -191,7 +191,7 @@ class InPlaceMover(Mover):
         """Borrows the values that are stored; `held` releases them."""
         self._wait_for_memory(child)
         keys, sizes = [value.key for value in window], [value.size for value in window]
-        read: Verified | None = None
+        read = Verified(len(keys))
         with child.in_store_call():
             try:
                 loan = self._in_place.borrow(keys, sizes)
@@ -200,23 +200,32 @@ class InPlaceMover(Mover):
                 n = read.num_right
                 loan = self._in_place.borrow(keys[:n], sizes[:n])
             held.callback(self._in_place.release, loan)
-        found = count_of(len(loan), keys, self._store)
-        if read is None:
-            read = Verified(found, None if found == len(keys) else Reason.LOST)
-        return loan, read._replace(num_right=min(found, read.num_right))
+        found = count_of(len(loan), keys[: read.num_right], self._store)
+        return loan, read if found == read.num_right else Verified(found, Reason.LOST)
 
-    def _verify_loan(
-        self, child: ChildJob, window: Sequence[Value], loan: Loan, read: Verified
-    ) -> Verified:
-        """Verifies borrowed values; those whose place was taken meanwhile are lost, not wrong."""
-        num_there = partial(self._in_place.still_there, loan)
-        return self._verify(child, window, loan.places.value, read, num_there=num_there)
+    def _look_again(self, child: ChildJob, value: Value, reason: Reason) -> Reason:
+        """Looks at a value alone: if its place was taken while it was read, it is lost, not wrong.
+
+        Then another value's bytes were seen, and whoever saved this one again must not lose it.
+        """
+        with contextlib.ExitStack() as held:
+            loan, read = self._borrow(child, held, [value])
+            if not read.num_right:
+                return read.reason or Reason.LOST
+            view = loan.places.value
+            wrong = wrong_values([value], view, self._swap.checksums([view(0)]))
+            has_stayed = self._num_there(loan, [value]) == 1
+            return wrong.get(0, Reason.LOST) if has_stayed else Reason.LOST
 
     def _confirm(self, loan: Loan, copied: Sequence[Value], loaded: Loaded) -> None:
         """After a copy: counts the values whose bytes were theirs all the time."""
-        answer = self._in_place.still_there(loan)
-        there = copied[
-            : whole_blocks(copied, count_of(min(answer, len(copied)), copied, self._store))
-        ]
+        there = copied[: whole_blocks(copied, self._num_there(loan, copied))]
         loaded(there, len(there) == len(copied))
         self._count("loaded", there)
+
+    def _num_there(self, loan: Loan, values: Sequence[Value]) -> int:
+        """Returns how many of some first values of a loan have stayed. Raises StoreError."""
+        answer = self._in_place.still_there(loan)
+        if is_count(answer, len(loan)):
+            answer = min(answer, len(values))
+        return count_of(answer, values, self._store)

@@ -186,18 +186,15 @@ class Mover(ABC):
         view: Callable[[int], memoryview],
         read: Verified,
         sums: Sequence[int] | None = None,
-        num_there: Callable[[], int] | None = None,
     ) -> Verified:
-        """Verifies the values that a read brought; removes all that are wrong.
-
-        num_there: returns how many of the first values have stayed where they were read; None: all.
-        """
+        """Verifies the values that a read brought; removes all that are wrong."""
         num_read = read.num_right
         if sums is None:
             sums = self._swap.checksums([view(i) for i in range(num_read)])
-        wrong = wrong_values(values[:num_read], view, sums)
-        if wrong and num_there is not None and (num_left := num_there()) < num_read:
-            wrong = {i: r if i < num_left else Reason.LOST for i, r in wrong.items()}
+        wrong = {
+            i: self._look_again(child, values[i], reason)
+            for i, reason in wrong_values(values[:num_read], view, sums).items()
+        }
         if read.reason is not None and num_read < len(values):
             wrong[num_read] = read.reason
         self._remove(child, {values[i].key: reason for i, reason in wrong.items()})
@@ -205,6 +202,10 @@ class Mover(ABC):
             first, reason = next(iter(wrong.items()))
             read = Verified(first, reason)
         return read._replace(num_read=num_read)
+
+    def _look_again(self, child: ChildJob, value: Value, reason: Reason) -> Reason:
+        """Returns why a value that was read wrong, for this reason, must not be used."""
+        return reason
 
     def _seal(self, values: Sequence[Value], views: Sequence[memoryview]) -> None:
         """Writes the headers, with their checksums, of values whose payloads are in place."""

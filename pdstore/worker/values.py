@@ -41,6 +41,9 @@ class Value(NamedTuple):
     leads: bool
     counts: bool
 
+    def __str__(self) -> str:
+        return self.key
+
     @property
     def header(self) -> block.Header:
         return block.header_of(self.start)

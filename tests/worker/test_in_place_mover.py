@@ -15,6 +15,8 @@ from pdstore.testing.values import get
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
+SIZE = BLOCK_BYTES + HEADER_BYTES
+
 
 class Spied(InPlace):
     """Passes every call to an arena and can interfere with each."""
@@ -51,8 +53,10 @@ class Spied(InPlace):
 
     def borrow(self, keys, sizes):
         self.calls.append("borrow")
-        loan = self._arena.borrow(keys, sizes)
-        self.after_borrow()
+        try:
+            loan = self._arena.borrow(keys, sizes)
+        finally:
+            self.after_borrow()
         return loan
 
     def still_there(self, loan):
@@ -168,20 +172,64 @@ def test_a_value_whose_place_was_taken_before_it_was_looked_at_is_lost_not_wrong
 ):
     p, d = instance(), instance(fill=POISON, workers=2)
     save(p, range(64))
-    keys, size = p.cache.keys(range(64)).store_keys(p.layout.parts), BLOCK_BYTES + HEADER_BYTES
+    keys = p.cache.keys(range(64)).store_keys(p.layout.parts)
 
     def replace():
-        store.after_borrow = lambda: None
         arena.remove(keys)
         for n in range(100):
-            reservation = arena.reserve(instance_keys(p, n), [size])
-            reservation.places.value(0)[:] = b"\xee" * size
+            reservation = arena.reserve(instance_keys(p, n), [SIZE])
+            reservation.places.value(0)[:] = b"\xee" * SIZE
             arena.publish(reservation, 1)
 
-    store.after_borrow = replace
+    once(store, replace)
     result = d.pool.load(d.cache.keys(range(64)), D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.LOST)
     assert "is removed" not in caplog.text
+
+
+def test_a_damaged_value_is_removed_also_behind_one_that_went_away(instance, store, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    names = p.cache.keys(range(200)).store_keys(p.layout.parts)
+    arena.borrow(names[2:3], [SIZE]).places.value(0)[HEADER_BYTES] ^= 1
+    once(store, lambda: arena.remove(names[:1]))
+    assert load(d, range(200)).num_tokens == 0
+    assert arena.which_stored(names) == [False, True, False, True]
+
+
+def test_a_value_that_went_away_before_one_of_another_length_is_lost_not_wrong(
+    instance, store, arena, caplog
+):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    names = p.cache.keys(range(200)).store_keys(p.layout.parts)
+    arena.remove(names[2:3])
+    arena.publish(arena.reserve(names[2:3], [5000]), 1)
+    once(store, lambda: arena.remove(names[1:2]))
+    assert load(d, range(200)) == JobResult(64, Reason.LOST)
+    assert f"{names[1]} is" not in caplog.text
+
+
+@pytest.mark.parametrize("answer", [None, -1, 9])
+def test_an_impossible_answer_about_what_has_stayed_is_an_error_of_the_store(
+    instance, store, monkeypatch, answer
+):
+    p, d = instance(), instance(fill=POISON)
+    save(p, range(200))
+    monkeypatch.setattr(store, "still_there", lambda loan: answer)
+    result = load(d, range(200))
+    assert (result.num_tokens, result.reason) == (0, Reason.STORE_ERROR)
+    assert len(str(result.error)) < 200
+
+
+def once(store, happens):
+    """Does something behind the next call of `borrow`, and no more."""
+
+    def happen():
+        store.after_borrow = lambda: None
+        happens()
+
+    store.after_borrow = happen
 
 
 def instance_keys(p, n):
