@@ -61,9 +61,10 @@ def _table(
 
 def _read(url: str) -> MetricsPage | str:
     try:
-        return MetricsPage.read(url)
+        page = MetricsPage.read(url)
     except StoreUnavailable as error:
         return str(error)
+    return page if page.has("pdstore_tokens_total") else "no instance's metrics: name P or D"
 
 
 def _numbers(page: MetricsPage) -> dict[str, Json]:

@@ -37,6 +37,10 @@ class MetricsPage:
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise StoreUnavailable(f"{address}: {error}") from error
 
+    def has(self, name: str) -> bool:
+        """True if it shows this metric, be it 0."""
+        return any(found.rpartition(":")[2] == name for found, _, _ in self._samples)
+
     def total(self, name: str, **labels: str) -> float:
         """Returns the sum of a metric's samples that have these labels; 0 if there are none.
 

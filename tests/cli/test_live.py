@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from prometheus_client import start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -48,6 +48,16 @@ def test_an_instance_that_is_away_is_red_and_status_1():
     ran = run("top", "http://127.0.0.1:9", "--once")
     assert ran.status == 1
     assert "away" in ran.out
+
+
+def test_a_page_of_something_else_is_red_and_status_1():
+    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
+    ran = run("top", f"http://127.0.0.1:{server.server_port}", "--once")
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert ran.status == 1
+    assert "name P or D" in " ".join(ran.out.split())
 
 
 def test_on_a_terminal_it_goes_on_until_ctrl_c(instance):

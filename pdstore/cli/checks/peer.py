@@ -84,7 +84,8 @@ def _silence(url: str, error: Exception) -> Finding:
     if isinstance(error, ConfigError):
         return bad(f"peer {url}", str(error), "write http://HOST:PORT")
     if isinstance(error, ConnectionError | TimeoutError):
-        return bad(f"peer {url}", f"no answer: {error}", "start it, or name the URL of its API")
+        remedy = "start it (PDSTORE_STATUS_PORT opens such a port), or name the URL of its API"
+        return bad(f"peer {url}", f"no answer: {error}", remedy)
     return warn(
         f"peer {url}",
         f"neither {_PATH} nor /metrics there tells of pdstore: {error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -20,6 +21,8 @@ SLAB_BYTES = 64 << 20
 """Registering so much at once with a GPU takes 1 ms; pieces of 16 MiB take three times as long."""
 _MIN_SLAB_BYTES = 64 << 10
 _MIN_SLABS = 16
+_UNIT_BYTES, _LARGEST_SLAB, _MOST_SLABS = 4096, 4 << 30, 1 << 17  # csrc's, arena_layout.h
+_WRITABLE = "name a directory that this user may write to (?dir=)"
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
 
 
@@ -41,9 +44,10 @@ def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: 
     except StoreError:  # some of them are OSErrors too
         raise
     except PermissionError as error:
-        raise StoreDenied(f"{path}: {error.strerror}") from error
+        raise StoreDenied(f"{path}: {error.strerror}; {_WRITABLE}") from error
     except OSError as error:
-        raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
+        what = f"; {_WRITABLE}" if error.errno == errno.EROFS else ""
+        raise StoreUnavailable(f"{path}: {error.strerror or error}{what}") from error
     raise StoreUnavailable(f"{path} appears and vanishes: somebody else removes it")
 
 
@@ -97,10 +101,7 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
             os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory, follow_symlinks=True)
         except ValueError as error:
             os.close(fd)
-            raise ConfigError(
-                f"{path}: {_readable(wanted)} hold no slab of {_readable(slab)}: write a larger"
-                " ?size=, and ?slab= as a multiple of 4 KiB or not at all"
-            ) from error
+            raise ConfigError(f"{path}: {_why_refused(wanted, slab)}") from error
         except OSError:
             os.close(fd)
             raise
@@ -122,6 +123,24 @@ def _default_slab(num_bytes: int) -> int:
     while slab > _MIN_SLAB_BYTES and slab * _MIN_SLABS > num_bytes:
         slab //= 2
     return slab
+
+
+def _why_refused(size: int, slab: int) -> str:
+    """Returns what is wrong with sizes that no arena has, and what to write instead."""
+    if slab % _UNIT_BYTES or slab > _LARGEST_SLAB:
+        return f"?slab= is {slab} bytes: write a multiple of 4 KiB, at most 4 GiB, or leave it out"
+    if size < slab:
+        return (
+            f"{_readable(size)} hold no slab of {_readable(slab)}: write a larger ?size=, or a"
+            " smaller ?slab="
+        )
+    least = max(_UNIT_BYTES, 1 << (-(-size // _MOST_SLABS) - 1).bit_length())
+    if slab < least:
+        return (
+            f"{_readable(size)} are too many slabs of {_readable(slab)}: write"
+            f" ?slab={_readable(least)} or more, or leave it out"
+        )
+    return f"{_readable(size)} are too much for one arena: write a ?size= of less than 16 TiB"
 
 
 def _free_bytes(directory: Path) -> int:

@@ -56,7 +56,20 @@ _ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
     (MovedError, StoreUnavailable),
     (AskError, StoreUnavailable),
 )
-_UNKNOWN_AUTHORITY = " (name the authority of the server's certificate: ?ca=/path/ca.pem)"
+_NO_REDIS = "; what answers there is no redis server: is the port right?"
+_SILENT = "; the server is slow or hangs, or is no redis server: is the port right?"
+_NO_SENTINEL = "; is it a sentinel's port (26379), and does that watch a master of this name?"
+_HINTS = {
+    "CERTIFICATE_VERIFY_FAILED": (
+        "; name the authority of the server's certificate: ?ca=/path/ca.pem"
+    ),
+    "reply type byte": _NO_REDIS,
+    "cluster support disabled": "; it is a single server: write redis:// or valkey://",
+    "DB index is out of range": "; the server has fewer databases: 0 is there always",
+    "No master found": _NO_SENTINEL,
+    "unknown command 'SENTINEL'": _NO_SENTINEL,
+}
+"""What to change in the URL, by words of redis-py or of a server."""
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 _OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
 
@@ -190,10 +203,9 @@ def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> Sto
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
-    about = "" if isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    return next(kinds, StoreError)(
-        f"{label}: {_said(error)}{about}{_hint(label, error)}", num_done=num_done
-    )
+    hint = _hint(label, error)
+    about = "" if hint or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
+    return next(kinds, StoreError)(f"{label}: {_said(error)}{about}{hint}", num_done=num_done)
 
 
 def _said(error: RedisError) -> str:
@@ -204,10 +216,12 @@ def _said(error: RedisError) -> str:
 
 def _hint(label: str, error: RedisError) -> str:
     """Returns what to change in the URL, where an error tells."""
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return _UNKNOWN_AUTHORITY
-    if isinstance(error, InvalidResponse) or "reply type byte" in str(error):
-        return "; what answers there is no redis server: is the port right?"
+    said = str(error)
+    for words, hint in _HINTS.items():
+        if words in said:
+            return hint
+    if isinstance(error, InvalidResponse):
+        return _NO_REDIS
     is_lost = isinstance(error, redis.TimeoutError | redis.ConnectionError)
     scheme = label.partition("://")[0]
     if SCHEMES[scheme].is_tls and is_lost:
@@ -216,7 +230,7 @@ def _hint(label: str, error: RedisError) -> str:
             f"; {scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
             " clients for a certificate takes ?cert= and ?key="
         )
-    return ""
+    return _SILENT if said == "Timeout reading from socket" else ""
 
 
 def _database(url: StoreURL, text: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 
-from pdstore.errors import ConfigError, StoreDenied, StoreUnavailable
+from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.threads import run_together
@@ -100,9 +102,30 @@ def test_an_arena_that_was_cut_is_refused(library, path):
 
 
 @pytest.mark.parametrize(
-    ("size", "slab"), [(100 * MIB, 1000), (MIB, 2 * MIB), (8 << 30, 8 << 30), (100, None)]
+    ("size", "slab", "why"),
+    [
+        (100 * MIB, 1000, "slab= is 1000 bytes: write a multiple of 4 KiB"),
+        (8 << 30, 8 << 30, "at most 4 GiB"),
+        (MIB, 2 * MIB, "hold no slab of 2.0MiB"),
+        (100, None, "write a larger .size="),
+        (1024 * MIB, 4096, "too many slabs of 4.0KiB: write .slab=8.0KiB or more"),
+        (16 << 40, 128 * MIB, "less than 16 TiB"),
+    ],
 )
-def test_sizes_that_no_arena_has_are_refused(library, path, size, slab):
-    with pytest.raises(ConfigError, match="slab"):
+def test_sizes_that_no_arena_has_are_refused(library, path, monkeypatch, size, slab, why):
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 38, f_frsize=4096)
+    )
+    with pytest.raises(ConfigError, match=why):
         open_arena_file(path, library, size, slab)
     assert os.listdir(path.parent) == []
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_cannot_be_written_to_asks_for_another(library, path, monkeypatch, number):
+    def refuse(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreError, match=r"\?dir="):
+        open_arena_file(path, library, 4 * MIB, None)

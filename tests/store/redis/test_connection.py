@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 import traceback
@@ -146,6 +147,28 @@ def test_a_server_that_is_no_redis_is_called_that(tmp_path):
             store.match(fresh_keys(1))
         server.shutdown()
         end(10.0)
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("redis+cluster://127.0.0.1:{}", "write redis://"),
+        ("redis://127.0.0.1:{}/77", "0 is there always"),
+        ("redis+sentinel://127.0.0.1:{}/mymaster", r"a sentinel's port \(26379\)"),
+    ],
+)
+def test_an_error_that_the_url_causes_says_what_to_write(redis_server, url, hint):
+    with opened(url.format(redis_server().port)) as store:
+        with pytest.raises(StoreError, match=hint) as caught:
+            store.match(fresh_keys(1))
+        assert "pds1:" not in str(caught.value)
+
+
+def test_a_server_that_takes_connections_and_says_nothing_may_be_another(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}?timeout=0.1"
+        with opened(url) as store, pytest.raises(StoreTimeout, match="is the port right"):
+            store.match(fresh_keys(1))
 
 
 def test_opening_does_not_connect_and_calls_say_who_does_not_answer():
