@@ -5,7 +5,8 @@
 
 All are servers of this machine that are asked over HTTP, in turn, so that ratios hold while its
 speed varies. A row has the median and the range of the time to the first token, the median of what
-a client waits longer than for the instance alone, and how many tokens D loaded of each prompt.
+a client waits longer than for the instance alone, how many tokens D loaded of each prompt, and how
+many of the answers began with P's token.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pdstore.cli.ports import free_ports
 from pdstore.cli.report import Report
 
 COLUMNS = ["tokens", "asked", "first token, ms", "from", "to", "beyond alone, ms", "D loaded"]
+COLUMNS += ["began with P's"]
 ALONE = "one instance alone"
 ROUTERS = {
     "relayed": (),
@@ -41,14 +43,18 @@ ROUTERS = {
 """The ways in which P and D are asked: options of a router each."""
 
 _ANSWER_TOKENS = 4
-_LOADED = "pdstore_tokens_total:loaded"
+_LOADED, _SPLICED = "pdstore_tokens_total:loaded", "router_spliced_total"
 
 
 class Sample(NamedTuple):
-    """One answer: the time to its first token, and the tokens that D loaded for it."""
+    """One answer.
+
+    loaded: tokens that D loaded for it. spliced: 1 if it began with P's token.
+    """
 
     ttft_s: float
     loaded: float
+    spliced: float
 
 
 def main() -> None:
@@ -121,17 +127,24 @@ def _measured(given: argparse.Namespace, urls: dict[str, str], decode: str) -> R
                 1e3 * (sample.ttft_s - own) for sample, own in zip(samples, alone, strict=True)
             )
             loaded = median(sample.loaded for sample in samples)
-            report.add(num_tokens, way, median(times), min(times), max(times), beyond, loaded)
+            spliced = sum(sample.spliced for sample in samples)
+            row = (median(times), min(times), max(times), beyond, loaded, spliced)
+            report.add(num_tokens, way, *row)
     return report
 
 
 def _sample(url: str, decode: str, num_tokens: int, rest_s: float) -> Sample:
     """Asks for a prompt that nobody has seen; then P has time to store it."""
     prompt = [random.randrange(len(LETTERS)) for _ in range(num_tokens)]
-    before = counters(decode).get(_LOADED, 0)
+
+    def counts() -> tuple[float, float]:
+        return counters(decode).get(_LOADED, 0), counters(url).get(_SPLICED, 0)
+
+    loaded, spliced = counts()
     answer = ask(url, prompt, _ANSWER_TOKENS)
     time.sleep(rest_s)
-    return Sample(answer.ttft_s, counters(decode).get(_LOADED, 0) - before)
+    after = counts()
+    return Sample(answer.ttft_s, after[0] - loaded, after[1] - spliced)
 
 
 def _parse() -> argparse.Namespace:

@@ -103,8 +103,8 @@ serve() {
     model=$(find_model "$python")
     export PD_TRANSFER_VIA_STORAGE=1
     [[ -z ${PDSTORE_STORE:-} ]] || export PDSTORE_STORE
-    printf '%s on http://127.0.0.1:%s with PD_TRANSFER_VIA_STORAGE=1 (set by this script)\n' \
-        "$role" "$port" >&2
+    printf '%s on http://127.0.0.1:%s with PD_TRANSFER_VIA_STORAGE=1 (set by this script), model %s\n' \
+        "$role" "$port" "$model" >&2
     cd "$ROOT" || die "no directory $ROOT"
     exec "$python" -m "$module" --role "$role" --port "$port" --model "$model" \
         --served-model-name "$MODEL_NAME" "${options[@]}" "$@"

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.handoff.measure import MODES, Sample
 
 HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16} {'ttft':>8}"
+_EXPOSED = "exposed: from P's answer to D's first token, less a decode step; so it may be below 0"
 
 _CONTROLS = {
     "control": "a second one",
@@ -46,13 +47,16 @@ def _row(samples: list[Sample]) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Returns the rows, the lone instance, the bursts and the floor for people, in ms."""
-    return "\n".join([HEAD + "  prefill  stored  D computes", *_lines(found)])
+    head = HEAD + "  prefill  stored  D computes"
+    return "\n".join([head, *_lines(found), _EXPOSED])
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield from map(_line, found["rows"])
     for tokens, took in found["alone_prefill_s"].items():
-        line = f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f}"
+        line = (
+            f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f} ms"
+        )
         for name, words in _CONTROLS.items():
             like = found.get(f"{name}_prefill_s", {}).get(tokens)
             line += f", by {words} {median(like) * 1e3:.1f}" if like else ""
@@ -65,7 +69,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         of_store = [burst for burst in found["bursts"] if burst["store"] == name]
         handed = median(t for burst in of_store for t in burst["ttft_s"])
         alone = median(t for burst in of_store for t in burst["alone_ttft_s"])
-        yield f"{name}: a burst's median first token {handed * 1e3:.1f}; alone {alone * 1e3:.1f}"
+        yield f"{name}: a burst's median first token {handed * 1e3:.1f} ms; alone {alone * 1e3:.1f}"
     for lead in found.get("leads", []):
         said = ", ".join(f"{seconds * 1e3:.1f}" for seconds in lead["lead_s"])
         yield f"{lead['store']}: a concurrent D's load began before P's `done` by {said} ms"
@@ -78,7 +82,7 @@ def _line(row: dict[str, Any]) -> str:
     saved = "" if row["saved_s"] is None else f"{row['saved_s'] * 1e3:.1f}"
     return (
         f"{row['store']:10} {row['mode']:10} {row['tokens']:7} {row['exposed_s'] * 1e3:12.1f}"
-        f" {low * 1e3:7.1f}-{high * 1e3:<8.1f} {row['ttft_s'] * 1e3:8.1f}"
+        f" {low * 1e3:6.1f}..{high * 1e3:<8.1f} {row['ttft_s'] * 1e3:8.1f}"
         f" {row['prefill_s'] * 1e3:8.1f} {saved:>7} {row['d_computed']:11}"
         f"  {', '.join(row['reasons'])}"
     )

@@ -108,7 +108,7 @@ class Calls:
             else:
                 upstream.came_back()
                 return answer
-        raise Refusal.of(503, "no decode instance can be reached")
+        raise Refusal.of(503, "no decode instance can be reached: see /health")
 
     def _tell_of_no_params(self, upstream: Upstream) -> None:
         """Warns, once in a while, of a P that hands nothing over."""

@@ -14,7 +14,7 @@ Cell = float | int | str
 
 @dataclass
 class Report:
-    """Rows of one benchmark. A number is printed with three digits and kept whole in the JSON."""
+    """Rows of one benchmark. A number is printed short, and kept whole in the JSON."""
 
     title: str
     columns: Sequence[str]
@@ -63,4 +63,6 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _shown(cell: Cell) -> str:
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.0f}" if 1000 <= abs(cell) < 1e6 else f"{cell:.3g}"

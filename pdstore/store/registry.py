@@ -96,7 +96,7 @@ def _served(url: str) -> tuple[_Own | None, Sequence[EntryPoint]]:
     foreign = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
     if not separator or (own is None and not foreign):
         shown = without_secret(url)
-        known = ", ".join(f"{name}://" for name in _known())
+        known = ", ".join(f"{name}://" for name in _known() if "+" not in name)
         raise ConfigError(
             f"bad store URL {shown!r}: {_hint(shown)}it must start with one of {known}"
         )

@@ -69,7 +69,7 @@ _HINTS = {
     "No master found": _NO_SENTINEL,
     "unknown command 'SENTINEL'": _NO_SENTINEL,
 }
-"""What to change in the URL, by words of redis-py or of a server."""
+"""Changes of the URL that help, by words of redis-py or of a server."""
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 _OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
 

@@ -165,7 +165,7 @@ async def test_an_error_of_d_is_the_last_event(reply: Reply | None) -> None:
             whole = await client.post("/v1/completions", json=BODY)
     told, error, done, _ = got.text.split("\n\n")
     assert json.loads(told.removeprefix("data: "))["choices"][0]["text"] == " a"
-    expected = "because" if reply else "no decode instance can be reached"
+    expected = "because" if reply else "no decode instance can be reached: see /health"
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == expected
     assert done == "data: [DONE]"
     assert whole.status_code == (500 if reply else 503)
