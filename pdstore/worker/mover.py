@@ -169,7 +169,7 @@ class Mover(ABC):
             if not num_asked:
                 child.check()
                 return
-            rest = rest[min(read.num_read + 1, num_asked) :]  # one that stopped it is gone
+            rest = rest[min(read.num_read + 1, num_asked) :]  # goes on behind what ended it
 
     @abstractmethod
     def _read_some(self, child: ChildJob, values: Sequence[Value]) -> tuple[int, Verified]:
