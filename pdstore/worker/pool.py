@@ -155,9 +155,9 @@ class KVPool:
 
         starts: as `start_handoff` takes them, when the first layers are done.
         """
+        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin(started)
-        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)

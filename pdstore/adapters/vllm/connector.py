@@ -146,12 +146,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
-        new = getattr(connector_output, "kv_connector_stats", None)
-        if new is not None and self._shows_status:
-            self.scheduler.worker_metrics.observe(new)
         self._take_up(report, connector_output.finished_recving or ())
         if self._near is not None:
             self._take_up(*self._near.take_ended(connector_output))
+        given = getattr(connector_output, "kv_connector_stats", None)
+        new = stats.stats_of(given, type(self).__name__)
+        if new is not None and self._shows_status:
+            self.scheduler.worker_metrics.observe(new)
 
     def _take_up(self, report: StepReport | None, loaded: Collection[str]) -> None:
         self.scheduler.report(report, loaded)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pdstore.format.keys import PromptKeys
 from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Json
 from pdstore.format.weights import weights_revision
+from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import Outcome
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -77,6 +79,22 @@ class RequestTracker:
         """True while a part of the prompt is still to be saved, or the hand-off to be published."""
         is_saved = self.num_saved >= self.keys.num_tokens
         return not is_saved or (self.handoff is not None and not self.is_announced)
+
+    def params(self) -> Mapping[str, Json] | None:
+        """Returns `kv_transfer_params`; None, with a warning, if their hand-off is malformed."""
+        params: Mapping[str, Json] | None = self.request.kv_transfer_params
+        try:
+            Handoff.of(params)
+        except ValueError as error:
+            log.warning("%s is taken without a hand-off: %s", self.request.request_id, error)
+            return None
+        return params
+
+    def end_load(self, metrics: Metrics) -> None:
+        """Notes that the running load has ended, and how long the client has waited."""
+        self.num_saved, self.num_loading = max(self.num_saved, self.num_loading), 0
+        if not self.request.num_output_tokens:  # else it was preempted and does not wait
+            metrics.exposed_seconds.observe(time.monotonic() - self.arrived_at)
 
     def look(self, patience: Patience) -> Match | None:
         """Returns the lookup's match; None while there is none, which is waited for once."""

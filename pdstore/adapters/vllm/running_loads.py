@@ -96,7 +96,7 @@ class RunningLoads:
         if _is_complete(spec, job):
             return
         self._failed.add(request_id)
-        if result is None:
+        if result is None and spec.keys is not None:  # without keys it is to fail, and why is known
             self._metrics.miss(Reason.FAULT)
         if not self._fails_whole and self._block_tokens is not None:
             first = num_loaded // self._block_tokens

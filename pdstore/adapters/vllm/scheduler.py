@@ -7,7 +7,6 @@ The workers get their loads and saves with the metadata of a step.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -117,7 +116,7 @@ class PDStoreConnectorScheduler:
         if (keys := keys_of(request, self._cache, self._hashes_items)) is None:
             return None
         tracker = self._requests[request.request_id] = RequestTracker(request, keys)
-        params = request.kv_transfer_params
+        params = tracker.params()
         is_prefill = self._cache.is_prefill(params)
         if is_prefill:
             tracker.handoff, tracker.answer = self._cache.announce(keys, params)
@@ -148,6 +147,8 @@ class PDStoreConnectorScheduler:
         decision = self._break_even.decide(
             name, start=num_computed, found=usable, num_tokens=total, follows=follows
         )
+        if request.num_output_tokens:  # preempted: `PromptSteps` is not told when it is computed
+            self._break_even.forget(name)
         return decision.num_tokens - num_computed
 
     def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
@@ -230,9 +231,7 @@ class PDStoreConnectorScheduler:
         for request_id in loaded:
             if (tracker := self._requests.get(request_id)) and tracker.num_loading:
                 self._break_even.load_ended(request_id, tracker.num_loading)
-                tracker.num_saved = max(tracker.num_saved, tracker.num_loading)
-                tracker.num_loading = 0
-                self._metrics.exposed_seconds.observe(time.monotonic() - tracker.arrived_at)
+                tracker.end_load(self._metrics)
 
     def finish(self, request: Any) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""

@@ -149,7 +149,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {})
+        super().__init__(data=dict(data or {}))
         for kind in (_COUNTERS, _SECONDS, _GAUGES):
             self.data.setdefault(kind, {})
 
@@ -175,6 +175,14 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
             for key, amounts in self.data[_SECONDS].items()
         }
         return {**found, **means}
+
+
+def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | None:
+    """Returns the stats of one connector, by its class's name; MultiConnector's hold several."""
+    if given is None or isinstance(given, PDStoreStats):
+        return given
+    found = given.data.get(connector)
+    return found if isinstance(found, PDStoreStats) else None
 
 
 def _words(key: str) -> str:

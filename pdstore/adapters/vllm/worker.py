@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pdstore.adapters.vllm.describe import (
 )
 from pdstore.adapters.vllm.ended_jobs import EndedJobs
 from pdstore.adapters.vllm.messages import (
+    LoadSpec,
     PDStoreConnectorMetadata,
     RankLayout,
     SaveSpec,
@@ -23,9 +25,12 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.running_loads import RunningLoads
 from pdstore.adapters.vllm.step_saves import StepSaves
+from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
 from pdstore.settings import Settings
+from pdstore.threads import call_or
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.self_test import self_test
@@ -130,17 +135,11 @@ class PDStoreConnectorWorker:
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Starts the loads of a step; marks aborted hand-offs. Called in every step."""
-        for spec in metadata.loads:  # all of them are reported, even if starting one fails
-            self.loads.put(spec, None)
-        for spec in metadata.loads:
-            if spec.keys is None:
-                continue
-            rows = self._rows(spec.tables)
-            job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
-            self.loads.put(spec, job)
-            self._ended.watch(spec.request_id, job)
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
+        for spec in metadata.loads:  # all of them are reported, even if starting one fails
+            self.loads.put(spec, None)
+            call_or(partial(self._start_load, spec), None)
 
     def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
         """Begins to save a layer range of a step, behind what is queued on the current stream."""
@@ -210,6 +209,14 @@ class PDStoreConnectorWorker:
         if self._pool is not None:
             self._pool.close()
 
+    def _start_load(self, spec: LoadSpec) -> None:
+        if spec.keys is None:
+            return
+        rows = self._rows(spec.tables)
+        job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
+        self.loads.put(spec, job)
+        self._ended.watch(spec.request_id, job)
+
     def _open_saves(self, metadata: PDStoreConnectorMetadata) -> None:
         """Starts the saves of a step, at the first call for it."""
         if metadata is self._opened:
@@ -219,20 +226,28 @@ class PDStoreConnectorWorker:
             self._released[spec.number] = 1
         starts = metadata.started_handoffs
         for spec in metadata.saves:
-            save = self.pool.begin_save(
-                spec.keys,
-                self._rows(spec.tables),
-                first_token=spec.first_token,
-                handoff=spec.handoff,
-                after=self._saves_of[spec.request_id],
-                starts=starts,
-            )
-            starts = []  # the first save of the step tells of all
-            del self._released[spec.number]
-            self._step_saves.add(save)
-            self._saves[spec.number] = (spec, save.job)
-            self._ended.watch(spec.request_id, save.job, spec.number)
-            self._saves_of[spec.request_id].append(save.job)
+            if call_or(partial(self._open_save, spec, starts), False):
+                starts = []  # the first save of the step tells of all
+            else:
+                self._metrics.miss(Reason.FAULT)
+                if spec.handoff is not None:
+                    self.pool.abort_handoff(spec.handoff)
+
+    def _open_save(self, spec: SaveSpec, starts: Sequence[tuple[HandoffId, int]]) -> bool:
+        save = self.pool.begin_save(
+            spec.keys,
+            self._rows(spec.tables),
+            first_token=spec.first_token,
+            handoff=spec.handoff,
+            after=self._saves_of.get(spec.request_id, ()),
+            starts=starts,
+        )
+        del self._released[spec.number]
+        self._step_saves.add(save)
+        self._saves[spec.number] = (spec, save.job)
+        self._ended.watch(spec.request_id, save.job, spec.number)
+        self._saves_of[spec.request_id].append(save.job)
+        return True
 
     def _wait_for_end(self, timeout_s: float) -> None:
         jobs = [*self.loads.jobs, *(job for _, job in self._saves.values())]

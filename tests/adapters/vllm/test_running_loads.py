@@ -81,3 +81,14 @@ def test_a_load_of_a_request_that_has_ended_is_cancelled(loads, keys):
     loads.put(LoadSpec("a", keys, [IDS], 0, 200), job)
     assert loads.take({"a"}) == set(), "its blocks are written until it has ended"
     assert ends
+
+
+@pytest.mark.parametrize(("has_keys", "faults"), [(True, 1), (False, None)])
+def test_only_a_load_that_could_not_begin_is_a_fault(keys, has_keys, faults):
+    """One without keys is to fail, because its hand-off fell short; that is counted."""
+    metrics = Metrics()
+    loads = RunningLoads(metrics, block_tokens=16)
+    loads.put(LoadSpec("a", keys if has_keys else None, [IDS], 0, 200), None)
+    assert loads.take() == {"a"}
+    value = metrics.registry.get_sample_value("pdstore_misses_total", {"reason": "fault"})
+    assert (value or None) == faults

@@ -14,6 +14,7 @@ from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.scheduler.break_even import BreakEven
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
@@ -45,10 +46,10 @@ def scheduler_of(url):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
     made = []
 
-    def make(*, may_follow=True, patience=None, **changes):
+    def make(*, may_follow=True, patience=None, metrics=None, **changes):
         settings = settings_of(**{"store": url, **changes})
         given = {"may_follow": may_follow, "patience": patience}
-        scheduler = PDStoreConnectorScheduler(settings, 1, StepMetrics(), **given)
+        scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
         scheduler.bind(Pool())
         scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
         made.append(scheduler)
@@ -298,3 +299,29 @@ def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_c
     [spec] = d.take_metadata().loads
     assert spec.keys is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
+
+
+def test_a_load_after_a_preemption_is_no_wait_of_the_client(scheduler_of, saved):
+    metrics, asked = StepMetrics(), request()
+    both = scheduler_of(metrics=metrics)
+    for asked.num_output_tokens in (0, 5):
+        both.load(asked, [TABLE], found(both, asked))
+        both.report(None, ["r"])
+    assert metrics.registry.get_sample_value("pdstore_exposed_seconds_count") == 1
+
+
+def test_a_preempted_prompt_holds_up_no_other(scheduler_of, monkeypatch):
+    """Nobody tells when it is computed again."""
+    both, asked, forgotten = scheduler_of(), request(), []
+    monkeypatch.setattr(BreakEven, "forget", lambda self, name: forgotten.append(name))
+    found(both, asked)
+    assert forgotten == ["r"], "before it was decided"
+    asked.num_output_tokens = 1
+    found(both, asked)
+    assert forgotten == ["r"] * 3, "before, and behind"
+
+
+def test_a_malformed_handoff_is_none_and_is_told(scheduler_of, saved, caplog):
+    asked = request({"pdstore": {"attempt": "zz"}})
+    assert found(scheduler_of(role="decode"), asked) == len(PROMPT)
+    assert "r is taken without a hand-off" in caplog.text

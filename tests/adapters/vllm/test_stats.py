@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
-from pdstore.adapters.vllm.stats import PDStorePromMetrics, PDStoreStats, StepMetrics
+from pdstore.adapters.vllm.stats import PDStorePromMetrics, PDStoreStats, StepMetrics, stats_of
 from pdstore.outcome import Direction, Reason
 
 
@@ -41,6 +43,24 @@ def test_steps_and_processes_add_up(metrics):
     assert total.data["counters"] == {"jobs|load|ok": 2}
     assert total.data["seconds"] == {"job_seconds|load": [0.25, 0.75]}
     assert total.data["gauges"] == {f"jobs_alive@{os.getpid()}": 2}
+
+
+def test_a_connectors_stats_are_found_among_those_of_several(metrics):
+    """MultiConnector hands each of its connectors the stats of all, which vLLM reads afterwards."""
+    metrics.miss(Reason.LOST)
+    own = metrics.take()
+    several = MultiKVConnectorStats({"Other": KVConnectorStats({"n": 1}), "PDStoreConnector": own})
+    assert stats_of(own, "PDStoreConnector") is own
+    assert stats_of(several, "PDStoreConnector") is own
+    assert stats_of(several, "Other") is None
+    assert stats_of(None, "PDStoreConnector") is None
+    assert set(several.data) == {"Other", "PDStoreConnector"}
+
+
+def test_stats_leave_the_dict_that_they_are_made_of_alone():
+    data = {}
+    PDStoreStats(data)
+    assert data == {}
 
 
 def test_the_log_has_counts_and_mean_seconds():

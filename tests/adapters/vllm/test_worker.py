@@ -183,3 +183,27 @@ def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
     worker.finish_saves(step)
     whole = keys.store_keys(instance.namespace.parts)
     eventually(lambda: store.match(whole) == len(whole))
+
+
+def test_a_save_that_cannot_begin_takes_no_other_with_it(worker, instance, caplog):
+    keys, bad, good = instance.cache.keys(range(200)), HandoffId.new(), HandoffId.new()
+    saves = [
+        SaveSpec(1, "bad", keys, [[999] * 20], 0, bad),
+        SaveSpec(2, "good", keys, [IDS], 0, good),
+    ]
+    worker.finish_saves(PDStoreConnectorMetadata(saves=saves))
+    ends = [bad.failed(instance.namespace), good.done(instance.namespace, 0)]
+    eventually(lambda: all(instance.store.match([end]) for end in ends))
+    eventually(lambda: worker.take_report() is None and worker.is_idle)
+    assert "LayoutError" in caplog.text
+
+
+def test_a_load_that_cannot_begin_takes_no_other_with_it(worker, instance):
+    keys, aborted = instance.cache.keys(range(200)), HandoffId.new()
+    instance.pool.save(keys, IDS).wait(10)
+    loads = [LoadSpec("bad", keys, [[999] * 20], 0, 200), LoadSpec("good", keys, [IDS], 0, 200)]
+    worker.start_loads(PDStoreConnectorMetadata(loads=loads, aborted_handoffs=[aborted]))
+    ended = set()
+    eventually(lambda: ended.update(worker.take_loaded(set())) or len(ended) == 2)
+    assert worker.loads.failed == {"bad"}
+    eventually(lambda: instance.store.match([aborted.failed(instance.namespace)]))
