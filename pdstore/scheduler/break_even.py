@@ -101,6 +101,7 @@ class BreakEven:
         self._loads, self._prefill = LoadRate(clock), PrefillRate(clock)
         self._prompts: dict[Hashable, _Prompt] = {}
         self._learning: Hashable = None  # the prompt that is computed to learn what that costs
+        self._last_computed: Hashable = None  # the prompt that was counted last
 
     def decide(
         self, name: Hashable, *, start: int, found: int, num_tokens: int, follows: bool = False
@@ -219,7 +220,7 @@ class BreakEven:
         best = min(totals, key=lambda end: (totals[end], -end))
         if totals[found] <= _PREFER_LOADING * totals[best]:
             best = found
-        return self._probed(best, start, found)
+        return self._probed(name, best, start, found)
 
     def _end_to_learn(self, start: int, found: int, num_tokens: int) -> int | None:
         """Returns the end of a load that leaves enough to compute to learn its rate, or None."""
@@ -231,12 +232,16 @@ class BreakEven:
         load_s = self._loads.seconds(found - start) or 0.0
         return start if compute_s < _MOST_WRONG * load_s else None
 
-    def _probed(self, best: int, start: int, found: int) -> int:
+    def _probed(self, name: Hashable, best: int, start: int, found: int) -> int:
         """Returns what to load instead of nothing, once in a while."""
-        self._num_computed = self._num_computed + 1 if best == start else 0
+        if best != start:
+            self._num_computed = 0
+            return best
+        if name != self._last_computed:  # an engine without room asks for the same one again
+            self._last_computed = name
+            self._num_computed = self._num_computed % self._probe_every + 1
         if self._num_computed < self._probe_every:
             return best
-        self._num_computed = 0
         return next((end for end in self._ends(start, found) if end > start), found)
 
     def _ends(self, start: int, found: int) -> list[int]:

@@ -48,7 +48,8 @@ class HandoffProgress:
             blocks = sorted({(last * n) // _PIECES for n in range(1, _PIECES + 1)})
             self._ends = {self._key(parts[-1:], at): keys.end_of(at + 1) for at in blocks}
             self._last = self._key(parts[:1], last)
-        self._has_looked = self._is_ending = False
+        self._unseen = set(self._ends)  # not looked for yet
+        self._is_ending = False
         self._computed, self._at = 0, clock()
 
     @property
@@ -61,19 +62,25 @@ class HandoffProgress:
         last = [] if self._last is None or self._last in self._ends else [self._last]
         return [*self._ends, *last]
 
-    def note(self, stored: AbstractSet[BlockKey]) -> None:
-        """Takes note of a look for `wanted`. The first one's finds tell no pace."""
+    def note(
+        self, stored: AbstractSet[BlockKey], looked_for: AbstractSet[BlockKey] = frozenset()
+    ) -> None:
+        """Takes note of keys that are stored. What was stored before tells no pace.
+
+        So that is learned from what comes when all of `wanted` has been looked for.
+        """
         self._is_ending |= self._last in stored
+        has_looked = not self._unseen
         ends = [tokens for key, tokens in self._ends.items() if key in stored]
         if ends:
             computed, now = max(ends), self._clock()
-            if self._has_looked:
+            if has_looked:
                 if computed - self._computed >= self._keys.block_tokens:
                     self._pace.note_step([(self._computed, computed)], now - self._at)
                 self._at = now
             self._computed = computed
             self._ends = {key: end for key, end in self._ends.items() if end > computed}
-        self._has_looked = True
+        self._unseen = {k for k in self._unseen if k in self._ends and k not in looked_for}
 
     def remaining_s(self) -> float | None:
         """Returns the seconds that P still computes; None if that is not known."""

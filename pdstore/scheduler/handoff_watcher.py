@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from pdstore.errors import StoreError
@@ -191,7 +192,7 @@ class HandoffWatcher:
         if found is None:
             self._look_at_each()
         else:
-            self._note({key for key in found if not is_beat(key)})
+            self._note({key for key in found if not is_beat(key)}, set(self._search.looked_for))
             heard = self._plan.note(found)
             if heard is not None and self._search.is_whole(len(keys)):
                 self._drop_dead(heard)
@@ -209,7 +210,7 @@ class HandoffWatcher:
         """Returns those of the keys that are stored; a store that errs ends all waits."""
         try:
             with self._calls.calling():
-                return self._search.stored(keys) if keys else set()
+                return self._search.stored(keys)
         except StoreError as error:
             for wait in self._waits:
                 why = error.with_traceback(None)
@@ -234,29 +235,30 @@ class HandoffWatcher:
         self._answers.extend((wait.lookup, Reason.HANDOFF_DEAD) for wait in dead)
         self._drop(dead)
 
-    def _note(self, found: set[BlockKey]) -> None:
-        """Takes note of markers and ends the waits that they end, or that time does."""
+    def _note(self, found: set[BlockKey], looked_for: AbstractSet[BlockKey] = frozenset()) -> None:
+        """Takes note of markers, found or named, and ends the waits that they end, or time does."""
         if found:
             self._pace.hurry()
         for progress in self._watched:
-            progress.note(found)
+            progress.note(found, looked_for)
         self._watched = [progress for progress in self._watched if not progress.is_over]
         news_of = dict.fromkeys(self._waits.about(found))
         concerned = dict.fromkeys([*news_of, *self._new, *self._computing])
         self._new.clear()
         for wait in concerned:
-            if self._is_ended(wait, found):
+            if self._is_ended(wait, wait.take(found, looked_for)):
                 self._drop([wait])
             else:
                 self._waits.renew(wait)
+                self._new += [wait] if wait.follows_next else []
                 if wait in news_of:
                     self._plan.ask(wait.wanted(with_failed=False))
                 if wait.progress is not None:
                     self._computing.add(wait)
 
-    def _is_ended(self, wait: MarkerWait, found: set[BlockKey]) -> bool:
-        """True if these markers end the wait; its lookup is then answered or will be matched."""
-        verdict, lookup = wait.take(found), wait.lookup
+    def _is_ended(self, wait: MarkerWait, verdict: Verdict | None) -> bool:
+        """True if this ends the wait; its lookup is then answered or will be matched."""
+        lookup = wait.lookup
         if verdict is Verdict.DONE:
             self._observe_wait(lookup)
             self._answers.append((lookup, None))

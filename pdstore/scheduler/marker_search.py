@@ -21,6 +21,7 @@ class MarkerSearch:
         self._store, self._most_calls = store, most_calls
         self._finder = find_optional(store, FindsKeys)
         self._next = 0
+        self.looked_for: Sequence[BlockKey] = ()  # by the last search
 
     def num_calls(self, num_keys: int) -> int:
         """Returns how many calls of the store a search for so many keys is."""
@@ -35,9 +36,12 @@ class MarkerSearch:
 
         Raises StoreError.
         """
+        self.looked_for = keys
+        if not keys:
+            return set()
         if self._finder is not None:
             return stored_among(self._finder.which_stored(keys), keys, self._store)
         count = min(len(keys), self._most_calls)
-        asked = [keys[(self._next + i) % len(keys)] for i in range(count)]
+        asked = self.looked_for = [keys[(self._next + i) % len(keys)] for i in range(count)]
         self._next += count
         return {key for key in asked if count_of(self._store.match([key]), [key], self._store)}

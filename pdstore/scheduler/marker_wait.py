@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import BlockKey
@@ -29,6 +30,7 @@ class MarkerWait:
     pace: the cost of P's prefill, for a lookup that follows.
     clock: monotonic seconds.
     progress: P's, from `started` on; None before that, and if P has answered.
+    follows_next: it ends with the next `take`: one rank's `done` is there, the others' may be, too.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class MarkerWait:
         self._wanted = self._done[:1]  # as long as one is missing, the others need not be asked for
         self._pace, self._clock = pace or PrefillRate(clock), clock
         self.progress: HandoffProgress | None = None
+        self.follows_next = False
 
     def wanted(self, *, with_failed: bool) -> list[BlockKey]:
         """Returns the keys to look for next."""
@@ -60,25 +63,33 @@ class MarkerWait:
         """The key that is stored when some of the prompt will not come."""
         return self._failed
 
-    def take(self, stored: set[BlockKey]) -> Verdict | None:
-        """Takes note of markers that are stored. Returns why the wait is over, or None."""
+    def take(
+        self, stored: set[BlockKey], looked_for: AbstractSet[BlockKey] = frozenset()
+    ) -> Verdict | None:
+        """Takes note of markers that are stored. Returns why the wait is over, or None.
+
+        looked_for: keys among which they were found; else the store has named them.
+        """
         is_news = self._wanted[0] in stored
+        self.follows_next = False
         if is_news:
             self._done = self._wanted = [key for key in self._done if key not in stored]
         if not self._done:
             return Verdict.DONE
         if self._failed in stored:
             return Verdict.FAILED
-        # P's answer says that it has begun; with its first `done` the others may be there already
-        has_answered = self.handoff.num_tokens is not None and not is_news
         if not self.lookup.follows:
             return None
-        return Verdict.BEGUN if has_answered or self._is_time(stored) else None
+        has_answered = self.handoff.num_tokens is not None  # so P has begun
+        if has_answered and not is_news:
+            return Verdict.BEGUN
+        self.follows_next = has_answered
+        return Verdict.BEGUN if self._is_time(stored, looked_for) else None
 
-    def _is_time(self, stored: set[BlockKey]) -> bool:
+    def _is_time(self, stored: set[BlockKey], looked_for: AbstractSet[BlockKey]) -> bool:
         """True if D should take engine blocks although P still computes."""
         if self.progress is not None:
-            self.progress.note(stored)
+            self.progress.note(stored, looked_for)
         elif self._started in stored:
             self.progress = HandoffProgress(
                 self.lookup.keys, self._pace, self.lookup.load_s, self._clock

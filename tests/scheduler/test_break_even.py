@@ -148,6 +148,19 @@ def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
     assert ways[-10:] == ["load"] * 10
 
 
+def test_a_prompt_that_is_asked_for_again_and_again_is_one_prompt(open_break_even, clock):
+    """An engine without room asks for its next prompt at every step."""
+    break_even = open_break_even(1000, 20_000, probe_every=10)
+    ways = [ask(break_even, "waits").way for _ in range(40)]
+    assert ways == ["compute"] * 40
+    break_even.forget("waits")
+    for name in range(8):
+        assert ask(break_even, name).way == "compute"
+        break_even.forget(name)
+    assert [ask(break_even, "probe").way for _ in range(3)] == ["both"] * 3
+    assert ask(break_even, "next").way == "compute"
+
+
 def test_a_load_that_waits_for_p_does_not_make_the_store_slow(open_break_even, clock):
     break_even = open_break_even(100_000, 20_000)
     before = ask(break_even, "before").load_s

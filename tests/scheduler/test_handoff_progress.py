@@ -31,6 +31,10 @@ def stored(part: Part, num_blocks: int) -> set[str]:
     return set(KEYS.store_keys([part])[:num_blocks])
 
 
+def look(progress: HandoffProgress, found: set[str]) -> None:
+    progress.note(found, set(progress.wanted()))
+
+
 def test_d_begins_at_once_while_the_pace_or_the_load_is_not_known(clock, pace):
     assert HandoffProgress(KEYS, pace, LOAD_S, clock).why_begin() == "unknown"
     pace.note_step([(0, 1000)], 10.0)
@@ -56,18 +60,18 @@ def test_a_short_prompt_is_followed_at_once(clock, pace):
 def test_p_that_comes_to_the_last_block_early_is_followed_at_once(clock, pace):
     pace.note_step([(0, 1000)], 10.0)
     progress = HandoffProgress(KEYS, pace, LOAD_S, clock)
-    progress.note(stored(FIRST, 15))
+    look(progress, stored(FIRST, 15))
     assert progress.why_begin() is None
-    progress.note(stored(FIRST, 16))
+    look(progress, stored(FIRST, 16))
     assert progress.why_begin() == "last_block"
 
 
 def test_what_p_has_stored_tells_how_far_it_is(clock, pace):
     pace.note_step([(0, 1000)], 10.0)
     progress = HandoffProgress(KEYS, pace, LOAD_S, clock)
-    progress.note(set())
+    look(progress, set())
     clock.now += 1.0  # P is faster than it was
-    progress.note(stored(LAST, 12))
+    look(progress, stored(LAST, 12))
     left_s = progress.remaining_s()
     assert left_s is not None
     assert 0 < left_s < 4
@@ -76,7 +80,7 @@ def test_what_p_has_stored_tells_how_far_it_is(clock, pace):
 def test_the_pace_is_learned_from_one_hand_off_for_the_next(clock, pace):
     progress = HandoffProgress(KEYS, pace, LOAD_S, clock)
     for num_blocks in (0, 4, 8, 12, 16):
-        progress.note(stored(LAST, num_blocks))
+        look(progress, stored(LAST, num_blocks))
         clock.now += 2.0
     assert progress.is_over
     after = HandoffProgress(KEYS, pace, LOAD_S, clock).remaining_s()
@@ -85,11 +89,26 @@ def test_the_pace_is_learned_from_one_hand_off_for_the_next(clock, pace):
 
 def test_what_was_there_before_the_first_look_says_nothing_of_the_pace(clock, pace):
     progress = HandoffProgress(KEYS, pace, LOAD_S, clock)
-    progress.note(stored(LAST, 8))
+    look(progress, stored(LAST, 8))
     assert pace.seconds(0, 500) is None
     clock.now += 5.0
-    progress.note(stored(LAST, 16))
+    look(progress, stored(LAST, 16))
     assert pace.seconds(500, 1000) == pytest.approx(5.0, rel=0.2)
+
+
+@pytest.mark.parametrize("heard", [4, 8])
+def test_what_is_named_before_all_was_looked_for_says_nothing_of_the_pace(clock, pace, heard):
+    """Another hand-off may have brought it long before."""
+    progress = HandoffProgress(KEYS, pace, LOAD_S, clock)
+    progress.note(stored(LAST, heard))
+    clock.now += 0.1
+    progress.note(stored(LAST, 8), set(progress.wanted()[:1]))  # some of it was looked for
+    clock.now += 0.1
+    look(progress, stored(LAST, 12))
+    assert pace.seconds(0, 1000) is None
+    clock.now += 5.0
+    progress.note(stored(LAST, 16))
+    assert pace.seconds(750, 1000) == pytest.approx(5.0, rel=0.2)
 
 
 def test_a_prompt_of_windows_alone_is_followed_at_once(clock, pace):

@@ -235,6 +235,15 @@ def test_a_lookup_that_follows_is_matched_when_nothing_more_will_come(rig, endin
     assert one.matched == [reason]
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_a_p_that_has_answered_is_followed_when_one_rank_is_done_and_another_is_not(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    one.put(handoff.done(NAMESPACE, 0))
+    lookup = Lookup(KEYS, Handoff(handoff, num_tokens=10), 30.0, lambda found: None, follows=True)
+    one.watcher.add(lookup)
+    assert lookup.wait(10).follow == handoff
+
+
 def test_without_markers_the_wait_ends_at_its_time_with_what_is_there(rig):
     one = rig()
     found = one.wait_for(HandoffId.new(), wait_s=0.1).wait(10)
@@ -362,8 +371,6 @@ def test_another_pool_is_not_waited_for(rig):
 
 
 def test_another_pool_is_noticed_later_where_the_store_did_not_answer_at_first(rig, monkeypatch):
-    """The hand-off is then waited for in vain, and P is not what is wrong."""
-
     def fail(keys, slots):
         raise StoreUnavailable("away")
 

@@ -59,4 +59,5 @@ def test_a_failure_is_told_to_a_lookup_that_follows():
 def test_news_of_one_shard_lets_it_look_for_the_others_before_it_follows():
     wait = wait_of(follows=True, num_tokens=10)
     assert wait.take({FIRST}) is None
+    assert wait.follows_next
     assert wait.take(set()) is Verdict.BEGUN
