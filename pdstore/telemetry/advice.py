@@ -58,8 +58,8 @@ ADVICE: dict[Reason, Advice] = {
         "whether P lives and how long its saves take; whether `PDSTORE_HANDOFF_TTL_S` is too short",
     ),
     Reason.HANDOFF_DEAD: Advice(
-        "P stopped beating before its marker: it died, or lost the store",
-        "whether P lives; P's log",
+        "P stopped beating before its marker: it died, or could not write to the store",
+        "whether P lives; its log, and its drops by reason",
     ),
     Reason.DEADLINE: Advice(
         "a job or a lookup took longer than its time",

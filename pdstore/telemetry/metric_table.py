@@ -89,7 +89,12 @@ METRICS: dict[str, Metric] = {
         _counter("jobs", "jobs ended", direction=DIRECTIONS, outcome=("ok", *REASONS)),
         _counter("misses", "lookups and loads that brought less than was asked", reason=REASONS),
         _counter("drops", "saves not made or not finished", reason=REASONS),
-        _counter("store_calls", "calls of the store", verb=VERBS, outcome=("ok",)),
+        _counter(
+            "store_calls",
+            "calls of the store; an outcome is `ok` or an error's class",
+            verb=VERBS,
+            outcome=("ok",),
+        ),
         _counter(
             "store_codes",
             "error codes of the store's library; faults by `faulty+`",
@@ -125,7 +130,9 @@ METRICS: dict[str, Metric] = {
         _gauge("slots_lent", "staging slots in use"),
         _of_store("breaker_open", "1 while calls fail at once because the store failed"),
         _of_store("store_capacity_bytes", "bytes that the store may hold, where it tells"),
-        _of_store("store_used_bytes", "bytes that the store holds, where it tells"),
+        _of_store(
+            "store_used_bytes", "bytes that the store holds, where it tells; asked every 15 s"
+        ),
     )
 }
 """Every metric, by its name in this table, which is also its attribute of `Metrics`."""

@@ -8,15 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from pdstore.cli.checks.finding import Finding, bad, ok
+from pdstore.cli.checks.finding import Finding, bad, info, ok
+from pdstore.cli.quantity import size
 from pdstore.errors import StoreError, StoreFull
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import HASH_BYTES
 from pdstore.store.base import Slots, Store
+from pdstore.store.find import find_optional
+from pdstore.store.optional import TellsRoom
 
 _SMALL, _LARGE = 4096, 4 << 20
 _NUM_LARGE, _NUM_MATCHES = 8, 21
+_TOTAL = _NUM_LARGE * _LARGE
+_SMALL_POOL = 100 * _TOTAL  # in a larger one it does not matter what goes
+_MORE = "give the store more memory, or empty it"
 
 
 class Speed(NamedTuple):
@@ -46,7 +52,7 @@ class RoundTrip:
                     return
             yield ok("round trip", "put, match, get, verify and remove are right")
             step = "speed"
-            yield self._time()
+            yield self._want_of_room() or self._time()
         except StoreError as error:
             yield _wrong(step, str(error))
 
@@ -67,6 +73,20 @@ class RoundTrip:
         yield "get and verify", verifies
         yield "remove", forgets
 
+    def _want_of_room(self) -> Finding | None:
+        """Returns why nothing large is put: it would not fit, or push others' values out."""
+        teller = find_optional(self._store, TellsRoom)
+        with contextlib.suppress(StoreError):  # the check of the room tells of it
+            room = teller.room() if teller is not None else None
+            if room is None or room.capacity_bytes is None:
+                return None
+            if room.capacity_bytes < _TOTAL:
+                return bad("room", f"32 MiB do not fit into {size(room.capacity_bytes)}", _MORE)
+            is_full = (room.used_bytes or 0) + _TOTAL > room.capacity_bytes
+            if is_full and room.capacity_bytes < _SMALL_POOL:
+                return info("speed", "not measured: 32 MiB would push others' values out")
+        return None
+
     def _time(self) -> Finding:
         store = self._store
         keys = [_new_key() for _ in range(_NUM_LARGE)]
@@ -76,15 +96,12 @@ class RoundTrip:
             store.allocate(_NUM_LARGE * _LARGE), _LARGE, range(_NUM_LARGE), [_LARGE] * _NUM_LARGE
         )
         slots.view[:_LARGE] = secrets.token_bytes(_LARGE)
-        total = _NUM_LARGE * _LARGE
         try:
             put_s = _seconds(lambda: store.put(keys, slots))
             num_read: list[int] = []
             get_s = _seconds(lambda: num_read.append(store.get(keys, slots)))
         except StoreFull as error:
-            return bad(
-                "room", f"32 MiB do not fit: {error}", "give the store more memory, or empty it"
-            )
+            return bad("room", f"32 MiB do not fit: {error}", _MORE)
         finally:
             with contextlib.suppress(StoreError):
                 store.remove(keys)
@@ -95,11 +112,11 @@ class RoundTrip:
                 f"{lost} of {_NUM_LARGE} values of 4 MiB were lost at once",
                 "give the store more memory: it evicts what was just put",
             )
-        self.speed = Speed(match_s, total / put_s, total / get_s)
+        self.speed = Speed(match_s, _TOTAL / put_s, _TOTAL / get_s)
         return ok(
             "speed",
-            f"match {match_s * 1e3:.2g} ms, put {total / put_s / 1e9:.2g} GB/s,"
-            f" get {total / get_s / 1e9:.2g} GB/s (4 MiB values, one thread)",
+            f"match {match_s * 1e3:.2g} ms, put {_TOTAL / put_s / 1e9:.2g} GB/s,"
+            f" get {_TOTAL / get_s / 1e9:.2g} GB/s (4 MiB values, one thread)",
         )
 
 

@@ -9,6 +9,8 @@ from pdstore.cli.checks.round_trip import RoundTrip
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
+from pdstore.testing import fresh_keys
+from pdstore.testing.values import put
 
 
 def test_a_right_store_is_measured_and_left_as_it_was(url):
@@ -50,3 +52,14 @@ def test_a_store_that_takes_only_small_values_is_red():
     _, finding = RoundTrip(MemoryStore(budget=1 << 20)).findings()
     assert (finding.level, finding.subject) == (Level.BAD, "room")
     assert finding.remedy
+
+
+@pytest.mark.parametrize(("mib", "said"), [(8, "do not fit"), (48, "push others' values out")])
+def test_a_full_small_pool_keeps_its_values(tmp_path, mib, said):
+    store = open_store(f"file://{tmp_path}/pool?budget={mib}MiB&lease=0.001", read_settings())
+    keys = fresh_keys(mib - 2)
+    assert put(store, keys, [bytes(1 << 20)] * len(keys)) == len(keys)
+    *_, last = RoundTrip(store).findings()
+    assert said in last.said
+    assert store.match(keys) == len(keys)
+    store.close()
