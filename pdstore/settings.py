@@ -133,7 +133,7 @@ class Settings(BaseSettings):
         description="Bytes of all waiting jobs per direction; more are dropped and counted.",
     )
     handoff_wait_s: Seconds = Field(
-        10.0, description="How long D waits for P's marker before it computes."
+        10.0, description="How long D waits for P's marker; a second more, where the store hangs."
     )
     load: Literal["auto", "always", "never"] = Field(
         "always",

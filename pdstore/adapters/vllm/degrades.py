@@ -1,10 +1,11 @@
-"""degrades: keeps the exceptions of the connector's hooks from the engine."""
+"""degrades: keeps exceptions of the connector's hooks from the engine, and a job's from others."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
 from pdstore.outcome import Reason
@@ -35,3 +36,12 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
         return guarded
 
     return decorate
+
+
+@contextlib.contextmanager
+def kept_to_itself(request_id: str) -> Iterator[None]:
+    """Logs why a request's job could not begin: the others of its step begin all the same."""
+    try:
+        yield
+    except Exception:
+        log.exception("a job of request %s could not begin", request_id)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
+from pdstore.adapters.vllm.degrades import kept_to_itself
 from pdstore.adapters.vllm.describe import (
     layers_by_step,
     layout_of,
@@ -30,7 +30,6 @@ from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import Settings
-from pdstore.threads import call_or
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.self_test import self_test
@@ -139,7 +138,8 @@ class PDStoreConnectorWorker:
             self.pool.abort_handoff(handoff)
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
             self.loads.put(spec, None)
-            call_or(partial(self._start_load, spec), None)
+            with kept_to_itself(spec.request_id):
+                self._start_load(spec)
 
     def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
         """Begins to save a layer range of a step, behind what is queued on the current stream."""
@@ -226,14 +226,15 @@ class PDStoreConnectorWorker:
             self._released[spec.number] = 1
         starts = metadata.started_handoffs
         for spec in metadata.saves:
-            if call_or(partial(self._open_save, spec, starts), False):
+            with kept_to_itself(spec.request_id):
+                self._open_save(spec, starts)
                 starts = []  # the first save of the step tells of all
-            else:
+            if spec.number in self._released:
                 self._metrics.miss(Reason.FAULT)
                 if spec.handoff is not None:
                     self.pool.abort_handoff(spec.handoff)
 
-    def _open_save(self, spec: SaveSpec, starts: Sequence[tuple[HandoffId, int]]) -> bool:
+    def _open_save(self, spec: SaveSpec, starts: Sequence[tuple[HandoffId, int]]) -> None:
         save = self.pool.begin_save(
             spec.keys,
             self._rows(spec.tables),
@@ -247,7 +248,6 @@ class PDStoreConnectorWorker:
         self._saves[spec.number] = (spec, save.job)
         self._ended.watch(spec.request_id, save.job, spec.number)
         self._saves_of[spec.request_id].append(save.job)
-        return True
 
     def _wait_for_end(self, timeout_s: float) -> None:
         jobs = [*self.loads.jobs, *(job for _, job in self._saves.values())]

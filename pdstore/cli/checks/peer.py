@@ -149,4 +149,6 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     remedy = "give both the same PDSTORE_STORE"
     if first.store and first.store == other.store:
         remedy = f"{first.store} is another place for each: give both a URL that names one place"
+        if first.store.startswith("shm://"):
+            remedy += ", or restart the one whose arena was removed while it ran"
     yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.adapters.vllm.degrades import degrades
+from pdstore.adapters.vllm.degrades import degrades, kept_to_itself
 from pdstore.adapters.vllm.stats import StepMetrics
 
 
@@ -33,3 +33,10 @@ def test_a_hook_that_fails_answers_as_a_miss_and_is_counted():
 def test_an_interrupt_is_not_a_fault():
     with pytest.raises(KeyboardInterrupt):
         Connector().hook(KeyboardInterrupt())
+
+
+def test_a_job_that_cannot_begin_is_told_with_its_request(caplog):
+    with kept_to_itself("request-7"):
+        raise ValueError("a bug")
+    assert "request-7" in caplog.text
+    assert "a bug" in caplog.text
