@@ -5,6 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+FAILURES = ("connect", "timeout", "broken", "status")
+"""Why a call of an instance failed: the label `reason`."""
+
 _NOT_COUNTED = ("/health", "/metrics")
 
 
@@ -49,6 +52,10 @@ class Counts:
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
             registry=self.registry,
         )
+        self.requests.labels("200")
+        for role in ("prefill", "decode"):
+            for reason in FAILURES:
+                self.failures.labels(role, reason)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -67,7 +74,8 @@ class Counts:
 
     def failed_calls(self) -> dict[tuple[str, ...], float]:
         """Returns the calls of instances that failed, by role and reason."""
-        return self._values("router_upstream_failures_total")
+        values = self._values("router_upstream_failures_total")
+        return {labels: value for labels, value in values.items() if value}
 
     def _values(self, name: str) -> dict[tuple[str, ...], float]:
         return {
