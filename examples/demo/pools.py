@@ -22,7 +22,7 @@ MOONCAKE_VARIABLES = (
     "MOONCAKE_CONFIG_PATH",
     "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
 )
-"""What names a Mooncake pool, for `serve` in examples/lib.sh too."""
+"""Variables that name a Mooncake pool, for `serve` in examples/lib.sh too."""
 
 _PING_S = 0.5
 

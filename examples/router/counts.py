@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,36 +19,28 @@ class Counts:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        self.requests = counter(
             "router_requests",
             "Answers to clients, except those of /health and /metrics.",
             ["status"],
-            registry=self.registry,
         )
-        self.degraded = Counter(
-            "router_degraded",
-            "Requests that D had to compute because no P could prefill them.",
-            registry=self.registry,
+        self.degraded = counter(
+            "router_degraded", "Requests that D had to compute because no P could prefill them."
         )
-        self.spliced = Counter(
-            "router_spliced",
-            "Answers that began with P's first token (--first-token prefill).",
-            registry=self.registry,
+        self.spliced = counter(
+            "router_spliced", "Answers that began with P's first token (--first-token prefill)."
         )
-        self.lost = Counter(
+        self.lost = counter(
             "router_lost_handoffs",
             "Hand-offs whose request D refused to compute (PDSTORE_ON_MISS=fail).",
-            registry=self.registry,
         )
-        self.failures = Counter(
+        self.failures = counter(
             "router_upstream_failures",
             "Calls of an instance that failed; `status` is a 5xx answer.",
             ["role", "reason"],
-            registry=self.registry,
         )
-        self.disconnects = Counter(
-            "router_disconnects", "Clients that left before the end.", registry=self.registry
-        )
+        self.disconnects = counter("router_disconnects", "Clients that left before the end.")
         self.first_byte = Histogram(
             "router_first_byte_seconds",
             "From the client's request to the first byte of its answer.",
@@ -53,9 +48,8 @@ class Counts:
             registry=self.registry,
         )
         self.requests.labels("200")
-        for role in ("prefill", "decode"):
-            for reason in FAILURES:
-                self.failures.labels(role, reason)
+        for labels in product(("prefill", "decode"), FAILURES):
+            self.failures.labels(*labels)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

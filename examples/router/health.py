@@ -43,7 +43,7 @@ class Health:
 
 
 class Checkup(NamedTuple):
-    """What /health answers, and the page shows.
+    """The answer of /health, which the page shows too.
 
     status: `down` if no D can answer, `degraded` if not all is as it should be, else `ok`.
     reasons: why it is not `ok`.
