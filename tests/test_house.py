@@ -29,7 +29,7 @@ BUDGET = {
     "lines of tests": 45_000,
     "lines of benchmarks and examples": 15_700,
 }
-"""What the package and its neighbours may be at most. A change may lower a number, never raise it.
+"""Limits of the package and its neighbours. A change may lower a number, never raise it.
 
 "packed assignments" are `self.a, self.b = a, b`, which save lines and no reading.
 """
