@@ -39,6 +39,7 @@ class StoreURL:
     @classmethod
     def of(cls, text: str) -> StoreURL:
         """Parses a URL of any scheme. Raises ConfigError, with passwords and options left out."""
+        refuse_slips(text)
         scheme, separator, _ = text.partition("://")
         if not separator or not _SCHEME.fullmatch(scheme):
             raise ConfigError(
