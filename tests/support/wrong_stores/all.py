@@ -5,8 +5,8 @@ A suite that lets one of these pass is not finished.
 
 from __future__ import annotations
 
-from pdstore.testing.wrong import batches, clears, ends, listings, values
-from pdstore.testing.wrong.base import WrongStore
+from tests.support.wrong_stores import batches, clears, ends, listings, values
+from tests.support.wrong_stores.base import WrongStore
 
 ALL: tuple[type[WrongStore], ...] = tuple(
     thing

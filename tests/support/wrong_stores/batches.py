@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, check_call
-from pdstore.testing.wrong.base import WrongStore, stem_of
+from tests.support.wrong_stores.base import WrongStore, stem_of
 
 
 class MatchesPastAGap(WrongStore):

@@ -9,11 +9,10 @@ from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.store.base import Slots
-from pdstore.testing.wrong.base import WrongStore
+from tests.support.wrong_stores.base import WrongStore
 
 _FORGETS = (
-    "test_clear_forgets_blocks_tails_and_markers",
-    "test_clear_forgets_what_another_user_of_the_pool_put",
+    "test_clear_forgets_blocks_tails_and_markers_whoever_put_them",
     "test_clear_forgets_leased_values",
     "test_clear_of_nothing_is_fine",
     "test_clear_beside_writers_and_readers_harms_nobody",
@@ -40,8 +39,7 @@ class ClearsNothing(ClearsSome):
 
 class ClearsEverything(ClearsSome):
     caught_by = (
-        "test_clear_leaves_other_namespaces",
-        "test_clear_leaves_keys_that_name_the_namespace_elsewhere",
+        "test_clear_leaves_all_other_keys",
         "test_clear_leaves_the_pools_id",
     )
 
@@ -57,14 +55,14 @@ class ClearsThePoolsIdToo(ClearsSome):
 
 
 class ClearsNeighbours(ClearsSome):
-    caught_by = ("test_clear_leaves_other_namespaces",)
+    caught_by = ("test_clear_leaves_all_other_keys",)
 
     def _is_meant(self, key: BlockKey, namespace: str) -> bool:
         return key.startswith(f"pds1:{namespace[:-1]}")
 
 
 class ClearsWhereverItIsNamed(ClearsSome):
-    caught_by = ("test_clear_leaves_keys_that_name_the_namespace_elsewhere",)
+    caught_by = ("test_clear_leaves_all_other_keys",)
 
     def _is_meant(self, key: BlockKey, namespace: str) -> bool:
         return namespace in key
@@ -125,7 +123,7 @@ class FailsToClearNothing(WrongStore):
 
 
 class ClearsLate(WrongStore):
-    caught_by = _FORGETS[:3]
+    caught_by = _FORGETS[:2]
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.optional import ALL_KEYS, StoredValue
-from pdstore.testing.wrong.base import WrongStore
+from tests.support.wrong_stores.base import WrongStore
 
 
 class ListsThePage(WrongStore):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle, Slots, check_call
-from pdstore.testing.wrong.base import WrongStore
+from tests.support.wrong_stores.base import WrongStore
 
 
 class ShowsHalfABlock(WrongStore):
