@@ -40,7 +40,10 @@ def play_random_calls(
 
     `open_store` opens a store for each example; a pool that others use too is fine.
     """
-    run_state_machine_as_test(lambda: StoreMachine(open_store()), settings=settings)
+    run_state_machine_as_test(
+        lambda: StoreMachine(open_store()),  # type: ignore[arg-type]  # a function may stand here
+        settings=settings,
+    )
 
 
 class StoreMachine(RuleBasedStateMachine):

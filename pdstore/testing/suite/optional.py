@@ -1,4 +1,4 @@
-"""What only some stores promise: room with leases and eviction, and a list of what they keep."""
+"""Promises of some stores only: leases and eviction where room is short, and a list of values."""
 
 from __future__ import annotations
 

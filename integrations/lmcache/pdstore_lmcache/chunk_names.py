@@ -10,13 +10,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from pdstore.adapters.checkpoint import find_checkpoint
 from pdstore.errors import ConfigError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.multimodal import length_prefixed
 from pdstore.format.namespace import FORMAT_VERSION, HASH_BYTES, Json, Namespace, Part
-from pdstore.format.weights import weights_revision
+from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.settings import Settings
 
 _PARTS = (Part(0, 0),)

@@ -6,9 +6,9 @@ import json
 import re
 import zipfile
 
+import lmcache_server as kit
+import lmcache_wheel as wheel
 from tests.docs.commands import ROOT
-from tests.support import lmcache_server as kit
-from tests.support import lmcache_wheel as wheel
 
 PAGE = (ROOT / "docs" / "lmcache.md").read_text()
 

@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from pdstore.adapters.lmcache.chunk_finder import ChunkFinder
-from pdstore.adapters.lmcache.chunk_mover import Chunk, ChunkMover, shares
-from pdstore.adapters.lmcache.chunk_names import ChunkNames, ChunkShape, ObjectKey
-from pdstore.adapters.lmcache.chunk_task import ChunkTask, Ended
 from pdstore.errors import ConfigError, PoolClosed, QueueFull, ReadOnly
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason, reason_of
@@ -23,6 +19,9 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import Ticker, Worker
+from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover, shares
+from pdstore_lmcache.chunk_names import ChunkNames, ChunkShape, ObjectKey
+from pdstore_lmcache.chunk_task import ChunkTask, Ended
 
 _NUM_LOOKUP_WORKERS = 2
 _SHARE_BYTES = 4 << 20
@@ -74,7 +73,9 @@ class ChunkPool:
         metrics: Metrics,
         store: Store | None = None,
     ) -> None:
-        self._settings, self._names, self._metrics = settings, names, metrics
+        self._settings = settings
+        self._names = names
+        self._metrics = metrics
         self._saves = settings.publish and (settings.role != "decode" or settings.save_decoded)
         self._transfers: queue.SimpleQueue[_Share | None] = queue.SimpleQueue()
         self._lookups: queue.SimpleQueue[_Share | None] = queue.SimpleQueue()
@@ -88,10 +89,9 @@ class ChunkPool:
             self._finder = ChunkFinder(self._store)
             self._movers = self._make_movers()
             undo.pop_all()
-        take_transfer, take_lookup = self._transfers.get, self._lookups.get
         self._workers = [
-            Worker(f"pdstore-worker-{n}", take_transfer) for n in range(settings.workers)
-        ] + [Worker("pdstore-lookups", take_lookup) for _ in range(_NUM_LOOKUP_WORKERS)]
+            Worker(f"pdstore-worker-{n}", self._transfers.get) for n in range(settings.workers)
+        ] + [Worker("pdstore-lookups", self._lookups.get) for _ in range(_NUM_LOOKUP_WORKERS)]
         self._deadlines = Ticker("pdstore-deadlines", self._end_late)
 
     @property
@@ -138,7 +138,7 @@ class ChunkPool:
         self._store.close()
 
     def _make_movers(self) -> list[ChunkMover]:
-        """Makes one for each worker; a worker takes the one that was used last."""
+        """Makes one for each worker; a worker uses the one that was used last."""
         staging, workers = self._settings.staging, self._settings.workers
         try:
             whole = self._store.allocate(staging)
@@ -224,7 +224,7 @@ class ChunkPool:
         found = self._finder.find(list(dict.fromkeys(keys)))
         for number, key in enumerate(keys):
             if key in found:
-                task.note_done(number)
+                task.set_done(number)
         return None if len(found) == len(set(keys)) else Reason.ABSENT
 
     def _run_share(

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdstore.adapters.lmcache.chunk_names import ChunkNames, payload_bytes, shape_of
 from pdstore.errors import ConfigError
 from pdstore.format import block
+from pdstore_lmcache.chunk_names import ChunkNames, payload_bytes, shape_of
 from tests.support.kv import settings_of
 
 SHAPE = shape_of([torch.Size((2, 3, 16, 32))], [torch.float16])

@@ -1,4 +1,4 @@
-"""Adapters for the tests of the LMCache adapter, closed at their end."""
+"""Adapters for the tests of pdstore_lmcache, closed at their end, and pdstore's own redis."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 
 import pytest
 
+from tests.conftest import redis_url as redis_url
+
 
 @pytest.fixture
 def open_adapter(tmp_path):
     """Opens adapters: `open_adapter(store=...)`; over a pool in files, if not told otherwise."""
-    from tests.support.lmcache_server import Adapter
+    from lmcache_server import Adapter
 
     with contextlib.ExitStack() as stack:
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.support.kv import eventually
-from tests.support.lmcache_wheel import (
+from lmcache_wheel import (
     MemoryFormat,
     MemoryObjMetadata,
     TensorMemoryObj,
@@ -22,11 +21,12 @@ from tests.support.lmcache_wheel import (
     create_l2_adapter,
     parse_args_to_l2_adapters_config,
 )
-from tests.support.lmcache_wheel import storage_manager as lmcache
+from lmcache_wheel import storage_manager as lmcache
+from tests.support.kv import eventually
 
 PLUGIN = {
     "type": "plugin",
-    "module_path": "pdstore.adapters.lmcache",
+    "module_path": "pdstore_lmcache",
     "class_name": "PDStoreL2Adapter",
 }
 SHAPE = (2, 3, 16, 32)  # K and V, layers, tokens, hidden size

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import prometheus_client
 from lmcache.lmcache_native import Bitmap
@@ -14,22 +15,23 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from pdstore.adapters.lmcache.chunk_names import (
+from pdstore.errors import LayoutError
+from pdstore.metrics import Metrics
+from pdstore.settings import read_settings
+from pdstore.threads import call_or
+from pdstore_lmcache.chunk_names import (
     ChunkNames,
     ChunkShape,
     ObjectKey,
     payload_bytes,
     shape_of,
 )
-from pdstore.adapters.lmcache.chunk_pool import ChunkMemory, ChunkPool
-from pdstore.adapters.lmcache.chunk_task import Ended
-from pdstore.adapters.lmcache.task_results import TaskResults
-from pdstore.errors import LayoutError
-from pdstore.metrics import Metrics
-from pdstore.settings import read_settings
-from pdstore.threads import call_or
+from pdstore_lmcache.chunk_pool import ChunkMemory, ChunkPool
+from pdstore_lmcache.chunk_task import Ended
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PDStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
@@ -179,6 +181,50 @@ class PDStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         pool.remove(chunks)
         sizes = [payload_bytes(shape) for _, shape in chunks]
         self._notify_keys_deleted([key for key, _ in chunks], sizes)
+
+
+class TaskResults(Generic[T]):
+    """The results of one kind of task, by the task's number. Any thread may call it.
+
+    notifier: LMCache's EventNotifier, which tells it of each result; it is closed with this.
+    """
+
+    def __init__(self, notifier: Any) -> None:
+        self._notifier = notifier
+        self._lock = threading.Lock()
+        self._results: dict[int, T] = {}
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable with a result."""
+        descriptor: int = self._notifier.fileno()
+        return descriptor
+
+    def add(self, number: int, result: T) -> None:
+        """Keeps a result until it is fetched; after `close` it is dropped."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._results[number] = result
+            self._notifier.notify()
+
+    def pop(self, number: int) -> T | None:
+        """Returns a result, once; None while there is none."""
+        with self._lock:
+            return self._results.pop(number, None)
+
+    def pop_all(self) -> dict[int, T]:
+        """Returns all results that were not fetched."""
+        with self._lock:
+            results, self._results = self._results, {}
+            return results
+
+    def close(self) -> None:
+        """Closes the descriptor. Twice is fine."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._notifier.close()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdstore.adapters.lmcache.l2_adapter import PDStoreL2Adapter
+    from pdstore_lmcache.l2_adapter import PDStoreL2Adapter
 
 __all__ = ["PDStoreL2Adapter"]
 
@@ -18,6 +18,6 @@ def __getattr__(name: str) -> object:
     """Imports the adapter at its first use, because it imports LMCache."""
     if name != "PDStoreL2Adapter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pdstore.adapters.lmcache.l2_adapter import PDStoreL2Adapter
+    from pdstore_lmcache.l2_adapter import PDStoreL2Adapter
 
     return PDStoreL2Adapter

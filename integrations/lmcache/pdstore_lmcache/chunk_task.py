@@ -69,7 +69,7 @@ class ChunkTask:
                 self._num_copying -= may_copy
                 self._changed.notify_all()
 
-    def note_done(self, number: int) -> None:
+    def set_done(self, number: int) -> None:
         """Says that one chunk is found, loaded or stored."""
         self._done[number] = True
 

@@ -1,4 +1,7 @@
-"""ChunkMover: loads and saves the chunks of one share, through a buffer of its own."""
+"""ChunkMover: loads and saves the chunks of one share, through a buffer of its own.
+
+ChunkFinder says which are stored.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdstore.adapters.lmcache.chunk_finder import ChunkFinder
-from pdstore.adapters.lmcache.chunk_names import ChunkName
-from pdstore.adapters.lmcache.chunk_task import ChunkTask
 from pdstore.errors import BadValue, ConfigError
 from pdstore.format import block
+from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Slots, Store
-from pdstore.store.checked import count_of, num_done_of
+from pdstore.store.checked import count_of, num_done_of, stored_among
+from pdstore.store.find import find_optional
+from pdstore.store.optional import FindsKeys
 from pdstore.worker.staging import slot_bytes_for
+from pdstore_lmcache.chunk_names import ChunkName
+from pdstore_lmcache.chunk_task import ChunkTask
 
 
 class Chunk(NamedTuple):
@@ -35,6 +40,31 @@ class Chunk(NamedTuple):
         return block.HEADER_BYTES + len(self.memory)
 
 
+class ChunkFinder:
+    """Finds stored keys behind gaps too. Any thread may call it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._which = find_optional(store, FindsKeys)
+
+    def find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns the keys that are stored, and leases those. Raises StoreError.
+
+        One call of the store if all are there, and two or three otherwise; a store that cannot
+        look for unrelated keys is called once for each gap.
+        """
+        found: set[BlockKey] = set()
+        rest = keys
+        while rest:
+            count = count_of(self._store.match(rest), rest, self._store)
+            found.update(rest[:count])
+            rest = rest[count + 1 :]
+            if rest and self._which is not None:
+                stored = stored_among(self._which.which_stored(rest), rest, self._store)
+                rest = [key for key in rest if key in stored]
+        return found
+
+
 class ChunkMover:
     """Moves chunks between a store and LMCache's memory. One thread at a time may use one.
 
@@ -48,11 +78,13 @@ class ChunkMover:
     def __init__(
         self, store: Store, finder: ChunkFinder, buffer: memoryview, *, saves: bool = True
     ) -> None:
-        self._store, self._finder, self._buffer = store, finder, buffer
+        self._store = store
+        self._finder = finder
+        self._buffer = buffer
         self._saves = saves
 
     def save(self, task: ChunkTask, chunks: Sequence[Chunk]) -> Reason | None:
-        """Stores chunks that are not stored, and notes those that others can load now.
+        """Stores chunks that are not stored, and marks those done that others can load now.
 
         Returns LOST if that is not all of them.
         """
@@ -67,11 +99,11 @@ class ChunkMover:
             stored |= self._finder.find([chunk.name.key for chunk in missing])
         for chunk in chunks:
             if chunk.name.key in stored:
-                task.note_done(chunk.number)
+                task.set_done(chunk.number)
         return None if stored.issuperset(keys) else Reason.LOST
 
     def load(self, task: ChunkTask, chunks: Sequence[Chunk]) -> Reason | None:
-        """Loads chunks; notes those whose bytes are right and in place.
+        """Loads chunks; marks those done whose bytes are right and in place.
 
         Returns why the first of the others is not.
         """
@@ -153,7 +185,7 @@ class ChunkMover:
                 return
             for chunk, value in good:
                 _copy(chunk.memory, value[block.HEADER_BYTES :])
-                task.note_done(chunk.number)
+                task.set_done(chunk.number)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

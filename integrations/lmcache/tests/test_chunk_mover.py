@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.adapters.lmcache.chunk_finder import ChunkFinder
-from pdstore.adapters.lmcache.chunk_mover import Chunk, ChunkMover, shares
-from pdstore.adapters.lmcache.chunk_names import ChunkName
-from pdstore.adapters.lmcache.chunk_task import ChunkTask
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, StoreTimeout
 from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import WrapperStore
+from pdstore.testing.threads import start_background
 from pdstore.testing.values import fresh_keys, put
+from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover, shares
+from pdstore_lmcache.chunk_names import ChunkName
+from pdstore_lmcache.chunk_task import ChunkTask, Ended
+from tests.support.kv import eventually
 
 SIZES = (100, 5000, 4096, 1, 9000)
 NAMES = [
@@ -55,6 +57,15 @@ def test_chunks_of_any_length_go_through_a_buffer_of_any_size(run, num_bytes):
     assert all(run(mover.save, chunks()).done)
     assert all(run(mover.load, loaded).done)
     assert [chunk.memory for chunk in loaded] == [chunk.memory for chunk in chunks()]
+
+
+@pytest.mark.parametrize("wrapper", [lambda store: store, WrapperStore])
+@pytest.mark.parametrize("stored", [[], [0, 1], [2, 3], [0, 3, 4], [0, 1, 2, 3, 4]])
+def test_what_is_stored_is_found_behind_gaps_too(wrapper, stored):
+    store, names = MemoryStore(), [name.key for name in NAMES]
+    keys = [names[number] for number in stored]
+    put(store, keys, [b"v"] * len(keys))
+    assert ChunkFinder(wrapper(store)).find(names) == set(keys)
 
 
 def test_a_buffer_that_holds_no_chunk_is_refused(run):
@@ -101,6 +112,20 @@ def test_nothing_is_copied_once_the_task_has_ended(ends):
         move(task, moved)
         assert not any(any(chunk.memory) for chunk in moved)
     assert store.match([NAMES[0].key]) == 0
+
+
+def test_the_end_of_a_task_waits_for_a_copy(ends):
+    task, error = ChunkTask(2, 2, 60.0, ends.append), StoreTimeout("late")
+    with task.copying() as may_copy:
+        assert may_copy
+        join = start_background(lambda: task.end(Reason.STORE_SLOW, error))
+        eventually(lambda: task.is_over)
+        assert not ends
+        task.set_done(1)
+    join(60.0)
+    task.share_ended()
+    task.end(Reason.DEADLINE)
+    assert ends == [Ended((False, True), Reason.STORE_SLOW, error)]
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import contextlib
 import pytest
 import torch
 
+import lmcache_server as kit
 from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
-from tests.support import lmcache_server as kit
 from tests.support.engine_pools import files_of
 from tests.support.engine_pools import store_url as store_url
 from tests.support.kv import eventually
 
 # isort: split
-from pdstore.adapters.lmcache.l2_adapter import process_metrics
+from pdstore_lmcache.l2_adapter import process_metrics
 
 KEYS = kit.chunk_keys(5)
 
@@ -164,8 +164,11 @@ def test_a_dead_store_is_a_miss_and_the_reason_is_counted(open_adapter):
     eventually(lambda: count_of("drops", down) == before[1] + 1)
 
 
-def test_after_the_end_a_call_is_a_miss(open_adapter):
+def test_a_result_is_told_once_and_after_the_end_none(open_adapter):
     adapter = open_adapter()
+    number = adapter.adapter.submit_load_task(KEYS[:1], objects(0))
+    eventually(lambda: adapter.adapter.query_load_result(number))
+    assert adapter.adapter.query_load_result(number) is None  # each result is told once
     descriptors = {
         adapter.adapter.get_store_event_fd(),
         adapter.adapter.get_lookup_and_lock_event_fd(),
@@ -174,8 +177,8 @@ def test_after_the_end_a_call_is_a_miss(open_adapter):
     assert len(descriptors) == 3  # LMCache tells adapters and calls apart by them
     adapter.close()
     adapter.close()
-    assert adapter.adapter.submit_load_task(KEYS[:1], objects(0)) == 0
-    assert adapter.adapter.query_load_result(0) is None
+    number = adapter.adapter.submit_load_task(KEYS[:1], objects(0))
+    assert adapter.adapter.query_load_result(number) is None
 
 
 def test_a_setting_that_does_not_exist_is_refused(open_adapter):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.adapters.checkpoint import find_checkpoint
+from pdstore.format.weights import find_checkpoint
 
 
 def test_a_directory_is_itself(tmp_path):

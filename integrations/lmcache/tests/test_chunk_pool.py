@@ -7,13 +7,13 @@ import queue
 
 import pytest
 
-from pdstore.adapters.lmcache.chunk_names import ChunkNames
-from pdstore.adapters.lmcache.chunk_pool import ChunkMemory, ChunkPool
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import Faulty
-from tests.adapters.lmcache.test_chunk_names import SHAPE, chunk
+from pdstore_lmcache.chunk_names import ChunkNames
+from pdstore_lmcache.chunk_pool import ChunkMemory, ChunkPool
+from test_chunk_names import SHAPE, chunk
 from tests.support.kv import settings_of
 
 CHUNKS = [chunk(chunk_hash=bytes([number]) * 32) for number in range(3)]
