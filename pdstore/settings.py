@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -18,6 +19,7 @@ _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other projects
 _DAY_S = 86_400.0
 MAX_LAYER_RANGES = 64
+_LARGE_BLOCK = 4096  # tokens; most prompts are shorter
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
 """A time in seconds; 0 means not to wait."""
@@ -180,6 +182,23 @@ class Settings(BaseSettings):
         1.0, description="First pause of the breaker before it lets a probe through; it doubles."
     )
     breaker_max_s: Seconds = Field(10.0, description="Longest pause of the breaker.")
+
+
+def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
+    """Yields each setting that is valid and leaves an instance without use, with what to write.
+
+    longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
+    """
+    if settings.role == "decode" and settings.load == "never":
+        said = "PDSTORE_LOAD=never on a decode instance: it computes each prompt that P has saved"
+        yield said, "set PDSTORE_LOAD=always on D, or leave it unset"
+    if settings.role == "prefill" and not settings.publish:
+        said = "PDSTORE_PUBLISH=0 on a prefill instance: it saves nothing that D could load"
+        yield said, "set PDSTORE_PUBLISH=1 on P, or leave it unset"
+    if settings.block_tokens > (longest_prompt or _LARGE_BLOCK):
+        why = f"no prompt has over {longest_prompt}" if longest_prompt else "most prompts have less"
+        said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: what fills no block is"
+        yield f"{said} never shared", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
 
 
 def origin_of(settings: Settings, field: str) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "requirements.md").read_text()
 PAGES = {
-    name: (ROOT / "docs" / name).read_text() for name in ("requirements.md", "misconfigurations.md")
+    name: (ROOT / "docs" / f"{name}.md").read_text()
+    for name in ("requirements", "misconfigurations", "tested_misconfigurations")
 }
+PENDING = {*range(1, 8), 9, *range(13, 20), 24, *range(26, 32), 34}
+"""Numbers of mistakes of a first use that have no row yet."""
 FAMILIES = {
     "R-DEV-": 12,
     "R-AW-": 20,
@@ -33,7 +35,13 @@ def names_in(cell: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES)
+def mistakes_in(page: str) -> list[str]:
+    """The mistakes in a page's tables, in the first column or behind a number."""
+    first = r"^\| (?:\d+ \| )?((?!mistake|what|#|-)[^|]+) \| "
+    return re.findall(first, PAGES[page], flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["requirements", "tested_misconfigurations"])
 def test_every_test_that_is_named_exists(page):
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGES[page]))
     assert len(named) > 40
@@ -44,7 +52,20 @@ def test_every_test_that_is_named_exists(page):
 
 
 def test_every_requirement_has_an_answer():
-    rows = re.findall(r"^\| (\w[\w, -]*\d) \| ([^|]+) \| ([^|]+) \|$", TEXT, flags=re.MULTILINE)
+    row = r"^\| (\w[\w, -]*\d) \| ([^|]+) \| ([^|]+) \|$"
+    rows = re.findall(row, PAGES["requirements"], flags=re.MULTILINE)
     answered = {name for first, _, _ in rows for name in names_in(first)}
     wanted = {f"{family}{n}" for family, most in FAMILIES.items() for n in range(1, most + 1)}
     assert answered == wanted
+
+
+def test_every_mistake_that_users_read_of_has_a_test():
+    assert len(mistakes_in("misconfigurations")) > 50
+    assert not set(mistakes_in("misconfigurations")) - set(mistakes_in("tested_misconfigurations"))
+    assert "tests/" not in PAGES["misconfigurations"]
+
+
+def test_every_mistake_of_a_first_use_has_a_row_with_its_words_and_tests():
+    row = r"^\| (\d+) \| [^|]+ \| `[^|]+` \| `tests/[^|]+` \|$"
+    rows = re.findall(row, PAGES["tested_misconfigurations"], flags=re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted(set(range(1, 35)) - PENDING)

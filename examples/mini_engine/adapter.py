@@ -52,7 +52,9 @@ class Adapter:
             self_test(settings, layout, cache.layers)
         self._settings = settings
         self._metrics = metrics
-        self.cache = pdstore.PrefixCacheManager(settings, namespace, metrics=metrics)
+        self.cache = pdstore.PrefixCacheManager(
+            settings, namespace, metrics=metrics, longest_prompt=model.max_model_len
+        )
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
         registries = [metrics.registry]

@@ -65,7 +65,8 @@ def doctor(asked: Asked, count_gpus: Callable[[], int] | None = None) -> Answer:
     settings = read_settings(**({"store": asked.url} if asked.url else {}))
     shape = ModelShape.of(asked.model) if asked.model else None
     arguments = frozenset({"store"} if asked.url else ())
-    findings = [*check_settings(settings, arguments, asked.engine_block)]
+    longest = shape.longest_prompt if shape else None
+    findings = [*check_settings(settings, arguments, asked.engine_block, longest)]
     count_gpus = count_gpus or _count_gpus
     with busy("looking at this host"):
         findings += check_host(settings, count_gpus)
@@ -106,6 +107,7 @@ def _check_store(
         if isinstance(plain, ArenaStore):
             yield from check_pages(plain.path, MOUNTS.read_text(), count_gpus())
         if isinstance(plain, FileStore):
+            yield from (warn("budget", *doubt) for doubt in plain.doubts)
             root = plain.root.resolve()
             yield from check_file_pages(root, MOUNTS.read_text(), count_gpus())
         yield from _check_contents(plain)

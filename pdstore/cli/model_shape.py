@@ -32,6 +32,7 @@ class ModelShape:
     dtype: str
     kv_heads: int
     is_mla: bool
+    longest_prompt: int | None = None
 
     @classmethod
     def of(cls, path: str) -> ModelShape:
@@ -90,6 +91,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         dtype=str(dtype or "bfloat16").removeprefix("torch."),
         kv_heads=kv_heads,
         is_mla=bool(rank),
+        longest_prompt=config.get("max_position_embeddings"),
     )
 
 

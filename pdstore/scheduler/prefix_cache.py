@@ -24,7 +24,7 @@ from pdstore.scheduler.matching import find, finds_new
 from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import CostTable
-from pdstore.settings import Settings
+from pdstore.settings import Settings, doubts_of
 from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
@@ -63,6 +63,7 @@ class PrefixCacheManager:
     For one thread, the scheduler's, and for signal handlers that interrupt it.
 
     store: None opens PDSTORE_STORE; one that is given stays the caller's to close.
+    longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
     router_duty: the router's part in a hand-off, for the log of a D that finds nothing.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
@@ -75,6 +76,7 @@ class PrefixCacheManager:
         *,
         metrics: Metrics | None = None,
         store: Store | None = None,
+        longest_prompt: int | None = None,
         router_duty: str = _RELAY,
     ) -> None:
         self.namespace = namespace
@@ -84,6 +86,8 @@ class PrefixCacheManager:
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
         self.metrics.describe(settings.role, namespace.hex, self._store.label)
+        for doubt in doubts_of(settings, longest_prompt):
+            log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
         self._identity = PoolIdentity(self._store)
         self._instance = new_id()
@@ -195,6 +199,11 @@ class PrefixCacheManager:
     def pool_id(self) -> bytes | None:
         """The id of the pool behind the store; None until the store has told it."""
         return self._identity.current
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that the store keeps what was matched; 0 if it does not say, or not yet."""
+        return self._store.lease_s
 
     @property
     def problem(self) -> str | None:

@@ -23,7 +23,7 @@ _URLS = ("store", "traces")
 
 
 class TellsPool(Protocol):
-    """The part of a `PrefixCacheManager` that names where its instance saves and looks."""
+    """The part of a `PrefixCacheManager` that tells where its instance saves and looks."""
 
     @property
     def namespace(self) -> Namespace: ...
@@ -31,6 +31,9 @@ class TellsPool(Protocol):
     @property
     def pool_id(self) -> bytes | None:
         """None until the store has told it."""
+
+    @property
+    def lease_s(self) -> float: ...
 
 
 class Snapshot:
@@ -61,7 +64,7 @@ class Snapshot:
             "version": pdstore.__version__,
             "role": self._settings.role,
             "store": StoreURL.of(self._settings.store).label,
-            "pool": {"id": pool_id.hex() if pool_id else None},
+            "pool": {"id": pool_id.hex() if pool_id else None, "lease_s": self._cache.lease_s},
             "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
             "problem": self._problem(),
             "settings": settings_of(self._settings),

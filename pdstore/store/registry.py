@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, cast
 from pdstore.errors import ConfigError, MissingExtra
 from pdstore.settings import Settings
 from pdstore.store.base import Store
-from pdstore.store.url import StoreURL, without_secret
+from pdstore.store.url import StoreURL, refuse_slips, without_secret
 
 GROUP = "pdstore.stores"
 """The entry-point group in which a package names its stores: `scheme = "module:Class"`."""
@@ -91,6 +91,7 @@ def check_url(url: str, settings: Settings) -> None:
 
 def _served(url: str) -> tuple[_Own | None, Sequence[EntryPoint]]:
     """Returns who serves a URL's scheme: pdstore itself, or one package. Raises ConfigError."""
+    refuse_slips(url)
     scheme, separator, _ = url.partition("://")
     own = _OWN.get(scheme) or _AROUND_OTHERS.get(scheme.partition("+")[0] + "+")
     foreign = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]

@@ -12,6 +12,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from pdstore.errors import ConfigError
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
 _WITHOUT_PASSWORD = ("memory", "file")  # there, an @ is part of a name
 
 
@@ -38,6 +39,7 @@ class StoreURL:
     @classmethod
     def of(cls, text: str) -> StoreURL:
         """Parses a URL of any scheme. Raises ConfigError, with passwords and options left out."""
+        refuse_slips(text)
         scheme, separator, _ = text.partition("://")
         if not separator or not _SCHEME.fullmatch(scheme):
             raise ConfigError(
@@ -121,6 +123,20 @@ class StoreURL:
             raise ConfigError(
                 f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
             )
+
+
+def refuse_slips(text: str) -> None:
+    """Raises ConfigError for quotes, blanks and `;budget=`, which would be a part of its name."""
+    option = _OPTION_AFTER_SEMICOLON.search(text.rpartition("@")[2])
+    if text[:1] in ("'", '"'):
+        problem = "write it without the quotes: docker's --env-file takes them as a part of it"
+    elif any(part != part.strip() for part in (text, text.partition("?")[0])):
+        problem = "remove the blanks or line ends around it: a Secret or a .env file may have them"
+    elif option is not None:
+        problem = f"write ?{option[1]}= for ;{option[1]}=, and & between options"
+    else:
+        return
+    raise ConfigError(f"bad store URL {without_secret(text)!r}: {problem}")
 
 
 def _problem_of(text: str, parts: SplitResult) -> str:

@@ -76,3 +76,27 @@ def test_the_break_even_is_a_verdict_on_this_store(gpu, level, tmp_path, file_ur
     machine = Machine(gpu, 8, share)
     document = doctor(Asked(file_url, model=str(config), machine=machine), lambda: 0).document
     assert "break-even" in found(document, level)
+
+
+def test_a_budget_above_its_file_system_is_yellow_with_what_to_write(tmp_path):
+    document = run_json("doctor", "--store", f"file://{tmp_path}/pool?budget=1000TiB")
+    finding = found(document, "warn")["budget"]
+    assert finding["said"].startswith("?budget=1000.0TiB, and its file system has ")
+    assert finding["remedy"].startswith("write ?budget=")
+    assert "1000 TiB" not in found(document, "ok")["room"]["said"]
+
+
+def test_blocks_longer_than_the_models_prompts_are_yellow(tmp_path, file_url):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 8192}))
+    document = run_json(
+        *("doctor", "--store", file_url, "--model", str(config)), PDSTORE_BLOCK_TOKENS="65536"
+    )
+    assert "no prompt has over 8192" in found(document, "warn")["settings"]["said"]
+
+
+@pytest.mark.parametrize("url", ['"file:///pool"', "file:///pool ", "file:///pool;budget=5GiB"])
+def test_a_url_that_is_not_what_was_meant_is_one_line_with_what_to_write(url):
+    ran = run("doctor", PDSTORE_STORE=url)
+    assert ran.status == 2
+    assert f"bad store URL {url!r}: " in " ".join(ran.err.split())

@@ -8,6 +8,7 @@ import pytest
 
 from pdstore import PrefixCacheManager
 from pdstore.format.handoff import HandoffId
+from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.base import Slots
@@ -389,3 +390,23 @@ def test_an_instance_publishes_prompts_by_its_role_and_the_request(
     instance, role, params, expected
 ):
     assert instance(role=role).cache.is_prefill(params) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"role": "decode", "load": "never"}, "PDSTORE_LOAD=never on a decode instance"),
+        ({"role": "prefill", "publish": False}, "PDSTORE_PUBLISH=0 on a prefill instance"),
+        ({"block_tokens": 8192}, "PDSTORE_BLOCK_TOKENS=8192, and most prompts have less"),
+        ({}, "PDSTORE_BLOCK_TOKENS=64, and no prompt has over 32"),
+    ],
+)
+def test_settings_that_leave_an_instance_without_use_are_told_at_the_start(
+    store, caplog, changes, words
+):
+    settings, longest = settings_of(**changes), None if changes else 32
+    namespace = Namespace({}, (Part(0, 0),), block_tokens=settings.block_tokens)
+    PrefixCacheManager(settings, namespace, store=store, longest_prompt=longest).close()
+    [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said.startswith(words)
+    assert ": set PDSTORE_" in said

@@ -166,5 +166,25 @@ def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_
     assert (pool.subject, pool.remedy) == ("pool", "give both the same PDSTORE_STORE")
 
 
+def test_doctor_compares_the_leases_of_instances(open_engine, tmp_path):
+    pd = {"pd_transfer_via_storage": True, "status_port": 0}
+    stores = [f"file://{tmp_path}/pool?lease={seconds}" for seconds in (1, 60)]
+    engines = [open_engine("llama", {**pd, "store": store}) for store in stores]
+    for engine in engines:
+        until(lambda cache=engine.adapter.cache: cache.pool_id)
+    found = check_peers([engine.adapter.reporting.url for engine in engines])
+    [lease] = [finding for finding in found if finding.remedy]
+    assert lease.level is Level.WARN
+    assert lease.remedy.startswith("write the same ?lease= in PDSTORE_STORE of both")
+
+
+def test_the_engine_tells_at_its_start_of_blocks_that_none_of_its_prompts_fills(
+    open_engine, tmp_path, caplog
+):
+    pd = {"pd_transfer_via_storage": True, "store": f"file://{tmp_path}/pool"}
+    open_engine("llama", {**pd, "block_tokens": 1024, "staging": "64MiB"})
+    assert "PDSTORE_BLOCK_TOKENS=1024, and no prompt has over 512: " in caplog.text
+
+
 def wrong_of(findings):
     return [finding for finding in findings if finding.level is Level.BAD]

@@ -19,6 +19,7 @@ from tests.telemetry.test_request_record import RECORD
 class Cache(NamedTuple):
     namespace: Namespace
     pool_id: bytes | None = None
+    lease_s: float = 10.0
 
 
 CACHE = Cache(Namespace({"weights": "w"}, (Part(0, 0),), block_tokens=16))
@@ -56,4 +57,4 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
 def test_the_pools_id_is_shown_once_the_store_has_told_it(pool_id, shown):
     cache = CACHE._replace(pool_id=pool_id)
     taken = Snapshot(read_settings(), cache, [], Journal(), lambda: None).take()
-    assert taken["pool"] == {"id": shown}
+    assert taken["pool"] == {"id": shown, "lease_s": 10.0}

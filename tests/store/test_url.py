@@ -9,6 +9,7 @@ import pytest
 from pdstore.errors import ConfigError
 from pdstore.settings import Settings
 from pdstore.store import StoreURL, open_store
+from pdstore.store.registry import check_url
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,30 @@ def test_a_path_may_have_an_at():
 
 def test_a_url_shows_no_secret_when_it_is_printed():
     assert repr(StoreURL.of("redis://u:hush@h/1?x=hush")) == "StoreURL('redis://u:***@h/1')"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:///pool ", r"'file:///pool ': remove the blanks or line ends around it"),
+        ("redis://host:6379/0\n", r"remove the blanks or line ends around it"),
+        (" shm://pool", r"remove the blanks or line ends around it"),
+        ("file:///pool ?budget=1GiB", r"remove the blanks or line ends around it"),
+        ('"file:///pool"', r"""'"file:///pool"': write it without the quotes"""),
+        ("'redis://:hush@host'", r"write it without the quotes: docker's --env-file"),
+        ("file:///pool;budget=5GiB", r"write \?budget= for ;budget=, and & between options"),
+        ("shm://pool;size=1GiB", r"write \?size= for ;size="),
+        ("file:///pool?budget=5GiB;lease=3", r"write \?lease= for ;lease=, and & between options"),
+        ("redis://:hush@host:6379;timeout=3", r"write \?timeout= for ;timeout="),
+    ],
+)
+@pytest.mark.parametrize("use", [open_store, check_url])
+def test_what_a_file_of_variables_leaves_in_a_url_is_refused_with_what_to_write(url, words, use):
+    with pytest.raises(ConfigError, match=words) as caught:
+        use(url, Settings())
+    assert "hush" not in str(caught.value)
+
+
+def test_a_password_may_look_like_an_option():
+    with contextlib.closing(open_store("redis://:a;b=c@host", Settings())) as store:
+        assert store.label == "redis://:***@host"

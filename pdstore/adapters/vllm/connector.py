@@ -64,6 +64,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 number=getattr(parallel, "data_parallel_index", 0),
                 hashes_items=hashes_items(vllm_config),
                 idle_steps=IdleSteps.of(parallel),
+                longest_prompt=vllm_config.model_config.max_model_len,
             )
         else:
             self._worker = PDStoreConnectorWorker(

@@ -48,6 +48,7 @@ class PDStoreConnectorScheduler:
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     patience: for lookups that vLLM asks for the first time.
     idle_steps: for the jobs that vLLM waits for.
+    longest_prompt: as `PrefixCacheManager` takes it.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class PDStoreConnectorScheduler:
         hashes_items: bool = True,
         patience: Patience | None = None,
         idle_steps: IdleSteps | None = None,
+        longest_prompt: int | None = None,
     ) -> None:
         self._settings, self._metrics = settings, metrics
         self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
         self._hashes_items = hashes_items
+        self._longest_prompt = longest_prompt
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
         self._break_even = BreakEven(settings.load, 1)
@@ -83,7 +86,9 @@ class PDStoreConnectorScheduler:
         """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
         layout, role = RankLayout.common(ranks), self._settings.role
         namespace, self._block_tokens = layout.namespace, layout.block_tokens
-        cache = self._cache = PrefixCacheManager(self._settings, namespace, metrics=self._metrics)
+        cache = self._cache = PrefixCacheManager(
+            self._settings, namespace, metrics=self._metrics, longest_prompt=self._longest_prompt
+        )
         self._break_even = BreakEven(
             self._settings.load,
             namespace.block_tokens,

@@ -8,7 +8,7 @@ from pydantic import ByteSize, SecretStr
 
 from pdstore.cli.checks.finding import Finding, bad, info, warn
 from pdstore.cli.quantity import size
-from pdstore.settings import Settings, variable_of
+from pdstore.settings import Settings, doubts_of, variable_of
 from pdstore.store.url import without_secret
 
 ENGINE_BLOCK = 16
@@ -34,9 +34,9 @@ def set_values(settings: Settings, arguments: frozenset[str]) -> dict[str, tuple
 
 
 def check_settings(
-    settings: Settings, arguments: frozenset[str], engine_block: int
+    settings: Settings, arguments: frozenset[str], engine_block: int, longest: int | None = None
 ) -> Iterator[Finding]:
-    """Yields the settings, and those that cannot work."""
+    """Yields the settings, and those that cannot work; longest: tokens of a prompt, if known."""
     for variable, (shown, origin) in set_values(settings, arguments).items():
         yield info(variable, f"{shown} ({origin})")
     if not settings.pd_transfer_via_storage:
@@ -53,6 +53,7 @@ def check_settings(
             f"set it to {max(engine_block, settings.block_tokens // engine_block * engine_block)},"
             " the same for P and D, or name the engine's block by --engine-block",
         )
+    yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
     yield from _check_place(settings)
 
 

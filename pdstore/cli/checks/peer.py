@@ -15,6 +15,7 @@ from pdstore.errors import ConfigError, StoreUnavailable
 
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
+_LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
 
 class Peer(NamedTuple):
@@ -24,6 +25,7 @@ class Peer(NamedTuple):
     fields: its namespace, as `Namespace.describe` has it; empty where only metrics tell of it.
     pool: the id of its pool; None if it does not tell or does not know it yet.
     store: the URL of its store without secrets; empty if it does not tell.
+    lease_s: of what it has matched; 0 if it does not know it yet.
     """
 
     url: str
@@ -31,6 +33,7 @@ class Peer(NamedTuple):
     fields: dict[str, str]
     pool: str | None = None
     store: str = ""
+    lease_s: float = 0.0
 
 
 class _Namespace(BaseModel):
@@ -40,6 +43,7 @@ class _Namespace(BaseModel):
 
 class _Pool(BaseModel):
     id: str | None = None
+    lease_s: float = 0.0
 
 
 class _Status(BaseModel):
@@ -76,7 +80,8 @@ def _status_of(url: str) -> Peer | Finding:
         said = _Status.model_validate_json(body)
     except (OSError, ValueError, http.client.HTTPException) as error:
         return _silence(url, error)
-    return Peer(url, said.namespace.hex, said.namespace.fields, said.pool.id, said.store)
+    namespace, pool = said.namespace, said.pool
+    return Peer(url, namespace.hex, namespace.fields, pool.id, said.store, pool.lease_s)
 
 
 def _silence(url: str, error: Exception) -> Finding:
@@ -144,6 +149,9 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
         return
     if first.pool == other.pool:
         yield ok("pool", f"{first.url} and {other.url} use one")
+        if first.lease_s and other.lease_s and first.lease_s != other.lease_s:
+            said = f"{first.lease_s:g} s at {first.url}, {other.lease_s:g} s at {other.url}"
+            yield warn("lease", said, _LEASE)
         return
     two = [f"{peer.pool[:8]} ({peer.store}) at {peer.url}" for peer in (first, other) if peer.pool]
     remedy = "give both the same PDSTORE_STORE"

@@ -46,6 +46,7 @@ class Evictor:
     ) -> None:
         self._directory, self._clock = directory, clock
         self.budget = default_budget(directory) if budget is None else budget
+        self.attainable = min(self.budget, room_of(directory, self.budget))
         self._step = self.budget // 20
         self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
@@ -208,9 +209,15 @@ class Evictor:
 
 def default_budget(directory: PoolDirectory) -> int:
     """Returns 20 GiB, or half of what the pool could have of its file system if that is less."""
+    return min(DEFAULT_BUDGET, room_of(directory, 2 * DEFAULT_BUDGET) // 2)
+
+
+def room_of(directory: PoolDirectory, enough: int) -> int:
+    """Returns what the pool could have of its file system now; no file is counted for `enough`."""
     status = os.statvfs(directory.root)
-    own = sum(_on_disk(file.size) for file in directory.files())
-    return min(DEFAULT_BUDGET, (status.f_bavail * status.f_frsize + own) // 2)
+    free = status.f_bavail * status.f_frsize
+    own = (_on_disk(file.size) for file in directory.files())
+    return free if free >= enough else free + sum(own)
 
 
 def _is_kept(file: StoredFile, now: int) -> bool:

@@ -87,6 +87,9 @@ class FileStore(Store):
         )
         readable = ByteSize(self._evictor.budget).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
+        self.doubts = list(_doubts_of(self._evictor))
+        for doubt in self.doubts:
+            log.warning("%s: %s: %s", self.label, *doubt)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
@@ -218,8 +221,8 @@ class FileStore(Store):
 
     def room(self) -> Room:
         used_bytes = sum(value.num_bytes for value in self.stored_values())
-        budget = self._evictor.budget
-        return Room("a directory", used_bytes, budget, None, "the least recently used goes first")
+        capacity = self._evictor.attainable
+        return Room("a directory", used_bytes, capacity, None, "the least recently used goes first")
 
     def close(self) -> None:
         if self._lifecycle.end():
@@ -251,6 +254,15 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
     url.finish("budget, lease")
     _check_lease(url.label, lease_s)
     return Path(url.path) if url.path else default_pool_directory(), budget, lease_s
+
+
+def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with a budget above what the file system has, and what to write."""
+    if evictor.attainable < evictor.budget:
+        budget, most = ByteSize(evictor.budget), ByteSize(evictor.attainable)
+        said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"
+        less = ByteSize(most * 9 // 10).human_readable()
+        yield said, f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
 
 
 def _check_lease(label: str, lease_s: float) -> None:

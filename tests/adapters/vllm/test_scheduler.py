@@ -46,9 +46,9 @@ def scheduler_of(url):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
     made = []
 
-    def make(*, may_follow=True, patience=None, metrics=None, **changes):
+    def make(*, may_follow=True, patience=None, longest_prompt=None, metrics=None, **changes):
         settings = settings_of(**{"store": url, **changes})
-        given = {"may_follow": may_follow, "patience": patience}
+        given = {"may_follow": may_follow, "patience": patience, "longest_prompt": longest_prompt}
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
         scheduler.bind(Pool())
         scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
@@ -120,6 +120,13 @@ def test_before_the_layout_is_known_nothing_is_found_or_saved():
 def test_without_any_layout_it_does_not_begin():
     with pytest.raises(ConfigError, match="MultiConnector"):
         PDStoreConnectorScheduler(settings_of(), 1, StepMetrics()).begin([])
+
+
+def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(scheduler_of, caplog):
+    scheduler_of(longest_prompt=32)
+    assert f"PDSTORE_BLOCK_TOKENS={settings_of().block_tokens}, and no prompt has over 32" in (
+        caplog.text
+    )
 
 
 def test_ranks_of_different_layouts_are_refused():

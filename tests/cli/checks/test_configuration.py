@@ -58,3 +58,44 @@ def test_a_store_of_one_process_is_red():
 )
 def test_kv_that_leaves_the_host_unencrypted_is_yellow(url, is_open):
     assert levels(store=url).get("encryption") is (Level.WARN if is_open else None)
+
+
+def doubts(longest=None, **settings):
+    found = check_settings(read_settings(**ON, **settings), frozenset(), 16, longest)
+    return [(f.level, f.said, f.remedy) for f in found if f.subject == "settings"]
+
+
+def test_a_decode_instance_that_never_loads_is_yellow_with_what_to_write():
+    [(level, said, remedy)] = doubts(role="decode", load="never")
+    assert level is Level.WARN
+    assert said.startswith("PDSTORE_LOAD=never on a decode instance")
+    assert remedy == "set PDSTORE_LOAD=always on D, or leave it unset"
+    assert not doubts(role="prefill", load="never")
+    assert not doubts(role="decode")
+
+
+def test_a_prefill_instance_that_never_saves_is_yellow_with_what_to_write():
+    [(level, said, remedy)] = doubts(role="prefill", publish=False)
+    assert level is Level.WARN
+    assert said.startswith("PDSTORE_PUBLISH=0 on a prefill instance")
+    assert remedy == "set PDSTORE_PUBLISH=1 on P, or leave it unset"
+    assert not doubts(role="both", publish=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "why"),
+    [
+        (65536, None, "most prompts have less"),
+        (65536, 40960, "no prompt has over 40960"),
+        (64, 32, "no prompt has over 32"),
+        (65536, 131072, None),
+        (4096, None, None),
+    ],
+)
+def test_blocks_that_no_prompt_fills_are_yellow_with_what_to_write(tokens, longest, why):
+    found = doubts(longest, block_tokens=tokens)
+    assert len(found) == bool(why)
+    for level, said, remedy in found:
+        assert level is Level.WARN
+        assert said.startswith(f"PDSTORE_BLOCK_TOKENS={tokens}, and {why}:")
+        assert remedy == "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"

@@ -50,9 +50,9 @@ def compare():
     return compared
 
 
-def status_of(pool="aa" * 16, store="redis://127.0.0.1:6379", **fields):
+def status_of(pool="aa" * 16, store="redis://127.0.0.1:6379", lease_s=0.0, **fields):
     namespace = {"hex": "00", "fields": FIELDS | fields}
-    return {"namespace": namespace, "pool": {"id": pool}, "store": store, "more": 1}
+    return {"namespace": namespace, "pool": {"id": pool, "lease_s": lease_s}, "store": store}
 
 
 def found_wrong(found):
@@ -80,6 +80,19 @@ def test_two_pools_are_red_with_both_urls(compare):
     assert "aaaaaaaa (redis://127.0.0.1:6379) at" in wrong.said
     assert f"bbbbbbbb ({other}) at" in wrong.said
     assert wrong.remedy == "give both the same PDSTORE_STORE"
+
+
+def test_two_leases_of_one_pool_are_yellow_with_both_and_what_to_write(compare):
+    [found] = [f for f in compare(status_of(lease_s=1), status_of(lease_s=60)) if f.remedy]
+    assert (found.level, found.subject) == (Level.WARN, "lease")
+    assert found.said.startswith("1 s at http://")
+    assert ", 60 s at http://" in found.said
+    assert found.remedy.startswith("write the same ?lease= in PDSTORE_STORE of both")
+
+
+@pytest.mark.parametrize("other", [{"lease_s": 1}, {"lease_s": 0}, {"pool": None, "lease_s": 60}])
+def test_a_lease_that_is_equal_or_not_known_is_none_of_another(compare, other):
+    assert not [f for f in compare(status_of(lease_s=1), status_of(**other)) if f.remedy]
 
 
 def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compare):

@@ -73,5 +73,6 @@ def test_memory_that_the_disk_does_not_give_is_no_crash(library, small_disk):
 
 
 def test_an_arena_that_does_not_fit_is_refused(library, small_disk):
-    with pytest.raises(ConfigError, match="free"):
+    words = r"make it smaller \(\?size=\).* in a container, raise --shm-size"
+    with pytest.raises(ConfigError, match=words):
         ArenaStore(library, directory=small_disk, size=13 * MIB)

@@ -229,7 +229,7 @@ def test_without_the_library_the_error_says_what_to_install():
 def test_another_size_than_the_arena_has_is_refused(open_arena):
     open_arena(size=4 * MIB)
     assert len(open_arena(size=4 * MIB).memory()) == 4 * MIB
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match=r"is there already with size=\d+: use that, leave"):
         open_arena(size=8 * MIB)
 
 

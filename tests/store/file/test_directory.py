@@ -169,7 +169,7 @@ def test_a_file_is_no_pool(tmp_path):
 def test_a_directory_with_other_files_is_no_pool(tmp_path):
     (tmp_path / "00").mkdir()
     (tmp_path / "00" / "precious").write_text("x")
-    with pytest.raises(ConfigError, match="holds other files"):
+    with pytest.raises(ConfigError, match=r"holds other files .* name an empty or a new directory"):
         FileStore(tmp_path)
     assert (tmp_path / "00" / "precious").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["00"]

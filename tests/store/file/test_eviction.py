@@ -257,3 +257,19 @@ def test_a_child_that_is_forked_during_a_look_does_not_keep_its_lock(tmp_path):
         evictor = Evictor(directory, 20 * SIZE, 600.0)
         for _ in range(3):
             assert evictor.admit([2 * SIZE])
+
+
+def test_a_budget_above_the_file_system_is_told_at_the_start(full_disk, caplog):
+    with contextlib.closing(FileStore(full_disk / "pool", budget=20 << 30)) as store:
+        assert 3 << 20 < store.room().capacity_bytes <= 4 << 20
+    [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "?budget=20.0GiB, and its file system has " in said
+    assert "write ?budget=3.6MiB, or use a larger one" in said
+
+
+def test_a_budget_that_the_pools_own_values_fill_is_no_doubt(full_disk):
+    for number in (40, 0):  # the second time less is free than the budget
+        with contextlib.closing(FileStore(full_disk / "pool", budget=3 << 20)) as store:
+            assert store.doubts == []
+            assert store.room().capacity_bytes == 3 << 20
+            fill(store, number)
