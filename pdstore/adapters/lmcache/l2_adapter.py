@@ -26,7 +26,7 @@ from pdstore.adapters.lmcache.chunk_task import Ended
 from pdstore.adapters.lmcache.task_results import TaskResults
 from pdstore.errors import LayoutError
 from pdstore.metrics import Metrics
-from pdstore.settings import read_settings
+from pdstore.settings import empty_settings, read_engine_settings
 from pdstore.threads import call_or
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class PDStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         super().__init__()
         params = dict(params)
         kv_cache_dtype = params.pop("kv_cache_dtype", None)
-        settings = read_settings(**params)
+        settings = read_engine_settings(**params)
         self._numbers = itertools.count()
         self._stored: TaskResults[Any] = TaskResults(create_event_notifier())
         self._found: TaskResults[Any] = TaskResults(create_event_notifier())
@@ -58,6 +58,7 @@ class PDStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if settings.pd_transfer_via_storage:
             names = ChunkNames(settings, kv_cache_dtype)
             self._pool = ChunkPool(settings, names, process_metrics())
+            log.info("pool %s%s", self._pool.label, empty_settings(settings))
         else:
             log.info("PD_TRANSFER_VIA_STORAGE is not 1: pdstore stores and finds nothing")
 
