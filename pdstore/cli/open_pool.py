@@ -94,14 +94,20 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     Raises ConfigError, also for a store that cannot list its values, and for files or an arena that
     nobody has made yet; StoreError.
     """
+    with open_any(url) as (settings, store, lists):
+        if lists is None:
+            raise ConfigError(f"{store.label} cannot list its values: no ListsValues (see docs)")
+        yield OpenPool(settings, store, lists)
+
+
+@contextmanager
+def open_any(url: str | None) -> Iterator[tuple[Settings, Store, ListsValues | None]]:
+    """Opens a store as `open_pool` does, also one that cannot list its values."""
     settings = read_settings(**({"store": url} if url else {}))
     _refuse_missing(settings.store)
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:
-        lists = find_optional(plain, ListsValues)
-        if lists is None:
-            raise ConfigError(f"{store.label} cannot list its values: no ListsValues (see docs)")
-        yield OpenPool(settings, store, lists)
+        yield settings, store, find_optional(plain, ListsValues)
     finally:
         store.close()
