@@ -227,7 +227,8 @@ class PrefixCacheManager:
     def close(self) -> None:
         """Ends the lookups, and the connections if the manager opened them. Twice is fine.
 
-        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing: threads and connections are the parent's.
+        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing:
+        threads and connections are the parent's.
         """
         self._closed = True
         if os.getpid() != self._pid:

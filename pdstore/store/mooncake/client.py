@@ -137,8 +137,9 @@ class Client:
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine.
 
-        It takes `close_s` in all, unless the library keeps Python's lock for longer. The object is set aside where closing it would hang: calls still run, or the server does
-        not answer. A suspended object is left to the call that suspended it.
+        It takes `close_s` in all, unless the library keeps Python's lock for longer. The object is
+        set aside where closing it would hang: calls still run, or the server does not answer. A
+        suspended object is left to the call that suspended it.
         """
         if not self._lifecycle.end():
             return
