@@ -53,7 +53,7 @@ class LoadWork(Work):
     @property
     def progress(self) -> int:
         ends = map(self._tokens_of, list(self._released.values()))
-        return min(ends, default=self._first_token)
+        return self._prompt.usable_end(min(ends, default=self._first_token), self._first_token)
 
     @property
     def num_ready(self) -> int:
