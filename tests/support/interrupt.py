@@ -39,17 +39,23 @@ def ends_though_interrupted(
     return not thread.is_alive()
 
 
-def acts_at_line(function: Callable[[], object], number: int, act: Callable[[], object]) -> bool:
+def acts_at_line(
+    function: Callable[[], object],
+    number: int,
+    act: Callable[[], object],
+    within: str = "/pdstore/worker/",
+) -> bool:
     """Runs `function`, and `act` before its line of that number. False if it has fewer lines.
 
-    Lines of the worker package count, wherever they are called from: what `act` does stands for
-    another thread that runs while this one is held up there.
+    What `act` does stands for another thread that runs while this one is held up there.
+
+    within: of the path of the files whose lines count.
     """
     left, before = number, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: object) -> object:
         nonlocal left
-        if "/pdstore/worker/" not in frame.f_code.co_filename:
+        if within not in frame.f_code.co_filename:
             return None
         if event == "line" and left >= 0:
             left -= 1
