@@ -269,6 +269,8 @@ class PrefixCacheManager:
             self._watcher.add(lookup)
         else:
             self._queue.add(lookup)
+        if self._closed:  # by a signal handler, perhaps since it was asked
+            lookup.finish(Match.miss(keys, Reason.CLOSED))
         return lookup
 
     def _load_s(self, num_tokens: int) -> float | None:

@@ -196,8 +196,9 @@ class KVPool:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
-        first `job.result.num_tokens` tokens are there; the others were not stored any more, or did
-        not verify.
+        first `job.result.num_tokens` tokens are there, and the engine can compute on from them. The
+        others were not stored any more, or did not verify, or a window before them has NO_BLOCK:
+        where windows have moved on, a load that falls short counts `first_token`.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
