@@ -160,6 +160,8 @@ class KVPool:
         starts: as `start_handoff` takes them, when the first layers are done.
         """
         prompt, first_block = self._prompt_of(keys, block_ids, first_token)
+        if handoff is not None and handoff.is_doubtful:
+            starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin(started)
         work = SaveWork(self._mover, prompt, first_block, handoff)
