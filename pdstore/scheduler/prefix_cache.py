@@ -29,9 +29,11 @@ from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
 from pdstore.store.room_watch import RoomWatch
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
+_STOP_S = 1.0  # of all threads; a store's own close has the second one
 _OF_ONE_PROCESS = (
     "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
     " process alone"
@@ -234,14 +236,14 @@ class PrefixCacheManager:
     def close(self) -> None:
         """Ends the lookups, and the connections if the manager opened them. Twice is fine.
 
-        In the child of a fork it does nothing: threads and connections are the parent's.
+        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing: threads and connections are the parent's.
         """
         self._closed = True
         if os.getpid() != self._pid:
             return
-        self._room.close()
-        self._queue.close()
-        self._watcher.close()
+        limit = Deadline(_STOP_S)
+        for thread in (self._room, self._queue, self._watcher):
+            thread.close(limit.remaining_s())
         if self._owns_store:
             self._store.close()
 
