@@ -16,12 +16,7 @@ from pdstore.errors import ConfigError
 from pdstore.store.url import StoreURL
 
 KINDS = ("file", "redis", "mooncake")
-_MOONCAKE_VARIABLES = (
-    "MOONCAKE_MASTER",
-    "MOONCAKE_CONFIG_PATH",
-    "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
-)
-
+_MOONCAKE_VARIABLES = ("MOONCAKE_MASTER", "MOONCAKE_CONFIG_PATH")
 _PING_S = 0.5
 
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.barrier import Answer, Barrier
-from pdstore.store.mooncake.client import Client, Raw
-from pdstore.store.mooncake.codes import INVALID, LEASE_OVER
-from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory, addresses_of, packed
+from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.library import INVALID, LEASE_OVER
+from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory
 
 log = logging.getLogger(__name__)
 
-FEW_KEYS, FEW_BYTES = 16, 16 << 20  # a batch has more keys only while it has fewer bytes
+_FEW_KEYS = 16
+_FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
 _FIRST_RATE = 1e9  # bytes per second, until there is a measurement
 _MEASURABLE_BYTES = 1 << 20
+
+
+class _Call(NamedTuple):
+    """A batch to move: the config of a put, or None for a get."""
+
+    keys: Sequence[BlockKey]
+    slots: Slots
+    config: object | None
 
 
 class Lane(NamedTuple):
@@ -29,12 +38,17 @@ class Lane(NamedTuple):
     client: Client
     barrier: Barrier
 
-    def call(self, function: Callable[[Raw], list[int]]) -> Answer:
-        start = time.monotonic()
+    def move(self, call: _Call, base: int, starts: Sequence[int]) -> Answer:
+        """Moves values between the pool and memory, each at its start behind the base address."""
+        keys, sizes, begin = list(call.keys), list(call.slots.sizes), time.monotonic()
+        addresses = [base + start for start in starts]
         with self.client.call() as raw:
-            codes = function(raw)
-        self.client.note(codes)
-        return Answer(raw, codes, time.monotonic() - start)
+            if call.config is None:
+                codes = raw.batch_get_into(keys, addresses, sizes)
+            else:
+                codes = raw.batch_put_from(keys, addresses, sizes, call.config)
+        self.client.count_codes(codes)
+        return Answer(raw, codes, time.monotonic() - begin)
 
 
 class Batches:
@@ -51,7 +65,8 @@ class Batches:
     def __init__(
         self, lanes: Sequence[Lane], memory: Memory, lease_s: float, *, any_memory: bool
     ) -> None:
-        self._lanes, self._memory = lanes, memory
+        self._lanes = lanes
+        self._memory = memory
         self._lease_s = lease_s
         self._any_memory = any_memory
         self._rate = _FIRST_RATE
@@ -67,7 +82,7 @@ class Batches:
         start, num_bytes, most = 0, 0, self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
-            is_full = count >= FEW_KEYS and (num_bytes >= FEW_BYTES or count >= _MOST_KEYS)
+            is_full = count >= _FEW_KEYS and (num_bytes >= _FEW_BYTES or count >= _MOST_KEYS)
             is_apart = POOL_ID_KEY in (keys[i], keys[i - 1])
             if count and (is_full or is_apart or num_bytes + size > most):
                 yield start, i
@@ -79,30 +94,13 @@ class Batches:
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Reads one batch; returns for each value its number of bytes, or a code."""
         start = time.monotonic()
-        base, lane = address_of(slots.view), self._idlest_lane()
-        if self._is_movable(slots, base):
-            answer = _get(lane, keys, addresses_of(slots, base), slots.sizes)
-            lane.barrier.wait_after(answer)
-        else:
-            answer = self._get_through_bounce(lane, keys, slots)
-        codes = answer.codes
-        if INVALID in codes and not self._any_memory:
-            codes = self._again(codes, lambda: self._get_through_bounce(lane, keys, slots))
+        codes = self._move(_Call(keys, slots, None))
         self._learn_rate(codes, slots.sizes, max(time.monotonic() - start, 1e-6))
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
         """Writes one batch; returns for each value a code, or 0, also where the key was taken."""
-        base, lane = address_of(slots.view), self._idlest_lane()
-        if self._is_movable(slots, base):
-            answer = _put(lane, keys, addresses_of(slots, base), slots.sizes, config)
-            lane.barrier.wait_after(answer)
-        else:
-            answer = self._put_through_bounce(lane, keys, slots, config)
-        codes = answer.codes
-        if INVALID in codes and not self._any_memory:
-            codes = self._again(codes, lambda: self._put_through_bounce(lane, keys, slots, config))
-        return codes
+        return self._move(_Call(keys, slots, config))
 
     def _learn_rate(self, codes: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
         num_bytes = sum(code for code in codes if code > 0)
@@ -111,73 +109,54 @@ class Batches:
         elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
             self._rate += (num_bytes / seconds - self._rate) / 4
 
-    def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
-        """Tries a refused batch once more, through a new bounce.
+    def _move(self, call: _Call) -> list[int]:
+        """Moves a batch from or to where its slots are, or through the bounce.
 
         The process that shares our memory refuses memory that it does not know. It knows none of
         ours after a restart within a second, or after it was stopped for longer than it keeps
-        silent clients; the library notices neither. It learns of memory that is allocated now.
+        silent clients; the library notices neither. It learns of memory that is allocated now, so
+        a refused batch is moved once more, through a new bounce.
         """
+        slots, lane = call.slots, min(self._lanes, key=lambda lane: lane.client.num_running)
+        base = address_of(slots.view)
+        if self._any_memory or self._memory.holds(slots, base):
+            starts = [number * slots.slot_bytes for number in slots.numbers]
+            answer = lane.move(call, base, starts)
+            lane.barrier.wait_after(answer)
+        else:
+            answer = self._copy(lane, call)
+        refused = answer.codes.count(INVALID)
+        if self._any_memory or not refused:
+            return answer.codes
         self._memory.drop_bounce()
-        again = through_bounce().codes
-        if again.count(INVALID) < codes.count(INVALID):
+        codes = self._copy(lane, call).codes
+        if codes.count(INVALID) < refused:
             log.warning(
                 "mooncake: values are copied from now on: the process that shares our memory was"
                 " stopped or replaced, and no longer knows that memory"
             )
             self._memory.forget_slabs()
-        return again
+        return codes
 
-    def _idlest_lane(self) -> Lane:
-        return min(self._lanes, key=lambda lane: lane.client.num_running)
+    def _copy(self, lane: Lane, call: _Call) -> Answer:
+        """Moves a batch through the bounce.
 
-    def _is_movable(self, slots: Slots, base: int) -> bool:
-        return self._any_memory or self._memory.holds(slots, base)
-
-    def _put_through_bounce(
-        self, lane: Lane, keys: Sequence[BlockKey], slots: Slots, config: object
-    ) -> Answer:
+        Gives up a bounce that late bytes may reach; waits only after too many were given up.
+        """
+        slots, starts = call.slots, [0]
+        for size in slots.sizes:
+            starts.append(starts[-1] + -(-size // 64) * 64)
         with self._memory.bounce_lock:
-            starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
-            for i in range(len(slots)):
-                bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.value(i)
-            base = address_of(bounce)
-            addresses = [base + start for start in starts[:-1]]
-            answer = _put(lane, keys, addresses, slots.sizes, config)
-            self._leave_bounce(lane, answer)
+            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=False)]
+            if call.config is not None:
+                for i, value in enumerate(values):
+                    value[:] = slots.value(i)
+            answer = lane.move(call, address_of(bounce), starts[:-1])
+            if call.config is None:
+                for i, value in enumerate(values):
+                    if answer.codes[i] == len(value):
+                        slots.value(i)[:] = value
+            if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
+                lane.barrier.wait_after(answer)
             return answer
-
-    def _get_through_bounce(self, lane: Lane, keys: Sequence[BlockKey], slots: Slots) -> Answer:
-        with self._memory.bounce_lock:
-            starts = packed(slots.sizes)
-            bounce = self._memory.bounce(starts[-1])
-            base = address_of(bounce)
-            addresses = [base + start for start in starts[:-1]]
-            answer = _get(lane, keys, addresses, slots.sizes)
-            for i, size in enumerate(slots.sizes):
-                if answer.codes[i] == size:
-                    slots.value(i)[:] = bounce[starts[i] : starts[i] + size]
-            self._leave_bounce(lane, answer)
-            return answer
-
-    def _leave_bounce(self, lane: Lane, answer: Answer) -> None:
-        """Gives up a bounce that late bytes may reach; waits only after too many were given up."""
-        if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
-            lane.barrier.wait_after(answer)
-
-
-def _get(
-    lane: Lane, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]
-) -> Answer:
-    return lane.call(lambda raw: raw.batch_get_into(list(keys), addresses, list(sizes)))
-
-
-def _put(
-    lane: Lane,
-    keys: Sequence[BlockKey],
-    addresses: list[int],
-    sizes: Sequence[int],
-    config: object,
-) -> Answer:
-    return lane.call(lambda raw: raw.batch_put_from(list(keys), addresses, list(sizes), config))
