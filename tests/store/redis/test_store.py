@@ -11,7 +11,7 @@ from pdstore.errors import StoreFull, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.redis.servers import OneServer
+from pdstore.store.redis.cluster import OneServer
 from pdstore.store.redis.store import RedisStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
