@@ -12,22 +12,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, TESTS = ROOT / "pdstore", ROOT / "tests"
-MAX_LINES = {"pdstore": 450, "examples": 450, "benchmarks": 450, "tests": 450}
+MAX_LINES = {"pdstore": 450, "examples": 450, "benchmarks": 450, "integrations": 450, "tests": 450}
+MAX_LINES_OF_AN_INTEGRATION = 980
 MAX_LINES_OF_A_FUNCTION = 40
 READ_WITH_OTHERS = 60
 """A module of fewer lines is read with its neighbours, and should stand with them."""
 
 BUDGET = {
-    "lines": 30_118,
-    "files": 269,
-    "small modules": 67,
-    "statements": 18_600,
-    "classes": 440,
-    "protocols": 33,
-    "packed assignments": 130,
+    "lines": 28_300,
+    "files": 248,
+    "small modules": 61,
+    "statements": 17_450,
+    "classes": 356,
+    "protocols": 31,
+    "packed assignments": 126,
     "lines of native sources": 5_400,
-    "lines of tests": 45_000,
-    "lines of benchmarks and examples": 15_700,
+    "lines of tests": 46_000,
+    "lines of benchmarks, examples and integrations": 16_600,
 }
 """Limits of the package and its neighbours. A change may lower a number, never raise it.
 
@@ -90,7 +91,7 @@ def lines_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) ->
 def test_no_function_is_too_long():
     assert not sorted(
         f"too long: {file}: {node.name}"
-        for file in python_files("pdstore", "examples", "benchmarks")
+        for file in python_files("pdstore", "examples", "benchmarks", "integrations")
         for node in ast.walk(tree_of(file))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and lines_without_docstring(node) > MAX_LINES_OF_A_FUNCTION
@@ -130,14 +131,21 @@ def counts() -> dict[str, int]:
         "protocols": sum(map(is_protocol, nodes)),
         "packed assignments": sum(map(is_packed, nodes)),
         "lines of native sources": lines_of(str(path) for path in native),
-        "lines of tests": lines_of(python_files("tests")),
-        "lines of benchmarks and examples": lines_of(python_files("benchmarks", "examples")),
+        "lines of tests": lines_of(python_files("tests", "integrations/lmcache/tests")),
+        "lines of benchmarks, examples and integrations": lines_of(
+            python_files("benchmarks", "examples", "integrations/lmcache/pdstore_lmcache")
+        ),
     }
 
 
 @pytest.mark.parametrize("what", BUDGET)
 def test_the_house_stays_within_its_budget(what):
     assert counts()[what] <= BUDGET[what]
+
+
+def test_lmcaches_distribution_stays_small():
+    files = python_files("integrations/lmcache/pdstore_lmcache")
+    assert 0 < lines_of(files) <= MAX_LINES_OF_AN_INTEGRATION
 
 
 def private_names(tree: ast.Module) -> set[str]:

@@ -14,7 +14,7 @@ from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId, new_id
 from pdstore.format.keys import PromptKeys, Tokens
 from pdstore.format.multimodal import MultimodalItem
-from pdstore.format.namespace import Json, Namespace
+from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
@@ -87,7 +87,7 @@ class PrefixCacheManager:
         self._router_duty = router_duty
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
-        self.metrics.describe(settings.role, namespace.hex, self._store.label)
+        self.metrics.describe(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
         for doubt in doubts_of(settings, longest_prompt):
             log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
@@ -236,7 +236,8 @@ class PrefixCacheManager:
     def close(self) -> None:
         """Ends the lookups, and the connections if the manager opened them. Twice is fine.
 
-        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing: threads and connections are the parent's.
+        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing:
+        threads and connections are the parent's.
         """
         self._closed = True
         if os.getpid() != self._pid:

@@ -141,8 +141,8 @@ class JobQueue:
     def close(self, drain_s: float) -> bool:
         """Lets jobs run for up to `drain_s`, ends the rest, stops the threads in a second more.
 
-        Twice is fine. Hand-offs that are cut are marked as failed before the threads stop. A second caller waits
-        for the first; but a signal handler that interrupts the first returns at once.
+        Twice is fine. Hand-offs that are cut are marked as failed before the threads stop. A second
+        caller waits for the first; a signal handler that interrupts the first returns at once.
         Returns whether this was the first call; never in the child of a fork.
         """
         if self._is_in_child or self._closer == threading.get_ident():

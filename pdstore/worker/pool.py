@@ -241,8 +241,9 @@ class KVPool:
     def close(self) -> None:
         """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine.
 
-        It takes at most PDSTORE_DRAIN_S and 2 s, whatever the store does. A second caller waits until the first is through. In the child of a fork nothing happens:
-        the threads, the device and the store are the parent's.
+        It takes at most PDSTORE_DRAIN_S and 2 s, whatever the store does. A second caller waits
+        until the first is through. In the child of a fork nothing happens: the threads, the device
+        and the store are the parent's.
         """
         limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):

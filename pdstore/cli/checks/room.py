@@ -38,7 +38,7 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     yield from _policy(room)
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:
         said = f"it takes {room.num_connections} more, and P and D open up to {_CONNECTIONS}"
-        yield warn("connections", said, "raise the server's `maxclients`")
+        yield warn("connections", said, "raise the server's maxclients")
 
 
 def check_blocks(store: Store, layout: Layout) -> Iterator[Finding]:

@@ -68,14 +68,11 @@ _REMEDIES = {
         " a master that moves"
     ),
     "DB index is out of range": "the server has fewer databases: 0 is there always",
-    "No master found": (
-        "write the port of a sentinel (26379), and a name that `SENTINEL MASTERS` shows there"
-    ),
+    "No master found": "write the port of a sentinel (26379), and the name of a master it watches",
     "unknown command 'SENTINEL'": (
-        "a server of values answers there, not a sentinel: write redis://{host}, or a sentinel's"
-        " port (26379)"
+        "it is a redis and not a sentinel: write redis://{host}, or a sentinel's port (26379)"
     ),
-    "max number of clients": "raise `maxclients` of the server, or connect fewer instances to it",
+    "max number of clients": "raise maxclients of the server, or connect fewer instances to it",
     "Authentication required": "write its password: {scheme}://:PASSWORD@{host}",
     "invalid username-password": (
         "see user and password in PDSTORE_STORE: a password alone is {scheme}://:PASSWORD@{host}"
@@ -240,13 +237,14 @@ def _remedy(label: str, error: RedisError) -> str:
     """Returns what to change, where an error tells."""
     said = str(error)
     scheme, _, place = label.partition("://")
-    host = place.rpartition("@")[2].partition("/")[0]
+    place = place.rpartition("@")[2]
     for words, remedy in _REMEDIES.items():
         if words in said:
-            return remedy.format(scheme=scheme, host=host)
+            return remedy.format(scheme=scheme, host=place.partition("/")[0] or place)
     if isinstance(error, InvalidResponse):
         return _NO_REDIS
-    if SCHEMES[scheme].is_tls and isinstance(error, _OF_THE_CONNECTION):
+    is_lost = isinstance(error, _OF_THE_CONNECTION) and "refused" not in said
+    if SCHEMES[scheme].is_tls and is_lost:
         plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
         return (
             f"{scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
@@ -266,9 +264,9 @@ def _encode(argument: str | int | bytes | memoryview) -> bytes | memoryview:
 
 
 def _connect_and_ping(connection: redis.Connection) -> None:
-    """Reads what a server says before it hangs up: it has too many clients.
+    """Reads what a server with too many clients says before it hangs up, and TLS 1.3's tickets.
 
-    Also the session tickets of TLS 1.3, which hiredis takes for a reply to nothing.
+    hiredis takes the tickets of a session for a reply to nothing.
     """
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_command("PING")  # type: ignore[no-untyped-call]

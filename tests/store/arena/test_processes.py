@@ -129,7 +129,9 @@ def test_every_close_ends_in_time_though_a_stopped_process_holds_the_lock(tmp_pa
         store=f"shm://large?dir={tmp_path}", native="require", drain_s=0.2, save_deadline_s=20.0
     )
     with contextlib.closing(actors.open_large(tmp_path, lock_timeout_s=0.2)) as store:
-        layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
+        layout = Layout.of(
+            settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope=""
+        )
         namespace = layout.namespace(settings, weights="w")
         cache = PrefixCacheManager(settings, namespace)
         pool = KVPool(settings, layout, caches_of(layout), namespace)
