@@ -201,9 +201,9 @@ class RedisStore(Store):
                 self._lifecycle.check()
                 with named_errors(self.label, BlockKey(prefix)):
                     cursor, found = client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS)
-                    names = [str(name, "ascii", "replace") for name in dict.fromkeys(found)]
+                    names = [name for name in dict.fromkeys(found) if isinstance(name, bytes)]
                 if names:
-                    yield [BlockKey(name) for name in names]
+                    yield [BlockKey(name.decode("ascii", "replace")) for name in names]
 
     def _look_again(
         self, keys: Sequence[BlockKey], i: int, piece: memoryview, *, was_empty: bool
