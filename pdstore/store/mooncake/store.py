@@ -20,7 +20,7 @@ from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.barrier import Barrier
-from pdstore.store.mooncake.batches import Batches, Lane
+from pdstore.store.mooncake.batches import Batches, Lane, Putter
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import (
@@ -35,7 +35,6 @@ from pdstore.store.mooncake.library import (
     error_of,
 )
 from pdstore.store.mooncake.memory import Memory
-from pdstore.store.mooncake.put import Putter
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 

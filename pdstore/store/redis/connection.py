@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import redis
 from redis.backoff import NoBackoff
@@ -86,31 +86,24 @@ _OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key
 Servers: TypeAlias = OneServer | Cluster
 
 
-class _Scheme(NamedTuple):
-    """The parts of a scheme: `valkeys+cluster` is TLS to a cluster."""
+def _parts_of(scheme: str) -> tuple[bool, str]:
+    """Returns whether a scheme speaks TLS, and its kind: `valkeys+cluster` is TLS to a cluster.
 
-    is_tls: bool
-    kind: str  # "", "unix", "cluster" or "sentinel"
-
-
-SCHEMES = {
-    name + (f"+{kind}" if kind else ""): _Scheme(name in ("rediss", "valkeys"), kind)
-    for name in ("redis", "rediss", "valkey", "valkeys")
-    for kind in ("", "unix", "cluster", "sentinel")
-    if kind != "unix" or name in ("redis", "valkey")
-}
-"""Valkey speaks redis' protocol: its schemes are other names for the same."""
+    Valkey speaks redis' protocol: its schemes are other names for the same.
+    """
+    name, _, kind = scheme.partition("+")
+    return name in ("rediss", "valkeys"), kind
 
 
 def open_servers(url: StoreURL) -> Servers:
     """Returns the server or servers of a URL, not connected yet. Raises ConfigError."""
-    scheme = SCHEMES[url.scheme]
-    options = {**_options(url), **(_tls(url) if scheme.is_tls else {})}
+    is_tls, kind = _parts_of(url.scheme)
+    options = {**_options(url), **(_tls(url) if is_tls else {})}
     kinds = {"unix": _by_socket, "cluster": _cluster, "sentinel": _by_sentinel}
-    servers = kinds.get(scheme.kind, _by_address)(url, options)
+    servers = kinds.get(kind, _by_address)(url, options)
     names = {"": (), "cluster": (), "unix": ("db",), "sentinel": ("db", "sentinel_password")}
-    tls = ("ca", "cert", "key") if scheme.is_tls else ()
-    url.finish(", ".join([*tls, *names[scheme.kind], "timeout"]))
+    tls = ("ca", "cert", "key") if is_tls else ()
+    url.finish(", ".join([*tls, *names[kind], "timeout"]))
     return servers
 
 
@@ -244,7 +237,7 @@ def _remedy(label: str, error: RedisError) -> str:
     if isinstance(error, InvalidResponse):
         return _NO_REDIS
     is_lost = isinstance(error, _OF_THE_CONNECTION) and "refused" not in said
-    if SCHEMES[scheme].is_tls and is_lost:
+    if _parts_of(scheme)[0] and is_lost:
         plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
         return (
             f"{scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"

@@ -36,7 +36,7 @@ _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 class RedisStore(Store):
     """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
 
-    `valkey://` is the same; `SCHEMES` has all names. A cluster spreads a prompt's values over its
+    `valkey://` is the same. A cluster spreads a prompt's values over its
     nodes, and a call asks all of them at once.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
-from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.mooncake.client import Client, Server, State, close_together
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
@@ -124,19 +123,6 @@ def is_refused(client):
             return False
     except StoreUnavailable:
         return True
-
-
-def test_the_breaker_lets_nothing_through_while_it_is_open(store, raw):
-    """Rule 7."""
-    guarded = CircuitBreaker(store, failures=3, open_s=60)
-    raw.script = [("exist", [-901])] * 3
-    for _ in range(3):
-        with pytest.raises(StoreTimeout):
-            guarded.match(fresh_keys(1))
-    raw.calls.clear()
-    with pytest.raises(StoreUnavailable, match="in a row"):
-        guarded.match(fresh_keys(1))
-    assert raw.calls == []
 
 
 def test_close_waits_for_the_calls_that_run(store, raw):

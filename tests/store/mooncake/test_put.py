@@ -65,17 +65,6 @@ def test_an_outage_counts_no_key_behind_one_that_was_not_put(store, raw):
     assert caught.value.num_done == 0
 
 
-def test_a_put_of_a_half_written_key_is_no_success(store, raw):
-    """Rule 4: the code of the put is a hint; what counts is that the key can be seen."""
-    keys = fresh_keys(3)
-    raw.sizes[keys[1]] = -703
-    raw.hidden.add(keys[1])
-    assert put(store, keys, [b"x"] * 3) == 1
-    raw.sizes.clear()
-    raw.hidden.clear()
-    assert put(store, keys, [b"x"] * 3) == 3, "its writer came to an end after all"
-
-
 def test_a_value_that_is_evicted_before_it_is_leased_is_put_again(store, raw):
     """Rule 4."""
     keys = fresh_keys(1)

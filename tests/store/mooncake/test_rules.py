@@ -20,10 +20,8 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots
 from pdstore.store.connect import read_pool_id
-from pdstore.store.find import find_optional
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import ABSENT, HALF_WRITTEN, Library
-from pdstore.store.optional import FindsKeys
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.threads import run_together
 from pdstore.testing.values import get, put
@@ -139,12 +137,6 @@ def test_a_match_leases_what_it_found_and_one_window_behind_the_gap_at_most(stor
         codes = raw.batch_remove(keys, False)
     assert codes[:20] == [-706] * 20
     assert codes[32:] == [0] * (300 - 32), "never asked for, so not leased"
-
-
-def test_unrelated_keys_are_found_in_one_call(store, peer):
-    keys = fresh_keys(6)
-    put(peer, keys[::3], [b"x"] * 2)
-    assert find_optional(store, FindsKeys).which_stored(keys) == [True, False, False] * 2
 
 
 def test_a_leased_and_damaged_value_can_be_removed_and_written_again(store, peer):
@@ -328,12 +320,3 @@ def test_a_clear_is_one_search_from_a_keys_start_by_force(store, peer):
     assert size_of(store, half) == HALF_WRITTEN
     assert put(store, [key, other], [b"y", b"y"]) == 2
     eventually(lambda: put(store, [half], [b"y" * SIZE]) == 1, DISCARD_S + 5)
-
-
-def test_a_clear_of_20000_values_is_one_call(store):
-    """Rule 12."""
-    keys = [BlockKey(f"pds1:{'c' * 32}:0:0:{i:032x}") for i in range(20_000)]
-    put(store, keys, [b"x"] * len(keys))
-    store.clear("c" * 32)
-    assert store.match(keys) == 0
-    assert store.match(keys[-1:]) == 0

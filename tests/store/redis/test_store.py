@@ -158,16 +158,6 @@ def test_a_lost_value_is_a_miss(redis_url, raw, lose):
         assert store.match(keys) == 1
 
 
-def test_a_flushed_server_has_lost_all(redis_server):
-    server, keys = redis_server(), fresh_keys(3)
-    with opened(server.url) as store, server.client() as raw:
-        put(store, keys, [content(key, SIZE) for key in keys])
-        assert store.match(keys) == 3
-        raw.flushall()
-        assert get(store, keys, [SIZE] * 3) == []
-        assert store.match(keys) == 0
-
-
 def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redis_url, raw):
     keys = fresh_keys(3)
     with opened(redis_url) as store:
