@@ -30,6 +30,8 @@ _NAMES_OF_OTHERS = {
     "tenant": ("tenant_id", "MOONCAKE_TENANT_ID"),
 }
 """Mooncake's own names of fields, in its JSON file and in the environment."""
+_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"
+"""The master's variable in FastDeploy's scripts; MOONCAKE_MASTER wins."""
 
 _POWERS = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -164,7 +166,9 @@ def _from_url(url: StoreURL) -> _Layer:
 
 def _from_environment(variables: Mapping[str, str]) -> _Layer:
     known = {variable: name for name, (_, variable) in _NAMES_OF_OTHERS.items()}
-    _refuse_slips("variable", variables, [*known, "MOONCAKE_CONFIG_PATH"])
+    _refuse_slips("variable", variables, [*known, "MOONCAKE_CONFIG_PATH", _MASTER_OF_SCRIPTS])
+    if not variables.get("MOONCAKE_MASTER"):
+        yield "master", variables.get(_MASTER_OF_SCRIPTS, ""), _MASTER_OF_SCRIPTS
     for variable, name in known.items():
         yield name, variables.get(variable, ""), variable
 

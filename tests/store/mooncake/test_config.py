@@ -107,6 +107,12 @@ def test_the_url_wins_over_the_environment_and_that_over_the_file():
         assert part in described
 
 
+def test_the_masters_variable_of_fastdeploys_scripts_is_read_where_mooncakes_is_not_set():
+    of_script = {"MOONCAKE_MASTER_SERVER_ADDR": "f:3"}
+    assert config("mooncake://", **of_script).master == "f:3"
+    assert config("mooncake://", MOONCAKE_MASTER="m:2", **of_script).master == "m:2"
+
+
 def test_an_empty_value_counts_as_none():
     assert config("mooncake://m:1?tenant=", MOONCAKE_TENANT_ID="t").tenant == "t"
 
