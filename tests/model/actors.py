@@ -47,7 +47,7 @@ Act = Callable[[set[BlockKey]], None]
 INSTANCE = "2" * 32
 BLOCK_IDS = [2, 0, 1]
 SHARED = {"_waiting", "_released", "_tally", "_cut", "_gaps", "num_ready", "is_open", "is_at_end"}
-"""What a load's worker and its follower both look at."""
+"""Attributes of a load that its worker and its follower both look at."""
 
 
 class Taken(NamedTuple):
