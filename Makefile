@@ -83,10 +83,10 @@ bench-handoff: setup ## What a client waits for between P's answer and D's first
 release: .venv-release/.stamp ## Build and check the sources and the wheels (PROCESSORS="x86_64 aarch64")
 	@PYTHON=.venv-release/bin/python scripts/release.sh $(PROCESSORS)
 
-$(VENV)/.stamp: pyproject.toml constraints.txt | packages
+$(VENV)/.stamp: pyproject.toml integrations/lmcache/pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
-	  -e '.[redis,$(MOONCAKE),seal,cli,otel,examples,test,dev,docs]'
+	  -e '.[redis,$(MOONCAKE),seal,cli,otel,lmcache,examples,test,dev,docs]' -e integrations/lmcache
 	@$(BIN)/pip download -qq --no-deps --only-binary :all: --dest $(VENV)/wheels sglang==$(SGLANG) \
 	  || echo "no wheel of SGLang $(SGLANG) for this Python: the tests with its classes are skipped" >&2
 	@$(BIN)/pip download -qq --no-deps --only-binary :all: --dest $(VENV)/wheels lmcache==$(LMCACHE) \

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds what a package index takes, in dist/: the sources, and a wheel for each processor.
+# Builds what a package index takes, in dist/: the sources, a wheel for each processor, and the
+# sources and the wheel of LMCache's adapter, which is Python alone.
 #
 #   scripts/release.sh [PROCESSOR]...       x86_64, aarch64; without one: both
 #
@@ -19,6 +20,8 @@ rm -rf dist
 
 echo "building the sources" >&2
 "$PYTHON" -m build --sdist --no-isolation --outdir dist . >"$scratch/log" 2>&1 \
+    || { cat "$scratch/log" >&2; exit 1; }
+"$PYTHON" -m build --no-isolation --outdir dist integrations/lmcache >"$scratch/log" 2>&1 \
     || { cat "$scratch/log" >&2; exit 1; }
 for processor in "$@"; do
     echo "building the wheel for $processor: a minute or two" >&2

@@ -64,7 +64,7 @@ def test_every_link_leads_to_a_file_and_a_heading(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_file_and_command_that_is_named_exists(document):
     text = document.read_text()
-    folders = "pdstore|csrc|tests|examples|benchmarks|docs|deploy"
+    folders = "pdstore|csrc|tests|examples|integrations|benchmarks|docs|deploy"
     for path in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", text):
         assert (ROOT / path).exists(), f"{document.name}: {path}"
     for module in re.findall(r"python -m ([\w.]+)", text):
@@ -101,7 +101,8 @@ def test_the_architecture_has_the_floors_in_their_order():
 
 
 def test_the_architecture_names_every_thread():
-    sources = "".join(path.read_text() for path in (ROOT / "pdstore").rglob("*.py"))
+    folders = (ROOT / "pdstore", ROOT / "integrations" / "lmcache" / "pdstore_lmcache")
+    sources = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in set(re.findall(r'"(pdstore-[a-z-]+)', sources)):
         assert f"`{name}" in text

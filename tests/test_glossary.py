@@ -23,7 +23,7 @@ ALLOWED = {
     },
     "fetch": {"csrc": "std::atomic's fetch_add and fetch_sub"},
     "idx": {"csrc": "CUDA's threadIdx and blockIdx", "pdstore/adapters/vllm": "vLLM's engine_idx"},
-    "object": {"pdstore/adapters/lmcache": "LMCache's ObjectKey and object groups"},
+    "object": {"integrations/lmcache": "LMCache's ObjectKey and object groups"},
     "req": {"pdstore/adapters/vllm": "vLLM's finished_req_ids"},
 }
 """Banned words that a library, or another meaning, needs in one place."""
@@ -63,7 +63,8 @@ def words_of(name: str) -> str:
 
 
 def sources() -> list[Path]:
-    python = [p for folder in ("pdstore", "examples") for p in (ROOT / folder).rglob("*.py")]
+    folders = ("pdstore", "examples", "integrations/lmcache/pdstore_lmcache")
+    python = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
     native = [p for end in ("h", "cpp", "cu") for p in (ROOT / "csrc").rglob(f"*.{end}")]
     return sorted(python + [p for p in native if "third_party" not in p.parts])
 

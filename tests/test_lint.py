@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RUFF = Path(sys.executable).with_name("ruff")
+LMCACHE = "integrations/lmcache/pdstore_lmcache"
 
 REFUSED = {
     "import pickle\n\npickle.loads(b'')\n": "S301",
@@ -26,7 +27,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("folder", ["pdstore/store", "pdstore/adapters/vllm", "examples/router"])
+@pytest.mark.parametrize(
+    "folder", ["pdstore/store", "pdstore/adapters/vllm", LMCACHE, "examples/router"]
+)
 def test_what_could_execute_or_open_a_door_is_refused(folder):
     """All at once, so that the linter starts once a folder."""
     source = "".join(REFUSED)
@@ -42,7 +45,7 @@ def test_what_could_execute_or_open_a_door_is_refused(folder):
 
 def test_no_tensor_file_is_loaded_that_may_be_a_pickle():
     """The linter has no rule for torch.load, and examples may use what it bans elsewhere."""
-    for folder in ("pdstore", "examples", "benchmarks"):
+    for folder in ("pdstore", LMCACHE, "examples", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and node.attr == "load":

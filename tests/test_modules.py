@@ -9,6 +9,8 @@ from pathlib import Path
 import pdstore
 
 PACKAGE = Path(pdstore.__file__).parent
+LMCACHE = PACKAGE.parent / "integrations" / "lmcache" / "pdstore_lmcache"
+"""LMCache's adapter: a distribution of its own, and a room like any for these rules."""
 FLOORS = (
     ("errors",),
     ("outcome", "settings", "environment", "device_pin", "threads"),
@@ -17,7 +19,7 @@ FLOORS = (
     ("format", "native"),
     ("store",),
     ("scheduler", "worker", "status"),
-    ("adapters", "testing", "cli", "public"),
+    ("adapters", "pdstore_lmcache", "testing", "cli", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats", "pool_events")
@@ -34,7 +36,7 @@ DOORS = {
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "servers", "cluster")],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
-    "lmcache": ["adapters.lmcache.l2_adapter"],
+    "lmcache": ["pdstore_lmcache.l2_adapter"],
     "sglang": [f"adapters.sglang.{name}" for name in ("backend", "server")],
     "pickle": [],
     "marshal": [],
@@ -43,12 +45,14 @@ DOORS = {
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    folder = LMCACHE.parent if path.is_relative_to(LMCACHE) else PACKAGE
+    return ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {
     name_of(path): ast.parse(path.read_text())
-    for path in PACKAGE.rglob("*.py")
+    for folder in (PACKAGE, LMCACHE)
+    for path in folder.rglob("*.py")
     if path not in (PACKAGE / "__init__.py", PACKAGE / "__main__.py")
 }
 
@@ -79,7 +83,7 @@ def test_a_module_imports_only_its_own_room_and_rooms_of_lower_floors():
         f"{module} imports {name}"
         for module, tree in MODULES.items()
         for name in imports_of(tree)
-        if name.startswith("pdstore.") and is_above(name.removeprefix("pdstore."), module)
+        if name.startswith("pdstore") and is_above(name.removeprefix("pdstore."), module)
     )
 
 

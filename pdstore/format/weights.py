@@ -1,4 +1,4 @@
-"""weights_revision: the text that tells two checkpoints of one shape apart."""
+"""The weights of a checkpoint: where they lie, and the text that tells two of one shape apart."""
 
 from __future__ import annotations
 
@@ -41,6 +41,24 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
     digests = [(path.name, path.stat().st_size, remembered.digest_of(path)) for path in files]
     remembered.write()
     return "sha256:" + digest_of_files(digests)
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Path | None:
+    """Returns a checkpoint's directory, of a hub's name its snapshot in the hub's cache.
+
+    revision: of the hub's repository; None for its main branch.
+    Returns None where neither is on this host.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 class _Remembered:

@@ -49,8 +49,11 @@ class Faulty(WrapperStore):
         super().__init__(store)
         self._random = random.Random(seed)
         self._random_lock = threading.Lock()
-        self.error_rate, self.miss_rate, self.corrupt_rate = error_rate, miss_rate, corrupt_rate
-        self._bytes_per_s, self._read_until = bytes_per_s, 0.0
+        self.error_rate = error_rate
+        self.miss_rate = miss_rate
+        self.corrupt_rate = corrupt_rate
+        self._bytes_per_s = bytes_per_s
+        self._read_until = 0.0
         self._counts: Counter[str] = Counter()
         self._open = threading.Event()
         self._open.set()
@@ -93,8 +96,8 @@ class Faulty(WrapperStore):
         n = self._shortened(super().get(keys, slots))
         for i in range(n):
             if self._chance(self.corrupt_rate):
-                piece = slots.value(i)
-                piece[self._below(len(piece))] ^= 1 << self._below(8)
+                value = slots.value(i)
+                value[self._below(len(value))] ^= 1 << self._below(8)
                 self._counts["faulty_corrupt"] += 1
         self._slow_down(sum(slots.sizes[:n]))
         return n
@@ -145,16 +148,12 @@ class Faulty(WrapperStore):
 
 
 def _options_of(url: StoreURL) -> tuple[int, dict[str, float], int]:
-    """Takes seed, rates and bytes_per_s. Raises ConfigError."""
-    names = ("error_rate", "miss_rate", "corrupt_rate")
-    return _seed(url), {name: _rate(url, name) for name in names}, url.size("bytes_per_s", 0)
-
-
-def _seed(url: StoreURL) -> int:
-    text = url.options.pop("seed", "0")
-    if not text.isdecimal():
-        raise ConfigError(f"{url.label}: seed={text!r} is not a whole number")
-    return int(text)
+    """Removes seed, rates and bytes_per_s from a URL's options. Raises ConfigError."""
+    seed = url.options.pop("seed", "0")
+    if not seed.isdecimal():
+        raise ConfigError(f"{url.label}: seed={seed!r} is not a whole number")
+    rates = {name: _rate(url, name) for name in ("error_rate", "miss_rate", "corrupt_rate")}
+    return int(seed), rates, url.size("bytes_per_s", 0)
 
 
 def _rate(url: StoreURL, name: str) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")]
 PAGES += [ROOT / "examples" / "store_plugin" / "README.md"]
+PAGES += [ROOT / "integrations" / "lmcache" / "README.md"]
 WITHOUT_COMMANDS = {"DESIGN.md"}  # its indented block is the stored format
 
 GPU = "a GPU"
@@ -69,7 +70,7 @@ RUN_BY = {
         "tests/adapters/sglang/test_documented.py::test_the_flags_of_the_page_are_sglangs"
     ),
     "lmcache *": (
-        "tests/adapters/lmcache/test_documented.py::test_the_flags_of_the_page_are_lmcaches"
+        "integrations/lmcache/tests/test_documented.py::test_the_flags_of_the_page_are_lmcaches"
     ),
     "mooncake_master *": (
         f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"

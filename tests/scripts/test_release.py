@@ -51,7 +51,8 @@ def wheel(release: Path, processor: str) -> Path:
 
 
 def test_there_are_the_sources_and_a_wheel_for_each_processor(release):
-    assert len(list(release.iterdir())) == 3
+    assert len(list(release.iterdir())) == 5
+    assert len(list(release.glob("pdstore_lmcache-*"))) == 2
     assert len(list(release.glob("pdstore-*.tar.gz"))) == 1
 
 

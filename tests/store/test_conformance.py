@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from pdstore.testing import StoreTests
-from pdstore.testing.wrong import all as wrong_stores
 from tests.support.kv import eventually
+from tests.support.wrong_stores import all as wrong_stores
 
 pytest_plugins = ["pytester"]
 
@@ -16,7 +16,8 @@ TRIES = 4  # a test of a race may miss the moment
 
 SUITES = """
 import pytest
-from pdstore.testing import StoreTests, wrong_stores
+from pdstore.testing import StoreTests
+from tests.support.wrong_stores import all as wrong_stores
 
 def suite_of(wrong):
     class Suite(StoreTests):

@@ -14,9 +14,9 @@ from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.values import put
-from pdstore.testing.wrong.batches import GetsPastAGap
-from pdstore.testing.wrong.values import ForgetsToForget, Overwrites, ServesShortValues
 from tests.support.clock import Clock
+from tests.support.wrong_stores.batches import GetsPastAGap
+from tests.support.wrong_stores.values import ForgetsToForget, Overwrites, ServesShortValues
 
 [KEY] = fresh_keys(1)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 READ_WITH_OTHERS = 60
 """A module of fewer lines is read with its neighbours, and should stand with them."""
-BESIDE = ("benchmarks", "examples", "pdstore_lmcache", "pdstore/adapters/lmcache")
+BESIDE = ("benchmarks", "examples", "integrations/lmcache/pdstore_lmcache")
+TESTS = ("tests", "integrations/lmcache/tests")
 USUAL_METHODS = {"close", "add", "get", "put", "load", "save", "clear"}
 """Names that say the same wherever they stand. Any other has at most three classes."""
 MOST_CLASSES_OF_A_METHOD = 3
@@ -185,7 +186,7 @@ def files_of_folders() -> Counter[str]:
 def nightly_marks() -> int:
     return sum(
         len(re.findall(r"\bmark\.nightly\b", (ROOT / file).read_text()))
-        for file in python_files("tests", *BESIDE)
+        for file in python_files(*TESTS)
     )
 
 
@@ -207,9 +208,9 @@ def counts() -> dict[str, int]:
         "modules in circles": len(modules_in_circles()),
         "overloaded method names": len(overloaded_methods()),
         "lines of native sources": lines_of(str(path) for path in native),
-        "lines of tests": lines_of(python_files("tests")),
+        "lines of tests": lines_of(python_files(*TESTS)),
         "nightly marks": nightly_marks(),
-        "lines of benchmarks, examples and LMCache": lines_of(python_files(*BESIDE)),
+        "lines of benchmarks, examples and integrations": lines_of(python_files(*BESIDE)),
     }
 
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdstore.adapters.checkpoint import find_checkpoint
 from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError
-from pdstore.format.weights import weights_revision
+from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.settings import Settings, read_settings
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,127 @@
+"""ChunkPool: each call ends once, in time, whatever the store does."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+
+import pytest
+
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.store.memory import MemoryStore
+from pdstore.testing import Faulty
+from pdstore_lmcache.chunk_names import ChunkNames
+from pdstore_lmcache.chunk_pool import ChunkMemory, ChunkPool
+from test_chunk_names import SHAPE, chunk
+from tests.support.kv import settings_of
+
+CHUNKS = [chunk(chunk_hash=bytes([number]) * 32) for number in range(3)]
+SIZE = 6144
+LONG_S = 60.0
+
+
+@pytest.fixture
+def store():
+    store = Faulty(MemoryStore())
+    yield store
+    store.release()
+
+
+@pytest.fixture
+def open_pool(store):
+    with contextlib.ExitStack() as stack:
+
+        def open_pool(**settings):
+            usual = {"weights": "w", "workers": 2, "load_deadline_s": LONG_S}
+            settings = settings_of(**(usual | settings))
+            pool = ChunkPool(settings, ChunkNames(settings), Metrics(), store)
+            return stack.enter_context(contextlib.closing(pool))
+
+        yield open_pool
+
+
+def memories(fill=0):
+    return [ChunkMemory(each, SHAPE, memoryview(bytearray([fill] * SIZE))) for each in CHUNKS]
+
+
+def asked():
+    return [(each, SHAPE) for each in CHUNKS]
+
+
+def ended(call, *args):
+    """Waits for the end of a call and returns it."""
+    ends = queue.SimpleQueue()
+    call(*args, ends.put)
+    return ends.get(timeout=LONG_S)
+
+
+def test_what_was_saved_is_found_and_loaded(open_pool):
+    pool, loaded = open_pool(), memories()
+    assert ended(pool.find, asked()).reason is Reason.ABSENT
+    assert all(ended(pool.save, memories(7)).done)
+    assert all(ended(pool.find, asked()).done)
+    assert all(ended(pool.load, loaded).done)
+    assert [each.memory for each in loaded] == [each.memory for each in memories(7)]
+
+
+def test_nothing_is_a_success(open_pool):
+    pool = open_pool()
+    for call in (pool.find, pool.load, pool.save):
+        result = ended(call, [])
+        assert (result.done, result.reason) == ((), None)
+
+
+def test_a_chunk_named_twice_is_found_twice(open_pool):
+    pool = open_pool()
+    ended(pool.save, memories()[:1])
+    assert ended(pool.find, [asked()[0], asked()[0]]).done == (True, True)
+
+
+def test_removed_chunks_are_gone(open_pool):
+    pool = open_pool()
+    ended(pool.save, memories(7))
+    pool.remove(asked()[:1])
+    assert ended(pool.find, asked()).done == (False, True, True)
+
+
+@pytest.mark.parametrize("call", ["find", "load", "save"])
+def test_a_hung_store_costs_the_deadline_and_a_miss(open_pool, store, call):
+    pool = open_pool(lookup_wait_s=0.2, load_deadline_s=0.2, save_deadline_s=0.2)
+    store.hold()
+    memory = memories()
+    result = ended(getattr(pool, call), asked() if call == "find" else memory)
+    assert (any(result.done), result.reason) == (False, Reason.DEADLINE)
+    store.release()  # the end of the pool waits for its workers
+
+
+def test_what_comes_after_the_deadline_is_not_written(open_pool, store):
+    pool, late = open_pool(load_deadline_s=0.2), memories()
+    ended(pool.save, memories(7))
+    store.hold()
+    assert ended(pool.load, late).reason is Reason.DEADLINE
+    store.release()
+    assert all(ended(pool.load, memories()).done)  # the workers are back
+    assert not any(any(each.memory) for each in late)
+
+
+def test_more_calls_than_may_wait_are_dropped(open_pool, store):
+    pool = open_pool(queue_jobs=1)
+    store.hold()
+    ends = queue.SimpleQueue()
+    pool.load(memories(), ends.put)
+    assert ended(pool.load, memories()).reason is Reason.QUEUE_FULL
+    store.release()
+    assert ends.get(timeout=LONG_S).reason is Reason.LOST
+
+
+def test_the_end_ends_what_waits_and_refuses_what_comes(open_pool, store):
+    pool, ends = open_pool(), queue.SimpleQueue()
+    store.hold()
+    pool.load(memories(), ends.put)
+    pool.find(asked(), ends.put)
+    store.release()
+    pool.close()
+    pool.close()
+    assert len({id(ends.get(timeout=LONG_S)) for _ in range(2)}) == 2
+    assert ended(pool.save, memories()).reason is Reason.CLOSED

@@ -1,0 +1,217 @@
+"""Promises of some stores only: leases and eviction where room is short, and a list of values."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+
+import pytest
+
+from pdstore.errors import StoreClosed, StoreFull
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.store.base import Store
+from pdstore.store.find import find_optional
+from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom
+from pdstore.testing.values import assert_values, content, fresh_keys, get, put
+
+SIZE = 64 << 10
+MOST = 64  # more values than `small_store` has room for
+
+
+class PressureTests:
+    """A full store says so or makes room; what it promised to keep it keeps."""
+
+    @pytest.fixture
+    def small_store(self) -> Store:
+        """A store with room for 16 to 64 values of 64 KiB; override it."""
+        pytest.skip("this store's suite has no `small_store`")
+
+    def test_a_leased_value_survives_pressure(self, small_store: Store) -> None:
+        keys = fresh_keys(6)
+        values = [content(key, SIZE) for key in keys]
+        if not small_store.lease_s:  # nothing is promised: a value may go, and not change
+            put(small_store, keys, values)
+            _fill(small_store, 4 * MOST)
+            found = get(small_store, keys, [SIZE] * 6)
+            assert_values(found, values[: len(found)])
+            return
+        for _ in range(5):  # on a slow machine a lease may end before all is read
+            put(small_store, keys, values)
+            leased_at = time.monotonic()
+            assert small_store.match(keys) == 6
+            _fill(small_store, 4 * MOST, until=leased_at + small_store.lease_s / 2)
+            found = get(small_store, keys, [SIZE] * 6)
+            if time.monotonic() - leased_at < small_store.lease_s:
+                assert_values(found, values)
+                return
+        pytest.fail("too slow to tell")
+
+    def test_a_put_under_pressure_is_stored_or_store_full(self, small_store: Store) -> None:
+        stored = []
+        for [key] in (fresh_keys(1) for _ in range(4 * MOST)):
+            done, is_full = _put_what_fits(small_store, [key])
+            assert done == (0 if is_full else 1)
+            if small_store.lease_s:
+                assert small_store.match([key]) == done, "nobody evicts what was put just now"
+            stored += [key] * done
+        assert len(stored) >= 16
+        found = [key for key in stored if small_store.match([key])]
+        assert 12 <= len(found) < 2 * MOST
+        for key in found:
+            read = get(small_store, [key], [SIZE])
+            assert_values(read, [content(key, SIZE)] * len(read))
+
+    def test_store_full_counts_what_was_stored(self, small_store: Store) -> None:
+        for keys in (fresh_keys(8) for _ in range(MOST // 4)):
+            done, is_full = _put_what_fits(small_store, keys)
+            found = small_store.match(keys)
+            values = get(small_store, keys, [SIZE] * 8)
+            assert_values(values, [content(key, SIZE) for key in keys[: len(values)]])
+            if small_store.lease_s:
+                assert found == len(values) == done
+            if is_full:
+                assert done < 8
+                return
+        assert not small_store.lease_s, "all is leased, and more than there is room for was taken"
+
+    def test_a_full_store_still_serves(self, small_store: Store) -> None:
+        keys = fresh_keys(2)
+        values = [content(key, SIZE) for key in keys]
+        put(small_store, keys, values)
+        small_store.match(keys)
+        _fill(small_store, MOST)
+        assert small_store.match(fresh_keys(1)) == 0
+        small_store.remove(keys[:1])
+        assert small_store.match(keys) == 0
+        assert put(small_store, keys[:1], values[:1]) == 1, "a removed value leaves its room"
+
+    def test_a_value_larger_than_the_store_is_store_full(self, small_store: Store) -> None:
+        keys = fresh_keys(1)
+        with pytest.raises(StoreFull) as caught:
+            put(small_store, keys, [content(keys[0], MOST * SIZE)])
+        assert caught.value.num_done == 0
+        assert small_store.match(keys) == 0
+
+    def test_the_pool_key_survives_pressure(self, small_store: Store) -> None:
+        value = content(POOL_ID_KEY, 64)
+        small_store.remove([POOL_ID_KEY])
+        put(small_store, [POOL_ID_KEY], [value])
+        _fill(small_store, 4 * MOST)
+        assert small_store.match([POOL_ID_KEY]) == 1
+        assert_values(get(small_store, [POOL_ID_KEY], [64]), [value])
+        small_store.remove([POOL_ID_KEY])
+
+    def test_clear_leaves_room(self, small_store: Store) -> None:
+        keys = fresh_keys(MOST)
+        for key in keys:
+            if _put_what_fits(small_store, [key]) != (1, False):
+                break
+            small_store.match([key])
+        small_store.clear(keys[0].split(":")[1])
+        assert [small_store.match([key]) for key in keys] == [0] * MOST
+        assert _put_what_fits(small_store, keys[:8]) == (8, False)
+
+
+class ListTests:
+    """For stores that list what they keep (`ListsValues`); skipped for others."""
+
+    @pytest.fixture
+    def lists(self, store: Store) -> ListsValues:
+        found = find_optional(store, ListsValues)
+        if found is None:
+            pytest.skip("this store does not list its values")
+        return found
+
+    def test_a_listing_has_every_value_once(
+        self, store: Store, peer: Store, lists: ListsValues
+    ) -> None:
+        keys = fresh_keys(1500)
+        put(store, keys[:700], [b"x"] * 700)
+        put(peer, keys[700:], [b"x"] * (1500 - 700))
+        assert sorted(value.key for value in _listed(lists, keys)) == keys
+
+    def test_a_listing_says_what_a_value_takes(self, store: Store, lists: ListsValues) -> None:
+        keys, sizes = fresh_keys(3), [64, 5000, 200_000]
+        put(store, keys, [content(key, size) for key, size in zip(keys, sizes, strict=True)])
+        taken = {value.key: value.num_bytes for value in _listed(lists, keys)}
+        for key, size in zip(keys, sizes, strict=True):
+            assert size <= taken[key] <= 2 * size + 4096
+
+    def test_a_values_exact_length_is_told(self, store: Store, lists: ListsValues) -> None:
+        present, missing = fresh_keys(2)
+        put(store, [present], [bytes(5001)])
+        assert lists.length_of(present) == 5001
+        assert lists.length_of(missing) is None
+
+    def test_a_listing_says_how_long_ago_a_value_was_used(
+        self, store: Store, lists: ListsValues
+    ) -> None:
+        keys = fresh_keys(2)
+        put(store, keys, [b"x", b"y"])
+        for value in _listed(lists, keys):
+            assert value.age_s is None or 0 <= value.age_s < 60
+
+    def test_a_listing_has_only_keys_with_the_prefix(
+        self, store: Store, lists: ListsValues
+    ) -> None:
+        ours, others = fresh_keys(3), fresh_keys(3)
+        put(store, [*ours, *others], [b"x"] * 6)
+        assert {value.key for value in _listed(lists, ours)} == set(ours)
+        assert {*ours, *others} <= {value.key for value in lists.stored_values()}
+        for prefix in ("pds1:*", f"pds1:[{secrets.token_hex(1)}]", ours[0] + "?"):
+            assert list(lists.stored_values(prefix)) == []
+
+    def test_a_listing_has_tails_and_markers_too(self, store: Store, lists: ListsValues) -> None:
+        stem = f"pds1:{secrets.token_hex(16)}:"
+        keys = [BlockKey(stem + end) for end in ("0:0:a", "0:0:b:partial:3", "handoff:c:0:done")]
+        put(store, keys, [b"x"] * 3)
+        assert {value.key for value in lists.stored_values(stem)} == set(keys)
+
+    def test_a_removed_value_is_not_listed(self, store: Store, lists: ListsValues) -> None:
+        keys = fresh_keys(2)
+        put(store, keys, [b"x", b"y"])
+        store.remove(keys[:1])
+        assert [value.key for value in _listed(lists, keys)] == keys[1:]
+
+    def test_a_listing_after_close_raises_store_closed(
+        self, store: Store, lists: ListsValues
+    ) -> None:
+        store.close()
+        with pytest.raises(StoreClosed):
+            list(lists.stored_values())
+
+    def test_the_room_holds_what_is_stored(self, store: Store) -> None:
+        tells = find_optional(store, TellsRoom)
+        if tells is None:
+            pytest.skip("this store does not tell how full it is")
+        put(store, fresh_keys(1), [bytes(100_000)])
+        room = tells.room()
+        assert room.keeper
+        assert room.policy
+        assert room.used_bytes is None or room.used_bytes >= 100_000
+        assert room.capacity_bytes is None or room.capacity_bytes >= (room.used_bytes or 0)
+        store.close()
+        with pytest.raises(StoreClosed):
+            tells.room()
+
+
+def _fill(store: Store, count: int, until: float = math.inf) -> None:
+    """Puts values of 64 KiB, whether there is room or not, for as long as there is time."""
+    for key in fresh_keys(count):
+        if time.monotonic() > until:
+            return
+        _put_what_fits(store, [key])
+
+
+def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:
+    """Puts until the store is full; returns how many it took, and whether it raised StoreFull."""
+    try:
+        return put(store, keys, [content(key, SIZE) for key in keys]), False
+    except StoreFull as error:
+        return error.num_done, True
+
+
+def _listed(lists: ListsValues, keys: list[BlockKey]) -> list[StoredValue]:
+    """Returns what is listed of the namespace of keys that `fresh_keys` made."""
+    return list(lists.stored_values(ALL_KEYS + keys[0].split(":")[1] + ":"))

@@ -1,0 +1,141 @@
+"""Stores that are wrong under threads, under pressure, or at their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from pdstore.errors import StoreError
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Lifecycle, Slots, check_call
+from tests.support.wrong_stores.base import WrongStore
+
+
+class ShowsHalfABlock(WrongStore):
+    caught_by = ("test_a_value_appears_whole_or_not_at_all",)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        for i, key in enumerate(keys):
+            if key not in self._shelf.values:
+                value = bytes(slots.value(i))
+                half = len(value) // 2
+                self._shelf.add(key, value[:half] + bytes(len(value) - half))
+                time.sleep(0.002)  # as long as a disk takes for the rest
+                self._shelf.drop(key)
+        return super().put(keys, slots)
+
+
+class ShowsAShortBlock(WrongStore):
+    caught_by = ("test_a_value_appears_whole_or_not_at_all",)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        for i, key in enumerate(keys):
+            if key not in self._shelf.values:
+                value = bytes(slots.value(i))
+                self._shelf.add(key, value[: len(value) // 2])
+                time.sleep(0.002)  # as long as a disk takes for the rest
+                self._shelf.drop(key)
+        return super().put(keys, slots)
+
+
+class MixesTwoWriters(WrongStore):
+    caught_by = ("test_two_writers_of_one_key_are_not_mixed",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._halves: dict[tuple[BlockKey, int], bytes] = {}
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        check_call(keys, slots)
+        for i, key in enumerate(keys):
+            value = bytes(slots.value(i))
+            middle = len(value) // 2
+            if self._halves.setdefault((key, 0), value[:middle]) == value[:middle]:
+                time.sleep(0.001)  # as long as a disk takes for the first half
+            second = self._halves.setdefault((key, 1), value[middle:])
+            self._shelf.add(key, self._halves[key, 0] + second)
+        return len(keys)
+
+
+class ConfusesThreads(WrongStore):
+    caught_by = ("test_many_threads_get_what_they_ask_for",)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        self._keys = keys
+        time.sleep(0)  # another thread's turn
+        n = super().get(self._keys[: len(keys)], slots)
+        time.sleep(0.0005)
+        return n if self._keys is keys else super().get(self._keys[: len(keys)], slots)
+
+
+class ClaimsALease(WrongStore):
+    caught_by = ("test_a_leased_value_survives_pressure", "test_the_pool_key_survives_pressure")
+
+    def __init__(self) -> None:
+        super().__init__(budget=24 * 64 << 10)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        values = self._shelf.values
+        while values and len(values) > 20:
+            self._shelf.drop(next(iter(values)))
+        return super().put(keys, slots)
+
+
+class MiscountsWhenFull(WrongStore):
+    caught_by = (
+        "test_a_put_under_pressure_is_stored_or_store_full",
+        "test_store_full_counts_what_was_stored",
+    )
+
+    def __init__(self) -> None:
+        super().__init__(budget=24 * 64 << 10)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        try:
+            return super().put(keys, slots)
+        except StoreError:
+            return len(keys)
+
+
+class HangsOnClose(WrongStore):
+    caught_by = (
+        "test_a_store_that_was_never_used_closes",
+        "test_close_under_load_ends_and_so_do_the_calls",
+    )
+
+    def close(self) -> None:
+        threading.Event().wait(3)
+
+
+class WorksAfterClose(WrongStore):
+    caught_by = ("test_calls_after_close_raise_store_closed",)
+
+    def close(self) -> None:
+        pass
+
+
+class ClosesOnce(WrongStore):
+    caught_by = ("test_close_twice_is_fine",)
+
+    def close(self) -> None:
+        self._lifecycle.check()
+        super().close()
+
+
+class BreaksOnClose(WrongStore):
+    caught_by = ("test_calls_after_close_raise_store_closed",)
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        if self._lifecycle.is_closed:
+            raise RuntimeError("the connection is gone")
+        return super().match(keys)
+
+
+class LivesOnInAForkedChild(WrongStore):
+    caught_by = ("test_a_forked_child_is_refused_and_harms_nobody",)
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        if self._lifecycle.is_closed:
+            self._lifecycle = Lifecycle(self.label)
+        return super().match(keys)
