@@ -83,12 +83,12 @@ class Metrics:
         self.store_used_bytes = self._gauge("store_used_bytes")
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
-    def describe(self, role: str, namespace: str, store: str) -> None:
+    def describe(self, stored_format: int, role: str, namespace: str, store: str) -> None:
         """Names the instance in `pdstore_info`; both halves of one say the same.
 
-        namespace: as `Namespace.hex`. store: its label.
+        stored_format: `FORMAT_VERSION`. namespace: as `Namespace.hex`. store: its label.
         """
-        self.info.labels(pdstore.__version__, role, namespace, store).set(1)
+        self.info.labels(pdstore.__version__, str(stored_format), role, namespace, store).set(1)
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
         """Shows a store's error codes too; those of several stores are added up."""

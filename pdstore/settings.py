@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -16,7 +17,11 @@ from pdstore.errors import ConfigError
 
 _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
+_OFF = ("", "0", "false", "off", "no", "n", "f")  # as pydantic reads it
 _NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other projects
+_OF_KUBERNETES = re.compile(  # in every pod beside a Service called pdstore or pdstore-*
+    r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
+)
 _DAY_S = 86_400.0
 MAX_LAYER_RANGES = 64
 _LARGE_BLOCK = 4096  # tokens; most prompts are shorter
@@ -41,7 +46,11 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True
+        env_prefix=_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
     )
 
     pd_transfer_via_storage: bool = Field(
@@ -154,7 +163,9 @@ class Settings(BaseSettings):
     lookup_wait_s: Seconds = Field(
         1.0, description="How long a prompt without a hand-off waits for the store's answer."
     )
-    drain_s: WaitSeconds = Field(5.0, description="How long a stop waits for running jobs.")
+    drain_s: WaitSeconds = Field(
+        5.0, description="How long a stop waits for running jobs; 2 s later it has ended."
+    )
     block_ttl_s: int = Field(
         1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
     )
@@ -183,6 +194,12 @@ class Settings(BaseSettings):
     )
     breaker_max_s: Seconds = Field(10.0, description="Longest pause of the breaker.")
 
+    @field_validator("status_port", mode="before")
+    @classmethod
+    def _forget_address(cls, value: object) -> object:
+        """Drops the address that Kubernetes sets for a Service called pdstore-status."""
+        return None if str(value).startswith(("tcp://", "udp://", "sctp://")) else value
+
 
 def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
     """Yields each setting that is valid and leaves an instance without use, with what to write.
@@ -208,7 +225,14 @@ def origin_of(settings: Settings, field: str) -> str:
     """
     if field not in settings.model_fields_set:
         return "default"
-    return "environment" if variable_of(field) in os.environ else "argument"
+    return "environment" if os.environ.get(variable_of(field)) else "argument"
+
+
+def empty_settings(settings: Settings) -> str:
+    """Returns the end of a log line that names the variables set to nothing; "" if none is."""
+    unset = (variable_of(f) for f in Settings.model_fields if f not in settings.model_fields_set)
+    empty = ", ".join(name for name in unset if os.environ.get(name) == "")
+    return f"; empty, so as if not set: {empty}" if empty else ""
 
 
 def variable_of(field: str) -> str:
@@ -219,29 +243,50 @@ def variable_of(field: str) -> str:
 def read_settings(**overrides: object) -> Settings:
     """Returns the settings in the environment; `overrides` win (for command lines and tests).
 
-    Raises ConfigError with the variable's name: for an unknown PDSTORE_* one, with the nearest
-    right name; for any other PD* name that is nearly one of them; and for a value that does not
-    fit.
+    An empty value counts as unset. Raises ConfigError with the variable's name: for an unknown
+    PDSTORE_* one, with the nearest right name; for any other PD* name that is nearly one of them;
+    for a value that does not fit; and for an empty PDSTORE_SEAL_KEY_FILE.
     """
-    _refuse_slips()
+    _refuse_slips({variable_of(field) for field in Settings.model_fields}, _PREFIX)
+    key_file = variable_of("seal_key_file")
+    if overrides.get("seal_key_file", os.environ.get(key_file)) == "":
+        raise ConfigError(
+            f"bad setting: {key_file} is empty: write the path of the key file, or leave the"
+            " setting out if values need not be encrypted"
+        )
     try:
-        return Settings(**overrides)  # type: ignore[arg-type]
+        return Settings(**{k: v for k, v in overrides.items() if v != ""})  # type: ignore[arg-type]
     except ValidationError as error:
         problems = "; ".join(f"{_place(e['loc'])}{_shown(e)}: {_said(e)}" for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
 
 
-def _refuse_slips() -> None:
-    """Raises ConfigError for a variable that can only be a misspelt one of these settings.
+def read_engine_settings(**overrides: object) -> Settings:
+    """Returns the settings of an engine, which starts with the switch off whatever else is set.
+
+    The environment's other settings are not read then. Raises ConfigError as `read_settings` does;
+    with the switch off only for a misspelt switch.
+    """
+    given = overrides.get("pd_transfer_via_storage", os.environ.get(_SWITCH, ""))
+    if str(given).lower() not in _OFF:
+        return read_settings(**overrides)
+    _refuse_slips({_SWITCH}, _SWITCH)
+    overrides["pd_transfer_via_storage"] = False
+    return Settings.model_construct(**overrides)  # type: ignore[arg-type]
+
+
+def _refuse_slips(known: Set[str], prefix: str) -> None:
+    """Raises ConfigError for a variable that can only be a misspelt one of the known ones.
 
     A misspelt switch would silently leave the pool unused.
+
+    prefix: a name that begins so is refused however unlike it is.
     """
-    known = {variable_of(field): field for field in Settings.model_fields}
     for name in os.environ:
         upper = name.upper()
-        if name in known or not upper.startswith("PD"):
+        if name in known or not upper.startswith("PD") or _OF_KUBERNETES.fullmatch(name):
             continue
-        is_ours = upper.startswith(_PREFIX)
+        is_ours = upper.startswith(prefix)
         near = difflib.get_close_matches(upper, known, n=1, cutoff=0.6 if is_ours else _NEAR)
         if is_ours or near:
             hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"

@@ -48,9 +48,9 @@ BUDGET = {
     "modules in circles": 12,
     "overloaded method names": 17,
     "lines of native sources": 5_400,
-    "lines of tests": 45_000,
+    "lines of tests": 46_000,
     "nightly marks": 37,
-    "lines of benchmarks, examples and integrations": 16_440,
+    "lines of benchmarks, examples and integrations": 16_600,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

@@ -6,7 +6,14 @@ import pytest
 
 from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
-from pdstore.settings import Settings, read_settings, variable_of
+from pdstore.settings import (
+    Settings,
+    empty_settings,
+    origin_of,
+    read_engine_settings,
+    read_settings,
+    variable_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +146,117 @@ def test_secrets_never_show():
 def test_the_default_directory_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_pool_directory() == tmp_path / "pdstore" / "pool"
+
+
+@pytest.mark.parametrize("field", [f for f in Settings.model_fields if f != "seal_key_file"])
+def test_empty_is_unset_in_the_environment_and_as_an_argument(monkeypatch, field):
+    default = read_settings()
+    monkeypatch.setenv(variable_of(field), "")
+    settings = read_settings(**{field: ""})
+    assert (settings, settings.model_fields_set) == (default, default.model_fields_set)
+    assert origin_of(settings, field) == "default"
+    assert empty_settings(settings) == f"; empty, so as if not set: {variable_of(field)}"
+
+
+def test_an_empty_argument_leaves_the_environments_value(monkeypatch):
+    monkeypatch.setenv("PDSTORE_WEIGHTS", "prod")
+    assert read_settings(weights="").weights == "prod"
+
+
+def test_an_argument_fills_an_empty_variable(monkeypatch):
+    monkeypatch.setenv("PDSTORE_ROLE", "")
+    settings = read_settings(role="prefill")
+    assert (settings.role, origin_of(settings, "role")) == ("prefill", "argument")
+    assert empty_settings(settings) == ""
+
+
+def test_an_empty_key_file_ends_the_start_and_says_what_to_write(monkeypatch):
+    words = (
+        "PDSTORE_SEAL_KEY_FILE is empty: write the path of the key file, or leave the setting out"
+    )
+    with pytest.raises(ConfigError, match=words):
+        read_settings(seal_key_file="")
+    monkeypatch.setenv("PDSTORE_SEAL_KEY_FILE", "")
+    with pytest.raises(ConfigError, match=words):
+        read_settings()
+    assert str(read_settings(seal_key_file="/a/key").seal_key_file) == "/a/key"
+
+
+OF_KUBERNETES = {
+    "SERVICE_HOST": "10.0.0.1",
+    "SERVICE_PORT": "6379",
+    "SERVICE_PORT_HTTP_METRICS": "9000",
+    "PORT": "tcp://10.0.0.1:6379",
+    "PORT_6379_TCP": "tcp://10.0.0.1:6379",
+    "PORT_6379_TCP_PROTO": "tcp",
+    "PORT_53_UDP_ADDR": "10.0.0.1",
+    "PORT_132_SCTP_PORT": "132",
+}
+"""Variables that a pod gets for each Service of its namespace, behind the Service's name."""
+
+
+@pytest.mark.parametrize("read", [read_settings, read_engine_settings])
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("service", ["PDSTORE", "PDSTORE_REDIS", "PDSTORE_STORE", "PDSTORE_STATUS"])
+def test_a_kubernetes_service_called_pdstore_changes_nothing(monkeypatch, service, switch, read):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", switch)
+    default = read()
+    for name, value in OF_KUBERNETES.items():
+        monkeypatch.setenv(f"{service}_{name}", value)
+    assert read() == default
+    assert read().status_port is None
+
+
+@pytest.mark.parametrize(
+    "name", ["PDSTORE_PORTS", "PDSTORE_SERVICE", "PDSTORE_PORT_X", "PDSTORE_STORE_HOST"]
+)
+def test_what_kubernetes_does_not_set_is_refused_as_ever(monkeypatch, name):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ConfigError, match=f"unknown setting {name}"):
+        read_settings()
+
+
+def test_a_status_port_of_the_user_is_one(monkeypatch):
+    monkeypatch.setenv("PDSTORE_STATUS_PORT", "8101")
+    assert read_settings().status_port == 8101
+
+
+@pytest.mark.parametrize("switch", ["", "0", "false", "OFF"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PDSTORE_SOTRE", "x"),
+        ("PDSTORE_WORKERS", "none"),
+        ("PDSTORE_SEAL_KEY_FILE", ""),
+        ("PD_STORE_ROLE", "decode"),
+    ],
+)
+def test_with_the_switch_off_an_engine_starts_whatever_else_is_set(
+    monkeypatch, name, value, switch
+):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", switch)
+    monkeypatch.setenv(name, value)
+    assert not read_engine_settings(role="prefill").pd_transfer_via_storage
+    assert read_engine_settings(role="prefill").role == "prefill"
+    with pytest.raises(ConfigError, match=name):
+        read_engine_settings(pd_transfer_via_storage=True)
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises(ConfigError, match=name):
+        read_engine_settings()
+    assert not read_engine_settings(pd_transfer_via_storage=False).pd_transfer_via_storage
+
+
+@pytest.mark.parametrize(
+    "name", ["PD_TRANSFER_VIA_STORGE", "pd_transfer_via_storage", "PDSTORE_TRANSFER_VIA_STORAGE"]
+)
+def test_a_misspelt_switch_ends_an_engines_start(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    words = rf"unknown setting {name}: did you mean PD_TRANSFER_VIA_STORAGE\?"
+    with pytest.raises(ConfigError, match=words):
+        read_engine_settings()
+
+
+def test_a_switch_that_is_neither_on_nor_off_ends_an_engines_start(monkeypatch):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "yess")
+    with pytest.raises(ConfigError, match="PD_TRANSFER_VIA_STORAGE=yess: write 1 or 0"):
+        read_engine_settings()

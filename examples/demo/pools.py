@@ -16,11 +16,13 @@ from pdstore.errors import ConfigError
 from pdstore.store.url import StoreURL
 
 KINDS = ("file", "redis", "mooncake")
-_MOONCAKE_VARIABLES = (
+MOONCAKE_VARIABLES = (
     "MOONCAKE_MASTER",
+    "MOONCAKE_MASTER_SERVER_ADDR",
     "MOONCAKE_CONFIG_PATH",
     "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
 )
+"""Variables that name a Mooncake pool, for `serve` in examples/lib.sh too."""
 
 _PING_S = 0.5
 
@@ -49,7 +51,7 @@ def choose(given: str | None, variables: Mapping[str, str]) -> Choice:
         return Choice(given, "--store")
     if variables.get("PDSTORE_STORE"):
         return Choice(variables["PDSTORE_STORE"], "PDSTORE_STORE")
-    for name in _MOONCAKE_VARIABLES:
+    for name in MOONCAKE_VARIABLES:
         if variables.get(name):
             return Choice("mooncake://", f"{name}={variables[name]}")
     return Choice("file", "neither --store nor PDSTORE_STORE")

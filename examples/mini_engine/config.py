@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pdstore import Settings, read_settings
+from pdstore import Settings
 from pdstore.errors import ConfigError
+from pdstore.settings import read_engine_settings
 from pdstore.store.connect import check_store
 
 
@@ -79,7 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
             parser.add_argument("--" + option.name.replace("_", "-"), **metadata)
     values = vars(parser.parse_args(argv))
     given = {name: values.pop(name) for name in ("role", "store")}
-    settings = read_settings(**{name: value for name, value in given.items() if value is not None})
+    settings = read_engine_settings(**{k: value for k, value in given.items() if value is not None})
     if settings.pd_transfer_via_storage:
         check_store(settings)
     return Config(settings=settings, **values)

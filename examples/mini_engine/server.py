@@ -131,7 +131,10 @@ class Handlers:
     def _request_of(self, body: Body | ChatBody, sink: Callable[[Token | Finish], None]) -> Request:
         """Returns a body's request. Raises RefusedError if the engine can never answer it."""
         if body.model not in (None, self._name):
-            message = f"the model {body.model!r} does not exist: this is {self._name!r}"
+            message = (
+                f"the model {body.model!r} does not exist: this is {self._name!r}"
+                " (--served-model-name)"
+            )
             raise RefusedError(message, status=404, param="model", code="model_not_found")
         prompt = prompt_of(self._model.tokenizer, body)
         if not prompt:  # nothing would ever be computed

@@ -7,12 +7,13 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from examples.router.app import Options, make_app
-from examples.router.intake import Limits
+from examples.router.intake import Limits, TimedProtocol
 from pdstore.errors import PDStoreError
 from pdstore.telemetry.spans import open_provider
 
@@ -31,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prefill_timeout_s=given.prefill_timeout,
         read_timeout_s=given.read_timeout,
         status_port=given.status,
-        limits=Limits(body_bytes=given.max_body << 20, body_timeout_s=given.body_timeout),
+        limits=Limits(
+            body_bytes=given.max_body << 20,
+            body_timeout_s=given.body_timeout,
+            header_timeout_s=given.header_timeout,
+        ),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)  # uvicorn restores it at its end, and raises the signal again
@@ -46,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app,
         host=given.host,
         port=given.port,
+        http=partial(TimedProtocol, options.limits),  # type: ignore[arg-type]
         access_log=False,
         timeout_graceful_shutdown=_DRAIN_S,
     )
@@ -91,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
+    add("--header-timeout", type=_seconds, default=30.0, help="seconds headers may take to arrive")
     return parser
 
 
@@ -105,6 +112,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"not a URL: {text!r}, write http://host:port")
+    if (base := text.rstrip("/")).endswith("/v1"):
+        right = base.removesuffix("/v1")
+        raise argparse.ArgumentTypeError(f"{text}: write {right}, the router adds /v1 itself")
     return text
 
 

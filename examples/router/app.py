@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 import httpx
+from anyio.from_thread import BlockingPortal
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,13 +23,13 @@ from examples.router import intake
 from examples.router.calls import Calls
 from examples.router.counts import CountedApp, Counts
 from examples.router.exchange import ConcurrentExchange, Exchange
-from examples.router.health import Health
+from examples.router.health import check
 from examples.router.intake import Asked, Limits
 from examples.router.refusal import Refusal
 from examples.router.spliced_exchange import SplicedExchange
 from examples.router.status import RouterStatus
 from examples.router.tracing import traced
-from examples.router.upstreams import Rotation, Upstream
+from examples.router.upstreams import Rotation
 from pdstore.status.server import StatusServer
 
 if TYPE_CHECKING:
@@ -68,22 +69,17 @@ def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIAp
     """
     client = _client_of(options)
     counts = Counts()
-    calls = Calls(
-        client,
-        Rotation("prefill", options.prefill),
-        Rotation("decode", options.decode),
-        counts,
-        httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S),
-    )
-    status = _open_status(options, calls)
+    calls = _calls_of(options, client, counts)
+    shown = RouterStatus(options, calls)
+    status = _open_status(options.status_port, shown)
     front = Front(calls, partial(_exchange_of(options), retries=options.retries), options.limits)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with client:
+        async with client, BlockingPortal() as shown.portal:
             yield
-        if status is not None:
-            await anyio.to_thread.run_sync(status.close)
+            if status is not None:
+                await anyio.to_thread.run_sync(status.close)
         if provider is not None:
             await anyio.to_thread.run_sync(provider.shutdown)
 
@@ -106,6 +102,16 @@ def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIAp
     return counted if provider is None else traced(counted, client, provider)
 
 
+def _calls_of(options: Options, client: httpx.AsyncClient, counts: Counts) -> Calls:
+    """Returns the calls of the instances; warns of one that shall be both P and D."""
+    prefills = Rotation("prefill", options.prefill)
+    decodes = Rotation("decode", options.decode)
+    for url in {p.url for p in prefills.upstreams} & {d.url for d in decodes.upstreams}:
+        log.warning("%s is --prefill and --decode: give each the URL of its own instance", url)
+    timeout = httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S)
+    return Calls(client, prefills, decodes, counts, timeout)
+
+
 def _client_of(options: Options) -> httpx.AsyncClient:
     """Returns the HTTP client of all calls. It connects again to a D that is the only one."""
     limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
@@ -120,11 +126,11 @@ def _client_of(options: Options) -> httpx.AsyncClient:
     )
 
 
-def _open_status(options: Options, calls: Calls) -> StatusServer | None:
+def _open_status(port: int | None, shown: RouterStatus) -> StatusServer | None:
     """Opens the page about the router. Raises ConfigError for a port that is taken."""
-    if options.status_port is None:
+    if port is None:
         return None
-    server = StatusServer(options.status_port, RouterStatus(options, calls).take)
+    server = StatusServer(port, shown.take)
     log.info("status on %s", server.url)
     return server
 
@@ -167,34 +173,11 @@ class Front:
 
     async def health(self, request: Request) -> Response:
         """Returns 200 while a D can answer; `degraded`, and why, if not all is as it should be."""
-        upstreams = self._calls.prefills.upstreams + self._calls.decodes.upstreams
-        states: dict[str, Health] = {}
-        async with anyio.create_task_group() as group:
-            for upstream in upstreams:
-                group.start_soon(self._probe, upstream, states)
-        alive = {upstream.role for upstream in upstreams if states[upstream.url].error is None}
-        reasons = [
-            f"{u.role} {u.url}: {state.error or state.problem}"
-            for u in upstreams
-            if (state := states[u.url]).error or state.problem
-        ]
-        status = "down" if "decode" not in alive else "degraded" if reasons else "ok"
-        shown = [{"url": u.url, "role": u.role, **states[u.url].as_json()} for u in upstreams]
-        body = {"status": status, "reasons": reasons, "upstreams": shown}
-        return JSONResponse(body, 503 if status == "down" else 200)
+        now = await check(self._calls.client, self._calls.upstreams)
+        return JSONResponse(now._asdict(), 503 if now.status == "down" else 200)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._calls.counts.text(), media_type="text/plain; version=0.0.4")
-
-    async def _probe(self, upstream: Upstream, states: dict[str, Health]) -> None:
-        try:
-            answer = await self._calls.client.get(upstream.url + "/health", timeout=_PROBE_S)
-        except httpx.TransportError as error:
-            upstream.went_down()
-            states[upstream.url] = Health(error=repr(error))
-            return
-        upstream.came_back()
-        states[upstream.url] = Health.of(answer)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

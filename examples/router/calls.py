@@ -18,9 +18,13 @@ log = logging.getLogger("router")
 
 _QUIET_S = 60.0
 _NO_PARAMS = (
-    "answers without kv_transfer_params, so D computes its prompts: start it with"
-    " PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1 (SGLang never answers"
-    " with any: there D finds the pages by itself)"
+    "answers without kv_transfer_params, so D computes its prompts: --prefill must be the URL of an"
+    " instance started with PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1"
+    " (SGLang never answers with any: there D finds the pages by itself)"
+)
+_UNEQUAL = (
+    "which goes to the client; if P took the request, give P and D the same --served-model-name and"
+    " --max-model-len"
 )
 _JSON = {"content-type": "application/json"}
 
@@ -44,6 +48,11 @@ class Calls:
         self.timeline = Timeline()
         self.takes_ids: bool | None = None
         self._quiet_until = 0.0
+
+    @property
+    def upstreams(self) -> list[Upstream]:
+        """Every instance, the Ps first."""
+        return self.prefills.upstreams + self.decodes.upstreams
 
     async def prefill_answer(self, asked: Asked, params: Json) -> Json | None:
         """Prefills on one P. Returns P's answer; None if no P could be asked or could do it.
@@ -107,6 +116,15 @@ class Calls:
                 raise Refusal.of(502, f"D broke off: {upstream.url}") from error
             else:
                 upstream.came_back()
+                if answer.status_code in (400, 404):
+                    log.warning(
+                        "%s: %s %s: HTTP %d, %s",
+                        asked.request_id,
+                        upstream.role,
+                        upstream.url,
+                        answer.status_code,
+                        _UNEQUAL,
+                    )
                 return answer
         raise Refusal.of(503, "no decode instance can be reached: see /health")
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+FAILURES = ("connect", "timeout", "broken", "status")
+"""Why a call of an instance failed: the label `reason`."""
 
 _NOT_COUNTED = ("/health", "/metrics")
 
@@ -13,42 +19,37 @@ class Counts:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        self.requests = counter(
             "router_requests",
             "Answers to clients, except those of /health and /metrics.",
             ["status"],
-            registry=self.registry,
         )
-        self.degraded = Counter(
-            "router_degraded",
-            "Requests that D had to compute because no P could prefill them.",
-            registry=self.registry,
+        self.degraded = counter(
+            "router_degraded", "Requests that D had to compute because no P could prefill them."
         )
-        self.spliced = Counter(
-            "router_spliced",
-            "Answers that began with P's first token (--first-token prefill).",
-            registry=self.registry,
+        self.spliced = counter(
+            "router_spliced", "Answers that began with P's first token (--first-token prefill)."
         )
-        self.lost = Counter(
+        self.lost = counter(
             "router_lost_handoffs",
             "Hand-offs whose request D refused to compute (PDSTORE_ON_MISS=fail).",
-            registry=self.registry,
         )
-        self.failures = Counter(
+        self.failures = counter(
             "router_upstream_failures",
             "Calls of an instance that failed; `status` is a 5xx answer.",
             ["role", "reason"],
-            registry=self.registry,
         )
-        self.disconnects = Counter(
-            "router_disconnects", "Clients that left before the end.", registry=self.registry
-        )
+        self.disconnects = counter("router_disconnects", "Clients that left before the end.")
         self.first_byte = Histogram(
             "router_first_byte_seconds",
             "From the client's request to the first byte of its answer.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
             registry=self.registry,
         )
+        self.requests.labels("200")
+        for labels in product(("prefill", "decode"), FAILURES):
+            self.failures.labels(*labels)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -67,7 +68,8 @@ class Counts:
 
     def failed_calls(self) -> dict[tuple[str, ...], float]:
         """Returns the calls of instances that failed, by role and reason."""
-        return self._values("router_upstream_failures_total")
+        values = self._values("router_upstream_failures_total")
+        return {labels: value for labels, value in values.items() if value}
 
     def _values(self, name: str) -> dict[tuple[str, ...], float]:
         return {

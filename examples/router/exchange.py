@@ -88,6 +88,8 @@ class Exchange:
             answer = await self._calls.prefill_answer(asked, params)
         finally:
             self.routed.timer.end("prefill")
+        if answer is None:
+            self.routed.reason = "no P could prefill it"
         self.routed.note_handoff(params_of(answer))
         return answer
 

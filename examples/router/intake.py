@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import anyio
+import h11
 from starlette.requests import Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from examples.router.bodies import Json, parse
 from examples.router.refusal import Refusal
@@ -18,10 +21,11 @@ _PASSED_ON = ("authorization", "traceparent", "tracestate")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request: bytes of its body, and seconds until the last of them has come."""
+    """Limits of a request: bytes of its body, and seconds until its body, or its headers, came."""
 
     body_bytes: int = 64 << 20
     body_timeout_s: float = 30.0
+    header_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,47 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 def _too_long(limits: Limits) -> Refusal:
     return Refusal.of(413, f"the body is longer than {limits.body_bytes} bytes")
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which also ends a connection whose next request's headers are late.
+
+    uvicorn bounds only the silence between two requests, so that a client which sends a byte now
+    and then, or none at all, keeps its connection.
+    """
+
+    def __init__(self, limits: Limits, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self._limit_s = limits.header_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _time_headers(self) -> None:
+        """Keeps one timer from the first byte of a request until its headers are complete."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._limit_s, self._cut)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _cut(self) -> None:
+        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
+            body = Refusal.of(408, f"the headers did not arrive within {self._limit_s:g} s").body
+            head = f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\n" + head + body)
+        self.transport.close()

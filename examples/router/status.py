@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
+from anyio.from_thread import BlockingPortal
+
 import pdstore
 from examples.router.bodies import Json
 from examples.router.calls import Calls
-from examples.router.upstreams import Upstream
+from examples.router.health import check
 
 _LOOK_AT = {
     "connect": "whether it runs, and listens there",
@@ -23,21 +25,22 @@ class RouterStatus:
     """Makes the object that `/pdstore` shows. Any thread may call it.
 
     options: a dataclass, shown field by field, with those of dataclasses in it.
+    portal: the way into the router's event loop; None before that runs.
     """
 
     def __init__(self, options: object, calls: Calls) -> None:
         self._options, self._calls = options, calls
+        self.portal: BlockingPortal | None = None
 
     def take(self) -> Json:
         """Returns the state as it is now."""
         calls = self._calls
-        prefills, decodes = calls.prefills.upstreams, calls.decodes.upstreams
         return {
             "time": time.time(),
             "version": pdstore.__version__,
             "role": "router",
-            "store": f"{len(prefills)} P, {len(decodes)} D",
-            "problem": _problem([*prefills, *decodes]),
+            "store": f"{len(calls.prefills.upstreams)} P, {len(calls.decodes.upstreams)} D",
+            "problem": self._problem(),
             "settings": list(_settings_of(self._options)),
             "cards": calls.counts.cards(),
             "reasons": {
@@ -46,6 +49,13 @@ class RouterStatus:
             },
             "requests": calls.timeline.last(),
         }
+
+    def _problem(self) -> str | None:
+        """Returns why /health says `degraded` or `down`; None if it says `ok`."""
+        if self.portal is None:
+            return "the router is starting"
+        now = self.portal.call(check, self._calls.client, self._calls.upstreams)
+        return f"{now.status}: {'; '.join(now.reasons)}" if now.reasons else None
 
 
 def _settings_of(options: object) -> Iterator[Json]:
@@ -58,9 +68,3 @@ def _settings_of(options: object) -> Iterator[Json]:
         origin = "default" if value == each.default else "argument"
         text = " ".join(value) if isinstance(value, tuple) else str(value)
         yield {"name": each.name, "value": text, "origin": origin}
-
-
-def _problem(upstreams: list[Upstream]) -> str | None:
-    """Returns which instances could not be reached when they were last asked; None if all could."""
-    away = [f"{each.role} {each.url}" for each in upstreams if each.down_until]
-    return f"cannot reach {', '.join(away)}" if away else None

@@ -18,7 +18,7 @@ class Routed:
     the last byte.
 
     handoff: the id in P's parameters, or in those that were made for P and D.
-    reason: why it ended without all of D's answer; None if it did not.
+    reason: why D had to compute it, or did not answer all of it; None if all went well.
     """
 
     request_id: str

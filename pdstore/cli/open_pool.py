@@ -69,10 +69,16 @@ class OpenPool(NamedTuple):
         return 0
 
 
+def missing_pool(url: str) -> Path | None:
+    """Returns the directory or the arena that opening the store would make; None if it is there."""
+    path = _path_of(StoreURL.of(url)) if url.startswith(("file://", "shm://")) else None
+    return None if path is None or path.exists() else path
+
+
 def _refuse_missing(url: str) -> None:
     """Raises ConfigError where opening the store would make a pool: an arena of a default size."""
-    path = _path_of(StoreURL.of(url)) if url.startswith(("file://", "shm://")) else None
-    if path is not None and not path.exists():
+    path = missing_pool(url)
+    if path is not None:
         raise ConfigError(
             f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
             " PDSTORE_STORE or --store the URL that they have"
@@ -94,14 +100,20 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     Raises ConfigError, also for a store that cannot list its values, and for files or an arena that
     nobody has made yet; StoreError.
     """
+    with open_any(url) as (settings, store, lists):
+        if lists is None:
+            raise ConfigError(f"{store.label} cannot list its values: no ListsValues (see docs)")
+        yield OpenPool(settings, store, lists)
+
+
+@contextmanager
+def open_any(url: str | None) -> Iterator[tuple[Settings, Store, ListsValues | None]]:
+    """Opens a store as `open_pool` does, also one that cannot list its values."""
     settings = read_settings(**({"store": url} if url else {}))
     _refuse_missing(settings.store)
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:
-        lists = find_optional(plain, ListsValues)
-        if lists is None:
-            raise ConfigError(f"{store.label} cannot list its values: no ListsValues (see docs)")
-        yield OpenPool(settings, store, lists)
+        yield settings, store, find_optional(plain, ListsValues)
     finally:
         store.close()

@@ -114,11 +114,12 @@ class HandoffWatcher:
         """True while a store call takes too long: a new lookup would wait in vain."""
         return self._calls.is_stuck
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads and ends the lookups that wait."""
+        limit = Deadline(timeout_s)
         if self._listener is not None:
-            self._listener.close()
-        is_stopped = self._thread.stop(1.0)
+            self._listener.close(limit.remaining_s())
+        is_stopped = self._thread.stop(limit.remaining_s())
         waiting = [wait.lookup for wait in self._waits] + [answer[0] for answer in self._answers]
         for lookup in [*self._arrivals, *waiting]:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))

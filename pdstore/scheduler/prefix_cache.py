@@ -14,7 +14,7 @@ from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId, new_id
 from pdstore.format.keys import PromptKeys, Tokens
 from pdstore.format.multimodal import MultimodalItem
-from pdstore.format.namespace import Json, Namespace
+from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
@@ -29,9 +29,11 @@ from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
 from pdstore.store.room_watch import RoomWatch
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
+_STOP_S = 1.0  # of all threads; a store's own close has the second one
 _OF_ONE_PROCESS = (
     "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
     " process alone"
@@ -85,7 +87,7 @@ class PrefixCacheManager:
         self._router_duty = router_duty
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
-        self.metrics.describe(settings.role, namespace.hex, self._store.label)
+        self.metrics.describe(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
         for doubt in doubts_of(settings, longest_prompt):
             log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
@@ -234,14 +236,15 @@ class PrefixCacheManager:
     def close(self) -> None:
         """Ends the lookups, and the connections if the manager opened them. Twice is fine.
 
-        In the child of a fork it does nothing: threads and connections are the parent's.
+        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing:
+        threads and connections are the parent's.
         """
         self._closed = True
         if os.getpid() != self._pid:
             return
-        self._room.close()
-        self._queue.close()
-        self._watcher.close()
+        limit = Deadline(_STOP_S)
+        for thread in (self._room, self._queue, self._watcher):
+            thread.close(limit.remaining_s())
         if self._owns_store:
             self._store.close()
 

@@ -47,6 +47,7 @@ class CircuitBreaker(CallWrapper):
         self._probing = False
         self._problem: str | None = None
         self._is_full = self._is_denied = False
+        self._remedy = ""
 
     @property
     def problem(self) -> str | None:
@@ -74,6 +75,7 @@ class CircuitBreaker(CallWrapper):
         except StoreError as error:
             healthy = isinstance(error, _HEALTHY)
             self._is_denied = isinstance(error, StoreDenied)
+            self._remedy = error.remedy
             if not healthy or isinstance(error, StoreFull):
                 self._problem, self._is_full = str(error), healthy
             raise
@@ -103,7 +105,8 @@ class CircuitBreaker(CallWrapper):
                 kind = StoreDenied if self._is_denied else StoreUnavailable
                 raise kind(
                     f"{self.label} failed {self._in_a_row} times in a row;"
-                    f" next try in {max(wait, 0):.1f} s"
+                    f" next try in {max(wait, 0):.1f} s",
+                    remedy=self._remedy,
                 )
             self._probing = True
             return True

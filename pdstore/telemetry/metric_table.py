@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
             "info",
             "1; the labels name the instance",
             version=(),
+            format=(),
             role=(),
             namespace=(),
             store=(),

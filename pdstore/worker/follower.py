@@ -19,7 +19,7 @@ from pdstore.store.connect import read_marker
 from pdstore.store.find import find_optional
 from pdstore.store.look_plan import LookPlan
 from pdstore.store.optional import FindsKeys, TellsChanges
-from pdstore.threads import Ticker
+from pdstore.threads import Deadline, Ticker
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
 from pdstore.worker.load_work import LoadWork
@@ -235,11 +235,12 @@ class Follower:
         self._arrivals.append(follow)
         self._thread.wake()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads; the loads end as their jobs do."""
+        limit = Deadline(timeout_s)
         if self._listener is not None:
-            self._listener.close()
-        self._thread.stop(1.0)
+            self._listener.close(limit.remaining_s())
+        self._thread.stop(limit.remaining_s())
 
     def _hear(self, news: News) -> None:
         self._plan.tell(news)

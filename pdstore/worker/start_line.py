@@ -6,7 +6,7 @@ import logging
 
 from pdstore.format.namespace import Namespace
 from pdstore.outcome import Direction
-from pdstore.settings import Settings
+from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.worker.mover import Mover
 from pdstore.worker.swap.base import Swap
@@ -23,13 +23,14 @@ def log_start(
     """
     out, back = swap.plan(Direction.SAVE), swap.plan(Direction.LOAD)
     log.info(
-        "pool %s, namespace %s, role %s, block copies by %s, %d MiB of host memory, %d workers",
+        "pool %s, namespace %s, role %s, block copies by %s, %d MiB of host memory, %d workers%s",
         store.label,
         namespace.hex,
         settings.role,
         ", ".join(sorted({plan.path for plan in out + back})),
         mover.memory_bytes >> 20,
         settings.workers,
+        empty_settings(settings),
     )
     for one, other in zip(out, back, strict=True):
         paths = one.path if one.path == other.path else f"{one.path} to the host, {other.path} back"

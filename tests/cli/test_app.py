@@ -7,6 +7,7 @@ import typer
 import pdstore
 from pdstore.cli.app import app
 from pdstore.cli.main import main
+from pdstore.format.namespace import FORMAT_VERSION
 
 
 def test_every_command_has_a_line_of_help_and_json(capsys):
@@ -21,7 +22,8 @@ def test_every_command_has_a_line_of_help_and_json(capsys):
 
 def test_the_version_is_told(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pdstore {pdstore.__version__}\n"
+    said = f"pdstore {pdstore.__version__}, stored format {FORMAT_VERSION}"
+    assert capsys.readouterr().out == said + "\n"
 
 
 def test_completion_can_be_shown(capsys, monkeypatch):

@@ -73,17 +73,25 @@ def test_no_image_runs_as_root():
     assert all("\nUSER 10001\n" in stage for stage in to_run)
 
 
-def test_no_pod_has_rights_that_its_user_would_not_get():
+def pods() -> list[dict]:
     paths = DEPLOY.glob("kustomize/**/*.yaml")
     objects = [o for path in paths for o in yaml.safe_load_all(path.read_text())]
-    pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] in KINDS_WITH_PODS]
-    assert len(pods) == 6
-    for pod in pods:
+    return [o["spec"]["template"]["spec"] for o in objects if o["kind"] in KINDS_WITH_PODS]
+
+
+def test_no_pod_has_rights_that_its_user_would_not_get():
+    assert len(pods()) == 6
+    for pod in pods():
         assert pod["securityContext"]["runAsNonRoot"]
         for container in pod["containers"]:
             rights = container["securityContext"]
             assert rights["capabilities"] == {"drop": ["ALL"]}
             assert not rights["allowPrivilegeEscalation"]
+
+
+def test_no_pod_gets_variables_of_services():
+    """A Service called pdstore-* would set variables that look like settings."""
+    assert [pod.get("enableServiceLinks") for pod in pods()] == [False] * 6
 
 
 def test_prometheus_asks_services_of_compose_and_has_the_alerts():

@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from examples.router.counts import Counts
 from pdstore.telemetry.metric_table import METRICS, Kind
 from tests.support.mini_engine_kit import ask, prompt_of, until
 from tests.support.monitoring import Monitoring
@@ -40,6 +42,24 @@ TEXTS = {"rules": RULES.read_text(), "dashboard": "\n".join(QUERIES)}
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_only_metrics_of_the_table_are_named(text):
     assert set(re.findall(r"\bpdstore_\w+", text)) <= shown_names()
+
+
+def test_every_metric_of_the_router_is_on_the_dashboard():
+    families = {family.name for family in Counts().registry.collect()}
+    shown = set(re.findall(r"\brouter_\w+", "\n".join(QUERIES)))
+    assert {re.sub("_(total|bucket)$", "", name) for name in shown} == families
+
+
+def test_every_alert_links_its_section_of_the_runbook():
+    [group] = yaml.safe_load(RULES.read_text())["groups"]
+    alerts = {rule["alert"]: rule for rule in group["rules"] if "alert" in rule}
+    for name, rule in alerts.items():
+        link = rule["annotations"]["runbook_url"]
+        assert link == "{{ $externalLabels.runbook_base }}#" + name.lower()
+    runbook = (DEPLOY.parent / "docs" / "runbook.md").read_text()
+    assert set(re.findall(r"^### (Pdstore\w+)$", runbook, re.MULTILINE)) == set(alerts)
+    config = yaml.safe_load(RULES.with_name("prometheus.yaml").read_text())
+    assert config["global"]["external_labels"]["runbook_base"].endswith("/runbook.html")
 
 
 def test_every_metric_but_the_codes_of_one_store_is_on_the_dashboard():
@@ -73,7 +93,13 @@ def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_se
         asked = ask(p, prompt, max_tokens=1, kv_transfer_params=params).wait()
         ask(d, prompt, max_tokens=2, kv_transfer_params=asked.request.answer_params).wait()
 
-    with Monitoring(tmp_path, RULES, {"p": p.counters.registry, "d": d.counters.registry}) as seen:
+    router = Counts()
+    registries = {
+        "p": p.counters.registry,
+        "d": d.counters.registry,
+        "router": router.registry,
+    }
+    with Monitoring(tmp_path, RULES, registries) as seen:
         hand_over(0)
         until(lambda: seen.query("pdstore_info"))
         waiting = set(QUERIES)
@@ -81,6 +107,9 @@ def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_se
 
         def have_data():
             hand_over(next(seeds))
+            router.requests.labels("200").inc()
+            router.failures.labels("prefill", "status").inc()
+            router.first_byte.observe(0.1)
             waiting.difference_update([q for q in waiting if seen.query(q)])
             return not waiting
 

@@ -242,6 +242,12 @@ URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
             URL_LINE,
         ),
         (None, {"MOONCAKE_MASTER": "h:2"}, "mooncake:// (MOONCAKE_MASTER=h:2)"),
+        (
+            None,
+            {"MOONCAKE_MASTER_SERVER_ADDR": "h:2"},
+            "mooncake:// (MOONCAKE_MASTER_SERVER_ADDR=h:2)",
+        ),
+        (None, {"PDSTORE_STORE": URL, "MOONCAKE_MASTER_SERVER_ADDR": "h:2"}, URL_LINE),
         (None, {"MOONCAKE_CONFIG_PATH": "/x"}, "mooncake:// (MOONCAKE_CONFIG_PATH=/x)"),
     ],
 )

@@ -204,7 +204,9 @@ def test_a_body_that_is_no_object_is_refused(serving, content):
 def test_another_model_and_another_path_are_not_found(serving):
     response = serving.post(model="gpt-9")
     assert response.status_code == 404
-    assert response.json()["error"]["code"] == "model_not_found"
+    error = response.json()["error"]
+    said = "the model 'gpt-9' does not exist: this is 'tiny' (--served-model-name)"
+    assert (error["code"], error["message"]) == ("model_not_found", said)
     assert serving.client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     assert serving.client.get("/v1/completions").status_code == 405
     assert serving.ask(model="tiny", temperature=0, seed=3, user="me", max_tokens=1)

@@ -16,7 +16,10 @@ from tests.format.test_layout import layout
         ({"dtype": "float31"}, "float31"),
         ({"engine_block_tokens": 48}, "PDSTORE_BLOCK_TOKENS"),
         ({"num_shards": 3, "tp_size": 2}, "PDSTORE_KV_SHARDS"),
-        ({"num_shards": 16}, "do not split"),
+        (
+            {"num_shards": 3},
+            "8 KV heads do not split into 3 shards: PDSTORE_KV_SHARDS and the TP size must",
+        ),
         ({"tp_rank": 1}, "rank 1"),
         ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
         ({"pipeline": Pipeline((0, 0, 1), 0)}, "PDSTORE_LAYER_RANGES=2"),

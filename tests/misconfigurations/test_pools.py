@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from pdstore.cli.checks.round_trip import RoundTrip
 from pdstore.cli.ports import free_port
 from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
@@ -143,6 +144,52 @@ def test_a_wrong_password_stays_one_however_often_it_is_tried(over, caplog, redi
     assert {found(one).reason for _ in range(6)} == {Reason.STORE_DENIED}
     assert_said(caplog, "a lookup fell short (store_denied)", "user and password in PDSTORE_STORE")
     assert "wrong-word" not in caplog.text
+
+
+def url_of_a_mistake(mistake, redis_server, stack):
+    """Returns a store URL that cannot work, and what the first line says to write."""
+    if mistake == "a replica":
+        master = redis_server()
+        replica = redis_server("--replicaof", "127.0.0.1", str(master.port))
+        return replica.url, "it is a replica: write its master's address"
+    if mistake == "too many clients":
+        full = redis_server("--maxclients", "1")
+        stack.enter_context(full.client()).ping()
+        return full.url, "max number of clients reached; raise maxclients of the server"
+    if mistake == "a sentinel's URL to a redis":
+        port = redis_server().port
+        words = f"not a sentinel: write redis://127.0.0.1:{port}, or a sentinel's port (26379)"
+        return f"redis+sentinel://127.0.0.1:{port}/pool", words
+    host = f"127.0.0.1:{redis_server('--requirepass', 'hush-hush').port}"
+    if mistake == "no password":
+        return f"redis://{host}/0", f"write its password: redis://:PASSWORD@{host}"
+    return f"redis://hush-hush@{host}/0", f"a password alone is redis://:PASSWORD@{host}"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        *("a replica", "too many clients", "a sentinel's URL to a redis"),
+        *("no password", "a password in the user's place"),
+    ],
+)
+def test_a_redis_that_cannot_be_used_is_told_at_once_with_what_to_write(
+    caplog, redis_server, mistake
+):
+    with contextlib.ExitStack() as stack:
+        url, words = url_of_a_mistake(mistake, redis_server, stack)
+        settings = read_settings(store=url)
+        store = stack.enter_context(contextlib.closing(connect_store(settings, Metrics())))
+        one = stack.enter_context(contextlib.closing(Instance(store)))
+        if mistake != "a replica":  # which shows at the first write
+            assert_said(caplog, "serving without the pool until it appears: ", words)
+        for _ in range(5):  # the breaker is open after three
+            found(one)
+        assert_said(caplog, "a lookup fell short", words)
+        [finding] = RoundTrip(store).findings()
+        assert words.rpartition("; ")[2] in finding.remedy, "not what doctor says of any other"
+    assert "Look at whether the store runs" not in caplog.text
+    assert "hush-hush" not in caplog.text + finding.said + finding.remedy + store.label
 
 
 def test_a_marker_that_expired_before_d_came_is_told_with_the_setting(over, caplog, redis_server):

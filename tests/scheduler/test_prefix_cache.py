@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+import pdstore
 from pdstore import PrefixCacheManager
 from pdstore.format.handoff import HandoffId
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.namespace import FORMAT_VERSION, Namespace, Part
 from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.base import Slots
@@ -33,6 +34,18 @@ def find(d, tokens, params=None, timeout_s=10.0):
 def misses(one, reason) -> float:
     name, labels = "pdstore_misses_total", {"reason": reason.value}
     return one.cache.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def test_the_metrics_tell_version_format_and_namespace(instance):
+    cache = instance(role="decode").cache
+    labels = {
+        "version": pdstore.__version__,
+        "format": str(FORMAT_VERSION),
+        "role": "decode",
+        "namespace": cache.namespace.hex,
+        "store": "memory://",
+    }
+    assert cache.metrics.registry.get_sample_value("pdstore_info", labels) == 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 150])

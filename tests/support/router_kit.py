@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from examples.router.app import Options, make_app
+from examples.router.intake import TimedProtocol
 
 DEADLINE_S = 10
 PARAMS = {"pdstore": {"attempt": "ab" * 16, "num_tokens": 7}}
@@ -42,10 +44,10 @@ class Servers:
         self.group, self.stack = group, stack
         self.running: list[_Server] = []
 
-    def start(self, app: Starlette) -> str:
+    def start(self, app: Any, **more: Any) -> str:
         """Serves an app; returns its URL."""
         sock = self.stack.enter_context(listening())
-        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, **more)
         self.running.append(_Server(config))
         self.group.start_soon(self.running[-1].serve, [sock])
         return url_of(sock)
@@ -151,7 +153,8 @@ async def routed(
             def urls(fakes: list[Fake | str]) -> tuple[str, ...]:
                 return tuple(f if isinstance(f, str) else servers.start(f.app) for f in fakes)
 
-            url = servers.start(make_app(Options(urls(prefills), urls(decodes), **options)))
+            given = Options(urls(prefills), urls(decodes), **options)
+            url = servers.start(make_app(given), http=partial(TimedProtocol, given.limits))
             try:
                 async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
                     yield client
@@ -160,5 +163,6 @@ async def routed(
 
 
 async def metric(client: httpx.AsyncClient, line: str) -> float:
+    """Returns the sum of the samples that begin so."""
     text = (await client.get("/metrics")).text
-    return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line)), 0.0)
+    return sum(float(row.split()[-1]) for row in text.splitlines() if row.startswith(line))

@@ -120,7 +120,7 @@ class ChunkNames:
         }
 
     def _weights(self, model: str) -> str:
-        if self._settings.weights is not None:
+        if self._settings.weights:
             return self._settings.weights
         directory = find_checkpoint(model)
         if directory is None:

@@ -17,7 +17,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from pdstore.errors import LayoutError
 from pdstore.metrics import Metrics
-from pdstore.settings import read_settings
+from pdstore.settings import empty_settings, read_engine_settings
 from pdstore.threads import call_or
 from pdstore_lmcache.chunk_names import (
     ChunkNames,
@@ -50,7 +50,7 @@ class PDStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         super().__init__()
         params = dict(params)
         kv_cache_dtype = params.pop("kv_cache_dtype", None)
-        settings = read_settings(**params)
+        settings = read_engine_settings(**params)
         self._numbers = itertools.count()
         self._stored: TaskResults[Any] = TaskResults(create_event_notifier())
         self._found: TaskResults[Any] = TaskResults(create_event_notifier())
@@ -60,6 +60,7 @@ class PDStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if settings.pd_transfer_via_storage:
             names = ChunkNames(settings, kv_cache_dtype)
             self._pool = ChunkPool(settings, names, process_metrics())
+            log.info("pool %s%s", self._pool.label, empty_settings(settings))
         else:
             log.info("PD_TRANSFER_VIA_STORAGE is not 1: pdstore stores and finds nothing")
 

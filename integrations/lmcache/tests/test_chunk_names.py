@@ -66,6 +66,18 @@ def test_a_directory_names_its_own_weights(tmp_path):
     assert len(keys) == 2
 
 
+def test_empty_weights_are_those_of_the_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
+    keys = set()
+    for content in (b"one", b"two"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        keys |= {
+            names(weights=unset).name(chunk(model_name=str(tmp_path)), SHAPE).key
+            for unset in (None, "")
+        }
+    assert len(keys) == 2
+
+
 def test_weights_that_are_not_here_must_be_named():
     with pytest.raises(ConfigError, match=r"org/away is not on this host.*PDSTORE_WEIGHTS"):
         names(weights=None).name(chunk(model_name="org/away"), SHAPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import pytest
 import torch
@@ -141,6 +142,16 @@ def test_an_instance_that_does_not_save_loads_all_the_same(open_adapter, setting
     assert p.find(KEYS) == []
     p.store(KEYS[:1], objects(1))
     assert d.load(KEYS[:1], objects(0)) == [0]
+
+
+def test_the_start_names_the_pool_and_the_settings_that_are_empty(
+    open_adapter, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
+    with caplog.at_level(logging.INFO):
+        open_adapter(weights="")
+    start = f"pool file://{tmp_path}/pool; empty, so as if not set: PDSTORE_WEIGHTS"
+    assert start in [record.getMessage() for record in caplog.records]
 
 
 def test_off_is_off(open_adapter, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError
 from pdstore.format.weights import find_checkpoint, weights_revision
-from pdstore.settings import Settings, read_settings
+from pdstore.settings import Settings, read_engine_settings
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def settings_of(extra_config: Mapping[str, Any]) -> Settings:
     A key of it is a setting in lower case without PDSTORE_, or one that SGLang itself reads.
     Raises ConfigError.
     """
-    return read_settings(
+    return read_engine_settings(
         **{
             name: value
             for name, value in extra_config.items()
@@ -106,7 +106,7 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
     """
     dtype = _dtype(args.kv_cache_dtype, stored_as)
     directory = _directory(args)
-    if settings.weights is None and args.load_format == "dummy":
+    if not settings.weights and args.load_format == "dummy":
         raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
     return ServedModel(
         dtype,

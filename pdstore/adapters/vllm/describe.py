@@ -164,17 +164,17 @@ def revision_of(settings: Settings, vllm_config: Any) -> str:
     revision = _revision(settings, model, load_format)
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if settings.weights is not None or draft is None or draft.model == model.model:
+    if settings.weights or draft is None or draft.model == model.model:
         return revision
     return f"{revision}+{_revision(settings, draft, load_format)}"
 
 
 def _revision(settings: Settings, model: Any, load_format: str) -> str:
-    if settings.weights is None and load_format == "dummy":
+    if not settings.weights and load_format == "dummy":
         raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
     commit = getattr(model.hf_config, "_commit_hash", None)
     is_weights = getattr(model, "hf_config_path", None) in (None, model.model)
-    if settings.weights is None and commit and is_weights and not Path(model.model).is_dir():
+    if not settings.weights and commit and is_weights and not Path(model.model).is_dir():
         variant = model.model.partition(":")[2]  # one of a repository's GGUF files
         return f"commit:{commit}:{variant}" if variant else f"commit:{commit}"
     return weights_revision(model.model, settings)

@@ -8,7 +8,8 @@ import logging
 import re
 from typing import Any
 
-from pdstore.settings import read_settings
+from pdstore.errors import ConfigError
+from pdstore.settings import read_engine_settings, read_settings
 from pdstore.store.connect import check_store
 
 log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: its handlers print it
@@ -20,10 +21,15 @@ _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer
 
 
 def register() -> None:
-    """Registers the connector and enables PD_TRANSFER_VIA_STORAGE. Never raises; idempotent."""
+    """Registers the connector and enables PD_TRANSFER_VIA_STORAGE; idempotent.
+
+    Logs what goes wrong; with the switch on and PDSTORE_REQUIRE_STORE=1 raises it: no start then.
+    """
     try:
         _register()
     except Exception:  # vLLM would log it less clearly
+        if read_engine_settings().require_store:
+            raise
         log.exception("pdstore cannot be used with this vLLM")
 
 
@@ -32,11 +38,13 @@ def _register() -> None:
     version = _vllm_version()
     first, last = VERSIONS
     if not first <= version <= last:
-        say = log.warning if read_settings().pd_transfer_via_storage else log.debug
-        say(
-            "pdstore supports vLLM %d.%d to %d.%d; this is %d.%d: pdstore stays off",
-            *(*first, *last, *version),
-        )
+        settings = read_engine_settings()
+        least, this, most = (".".join(map(str, each)) for each in (first, version, last))
+        said = f"pdstore supports vLLM {least} to {most}; this is {this}"
+        if settings.require_store:
+            raise ConfigError(f"{said}: install such a vLLM, or set PDSTORE_REQUIRE_STORE=0")
+        say = log.warning if settings.pd_transfer_via_storage else log.debug
+        say("%s: pdstore stays off", said)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
@@ -82,7 +90,7 @@ def _config_of_switch() -> Any:
     """The connector's KVTransferConfig if the switch is on, else None. Raises ConfigError."""
     from vllm.config import KVTransferConfig
 
-    settings = read_settings()
+    settings = read_engine_settings()
     if not settings.pd_transfer_via_storage:
         return None
     log.info("PD_TRANSFER_VIA_STORAGE=1: pdstore hands KV over, role %s", settings.role)

@@ -34,6 +34,13 @@ def test_a_revision_that_the_user_names_is_the_weights(model):
     assert served(model, weights="mine@1", load_format="dummy").weights == "mine@1"
 
 
+@pytest.mark.parametrize("empty", [None, ""])
+def test_dummy_weights_must_be_named_and_an_empty_name_is_none(model, monkeypatch, empty):
+    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
+    with pytest.raises(ConfigError, match="load format dummy have no revision: set PDSTORE_WEIGH"):
+        served(model, weights=empty, load_format="dummy")
+
+
 def test_a_model_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--org--m" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

@@ -138,7 +138,7 @@ def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
     assert list(layers_by_step(vllm_config(**parallel), layout, NAMES)) == expected
 
 
-def test_another_draft_model_is_another_revision(tmp_path):
+def test_another_draft_model_is_another_revision(tmp_path, monkeypatch):
     one, other = (make_draft(tmp_path / str(seed), seed) for seed in (0, 1))
 
     def revision(draft, **settings):
@@ -155,6 +155,8 @@ def test_another_draft_model_is_another_revision(tmp_path):
 
     assert revision(None) == revision(one) != revision(other)
     assert revision(other, weights="mine") == revision(None, weights="mine")
+    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
+    assert revision(one) != revision(other) == revision(other, weights="")
 
 
 COMMIT = "c" * 40

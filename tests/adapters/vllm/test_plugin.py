@@ -23,7 +23,7 @@ def vllms_own(monkeypatch):
     plain = EngineArgs.create_engine_config
     plain = getattr(plain, "__wrapped__", plain)
     monkeypatch.setattr(EngineArgs, "create_engine_config", plain)
-    for name in ("PD_TRANSFER_VIA_STORAGE", "PDSTORE_ROLE"):
+    for name in ("PD_TRANSFER_VIA_STORAGE", "PDSTORE_ROLE", "PDSTORE_REQUIRE_STORE"):
         monkeypatch.delenv(name, raising=False)
     return plain
 
@@ -56,6 +56,29 @@ def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, ver
     assert plugin.NAME not in KVConnectorFactory._registry
     assert EngineArgs.create_engine_config is vllms_own
     assert "pdstore stays off" in log.text
+
+
+def test_another_vllm_ends_a_start_that_requires_the_store(monkeypatch, vllms_own):
+    install(monkeypatch, "0.34.0")
+    monkeypatch.setenv("PDSTORE_REQUIRE_STORE", "1")
+    plugin.register()  # the switch is off
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    words = (
+        r"supports vLLM 0\.26 to 0\.33; this is 0\.34: install such a vLLM, or set"
+        " PDSTORE_REQUIRE_STORE=0"
+    )
+    with pytest.raises(ConfigError, match=words):
+        plugin.register()
+    assert EngineArgs.create_engine_config is vllms_own
+
+
+def test_a_vllm_of_unknown_version_ends_a_start_that_requires_the_store(monkeypatch):
+    install(monkeypatch, "unknown")
+    monkeypatch.setenv("PDSTORE_REQUIRE_STORE", "1")
+    plugin.register()  # the switch is off
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises(ValueError, match="cannot tell vLLM's version"):
+        plugin.register()
 
 
 def test_registering_twice_is_registering_once(vllms_own):
@@ -100,6 +123,39 @@ def test_without_the_switch_vllm_stays_as_it_is(monkeypatch, configured):
     assert configured() is None
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "0")
     assert configured() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PDSTORE_STOER", "redis://there"), ("PDSTORE_WORKERS", "none")]
+)
+def test_without_the_switch_vllm_starts_whatever_else_is_set(monkeypatch, configured, name, value):
+    monkeypatch.setenv(name, value)
+    assert configured() is None
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises(ConfigError, match=name):
+        configured()
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_kubernetes_service_called_pdstore_ends_no_start(monkeypatch, configured, switch):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", switch)
+    monkeypatch.setenv("PDSTORE_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("PDSTORE_PORT", "tcp://10.0.0.1:80")
+    monkeypatch.setenv("PDSTORE_STATUS_PORT", "tcp://10.0.0.2:80")
+    assert (configured() is not None) == (switch == "1")
+
+
+def test_a_misspelt_switch_ends_the_start(monkeypatch, configured):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORGE", "1")
+    with pytest.raises(ConfigError, match=r"did you mean PD_TRANSFER_VIA_STORAGE\?"):
+        configured()
+
+
+def test_an_empty_role_is_both_and_the_log_says_so(monkeypatch, configured, log):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_ROLE", "")
+    assert configured().kv_role == "kv_both"
+    assert "pdstore hands KV over, role both" in log.text
 
 
 def test_a_users_own_configuration_wins(monkeypatch, configured):

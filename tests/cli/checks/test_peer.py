@@ -120,7 +120,7 @@ def test_an_instance_with_metrics_alone_is_compared_by_its_digest(monkeypatch):
         urls = []
         for digest, store in (("aa", "redis://a"), ("aa", "redis://b"), ("bb", "redis://a")):
             metrics = Metrics()
-            metrics.info.labels("1", "prefill", digest, store).set(1)
+            metrics.info.labels("1", "1", "prefill", digest, store).set(1)
             server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
             stack.callback(thread.join)
             stack.callback(server.server_close)
@@ -135,7 +135,7 @@ def test_an_instance_with_metrics_alone_is_compared_by_its_digest(monkeypatch):
 
 def test_an_instance_with_a_status_and_one_with_metrics_are_compared_by_their_digests():
     metrics = Metrics()
-    metrics.info.labels("1", "decode", "00", "file:///pool").set(1)
+    metrics.info.labels("1", "1", "decode", "00", "file:///pool").set(1)
     server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
     with instance(status_of()) as url:
         found = list(check_peers([url, f"http://127.0.0.1:{server.server_port}"]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from starlette.responses import Response
 
@@ -97,6 +99,47 @@ async def test_a_body_that_does_not_arrive_is_a_408() -> None:
         writer.close()
         await writer.wait_closed()
         assert await metric(client, 'router_requests_total{status="408"}') == 1
+
+
+async def trickled(client: httpx.AsyncClient, head: bytes) -> bytes:
+    """Returns what a connection gets that sends a byte of a header now and then."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    writer.write(head)
+    answer = asyncio.ensure_future(reader.read())
+    while not (await asyncio.wait([answer], timeout=0.01))[0]:
+        writer.write(b"x" if head else b"")
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer.result()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(b"GET /health HTTP/1.1\r\nX-Slow: ", id="one byte now and then"),
+        pytest.param(b"", id="not one byte"),
+        pytest.param(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nX: ", id="second request"
+        ),
+    ],
+)
+async def test_headers_that_do_not_arrive_are_a_408_and_end_the_connection(head: bytes) -> None:
+    limits = Limits(header_timeout_s=0.1)
+    async with routed([Fake()], [Fake()], limits=limits) as client:
+        said = await trickled(client, head)
+    assert said.count(b"HTTP/1.1 408 Request Timeout\r\n") == 1
+    assert b"the headers did not arrive within 0.1 s" in said
+
+
+async def test_the_time_for_headers_ends_with_them() -> None:
+    async def slow(body: dict[str, Any]) -> Response:
+        assert b" 408 " in await trickled(client, b"")  # so long is the answer not there
+        return Response(b"{}")
+
+    limits = Limits(header_timeout_s=0.1)
+    async with routed([Fake()], [Fake(slow)], limits=limits) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
 async def test_a_client_that_leaves_within_its_body_is_counted() -> None:

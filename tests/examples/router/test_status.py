@@ -46,6 +46,33 @@ async def test_requests_show_the_time_of_p_of_d_and_of_the_answer(caplog, mode: 
     assert page["problem"] is None
 
 
+async def test_the_page_says_what_health_says(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    sick = Fake()
+    sick.health_body = {"status": "degraded", "reason": "redis://there: refused"}
+    with nobody() as gone:
+        async with routed([gone, sick], [sick], status_port=0) as client:
+            page = await taken_from(page_in(caplog.text))
+            said = (await client.get("/health")).json()
+            sick.health_body = None
+            p_is_away = await taken_from(page_in(caplog.text))
+    assert len(said["reasons"]) == 3
+    assert page["problem"] == "degraded: " + "; ".join(said["reasons"])
+    assert "redis://there: refused" in page["problem"]
+    assert p_is_away["problem"].startswith(f"degraded: prefill {gone}: cannot be reached")
+    assert "redis" not in p_is_away["problem"]
+
+
+async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    async with routed([Fake(says({}, 503))], [Fake()], status_port=0) as client:
+        await client.post("/v1/completions", json=BODY)
+        while not (page := await taken_from(page_in(caplog.text)))["requests"]:
+            await anyio.sleep(0.01)  # the answer is there a moment before
+    assert [each["reason"] for each in page["requests"]] == ["no P could prefill it"]
+    assert list(page["reasons"]) == ["prefill: status"]
+
+
 @pytest.mark.slow
 @needs_browser
 async def test_a_browser_shows_that_an_instance_is_away(caplog, tmp_path: Path) -> None:
@@ -56,7 +83,7 @@ async def test_a_browser_shows_that_an_instance_is_away(caplog, tmp_path: Path) 
             await client.post("/v1/completions", json=BODY, headers={"x-request-id": "r-8"})
             url = page_in(caplog.text)
             page = await anyio.to_thread.run_sync(shown, url, tmp_path)
-    assert f"cannot reach prefill {gone}" in page
+    assert f"prefill {gone}: cannot be reached" in page
     assert "prefill: connect" in page
     assert "r-8" in page
     assert "var(--decode)" in page

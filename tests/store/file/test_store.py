@@ -183,6 +183,14 @@ def test_file_without_a_path_is_a_directory_of_this_user(tmp_path, monkeypatch):
         assert store.label == f"file://{tmp_path}/pdstore/pool"
 
 
+def test_a_home_that_cannot_be_written_is_told_with_what_to_name(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/none")
+    words = "/proc/none/.cache/pdstore/pool: .*: name a directory that this user may write to"
+    with pytest.raises(StoreError, match=words):
+        open_store("file://", Settings())
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
