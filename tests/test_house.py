@@ -27,7 +27,6 @@ MAX_LINES_OF_A_FUNCTION = 40
 MAX_FILES = {
     "pdstore/adapters/vllm": 23,  # shall be 10
     "pdstore/cli": 28,
-    "pdstore/format": 16,
     "pdstore/scheduler": 17,
     "pdstore/store": 20,
     "pdstore/worker": 42,
@@ -39,13 +38,13 @@ MIN_DOCSTRING_WORDS = 2.0
 
 BUDGET = {
     "lines": 28_300,
-    "files": 248,
-    "small modules": 61,
+    "files": 240,
+    "small modules": 58,
     "statements": 17_450,
     "classes": 356,
     "protocols": 31,
     "packed assignments": 126,
-    "modules in circles": 12,
+    "modules in circles": 9,
     "overloaded method names": 17,
     "lines of native sources": 5_400,
     "lines of tests": 46_000,
