@@ -156,7 +156,7 @@ class Tracer:
                 walk.copies.setdefault(
                     id(each.memory), f"{visit.code.co_name}'s {'.'.join(each.names)}"
                 )
-                walk.names.add(each.names[-1])
+                walk.names.update(name for name in each.names[-1:] if name != "return")
             if visit.code not in seen:
                 seen.add(visit.code)
                 walk.frames.append(str(visit))
@@ -198,8 +198,12 @@ class Tracer:
         return visit
 
     def _made(self, found: list[Found], maker: Visit | None) -> None:
-        for held in (held for each in found for held in each.path):
-            self._makers.setdefault(id(held), (held, maker))
+        """Keeps who made an object, or a collection and its items; not what other threads fill."""
+        for each in found:
+            for held in each.path:
+                self._makers.setdefault(id(held), (held, maker))
+                if not isinstance(held, list | tuple | dict):
+                    break
 
     def _nearest(self, frame: FrameType | None) -> Visit | None:
         while frame is not None and frame not in self._visits:
