@@ -13,12 +13,10 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.adapters.vllm.stages import NamedLayer, all_layers
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
-from pdstore.format.namespace import Json
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.namespace import SHAPING, Json, canonical, shaping
 from pdstore.format.weights import weights_revision
 from pdstore.settings import Settings, read_settings
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from pdstore.errors import LayoutError
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.pipeline import Pipeline
+from pdstore.format.layout import LayerSpec, Pipeline
 
 
 class NamedLayer(NamedTuple):
