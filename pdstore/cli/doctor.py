@@ -30,11 +30,9 @@ from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
-from pdstore.store.connect import read_pool_id
+from pdstore.store.connect import read_pool_id, seal_store
 from pdstore.store.file.store import FileStore
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ListsValues
-from pdstore.store.seal import seal_store
+from pdstore.store.optional import ListsValues, find_optional
 
 _PROMPT = 8192
 _MARKS = {

@@ -13,8 +13,7 @@ from pdstore.cli.survey import NamespaceUse, survey
 from pdstore.format.keys import Kind
 from pdstore.format.namespace import Json
 from pdstore.store.base import MAX_KEY_CHARS
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ALL_KEYS, StoredValue, TellsRoom
+from pdstore.store.optional import ALL_KEYS, StoredValue, TellsRoom, find_optional
 
 DIGITS = 12
 """Digits of a namespace that people are shown: enough to tell those of a pool apart."""

@@ -32,9 +32,8 @@ from pdstore.scheduler.rates import PrefillRate
 from pdstore.scheduler.wait_index import WaitIndex
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener, News
-from pdstore.store.find import find_optional
 from pdstore.store.look_plan import LookPlan, Round
-from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MOST_ANSWERS = 8  # matches between two looks for markers

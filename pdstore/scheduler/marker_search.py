@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of, stored_among
-from pdstore.store.find import find_optional
-from pdstore.store.optional import FindsKeys
+from pdstore.store.base import Store, count_of, stored_among
+from pdstore.store.optional import FindsKeys, find_optional
 
 
 class MarkerSearch:

@@ -9,8 +9,7 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Part
 from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.lookup import Match
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of
+from pdstore.store.base import Store, count_of
 
 _MOST_GAPS = 8
 _SHORT = 8

@@ -27,9 +27,8 @@ from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import CostTable
 from pdstore.settings import Settings, doubts_of
 from pdstore.store.base import Store
-from pdstore.store.circuit_breaker import problem_of
-from pdstore.store.connect import connect_store
-from pdstore.store.room_watch import RoomWatch
+from pdstore.store.connect import RoomWatch, connect_store
+from pdstore.store.wrappers import problem_of
 from pdstore.threads import Deadline, Ticker
 
 log = logging.getLogger(__name__)

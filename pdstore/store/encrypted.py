@@ -10,15 +10,8 @@ from pdstore.errors import Forged, OtherSeal, StoreError
 from pdstore.format.envelope import ENVELOPE_BYTES, Envelopes
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots, Store, check_call
-from pdstore.store.checked import count_of, num_done_of
-from pdstore.store.optional import (
-    ErrorCodes,
-    FindsKeys,
-    LimitsValues,
-    TellsChanges,
-    TellsRoom,
-)
+from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
+from pdstore.store.optional import FindsKeys, TellsChanges, TellsRoom
 from pdstore.store.wrappers import WrapperStore
 
 _BATCH_BYTES = 16 << 20
@@ -38,7 +31,7 @@ class Encrypted(WrapperStore):
     so copied, too.
     """
 
-    passes = (FindsKeys, TellsChanges, ErrorCodes, LimitsValues, TellsRoom)
+    passes = (FindsKeys, TellsChanges, TellsRoom)
     added_bytes = ENVELOPE_BYTES
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = _BATCH_BYTES) -> None:

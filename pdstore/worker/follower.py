@@ -12,13 +12,11 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
 from pdstore.format.pulse import Pulse
 from pdstore.outcome import Reason
-from pdstore.store.base import Store
+from pdstore.store.base import Store, count_of, stored_among
 from pdstore.store.change_listener import ChangeListener, News
-from pdstore.store.checked import count_of, stored_among
 from pdstore.store.connect import read_marker
-from pdstore.store.find import find_optional
 from pdstore.store.look_plan import LookPlan
-from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
 from pdstore.threads import Deadline, Ticker
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job

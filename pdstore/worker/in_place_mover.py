@@ -10,8 +10,7 @@ from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots
-from pdstore.store.checked import count_of, is_count
+from pdstore.store.base import Slots, count_of, is_count
 from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob

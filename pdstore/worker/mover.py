@@ -14,9 +14,8 @@ from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of, num_done_of
-from pdstore.store.circuit_breaker import problem_of
+from pdstore.store.base import Store, count_of, num_done_of
+from pdstore.store.wrappers import problem_of
 from pdstore.worker.block_range import Split
 from pdstore.worker.block_tables import tables_of
 from pdstore.worker.child_job import ChildJob

@@ -14,9 +14,8 @@ from pdstore.format.block import HEADER_BYTES
 from pdstore.native.engine import Ticket
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction, Reason
-from pdstore.store.base import Slots
-from pdstore.store.checked import count_of
-from pdstore.store.optional import SealingWriter, VerifyingReader
+from pdstore.store.base import Slots, count_of
+from pdstore.store.optional import NativeFiles
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mover import BAD, Ends
@@ -35,21 +34,21 @@ class NativeStagedMover(StagedMover):
     What is not read right is read again by `StagedMover`, which says why. Tails and values of
     layouts with windows are packed one by one.
 
-    swap, reader, writer: the swap and the store of `ends`.
+    swap, files: the swap and the store of `ends`.
     """
 
     def __init__(
         self,
         ends: Ends,
         swap: NativeSwap,
-        reader: VerifyingReader,
-        writer: SealingWriter,
+        files: NativeFiles,
         staging: Staging,
         split: Split,
         removed: frozenset[Reason] = BAD,
     ) -> None:
         super().__init__(ends, staging, split, removed)
-        self._native_swap, self._verifier, self._sealer = swap, reader, writer
+        self._native_swap = swap
+        self._files = files
         self._base = address_of(staging.view) + HEADER_BYTES
 
     def _at_hand(self, window: Sequence[Value]) -> Sequence[Value]:
@@ -70,7 +69,7 @@ class NativeStagedMover(StagedMover):
     def _put(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> bool:
         keys, engine = keys_of(window), self._native_swap.engine
         with child.in_store_call():
-            answer = self._sealer.put_sealed(keys, slots, _starts_of(window), engine)
+            answer = self._files.put_sealed(keys, slots, _starts_of(window), engine)
             accepted = count_of(answer, keys, self._store)
             self._count("saved", window[:accepted])
         return accepted == len(window)
@@ -96,7 +95,7 @@ class NativeStagedMover(StagedMover):
         keys, starts, engine = keys_of(run), _starts_of(run), self._native_swap.engine
         with child.in_store_call():
             try:
-                answer = self._verifier.get_right(keys, slots, starts, engine)
+                answer = self._files.get_right(keys, slots, starts, engine)
             except StoreError:  # the other way meets it too, and tells it
                 return False
             return count_of(answer, keys, self._store) == len(keys)

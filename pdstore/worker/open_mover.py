@@ -11,10 +11,9 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.base import Store
-from pdstore.store.find import find_optional
+from pdstore.store.connect import seal_store
 from pdstore.store.in_place import InPlace, NativeInPlace
-from pdstore.store.optional import SealingWriter, VerifyingReader
-from pdstore.store.seal import seal_store
+from pdstore.store.optional import NativeFiles, find_optional
 from pdstore.worker.block_range import Split
 from pdstore.worker.in_place_mover import InPlaceMover
 from pdstore.worker.mapped_memory import MappedMemory
@@ -63,9 +62,9 @@ def open_mover(
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
     split = Split(range_bytes)
-    reader, writer = find_optional(store, VerifyingReader), find_optional(store, SealingWriter)
-    if reader is not None and writer is not None and isinstance(swap, NativeSwap):
-        return NativeStagedMover(ends, swap, reader, writer, staging, split, removed)
+    files = find_optional(store, NativeFiles)
+    if files is not None and isinstance(swap, NativeSwap):
+        return NativeStagedMover(ends, swap, files, staging, split, removed)
     return StagedMover(ends, staging, split, removed)
 
 

@@ -12,8 +12,7 @@ from pdstore.errors import LayoutError, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots
-from pdstore.store.checked import count_of
+from pdstore.store.base import Slots, count_of
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob

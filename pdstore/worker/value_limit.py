@@ -6,18 +6,13 @@ from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import Layout
 from pdstore.store.base import Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import LimitsValues
 from pdstore.store.wrappers import WrapperStore
 
 
 def check_values_fit(store: Store, layout: Layout) -> None:
     """Raises ConfigError, with what to set, if the store can never take a whole block of these."""
-    limits = find_optional(store, LimitsValues)
-    if limits is None:
-        return
     num_bytes = HEADER_BYTES + layout.largest_payload_bytes + _added_bytes(store)
-    why = limits.why_too_long(num_bytes)
+    why = store.why_too_long(num_bytes)
     if why is not None:
         raise ConfigError(
             f"{why}; or store blocks of less than {layout.block_tokens} tokens"

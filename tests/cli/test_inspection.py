@@ -10,7 +10,7 @@ from pdstore.cli.inspection import inspect
 from pdstore.errors import ConfigError
 from pdstore.settings import read_settings
 from pdstore.store import open_store
-from pdstore.store.seal import seal_store
+from pdstore.store.connect import seal_store
 from pdstore.testing.values import get, put
 from tests.support.command import run, save
 

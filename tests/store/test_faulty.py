@@ -11,9 +11,7 @@ import pytest
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ErrorCodes
+from pdstore.store.wrappers import CircuitBreaker
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 
@@ -85,7 +83,7 @@ def test_it_counts_what_it_did_by_kind():
 
 def connected_codes(store) -> dict:
     """The codes that an engine's metrics show of its store."""
-    return dict(find_optional(CircuitBreaker(store), ErrorCodes).codes())
+    return dict(CircuitBreaker(store).codes())
 
 
 @pytest.mark.parametrize(

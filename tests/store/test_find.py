@@ -6,13 +6,10 @@ import pytest
 
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace
-from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ErrorCodes, FindsKeys, SealingWriter, TellsChanges
-from pdstore.store.wrappers import WrapperStore
+from pdstore.store.optional import FindsKeys, NativeFiles, TellsChanges, find_optional
+from pdstore.store.wrappers import CircuitBreaker, Instrumented, WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
 
@@ -25,6 +22,9 @@ class Offering(MemoryStore):
     def __init__(self):
         super().__init__()
         self.calls = []
+
+    def get_right(self, keys, slots, starts, engine):
+        return len(keys)
 
     def put_sealed(self, keys, slots, starts, engine):
         return len(keys)
@@ -50,7 +50,7 @@ def store():
     return Offering()
 
 
-@pytest.mark.parametrize("protocol", [ErrorCodes, FindsKeys, SealingWriter])
+@pytest.mark.parametrize("protocol", [FindsKeys, NativeFiles])
 def test_a_protocol_is_found_through_wrappers_that_change_no_answer_and_no_others(store, protocol):
     assert find_optional(store, protocol) is store
     assert find_optional(wrapped(store), protocol) is not None
@@ -69,7 +69,7 @@ def test_a_wrapper_lets_through_what_it_says(store):
         passes = (FindsKeys,)
 
     assert find_optional(Passing(store), FindsKeys) is store
-    assert find_optional(Passing(store), ErrorCodes) is None
+    assert find_optional(Passing(store), NativeFiles) is None
     finder = find_optional(wrapped(Passing(store)), FindsKeys)
     assert finder.which_stored(fresh_keys(2)) == [True, True]
 
@@ -78,9 +78,9 @@ def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
     metrics = Metrics()
     keys, slots = fresh_keys(2), empty_slots([64, 64])
     outer = wrapped(store, metrics)
-    assert find_optional(outer, SealingWriter).put_sealed(keys[:1], slots, b"", None) == 1
+    assert find_optional(outer, NativeFiles).put_sealed(keys[:1], slots, b"", None) == 1
     assert find_optional(outer, FindsKeys).which_stored(keys) == [True, True]
-    assert find_optional(outer, ErrorCodes).codes() == {"LOST": 3}
+    assert outer.codes() == {"LOST": 3}
     value = metrics.registry.get_sample_value
     for verb in ("put", "match"):
         labels = {"verb": verb, "outcome": "ok"}

@@ -10,10 +10,9 @@ import pytest
 from pdstore.errors import ConfigError, MissingExtra
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
-from pdstore.store.connect import connect_store
+from pdstore.store.connect import connect_store, seal_store
 from pdstore.store.encrypted import Encrypted
 from pdstore.store.memory import MemoryStore
-from pdstore.store.seal import seal_store
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.seal_key import write_seal_key

@@ -9,9 +9,8 @@ from pdstore.format import block
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store import open_store
-from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.in_place import Filled, NativeInPlace
-from pdstore.store.instrumented import Instrumented
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 from pdstore.worker import values
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save

@@ -11,8 +11,8 @@ from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.envelope import ENVELOPE_BYTES
 from pdstore.store import open_store
+from pdstore.store.connect import seal_store
 from pdstore.store.memory import MemoryStore
-from pdstore.store.seal import seal_store
 from pdstore.worker.value_limit import check_values_fit
 from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, settings_of
 from tests.support.seal_key import write_seal_key

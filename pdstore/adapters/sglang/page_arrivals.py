@@ -15,8 +15,7 @@ from pdstore.scheduler.lookup_queue import LookupQueue
 from pdstore.scheduler.matching import find
 from pdstore.scheduler.pace import Pace
 from pdstore.store.base import Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import TellsChanges
+from pdstore.store.optional import TellsChanges, find_optional
 from pdstore.threads import Latch
 
 _TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of other hosts

@@ -9,8 +9,7 @@ from pdstore.cli.quantity import count, size
 from pdstore.errors import ConfigError, StoreError
 from pdstore.format.layout import Layout
 from pdstore.store.base import Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import Room, TellsRoom
+from pdstore.store.optional import Room, TellsRoom, find_optional
 from pdstore.worker.value_limit import check_values_fit
 
 _CONNECTIONS = 64

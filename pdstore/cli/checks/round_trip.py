@@ -15,8 +15,7 @@ from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import HASH_BYTES
 from pdstore.store.base import Slots, Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import TellsRoom
+from pdstore.store.optional import TellsRoom, find_optional
 
 _SMALL, _LARGE = 4096, 4 << 20
 _NUM_LARGE, _NUM_MATCHES = 8, 21

@@ -30,9 +30,8 @@ from pdstore.store.arena.places import (
     reservation_of,
     reserved_here,
 )
-from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
+from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.in_place import Filled, Loan, Places, Reservation, Taken
-from pdstore.store.log_once import log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 

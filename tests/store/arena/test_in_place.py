@@ -6,10 +6,9 @@ import pytest
 
 from pdstore.errors import StoreClosed, StoreFull, WrongLength
 from pdstore.metrics import Metrics
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace
-from pdstore.store.instrumented import Instrumented
+from pdstore.store.optional import find_optional
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 
