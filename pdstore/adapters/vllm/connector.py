@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from pdstore.adapters.vllm import stats
 from pdstore.adapters.vllm.degrades import degrades
 from pdstore.adapters.vllm.describe import hashes_items, refuse_unsupported, settings_of
-from pdstore.adapters.vllm.idle_steps import IdleSteps
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
-from pdstore.adapters.vllm.near_worker import NearWorker
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.pool_events import PoolEvents
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
@@ -45,7 +43,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._tells_events = getattr(events, "enable_kv_cache_events", False)
         self._num_ranks = vllm_config.parallel_config.world_size
         self._events: PoolEvents | None = None
-        self._near: NearWorker | None = None
         self._handled: BaseException | None = None  # by the caller of the current step
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
@@ -63,7 +60,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
                 hashes_items=hashes_items(vllm_config),
-                idle_steps=IdleSteps.of(parallel),
                 longest_prompt=vllm_config.model_config.max_model_len,
             )
         else:
@@ -97,8 +93,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def _begin(self, ranks: Sequence[RankLayout]) -> None:
         self.scheduler.begin(ranks)
-        if len(ranks) == self._num_ranks == 1:
-            self._near = NearWorker.of(ranks[0], self._vllm_config)
         namespace = ranks[0].namespace
         if self._tells_events and not namespace.windows:  # of these, vLLM's hashes name no block
             self._events = PoolEvents(
@@ -139,26 +133,19 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(lambda: None)
     def _add_saves(self, metadata: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
         self.scheduler.add_saves(metadata, scheduler_output)
-        if self._near is not None:
-            self._near.take_wait(metadata)
         if self._events is not None:
             self._events.plan(metadata.saves)
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
-        self._take_up(report, connector_output.finished_recving or ())
-        if self._near is not None:
-            self._take_up(*self._near.take_ended(connector_output))
+        self.scheduler.report(report, connector_output.finished_recving or ())
+        if self._events is not None and report is not None:
+            self._events.take_ended(report.ended)
         given = getattr(connector_output, "kv_connector_stats", None)
         new = stats.stats_of(given, type(self).__name__)
         if new is not None and self._shows_status:
             self.scheduler.worker_metrics.observe(new)
-
-    def _take_up(self, report: StepReport | None, loaded: Collection[str]) -> None:
-        self.scheduler.report(report, loaded)
-        if self._events is not None and report is not None:
-            self._events.take_ended(report.ended)
 
     @degrades(lambda: (False, None))
     def request_finished(
@@ -175,8 +162,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: False)
     def has_pending_push_work(self) -> bool:
-        is_owed_a_step = self._near is not None and self._near.is_owed_a_step
-        return is_owed_a_step or self.scheduler.is_at_work
+        return self.scheduler.is_at_work
 
     @degrades(lambda: False)
     def has_pending_block_frees(self) -> bool:
@@ -247,7 +233,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.take_loaded(finished_req_ids, wait_s=self._step.wait_s)
+        return None, self.worker.take_loaded(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded = self.get_finished(finished_req_ids)[1] or set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -253,18 +252,6 @@ def check_spec(name: str, spec: Any) -> None:
         )
     if getattr(spec, "non_causal", False):
         raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
-
-
-def shows_outputs_first(vllm_config: Any) -> bool:
-    """True if vLLM looks at the loads in an output after it has shown it to the connector."""
-    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    taking_up: Any = getattr(scheduler, "_update_from_kv_xfer_finished", None)
-    try:
-        source = inspect.getsource(taking_up)
-    except (OSError, TypeError):  # it has no such method, or no source
-        return False
-    shown, looks = source.find(".update_connector_output("), source.find(".finished_recving")
-    return 0 <= shown < looks
 
 
 def _page(vllm_config: Any, layer: str) -> str:

@@ -13,12 +13,11 @@ from pdstore.worker.job import Job
 class EndedJobs:
     """Collects the jobs that have ended since the last report. Jobs end on any thread.
 
-    One thread waits and takes.
+    One thread takes.
     """
 
     def __init__(self) -> None:
         self._ended: queue.SimpleQueue[EndedJob] = queue.SimpleQueue()  # its `put` is reentrant
-        self._heard: list[EndedJob] = []
 
     def watch(self, request_id: str, job: Job, number: int | None = None) -> None:
         """Takes up a job that has begun, or even ended; `number` is that of a save."""
@@ -26,17 +25,11 @@ class EndedJobs:
 
     def take(self) -> list[EndedJob]:
         """Returns the jobs that have ended since the last call."""
+        ended: list[EndedJob] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                self._heard.append(self._ended.get_nowait())
-        heard, self._heard = self._heard, []
-        return heard
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits for a job that `take` has not returned yet, at most for so long."""
-        if not self._heard:
-            with contextlib.suppress(queue.Empty):
-                self._heard.append(self._ended.get(timeout=timeout_s))
+                ended.append(self._ended.get_nowait())
+        return ended
 
 
 def _told(request_id: str, number: int | None, job: Job) -> EndedJob:

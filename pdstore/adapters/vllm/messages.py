@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -22,9 +22,6 @@ from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables
 from pdstore.format.namespace import Namespace
 from pdstore.outcome import Direction, Reason
-
-if TYPE_CHECKING:
-    from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,12 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     started_handoffs: hand-offs that D may follow from now on, with the tokens of the prompt.
     aborted_handoffs: hand-offs that will not come.
-    wait_s: seconds for which a worker may wait for the end of a job.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     started_handoffs: list[tuple[HandoffId, int]] = field(default_factory=list)
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
-    wait_s: float = 0.0
 
 
 class Interval(NamedTuple):
@@ -141,15 +136,10 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     namespace: of that layout.
     block_tokens: tokens of one block in vLLM's block tables.
-    worker: the rank's worker, where it is in this process: it is not sent.
     """
 
     namespace: Namespace
     block_tokens: int
-    worker: PDStoreConnectorWorker | None = field(default=None, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[type[RankLayout], tuple[Namespace, int]]:
-        return RankLayout, (self.namespace, self.block_tokens)
 
     @staticmethod
     def common(ranks: Sequence[RankLayout]) -> RankLayout:

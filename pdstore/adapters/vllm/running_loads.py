@@ -12,31 +12,24 @@ from pdstore.worker.job import Job
 
 
 class RunningLoads:
-    """Holds each load until `take` or `take_complete` has told its end. vLLM's thread calls it.
+    """Holds each load until `take` has told its end. vLLM's thread calls it.
 
     block_tokens: tokens of one block in vLLM's block tables; None while that is not known.
     fails_whole: a load that brings less than was promised counts as having brought nothing.
-    is_near: `NearWorker` calls `take_complete` soon after a `take`.
     """
 
     def __init__(
         self, metrics: Metrics, block_tokens: int | None = None, *, fails_whole: bool = False
     ) -> None:
         self._metrics, self._block_tokens = metrics, block_tokens
-        self._fails_whole, self.is_near = fails_whole, False
+        self._fails_whole = fails_whole
         self._loads: dict[str, tuple[LoadSpec, Job | None]] = {}
-        self._left: set[str] = set()  # requests that `take` has left to `take_complete`
         self._failed: set[str] = set()
         self._loaded: dict[str, tuple[int, float]] = {}
         self._bad_blocks: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._loads)
-
-    @property
-    def jobs(self) -> list[Job | None]:
-        """The loads' jobs; None for a load that could not be started."""
-        return [job for _, job in self._loads.values()]
 
     @property
     def failed(self) -> set[str]:
@@ -50,29 +43,18 @@ class RunningLoads:
     def take(self, finished: Collection[str] = ()) -> set[str]:
         """Returns the requests whose load has ended since the last call, well or not.
 
-        Leaves a load that brought all to `take_complete`, once.
         finished: requests that have ended; their loads are cancelled.
         """
         ended = set()
-        for request_id, (spec, job) in self._loads.items():
+        for request_id, (_, job) in self._loads.items():
             if job is not None and request_id in finished:
                 job.cancel()
             if job is not None and not job.done:
                 continue
-            if self.is_near and request_id not in self._left and _is_complete(spec, job):
-                self._left.add(request_id)
-            else:
-                ended.add(request_id)
+            ended.add(request_id)
         for request_id in ended:
             self._end(request_id)
         return ended
-
-    def take_complete(self) -> set[str]:
-        """Returns the requests whose load has brought all since the last call."""
-        complete = {name for name, load in self._loads.items() if _is_complete(*load)}
-        for request_id in complete:
-            self._end(request_id)
-        return complete
 
     def take_bad_blocks(self) -> set[int]:
         """Returns the ids of vLLM's blocks that the loads just taken did not fill."""
@@ -88,7 +70,6 @@ class RunningLoads:
     def _end(self, request_id: str) -> None:
         """Forgets a load that has ended, and notes what it brought."""
         spec, job = self._loads.pop(request_id)
-        self._left.discard(request_id)
         result = job.result if job is not None else None
         num_loaded = max(spec.first_token, result.num_tokens) if result else spec.first_token
         if result is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from pdstore.adapters.vllm.block_refs import BlockRefs
 from pdstore.adapters.vllm.block_tables import pool_tables
-from pdstore.adapters.vllm.idle_steps import IdleSteps
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
@@ -47,7 +46,6 @@ class PDStoreConnectorScheduler:
     number: of this instance among the data-parallel ones that are started together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     patience: for lookups that vLLM asks for the first time.
-    idle_steps: for the jobs that vLLM waits for.
     longest_prompt: as `PrefixCacheManager` takes it.
     """
 
@@ -61,7 +59,6 @@ class PDStoreConnectorScheduler:
         number: int = 0,
         hashes_items: bool = True,
         patience: Patience | None = None,
-        idle_steps: IdleSteps | None = None,
         longest_prompt: int | None = None,
     ) -> None:
         self._settings, self._metrics = settings, metrics
@@ -78,7 +75,7 @@ class PDStoreConnectorScheduler:
         self._refs: BlockRefs | None = None
         self._block_tokens = 0  # of vLLM's blocks
         self._requests: dict[str, RequestTracker] = {}
-        self._patience, self._idle_steps = patience or Patience(), idle_steps or IdleSteps()
+        self._patience = patience or Patience()
         self._loads: list[LoadSpec] = []
         self._aborted_handoffs: list[HandoffId] = []
 
@@ -201,10 +198,7 @@ class PDStoreConnectorScheduler:
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of what a step computes."""
         self._note_outcomes()
-        num_tokens = sum(output.num_scheduled_tokens.values())
-        is_asking = self._cache is not None and self._cache.num_waiting > 0
-        metadata.wait_s = self._idle_steps.wait_s(num_tokens, is_asking=is_asking)
-        if not num_tokens:
+        if not output.num_scheduled_tokens:
             return
         steps = [
             (self._requests[name], num_scheduled)

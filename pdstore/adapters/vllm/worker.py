@@ -103,7 +103,7 @@ class PDStoreConnectorWorker:
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
-        self._rank_layout = RankLayout(pool.namespace, block_tokens, self)
+        self._rank_layout = RankLayout(pool.namespace, block_tokens)
         self.loads = RunningLoads(self._metrics, block_tokens, fails_whole=self.fails_whole)
         self._step_saves = StepSaves(pool.layout, layers, ends_late=ends_late)
 
@@ -164,21 +164,12 @@ class PDStoreConnectorWorker:
             self._opened = None
             self._step_saves.cancel()
 
-    def take_loaded(self, finished: set[str], wait_s: float = 0.0) -> set[str]:
+    def take_loaded(self, finished: set[str]) -> set[str]:
         """Returns the requests whose load has ended since the last call, well or not.
 
         finished: requests that have ended; their loads are cancelled.
-        wait_s: time to wait for the end of a load or a save, if all that are known still run.
         """
-        if wait_s and not finished:
-            self._wait_for_end(wait_s)
         return self.loads.take(finished)
-
-    def take_complete(self, wait_s: float = 0.0) -> set[str]:
-        """Returns the requests whose load has brought all; `wait_s` as in `take_loaded`."""
-        if wait_s:
-            self._wait_for_end(wait_s)
-        return self.loads.take_complete()
 
     @property
     def is_idle(self) -> bool:
@@ -186,10 +177,7 @@ class PDStoreConnectorWorker:
         return not (len(self.loads) or self._saves or self._saves_of or self._reported)
 
     def take_report(self) -> StepReport | None:
-        """Returns what has ended since the last report, for the scheduler side; None if nothing.
-
-        A near worker makes a report as long as jobs run: vLLM does not show an empty output.
-        """
+        """Returns what has ended since the last report, for the scheduler side; None if nothing."""
         for number, (spec, job) in list(self._saves.items()):
             is_read = job.done if spec.handoff else job.captured
             if is_read and number not in self._reported:
@@ -199,11 +187,10 @@ class PDStoreConnectorWorker:
                 self._reported.discard(number)
                 del self._saves[number]
                 self._forget(spec.request_id, job)
-        is_shown = self.loads.is_near and bool(len(self.loads) or self._saves)
         report = StepReport(self._released, *self.loads.take_outcomes(), self._ended.take())
         self._released = Counter()
         is_empty = not (report.released or report.failed or report.loaded or report.ended)
-        return None if is_empty and not is_shown else report
+        return None if is_empty else report
 
     def close(self) -> None:
         if self._pool is not None:
@@ -248,11 +235,6 @@ class PDStoreConnectorWorker:
         self._saves[spec.number] = (spec, save.job)
         self._ended.watch(spec.request_id, save.job, spec.number)
         self._saves_of[spec.request_id].append(save.job)
-
-    def _wait_for_end(self, timeout_s: float) -> None:
-        jobs = [*self.loads.jobs, *(job for _, job in self._saves.values())]
-        if jobs and not any(job is None or job.done for job in jobs):
-            self._ended.wait(timeout_s)
 
     def _forget(self, request_id: str, job: Job) -> None:
         self._saves_of[request_id].remove(job)

@@ -1,4 +1,4 @@
-"""RunningLoads: each load's end is told once, by one of two ways."""
+"""RunningLoads: each load's end is told once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ IDS = list(range(1, 14))
 @pytest.fixture
 def loads():
     return RunningLoads(Metrics(), block_tokens=16)
-
-
-@pytest.fixture
-def near(loads):
-    loads.is_near = True
-    return loads
 
 
 def started(loads, keys, name="a", brought=None, counts_on=200):
@@ -47,26 +41,11 @@ def test_a_load_is_told_when_it_has_ended(loads, keys):
     assert loads.take_outcomes() == (set(), {"a": (200, 0.0)})
 
 
-def test_a_load_that_brought_all_is_left_once_to_the_one_who_asks_next(near, keys):
-    started(near, keys, brought=200)
-    assert near.take() == set()
-    assert near.take_complete() == {"a"}
-    assert near.take() == set()
-
-
-def test_a_load_that_is_left_and_not_taken_is_told_at_the_next_look(near, keys):
-    started(near, keys, brought=200)
-    assert near.take() == set()
-    assert near.take() == {"a"}
-    assert near.take_complete() == set()
-
-
-def test_a_load_that_fell_short_is_never_left(near, keys):
-    started(near, keys, brought=64)
-    assert near.take_complete() == set()
-    assert near.take() == {"a"}
-    assert near.failed == {"a"}
-    assert near.take_bad_blocks() == set(IDS[4:])
+def test_a_load_that_fell_short_names_the_blocks_that_it_left(loads, keys):
+    started(loads, keys, brought=64)
+    assert loads.take() == {"a"}
+    assert loads.failed == {"a"}
+    assert loads.take_bad_blocks() == set(IDS[4:])
 
 
 def test_a_load_that_could_not_be_started_is_a_failure_of_all_its_blocks(loads):

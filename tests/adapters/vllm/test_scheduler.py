@@ -155,23 +155,6 @@ def test_the_first_answer_to_a_lookup_is_waited_for(scheduler_of):
     assert scheduler.num_found(asked, 0) == len(PROMPT)
 
 
-def test_workers_wait_in_steps_that_only_ask(scheduler_of):
-    scheduler, asked = scheduler_of(), request()
-    nobody = SimpleNamespace(request_id=None, num_computed_tokens=0)
-    found(scheduler, asked)
-    assert step(scheduler, asked, 300).wait_s == 0.0
-    waits = [step(scheduler, nobody, 0).wait_s for _ in range(3)]
-    assert waits[0] == 0.0
-    assert 0.0 < waits[1] == waits[2]
-
-
-def test_while_a_lookup_is_under_way_they_do_not(scheduler_of):
-    scheduler = scheduler_of(role="decode", handoff_wait_s=30.0)
-    scheduler.add(request({"pdstore": {"attempt": "0" * 32}}))
-    nobody = SimpleNamespace(request_id=None, num_computed_tokens=0)
-    assert [step(scheduler, nobody, 0).wait_s for _ in range(3)] == [0.0] * 3
-
-
 def test_a_new_prompt_needs_no_patience_where_the_store_is_memory(scheduler_of, tmp_path):
     url = f"shm://p?size=8MiB&dir={tmp_path}"
     scheduler = scheduler_of(store=url, patience=Patience(step_s=0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,27 +45,6 @@ def test_a_load_that_brings_what_vllm_counts_on_is_no_failure(worker, instance):
     load(worker, LoadSpec("request", keys, [IDS], 0, 200))
     assert not worker.loads.failed
     assert not worker.loads.take_bad_blocks()
-
-
-def test_the_end_of_a_load_may_be_waited_for_in_the_step_that_asks(worker, instance):
-    keys = instance.cache.keys(range(200))
-    instance.pool.save(keys, IDS).wait(10)
-    worker.start_loads(PDStoreConnectorMetadata(loads=[LoadSpec("request", keys, [IDS], 0, 200)]))
-    assert worker.take_loaded(set(), wait_s=30.0) == {"request"}
-    assert [job.request_id for job in worker.take_report().ended] == ["request"]
-
-
-def test_nobody_waits_for_what_is_known_or_does_not_run(worker, instance):
-    keys = instance.cache.keys(range(200))
-    begin = time.monotonic()
-    assert worker.take_loaded(set(), wait_s=30.0) == set()
-    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)]))
-    for _ in range(2):  # the save's end is not reported yet
-        assert worker.take_loaded(set(), wait_s=30.0) == set()
-    failed = LoadSpec("failed", None, [IDS[:10]], 64, 160)
-    worker.start_loads(PDStoreConnectorMetadata(loads=[failed]))
-    assert worker.take_loaded(set(), wait_s=30.0) == {"failed"}
-    assert time.monotonic() - begin < 25.0
 
 
 def test_a_load_that_brings_less_than_vllm_counts_on_is_a_failure(worker, instance):
