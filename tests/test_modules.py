@@ -21,6 +21,7 @@ FLOORS = (
     ("format", "native"),
     ("store",),
     ("scheduler", "worker", "status"),
+    ("engine",),
     ("adapters", "pdstore_lmcache", "testing", "cli", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
