@@ -11,6 +11,8 @@
 namespace pds::arena {
 namespace {
 
+constexpr int64_t kLookForEnd = 100'000'000;  // ns
+
 // Keeps reads before it from moving behind it. A checker of races does not know fences.
 void after_reads() {
 #if !defined(__SANITIZE_THREAD__)
@@ -51,11 +53,16 @@ Arena::~Arena() {
 }
 
 // Calls body(now) with the lock; once more where the index contradicted itself and was rebuilt.
+// `close` waits for no call that waits for a stopped process, nor long for that process itself.
 template <typename Body>
 int32_t Arena::with_lock(int64_t lock_ns, Body body) {
   Header &header = index_.header();
   if (lock_ns < 0) lock_ns = lock_timeout_ns_;
-  const Locked locked = lock(header, owner_, now_ns() + lock_ns);
+  const int64_t end = now_ns() + lock_ns;
+  Locked locked;
+  do {
+    locked = lock(header, owner_, std::min(end, now_ns() + kLookForEnd));
+  } while (locked == Locked::kNo && now_ns() < end && !life_.is_over());
   if (locked == Locked::kNo) return PDS_ERR_TIMEOUT;
   const Unlock at_end(header);
   if (locked == Locked::kAfterDeath) header.is_damaged = 1;

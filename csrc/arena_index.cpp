@@ -134,7 +134,7 @@ uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t 
   if (units > geometry_.units_per_slab()) return kNone;
   Class *sized = class_of(units);
   if (sized == nullptr) return kNone;
-  const uint32_t id = take(*sized, now);
+  const uint32_t id = take(*sized, kind, now);
   if (id == kNone) return kNone;
   Slot &taken = slot(id);
   taken.kind = kind, taken.key_bytes = static_cast<uint8_t>(key.size());

@@ -44,7 +44,7 @@ class Index {
   // Leases a stored slot, and counts it as used now.
   void touch(uint32_t id, int64_t now);
   // A slot for a value, reserved for this owner; kNone when there is no room. Evicts what is not
-  // kept, the oldest first.
+  // kept, the oldest first; for a marker also what is kept.
   uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now);
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);
@@ -100,8 +100,9 @@ class Index {
   uint32_t &head_of(uint32_t hash) { return heads_[hash & (geometry_.num_heads - 1)]; }
 
   Class *class_of(int64_t units);
-  uint32_t take(Class &sized, int64_t now);
+  uint32_t take(Class &sized, Kind kind, int64_t now);
   bool evict(Class &sized, int64_t now);
+  bool sacrifice(Class &sized, int64_t now);
   uint32_t oldest_unkept(Class &sized, int64_t now);
   bool is_kept(const Slot &slot, int64_t now) const;
   bool add_slab(Class &sized, int64_t now);

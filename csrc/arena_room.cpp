@@ -41,10 +41,11 @@ Class *Index::class_of(int64_t units) {
   return nullptr;
 }
 
-uint32_t Index::take(Class &sized, int64_t now) {
+uint32_t Index::take(Class &sized, Kind kind, int64_t now) {
   if (sized.free.newest == kNone && !add_slab(sized, now)) {
     if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
-    if (!evict(sized, now)) return kNone;
+    const bool is_marker = kind == kShortLived && sized.units == 1;
+    if (!evict(sized, now) && !(is_marker && sacrifice(sized, now))) return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();
@@ -94,6 +95,32 @@ bool Index::evict(Class &sized, int64_t now) {
   if (victim == kNone) return false;
   free(victim);
   return true;
+}
+
+// Frees the oldest marker although it is kept; where there is none, the slab of another size that
+// was used longest ago. For a marker: a peer waits for it, and would wait in vain.
+bool Index::sacrifice(Class &sized, int64_t now) {
+  const auto is_needed = [](const Slot &slot) {
+    return slot.state != State::kFree && (slot.state != State::kStored || slot.kind == kForever);
+  };
+  uint32_t older = kNone;
+  for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
+    if (slot(id).older != older) throw Damaged();
+    if (is_needed(slots_[id])) continue;
+    free(id);
+    return true;
+  }
+  int64_t coldest = -1;
+  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
+    const Slab &slab = slabs_[i];
+    const Slot *first = &slots_[id_of(i, 0)];
+    if (slab.units == 0 || slab.units == sized.units) continue;
+    if (coldest >= 0 && slab.used_at >= slabs_[coldest].used_at) continue;
+    if (std::none_of(first, first + slots_of(i), is_needed)) coldest = i;
+  }
+  if (coldest < 0) return false;
+  empty(coldest);
+  return assign(coldest, sized, now);
 }
 
 bool Index::is_kept(const Slot &slot, int64_t now) const {

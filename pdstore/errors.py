@@ -76,11 +76,15 @@ class SwapError(PDStoreError, RuntimeError):
 
 
 class StoreError(PDStoreError):
-    """The store failed after it had served `num_done` leading keys of the call."""
+    """The store failed after it had served `num_done` leading keys of the call.
 
-    def __init__(self, message: str, *, num_done: int = 0) -> None:
-        super().__init__(message)
+    remedy: what to change, in the imperative, where the cause is known; it ends the message.
+    """
+
+    def __init__(self, message: str, *, num_done: int = 0, remedy: str = "") -> None:
+        super().__init__(f"{message}; {remedy}" if remedy else message)
         self.num_done = num_done
+        self.remedy = remedy
 
 
 class StoreUnavailable(StoreError, ConnectionError):

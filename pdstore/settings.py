@@ -163,7 +163,9 @@ class Settings(BaseSettings):
     lookup_wait_s: Seconds = Field(
         1.0, description="How long a prompt without a hand-off waits for the store's answer."
     )
-    drain_s: WaitSeconds = Field(5.0, description="How long a stop waits for running jobs.")
+    drain_s: WaitSeconds = Field(
+        5.0, description="How long a stop waits for running jobs; 2 s later it has ended."
+    )
     block_ttl_s: int = Field(
         1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
     )
@@ -185,7 +187,7 @@ class Settings(BaseSettings):
     breaker_failures: int = Field(
         3,
         ge=1,
-        description="Store failures in a row that open the breaker: calls then fail at once.",
+        description="Slow failures in a row that open the breaker: calls then fail at once.",
     )
     breaker_open_s: Seconds = Field(
         1.0, description="First pause of the breaker before it lets a probe through; it doubles."

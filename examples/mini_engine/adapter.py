@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import pdstore
@@ -62,7 +63,11 @@ class Adapter:
         self._metrics = metrics
         self._block_size = config.block_size
         self.cache = pdstore.PrefixCacheManager(
-            settings, namespace, metrics=metrics, longest_prompt=model.max_model_len
+            settings,
+            namespace,
+            metrics=metrics,
+            longest_prompt=model.max_model_len,
+            weights_of=partial(pdstore.weights_revision, config.model),
         )
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self._break_even: pdstore.BreakEven | None = None

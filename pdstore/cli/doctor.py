@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +20,7 @@ from pdstore.cli.checks.peer import check_peers
 from pdstore.cli.checks.room import check_blocks, check_room
 from pdstore.cli.checks.round_trip import RoundTrip, Speed
 from pdstore.cli.model_shape import ModelShape
+from pdstore.cli.open_pool import missing_pool
 from pdstore.cli.quantity import duration
 from pdstore.cli.selftest import layout_of
 from pdstore.cli.survey import survey
@@ -91,7 +94,11 @@ def _check_store(
     machine: Machine,
     count_gpus: Callable[[], int],
 ) -> Iterator[Finding]:
-    plain = open_store(settings.store, settings)
+    url, missing = settings.store, missing_pool(settings.store)
+    is_new = missing is not None and url.startswith("shm://")
+    if is_new:  # of a name that no P opens meanwhile: a look leaves no arena behind
+        url = re.sub("//[^/?]*", f"//doctor-{os.getpid()}", url, count=1)
+    plain = open_store(url, settings)
     store = seal_store(plain, settings)
     if "store" not in settings.model_fields_set:
         yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
@@ -104,17 +111,26 @@ def _check_store(
         yield from check_room(plain, shape.kv_bytes() if shape else None)
         if shape is not None:
             yield from check_blocks(store, layout_of(settings, shape))
-        if isinstance(plain, ArenaStore):
-            yield from check_pages(plain.path, MOUNTS.read_text(), count_gpus())
-        if isinstance(plain, FileStore):
-            yield from (warn("budget", *doubt) for doubt in plain.doubts)
-            root = plain.root.resolve()
-            yield from check_file_pages(root, MOUNTS.read_text(), count_gpus())
-        yield from _check_contents(plain)
+        yield from _check_memory_pages(plain, count_gpus)
+        if is_new:
+            yield info("pool", f"there is no {missing} yet: the first P or D makes it")
+        else:
+            yield from _check_contents(plain)
         if shape is not None and trip.speed is not None:
             yield _verdict(shape, machine, trip.speed)
     finally:
         store.close()
+        if is_new and isinstance(plain, ArenaStore):
+            plain.path.unlink()
+
+
+def _check_memory_pages(store: Store, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+    if isinstance(store, ArenaStore):
+        yield from check_pages(store.path, MOUNTS.read_text(), count_gpus())
+    if isinstance(store, FileStore):
+        yield from (warn("budget", *doubt) for doubt in store.doubts)
+        root = store.root.resolve()
+        yield from check_file_pages(root, MOUNTS.read_text(), count_gpus())
 
 
 def _check_contents(store: Store) -> Iterator[Finding]:

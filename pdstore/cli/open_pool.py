@@ -69,10 +69,16 @@ class OpenPool(NamedTuple):
         return 0
 
 
+def missing_pool(url: str) -> Path | None:
+    """Returns the directory or the arena that opening the store would make; None if it is there."""
+    path = _path_of(StoreURL.of(url)) if url.startswith(("file://", "shm://")) else None
+    return None if path is None or path.exists() else path
+
+
 def _refuse_missing(url: str) -> None:
     """Raises ConfigError where opening the store would make a pool: an arena of a default size."""
-    path = _path_of(StoreURL.of(url)) if url.startswith(("file://", "shm://")) else None
-    if path is not None and not path.exists():
+    path = missing_pool(url)
+    if path is not None:
         raise ConfigError(
             f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
             " PDSTORE_STORE or --store the URL that they have"

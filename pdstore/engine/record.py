@@ -51,6 +51,8 @@ class Records:
 
     def job_ended(self, request: EngineRequest, end: JobEnd) -> None:
         """Adds the end of a job of a request, which may have ended before."""
+        if end.direction is Direction.SAVE:
+            request.cache.note_saves([end.reason])
         with self._lock:
             request.ends.append(end)
             is_over = request in self._ended and len(request.ends) >= request.num_jobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Literal, TypeAlias
 
 import torch
@@ -260,6 +261,7 @@ class Layout:
         weights: the weights' revision (`pdstore.weights_revision`).
         """
         fields = namespace_fields(self, settings, weights)
+        salt = settings.salt.get_secret_value() if settings.salt else ""
         windows = {
             group: window
             for group in range(len(self.groups))
@@ -272,6 +274,7 @@ class Layout:
             settings.hash,
             num_shards=self.grid_shards,
             windows=windows,
+            bare_salt=sha256(salt.strip().encode()).hexdigest() if salt != salt.strip() else None,
         )
 
     def _spec(self, group: int) -> LayerSpec:

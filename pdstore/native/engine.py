@@ -30,7 +30,7 @@ from pdstore.native.library import Library, joined
 
 log = logging.getLogger(__name__)
 
-_RETURN_S = 30.0
+_RETURN_S = 0.5
 
 
 class Engine:
@@ -189,7 +189,7 @@ class Engine:
             if self._lock.wait_for(lambda: self._num_lent == 0, _RETURN_S):
                 self._calls.pds_close(handle)
             else:
-                log.error("the swap engine is still in use %d s after its end", _RETURN_S)
+                log.error("the swap engine is still in use %.1f s after its end", _RETURN_S)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):

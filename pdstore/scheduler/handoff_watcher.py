@@ -81,7 +81,7 @@ class HandoffWatcher:
         self._arrivals: deque[Lookup] = deque()
         self._waits, self._pulses = WaitIndex(), Pulses(namespace)
         self._new: list[MarkerWait] = []  # since the last look
-        self._computing: set[MarkerWait] = set()  # whose P computes: time may end them
+        self._computing: set[MarkerWait] = set()  # or whose P may not save: time may end them
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
         self._pace_of_p = pace_of_p or PrefillRate()
         self._watched: list[HandoffProgress] = []  # of lookups that ended early, to learn the pace
@@ -114,11 +114,12 @@ class HandoffWatcher:
         """True while a store call takes too long: a new lookup would wait in vain."""
         return self._calls.is_stuck
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads and ends the lookups that wait."""
+        limit = Deadline(timeout_s)
         if self._listener is not None:
-            self._listener.close()
-        is_stopped = self._thread.stop(1.0)
+            self._listener.close(limit.remaining_s())
+        is_stopped = self._thread.stop(limit.remaining_s())
         waiting = [wait.lookup for wait in self._waits] + [answer[0] for answer in self._answers]
         for lookup in [*self._arrivals, *waiting]:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
@@ -136,6 +137,8 @@ class HandoffWatcher:
         if self._listener is not None:
             self._listener.listen() if is_looking else self._listener.rest()
         pause = min(self._look(), _SWEEP_S) if is_looking else self._identity.remaining_s
+        if any(wait.is_doubtful for wait in self._computing):
+            pause = min(pause, _SWEEP_S / 5)  # what may not come is given up sooner
         self._answer()
         return 0.0 if self._answers else pause
 
@@ -253,7 +256,7 @@ class HandoffWatcher:
                 self._new += [wait] if wait.follows_next else []
                 if wait in news_of:
                     self._plan.ask(wait.wanted(with_failed=False))
-                if wait.progress is not None:
+                if wait.progress is not None or wait.is_doubtful:
                     self._computing.add(wait)
 
     def _is_ended(self, wait: MarkerWait, verdict: Verdict | None) -> bool:

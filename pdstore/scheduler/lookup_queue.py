@@ -47,9 +47,9 @@ class LookupQueue:
         """True while a store call takes too long: a new lookup would wait in vain."""
         return self._calls.is_stuck
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Stops the thread and ends the lookups that it did not answer."""
-        self._thread.stop(1.0)
+        self._thread.stop(timeout_s)
         while (lookup := self._next()) is not None:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
 

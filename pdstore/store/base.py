@@ -115,7 +115,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the store's connections; twice is fine. Later calls raise StoreClosed."""
+        """Ends the store's connections in a second; twice is fine. Later calls: StoreClosed."""
 
 
 class Lifecycle:

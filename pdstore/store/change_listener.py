@@ -43,9 +43,9 @@ class ChangeListener:
         """Stops to listen."""
         self._is_listening = False
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         self._is_listening = False
-        self._thread.stop(1.0)
+        self._thread.stop(timeout_s)
 
     def _turn(self) -> float | None:
         if not self._is_listening:

@@ -201,6 +201,7 @@ class Room(NamedTuple):
     capacity_bytes: None where nothing limits it, or nobody tells.
     num_evicted: values that went for want of room since the keeper's start; None if not counted.
     policy: what goes when it is full, in the keeper's words.
+    num_connections: connections that the keeper takes beside those it has; None: any number.
     """
 
     keeper: str
@@ -208,6 +209,7 @@ class Room(NamedTuple):
     capacity_bytes: int | None
     num_evicted: int | None
     policy: str
+    num_connections: int | None = None
 
 
 @runtime_checkable

@@ -99,7 +99,9 @@ def _served(url: str) -> tuple[_Own | None, Sequence[EntryPoint]]:
         shown = without_secret(url)
         known = ", ".join(f"{name}://" for name in _known() if "+" not in name)
         raise ConfigError(
-            f"bad store URL {shown!r}: {_hint(shown)}it must start with one of {known}"
+            f"bad store URL {shown!r}: {_hint(shown)}it must start with one of {known} (redis and"
+            " valkey also with +unix, +cluster or +sentinel, as redis+cluster://), or with the"
+            " scheme of a package that brings its own store and is not installed here"
         )
     if len(foreign) + (own is not None) > 1:
         raise ConfigError(_clash(scheme, own, foreign))

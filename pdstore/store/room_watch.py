@@ -29,10 +29,10 @@ class RoomWatch:
         if self._thread is not None:
             self._thread.wake()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Stops the thread."""
         if self._thread is not None:
-            self._thread.stop(1.0)
+            self._thread.stop(timeout_s)
 
     def _look(self) -> float:
         assert self._teller is not None

@@ -173,7 +173,8 @@ def without_secret(text: str) -> str:
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")
     host, _, _ = host.partition("?")
-    return f"{scheme}{separator}{user.partition(':')[0] + ':***@' if at else ''}{host}"
+    name, colon, _ = user.partition(":")  # a name alone may be meant as the password
+    return f"{scheme}{separator}{(name + ':' if colon else '') + '***@' if at else ''}{host}"
 
 
 def _is_without_password(scheme: str) -> bool:

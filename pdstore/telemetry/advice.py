@@ -66,7 +66,7 @@ ADVICE: dict[Reason, Advice] = {
         "`pdstore_store_seconds`; the load of the store and its network",
     ),
     Reason.STORE_DOWN: Advice(
-        "the store does not answer, or the breaker is open",
+        "the store does not answer or takes no writes, or the breaker is open",
         "whether the store runs at `PDSTORE_STORE`; `python -m pdstore doctor`",
     ),
     Reason.STORE_SLOW: Advice(

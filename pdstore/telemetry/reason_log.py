@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from pdstore.errors import StoreError
 from pdstore.outcome import Reason
 from pdstore.telemetry.advice import ADVICE
 
@@ -53,10 +54,12 @@ class ReasonLog:
 
 def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: int) -> str:
     advice = ADVICE[reason]
-    words = f"{what} fell short ({reason.value}): {advice.means}"
-    if error is not None and str(error):
-        words += f" [{error}]"
-    words += f". Look at {advice.look_at}"
+    words = f"{what} fell short ({reason.value}): "
+    if isinstance(error, StoreError) and error.remedy:  # its cause is known, and what to do
+        words += str(error)
+    else:
+        words += f"{advice.means} [{error}]" if error is not None and str(error) else advice.means
+        words += f". Look at {advice.look_at}"
     if num_left_out:
         words += f" ({num_left_out} more like it since the last such line)"
     return words.replace("`", "")

@@ -52,9 +52,9 @@ class Heartbeat:
         if handoff in self._ends:
             self._ends[handoff] = Deadline(self._linger_s)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Stops the thread."""
-        self._thread.stop(1.0)
+        self._thread.stop(timeout_s)
 
     def _turn(self) -> float | None:
         for handoff, end in self._ends.copy().items():

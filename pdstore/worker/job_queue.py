@@ -35,7 +35,8 @@ from pdstore.worker.waiting_jobs import WaitingJobs
 log = logging.getLogger(__name__)
 
 MAX_HUNG_CALLS = 2
-_JOIN_S = 1.0
+STOP_S = 1.0
+"""Time for the markers of what a close has cut, and for the threads to end."""
 _LOOK_S = 0.05
 
 
@@ -138,10 +139,10 @@ class JobQueue:
         return f"{num_hung} store calls hang" if num_hung else None
 
     def close(self, drain_s: float) -> bool:
-        """Lets jobs run for up to `drain_s`, ends the rest, stops the threads. Twice is fine.
+        """Lets jobs run for up to `drain_s`, ends the rest, stops the threads in a second more.
 
-        Hand-offs that are cut are marked as failed before the threads stop. A second caller waits
-        for the first; but a signal handler that interrupts the first returns at once.
+        Twice is fine. Hand-offs that are cut are marked as failed before the threads stop. A second
+        caller waits for the first; a signal handler that interrupts the first returns at once.
         Returns whether this was the first call; never in the child of a fork.
         """
         if self._is_in_child or self._closer == threading.get_ident():
@@ -149,7 +150,7 @@ class JobQueue:
         with self._changed:
             is_first, self._is_closing = not self._is_closing, True
         if not is_first:
-            self._closed.wait(drain_s + 3 * _JOIN_S)
+            self._closed.wait(drain_s + STOP_S)
             return False
         self._closer = threading.get_ident()
         try:
@@ -163,15 +164,15 @@ class JobQueue:
         self._wait_until_idle(drain_s)
         for run in list(self._alive):
             run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
-        self._wait_until_idle(_JOIN_S)  # markers that say so
+        limit = Deadline(STOP_S)
+        self._wait_until_idle(STOP_S / 2)  # markers that say so
         with self._changed:
             self._is_closed = True
             self._idle.wake_all()
         for run in list(self._alive):
             run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
-        limit = Deadline(_JOIN_S)
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
-        self._clock.stop(_JOIN_S)
+        self._clock.stop(limit.remaining_s())
         self._ended.count()
         self._gauges.clear()
         if stuck:

@@ -92,7 +92,7 @@ class PinnedMemory:
             raise self._error
         return True
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Unregisters everything, the last piece first; before the memory goes. Twice is fine."""
         self._stopped.set()
         with self._changed:

@@ -17,13 +17,14 @@ from pdstore.outcome import Direction
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
+from pdstore.threads import Deadline
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.block_tables import check_windows, tables_of
 from pdstore.worker.caller_stream import behind_caller
 from pdstore.worker.follower import Follower
 from pdstore.worker.heartbeat import Heartbeat
 from pdstore.worker.job import Job
-from pdstore.worker.job_queue import JobQueue
+from pdstore.worker.job_queue import STOP_S, JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.markers import Markers
@@ -69,6 +70,7 @@ class KVPool:
         self.metrics = metrics or Metrics()
         self._settings = settings
         self._saves = SaveLedger()
+        owns_store = store is None
         with contextlib.ExitStack() as undo:
             self._swap = swap = swap or open_swap(settings, layout, kv_caches)
             undo.callback(swap.close)
@@ -80,11 +82,13 @@ class KVPool:
             log_start(settings, namespace, store, swap, self._mover)
             self._queue = JobQueue(settings, DevicePin(swap.device, swap.device_api), self.metrics)
             undo.callback(self._queue.close, 0.0)
+            if owns_store:  # first: a call that waits for an arena's lock ends with it
+                undo.callback(store.close)
             self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
             self._follower = Follower(store, settings.handoff_wait_s, self._mover.split)
-            undo.callback(self._follower.close)
+            undo.callback(self._follower.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
-            undo.callback(self._heartbeat.close)
+            undo.callback(self._heartbeat.close, 0.0)
             self._resources = undo.pop_all()
 
     @property
@@ -156,6 +160,8 @@ class KVPool:
         starts: as `start_handoff` takes them, when the first layers are done.
         """
         prompt, first_block = self._prompt_of(keys, block_ids, first_token)
+        if handoff is not None and handoff.is_doubtful:
+            starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin(started)
         work = SaveWork(self._mover, prompt, first_block, handoff)
@@ -192,8 +198,9 @@ class KVPool:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
-        first `job.result.num_tokens` tokens are there; the others were not stored any more, or did
-        not verify.
+        first `job.result.num_tokens` tokens are there, and the engine can compute on from them. The
+        others were not stored any more, or did not verify, or a window before them has NO_BLOCK:
+        where windows have moved on, a load that falls short counts `first_token`.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
@@ -237,10 +244,14 @@ class KVPool:
     def close(self) -> None:
         """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine.
 
-        A second caller waits until the first is through. In the child of a fork nothing happens:
-        the threads, the device and the store are the parent's.
+        It takes at most PDSTORE_DRAIN_S and 2 s, whatever the store does. A second caller waits
+        until the first is through. In the child of a fork nothing happens: the threads, the device
+        and the store are the parent's.
         """
+        limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):
+            for thread in (self._heartbeat, self._follower):
+                thread.close(limit.remaining_s())
             self._resources.close()
 
     def _start_load(

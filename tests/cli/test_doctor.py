@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 
@@ -64,6 +65,24 @@ def test_an_arena_whose_slabs_hold_no_block_of_the_model_is_red(tmp_path):
     url = f"shm://small?size=8MiB&slab=1MiB&dir={tmp_path}"
     document = doctor(Asked(url, model=str(config)), lambda: 0).document
     assert "?slab=4.0MiB" in found(document, "bad")["block size"]["said"]
+
+
+def test_a_look_leaves_no_arena_behind(tmp_path):
+    url = f"shm://small?size=64MiB&dir={tmp_path}"
+    document = doctor(Asked(url), lambda: 0).document
+    assert list(tmp_path.iterdir()) == []
+    assert "the first P or D makes it" in found(document, "info")["pool"]["said"]
+    assert "round trip" in found(document, "ok")
+
+
+def test_a_full_file_system_has_the_remedy_of_its_cause(file_url):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        document = doctor(Asked(file_url), lambda: 0).document
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "raise ulimit -f" in found(document, "bad")["room"]["remedy"]
 
 
 @pytest.mark.parametrize(("gpu", "level"), [("B200", "warn"), ("L4", "ok")])

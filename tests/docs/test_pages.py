@@ -34,6 +34,18 @@ def test_each_alert_has_a_section_in_the_order_of_the_rules():
     assert sections_of("By alert") == names
 
 
+def test_the_readme_and_the_security_page_say_when_shm_loads_what_was_not_verified():
+    readme, security = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "SECURITY.md")
+    )
+    assert (
+        "in `shm://`, [unless a process changes it while it is loaded](SECURITY.md#what-" in readme
+    )
+    section = security.partition("## What `shm://` verifies")[2].partition(" ## ")[0]
+    assert "writes to the arena's file between the sum and the copy makes wrong KV" in section
+    assert "takes `file://`, or sets a seal key" in section
+
+
 def test_an_alert_leads_to_each_reason_that_it_watches():
     for group in RULES["groups"]:
         for rule in group["rules"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 
 import pytest
 
@@ -15,7 +16,7 @@ from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.testing.faulty import Faulty
 from tests.support.forked import exit_code_of
-from tests.support.interrupt import ends_though_interrupted
+from tests.support.interrupt import acts_at_line, ends_though_interrupted
 from tests.support.kv import Instance, eventually, settings_of
 
 BLOCKS = list(range(20))
@@ -373,6 +374,28 @@ def test_a_signal_handler_may_look_up_cancel_and_close_whatever_it_interrupts(st
     one.close()
 
 
+@pytest.mark.parametrize("params", [None, {"pdstore": {"attempt": "0" * 32}}])
+def test_a_lookup_that_a_close_interrupts_has_its_answer(store, params):
+    """A signal handler closes the manager at any line of the lookup; nobody answers after that."""
+    one = Instance(store, handoff_wait_s=30.0)
+    keys = one.cache.keys(range(9))
+    for number in count():
+        manager = PrefixCacheManager(one.settings, one.namespace, store=store)
+        lookups: list = []
+        has_met = acts_at_line(
+            lambda manager=manager, lookups=lookups: lookups.append(manager.lookup(keys, params)),
+            number,
+            manager.close,
+            within="/scheduler/prefix_cache.py",
+        )
+        if not has_met:
+            manager.close()
+            break
+        assert lookups[0].poll() is not None, f"closed before line {number}"
+    assert number > 5
+    one.close()
+
+
 def test_in_the_child_of_a_fork_every_verb_ends_at_once(instance):
     d = instance(handoff_wait_s=30.0)
     keys = d.cache.keys(range(9))
@@ -423,3 +446,18 @@ def test_settings_that_leave_an_instance_without_use_are_told_at_the_start(
     [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said.startswith(words)
     assert ": set PDSTORE_" in said
+
+
+def test_an_answer_says_how_the_last_save_ended(instance):
+    p = instance()
+
+    def said(*reasons):
+        p.cache.note_saves(reasons)
+        handoff, params = p.cache.announce(p.cache.keys(range(9)))
+        assert handoff.is_doubtful == ("last_save" in params["pdstore"])
+        return params["pdstore"].get("last_save")
+
+    assert said() is None
+    assert said(None, Reason.STORE_FULL) == "store_full"
+    assert said(Reason.CANCELLED, Reason.CLOSED) == "store_full", "that says nothing of the store"
+    assert said(None) is None

@@ -24,6 +24,7 @@ from pdstore.store import open_store
         ("rediss://user:secret@host/1", "RedisStore", "rediss://user:***@host/1"),
         ("redis+unix://:secret@/run/redis.sock?db=2", "RedisStore", None),
         ("valkey+cluster://:secret@a:1,b", "RedisStore", "valkey+cluster://:***@a:1,b"),
+        ("redis://secret@a:1", "RedisStore", "redis://***@a:1"),
     ],
 )
 def test_a_url_opens_its_store_without_connecting(url, name, label, tmp_path):
@@ -38,6 +39,14 @@ def test_a_url_opens_its_store_without_connecting(url, name, label, tmp_path):
 def test_an_unknown_scheme_names_those_there_are(url):
     with pytest.raises(ConfigError, match=r"must start with one of memory://, file://, redis://"):
         open_store(url, Settings())
+
+
+def test_an_unknown_scheme_names_the_kinds_of_redis_and_packages_that_bring_stores():
+    with pytest.raises(ConfigError) as caught:
+        open_store("s3://bucket", Settings())
+    said = str(caught.value)
+    assert "(redis and valkey also with +unix, +cluster or +sentinel, as redis+cluster://)" in said
+    assert "the scheme of a package that brings its own store and is not installed here" in said
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import StoreFull
+from pdstore.errors import StoreFull, StoreUnavailable
 from pdstore.outcome import Reason
 from pdstore.telemetry.reason_log import QUIET, ReasonLog
 from tests.support.clock import Clock
@@ -21,6 +21,13 @@ def test_a_warning_has_the_reason_the_cause_and_the_remedy(caplog):
     assert "[redis://there: OOM]" in line
     assert "Look at the pool's size" in line
     assert "`" not in line
+
+
+def test_an_error_with_a_remedy_is_told_in_place_of_what_its_reason_usually_means(caplog):
+    error = StoreUnavailable("redis://there: read only", remedy="write its master's address")
+    ReasonLog().warn("a save", Reason.STORE_DOWN, error)
+    said = "a save fell short (store_down): redis://there: read only; write its master's address"
+    assert lines(caplog) == [said]
 
 
 def test_each_reason_is_told_once_in_a_while_and_what_was_left_out_is_counted(caplog):

@@ -72,6 +72,43 @@ def test_a_handoff_that_the_close_cuts_is_marked_as_failed(instance, store):
     held.opened.set()
 
 
+class Hung(WrapperStore):
+    """Never answers a call once it hangs, until the test's end."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.hangs, self.ended = False, threading.Event()
+
+    def match(self, keys):
+        if self.hangs:
+            self.ended.wait(60)
+        return super().match(keys)
+
+    def put(self, keys, slots):
+        self.match(keys)
+        return super().put(keys, slots)
+
+
+def test_close_ends_in_time_though_no_call_of_the_store_does(instance, store):
+    hung = Hung(store)
+    one = instance(over=hung, drain_s=0.2)
+    hung.hangs = True
+    keys = one.cache.keys(range(200))
+    handoff, params = one.cache.announce(keys)
+    for lookup in (one.cache.lookup(keys), one.cache.lookup(keys, params)):
+        assert lookup.poll() is None
+    jobs = [one.pool.save(keys, P_BLOCKS, handoff=handoff) for _ in range(3)]
+    jobs += [one.pool.load(keys, D_BLOCKS, follow=handoff)]
+    try:
+        for each in (one.pool, one.cache):
+            begin = time.monotonic()
+            each.close()
+            assert time.monotonic() - begin < 0.2 + 2, each
+        assert all(job.done for job in jobs)
+    finally:
+        hung.ended.set()
+
+
 def in_child(function) -> bool:
     """True if `function` comes to its end in the child of a fork, in time."""
     pid = os.fork()

@@ -10,6 +10,7 @@ from pdstore.format.envelope import ENVELOPE_BYTES
 from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.testing.values import empty_slots
+from pdstore.worker.swap.native import NativeSwap
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
 from tests.support.seal_key import write_seal_key
@@ -96,6 +97,26 @@ def test_an_instance_without_a_seal_is_told_that_p_has_one(p, instance, caplog):
     assert 'seal: "aes-256-gcm" there, missing here' in caplog.text
     with pytest.raises(LayoutError):
         d.pool.load(keys, D_BLOCKS)
+
+
+@pytest.mark.parametrize("store", ["shm"], indirect=True)
+def test_a_byte_of_the_arena_that_changes_after_the_check_is_not_loaded(
+    p, instance, key_file, store, monkeypatch
+):
+    """SECURITY.md says that a seal helps against it: what is checked is a copy of D's own."""
+    save(p, TOKENS)
+    d = instance(POISON, seal_key_file=key_file(A))
+    [key] = d.cache.keys(TOKENS[:64]).store_keys(d.layout.parts)
+    size = block.HEADER_BYTES + BLOCK_BYTES + ENVELOPE_BYTES
+    value, start = store.borrow([key], [size]).places.value(0), NativeSwap.start_scatter
+
+    def change_and_start(swap, copies, ready=None):
+        value[-30] ^= 0x40
+        return start(swap, copies, ready)
+
+    monkeypatch.setattr(NativeSwap, "start_scatter", change_and_start)
+    assert load(d, TOKENS).num_tokens == NUM_TOKENS
+    assert_loaded(p, d, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("store", ["memory"], indirect=True)

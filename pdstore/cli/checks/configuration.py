@@ -9,7 +9,7 @@ from pydantic import ByteSize, SecretStr
 from pdstore.cli.checks.finding import Finding, bad, info, warn
 from pdstore.cli.quantity import size
 from pdstore.settings import Settings, doubts_of, variable_of
-from pdstore.store.url import without_secret
+from pdstore.store.url import StoreURL, without_secret
 
 ENGINE_BLOCK = 16
 """Tokens of an engine's own block, unless the user says otherwise; vLLM's default."""
@@ -79,5 +79,5 @@ def _check_place(settings: Settings) -> Iterator[Finding]:
 
 
 def _is_local(url: str) -> bool:
-    host = without_secret(url).partition("://")[2].rpartition("@")[2]
-    return host.startswith(("127.", "localhost", "[::1]"))
+    host = StoreURL.of(url).host or "localhost"
+    return host in ("localhost", "::1") or host.startswith("127.")

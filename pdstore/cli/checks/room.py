@@ -13,6 +13,7 @@ from pdstore.store.find import find_optional
 from pdstore.store.optional import Room, TellsRoom
 from pdstore.worker.value_limit import check_values_fit
 
+_CONNECTIONS = 64
 TOKENS = 4096
 TOKEN_BYTES = 128 << 10
 """KV of a token of an 8B model with grouped heads, where the user names no model."""
@@ -35,6 +36,9 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     yield info("server", f"{room.keeper}, {room.policy}")
     yield _room(room, kv_bytes)
     yield from _policy(room)
+    if room.num_connections is not None and room.num_connections < _CONNECTIONS:
+        said = f"it takes {room.num_connections} more, and P and D open up to {_CONNECTIONS}"
+        yield warn("connections", said, "raise the server's maxclients")
 
 
 def check_blocks(store: Store, layout: Layout) -> Iterator[Finding]:

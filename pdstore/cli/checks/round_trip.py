@@ -22,6 +22,7 @@ _SMALL, _LARGE = 4096, 4 << 20
 _NUM_LARGE, _NUM_MATCHES = 8, 21
 _TOTAL = _NUM_LARGE * _LARGE
 _SMALL_POOL = 100 * _TOTAL  # in a larger one it does not matter what goes
+_ALIVE = "see that the server runs, and that its URL, user and password are right"
 _MORE = "give the store more memory, or empty it"
 
 
@@ -48,13 +49,13 @@ class RoundTrip:
         try:
             for step, is_right in self._steps():
                 if not is_right():
-                    yield _wrong(step, "a wrong result")
+                    yield bad(step, "a wrong result", "see what serves this URL: no store does so")
                     return
             yield ok("round trip", "put, match, get, verify and remove are right")
             step = "speed"
             yield self._want_of_room() or self._time()
         except StoreError as error:
-            yield _wrong(step, str(error))
+            yield bad(step, *_said_of(error, _ALIVE))
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         store, (keys, slots, header) = self._store, _value(self._store, _SMALL)
@@ -101,7 +102,8 @@ class RoundTrip:
             num_read: list[int] = []
             get_s = _seconds(lambda: num_read.append(store.get(keys, slots)))
         except StoreFull as error:
-            return bad("room", f"32 MiB do not fit: {error}", _MORE)
+            said, remedy = _said_of(error, _MORE)
+            return bad("room", f"32 MiB do not fit: {said}", remedy)
         finally:
             with contextlib.suppress(StoreError):
                 store.remove(keys)
@@ -120,8 +122,9 @@ class RoundTrip:
         )
 
 
-def _wrong(step: str, why: str) -> Finding:
-    return bad(step, why, "see that the server runs, and that its URL, user and password are right")
+def _said_of(error: StoreError, otherwise: str) -> tuple[str, str]:
+    """Returns an error's words and its remedy; `otherwise` where the cause is not known."""
+    return str(error).removesuffix(f"; {error.remedy}"), error.remedy or otherwise
 
 
 def _value(store: Store, size: int) -> tuple[list[BlockKey], Slots, block.Header]:

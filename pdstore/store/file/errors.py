@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Iterator
 
 from pdstore.errors import (
@@ -23,7 +24,7 @@ _KINDS: dict[int, type[StoreError]] = {
     errno.EACCES: StoreDenied,
     errno.EPERM: StoreDenied,
     errno.EROFS: StoreDenied,
-    **dict.fromkeys(FULL, StoreFull),
+    **dict.fromkeys((*FULL, errno.EFBIG), StoreFull),
     errno.ETIMEDOUT: StoreTimeout,
     **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENXIO), WrongLength),  # no regular file
     OTHER_LENGTH: WrongLength,
@@ -33,7 +34,16 @@ _KINDS: dict[int, type[StoreError]] = {
 def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
     """Returns the error for an errno, or for OTHER_LENGTH."""
     text = "not the length that was asked for" if why == OTHER_LENGTH else os.strerror(why)
-    return _KINDS.get(why, StoreUnavailable)(f"{label}: {text}: {what}", num_done=num_done)
+    remedy = ""
+    with contextlib.suppress(OSError):
+        status = os.statvfs(label.partition("://")[2])
+        if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put takes up to 2
+            text, remedy = "no inodes are left", "delete files, or make the file system with more"
+    if why == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"
+    said = f"{label}: {text}: {what}"
+    return _KINDS.get(why, StoreUnavailable)(said, num_done=num_done, remedy=remedy)
 
 
 @contextlib.contextmanager

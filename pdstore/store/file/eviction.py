@@ -20,7 +20,7 @@ _PAGE = 4096  # what a file takes on disk is a multiple of it
 _PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
 _LARGE_STEP = 64 << 20  # of a pool whose evictions would hold up a put
 _RETRY_S = 1.0
-_JOIN_S = 5.0
+_JOIN_S = 1.0
 _SACRIFICED = 3  # a marker takes an inode, and one more where its directory is missing
 _S = 1_000_000_000
 

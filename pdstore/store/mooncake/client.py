@@ -18,9 +18,10 @@ from typing import Protocol
 
 from pdstore.errors import StoreTimeout, StoreUnavailable
 from pdstore.store.base import Lifecycle
-from pdstore.store.mooncake.closing import DRAIN_S, close_at_exit, close_in_time, set_aside
+from pdstore.store.mooncake.closing import CLOSE_S, DRAIN_S, close_at_exit, close_in_time, set_aside
 from pdstore.store.mooncake.codes import is_outage, name_of
 from pdstore.store.mooncake.server import Server, State
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -133,14 +134,16 @@ class Client:
         """Refuses calls from now on; those that run go on, and `close` waits for them."""
         self._lifecycle.refuse()
 
-    def close(self, drain_s: float = DRAIN_S) -> None:
+    def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine.
 
-        The object is set aside where closing it would hang: calls still run, or the server does
-        not answer. A suspended object is left to the call that suspended it.
+        It takes `close_s` in all, unless the library keeps Python's lock for longer. The object is
+        set aside where closing it would hang: calls still run, or the server does not answer. A
+        suspended object is left to the call that suspended it.
         """
         if not self._lifecycle.end():
             return
+        closed = Deadline(close_s)
         with self._changed:
             is_idle = self._changed.wait_for(
                 lambda: self.is_idle or self._suspended is not None, drain_s
@@ -155,7 +158,7 @@ class Client:
             log.warning("%s: the server hangs; the connection is left open", self._label)
             set_aside(raw)
         else:
-            close_in_time(raw, self._label)
+            close_in_time(raw, self._label, closed.remaining_s())
 
     def set_aside(self) -> None:
         """Keeps the object, untouched, until this forked child ends."""

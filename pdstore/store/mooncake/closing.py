@@ -20,9 +20,9 @@ from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 5.0
-DRAIN_S = 5.0
-_DRAIN_AT_EXIT_S = 1.0
+DRAIN_S = 0.5
+CLOSE_S = 2.0
+_DRAIN_AT_EXIT_S, _CLOSE_AT_EXIT_S = 1.0, 10.0  # to give much lent memory back takes seconds
 
 
 class Closable(Protocol):
@@ -35,7 +35,7 @@ class Owner(Protocol):
     """A client, which owns such an object. `close` waits for calls, `refuse` takes no new ones."""
 
     def refuse(self) -> None: ...
-    def close(self, drain_s: float) -> None: ...
+    def close(self, drain_s: float, close_s: float) -> None: ...
     def set_aside(self) -> None: ...
 
 
@@ -66,18 +66,20 @@ def close_in_time(raw: Closable, label: str, timeout_s: float = CLOSE_S) -> None
     closer.close(0.1)
 
 
-def close_together(owners: Collection[Owner], drain_s: float = DRAIN_S) -> None:
-    """Closes all of them; the calls that run have one time to end.
+def close_together(
+    owners: Collection[Owner], drain_s: float = DRAIN_S, close_s: float = CLOSE_S
+) -> None:
+    """Closes all of them within `close_s`; in it the calls that run have one time to end.
 
     None takes new calls from the start: one that is busy for long would else leave the others at
     work until no time is left to wait for theirs.
     """
     for owner in owners:
         owner.refuse()
-    drained = Deadline(drain_s)
+    drained, closed = Deadline(drain_s), Deadline(close_s)
     for owner in owners:
         with contextlib.suppress(StoreError):
-            owner.close(drained.remaining_s())
+            owner.close(drained.remaining_s(), closed.remaining_s())
 
 
 def close_at_exit(owner: Owner) -> None:
@@ -106,7 +108,7 @@ def close_on_sigterm() -> None:
 
 
 def _close_all() -> None:
-    close_together(list(_owners), _DRAIN_AT_EXIT_S)
+    close_together(list(_owners), _DRAIN_AT_EXIT_S, _CLOSE_AT_EXIT_S)
 
 
 def _set_all_aside() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import redis
@@ -56,20 +57,29 @@ _ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
     (MovedError, StoreUnavailable),
     (AskError, StoreUnavailable),
 )
-_NO_REDIS = "; what answers there is no redis server: is the port right?"
-_SILENT = "; the server is slow or hangs, or is no redis server: is the port right?"
-_NO_SENTINEL = "; is it a sentinel's port (26379), and does that watch a master of this name?"
-_HINTS = {
-    "CERTIFICATE_VERIFY_FAILED": (
-        "; name the authority of the server's certificate: ?ca=/path/ca.pem"
-    ),
+_NO_REDIS = "what answers there is no redis server: is the port right?"
+_OTHER_SERVER = "what answers there is no redis server, or a proxy: name the server itself"
+_SILENT = "the server is slow or hangs, or is no redis server: is the port right?"
+_REMEDIES = {
+    "CERTIFICATE_VERIFY_FAILED": "name the authority of the server's certificate: ?ca=/path/ca.pem",
     "reply type byte": _NO_REDIS,
-    "cluster support disabled": "; it is a single server: write redis:// or valkey://",
-    "DB index is out of range": "; the server has fewer databases: 0 is there always",
-    "No master found": _NO_SENTINEL,
-    "unknown command 'SENTINEL'": _NO_SENTINEL,
+    "cluster support disabled": "it is a single server: write redis:// or valkey://",
+    "read only replica": (
+        "it is a replica: write its master's address; redis+sentinel://HOST:26379/NAME follows"
+        " a master that moves"
+    ),
+    "DB index is out of range": "the server has fewer databases: 0 is there always",
+    "No master found": "write the port of a sentinel (26379), and the name of a master it watches",
+    "unknown command 'SENTINEL'": (
+        "it is a redis and not a sentinel: write redis://{host}, or a sentinel's port (26379)"
+    ),
+    "max number of clients": "raise maxclients of the server, or connect fewer instances to it",
+    "Authentication required": "write its password: {scheme}://:PASSWORD@{host}",
+    "invalid username-password": (
+        "see user and password in PDSTORE_STORE: a password alone is {scheme}://:PASSWORD@{host}"
+    ),
 }
-"""Changes of the URL that help, by words of redis-py or of a server."""
+"""Changes that help, by words of redis-py or of a server."""
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 _OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
 
@@ -110,6 +120,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
         "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,
         "protocol": 2,
+        "redis_connect_func": _connect_and_ping,
         "max_connections": 4096,
         # hiredis, where it is installed, reads twice as fast, but copies what it sends
         "command_packer": PythonRespSerializer(CHUNK, _encode),
@@ -129,7 +140,6 @@ def _tls(url: StoreURL) -> dict[str, Any]:
         "ssl_ca_certs": url.options.pop("ca", None),
         "ssl_certfile": url.options.pop("cert", None),
         "ssl_keyfile": url.options.pop("key", None),
-        "redis_connect_func": _connect_and_ping,
     }
 
 
@@ -185,7 +195,8 @@ def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
     )
     database = _database(url, url.options.pop("db", "0"))
     options |= {"ssl": is_tls, "db": database}
-    return OneServer(SentinelConnectionPool(name, sentinel, **options))  # type: ignore[no-untyped-call]
+    pool = SentinelConnectionPool(name, sentinel, **options)  # type: ignore[no-untyped-call]
+    return OneServer(pool, *[each.connection_pool for each in sentinel.sentinels])
 
 
 def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
@@ -195,39 +206,53 @@ def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
     return [Address(url.host or "localhost", url.port or port), *found]
 
 
-def error_of(label: str, error: RedisError, key: BlockKey, num_done: int) -> StoreError:
-    """Returns the store's error for the error of redis-py that ended a call at `key`."""
+def error_of(label: str, error: object, key: BlockKey, num_done: int) -> StoreError:
+    """Returns the store's error for the error of redis-py, or the reply, that ended a call."""
+    if not isinstance(error, RedisError):
+        said = f"{label}: {str(error)[:80]!r} is no answer of a redis server: {key}"
+        return StoreError(said, num_done=num_done, remedy=_OTHER_SERVER)
     if isinstance(error, _OF_A_CLUSTER) and "+cluster://" not in label:
-        why = "is a node of a cluster: write redis+cluster:// or valkey+cluster://"
-        return StoreError(f"{label} {why}: {error}", num_done=num_done)
+        remedy = "it is a node of a cluster: write redis+cluster:// or valkey+cluster://"
+        return StoreError(f"{label}: {error}", num_done=num_done, remedy=remedy)
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
-    hint = _hint(label, error)
-    about = "" if hint or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    return next(kinds, StoreError)(f"{label}: {_said(error)}{about}{hint}", num_done=num_done)
+    remedy = _remedy(label, error)
+    about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
+    said = f"{label}: {_said(error)}{about}"
+    return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)
+
+
+@contextlib.contextmanager
+def named_errors(label: str, key: BlockKey, num_done: int = 0) -> Iterator[None]:
+    """Turns redis-py's errors inside into the store's, also those about a reply it cannot read."""
+    try:
+        yield
+    except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise error_of(label, error, key, num_done) from error
 
 
 def _said(error: RedisError) -> str:
     """Returns redis-py's words without its objects and the numbers of errors."""
-    said = str(error).partition(" : <")[0].rstrip(".")
+    said = str(error).partition(" : <")[0].rstrip(". ")
     return re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", said)
 
 
-def _hint(label: str, error: RedisError) -> str:
-    """Returns what to change in the URL, where an error tells."""
+def _remedy(label: str, error: RedisError) -> str:
+    """Returns what to change, where an error tells."""
     said = str(error)
-    for words, hint in _HINTS.items():
+    scheme, _, place = label.partition("://")
+    place = place.rpartition("@")[2]
+    for words, remedy in _REMEDIES.items():
         if words in said:
-            return hint
+            return remedy.format(scheme=scheme, host=place.partition("/")[0] or place)
     if isinstance(error, InvalidResponse):
         return _NO_REDIS
-    is_lost = isinstance(error, redis.TimeoutError | redis.ConnectionError)
-    scheme = label.partition("://")[0]
+    is_lost = isinstance(error, _OF_THE_CONNECTION) and "refused" not in said
     if SCHEMES[scheme].is_tls and is_lost:
         plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
         return (
-            f"; {scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
+            f"{scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
             " clients for a certificate takes ?cert= and ?key="
         )
     return _SILENT if said == "Timeout reading from socket" else ""
@@ -243,8 +268,12 @@ def _encode(argument: str | int | bytes | memoryview) -> bytes | memoryview:
     return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
 
 
-def _connect_and_ping(connection: redis.SSLConnection) -> None:
-    """Reads the session tickets of TLS 1.3, which hiredis takes for a reply to nothing."""
+def _connect_and_ping(connection: redis.Connection) -> None:
+    """Reads what a server with too many clients says before it hangs up, and TLS 1.3's tickets.
+
+    hiredis takes the tickets of a session for a reply to nothing.
+    """
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_command("PING")  # type: ignore[no-untyped-call]
-    connection.read_response()
+    with contextlib.suppress(NoPermissionError):
+        connection.read_response()

@@ -35,8 +35,8 @@ class OneServer:
 
     takes_many_keys = True
 
-    def __init__(self, pool: redis.ConnectionPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: redis.ConnectionPool, *sentinels: redis.ConnectionPool) -> None:
+        self._pools = (pool, *sentinels)
         self._client = redis.Redis(connection_pool=pool)
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
@@ -50,4 +50,5 @@ class OneServer:
         return [self._client]
 
     def disconnect(self) -> None:
-        self._pool.disconnect(inuse_connections=False)
+        for pool in self._pools:
+            pool.disconnect(inuse_connections=False)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import redis
 from redis.exceptions import RedisError, ResponseError
 
-from pdstore.errors import WrongLength
+from pdstore.errors import StoreError, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.redis.connection import CHUNK, error_of, open_servers
+from pdstore.store.redis.connection import CHUNK, error_of, named_errors, open_servers
 from pdstore.store.redis.servers import Command, Servers
 from pdstore.store.url import StoreURL
 
@@ -24,6 +25,12 @@ _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
 _POLICY = "maxmemory-policy"
 _GLOB = re.compile(r"[][*?\\]")
+_REPLIES: dict[object, type | tuple[type, ...]] = {
+    **dict.fromkeys(("EXISTS", "EXPIRE", "STRLEN"), int),
+    "GET": (bytes, type(None)),
+    "GETRANGE": bytes,
+}
+"""Types of the replies that are read."""
 _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 
 
@@ -160,18 +167,17 @@ class RedisStore(Store):
     def room(self) -> Room:
         """Adds up the room of all servers; no limit is known unless each has one."""
         self._lifecycle.check()
-        try:
+        with named_errors(self.label, BlockKey("INFO")):
             told = [client.info() for client in self._servers.masters()]
-        except RedisError as error:
-            raise error_of(self.label, error, BlockKey("INFO"), 0) from error
-        sizes = [info.get("maxmemory") or 0 for info in told]
-        return Room(
-            f"redis {told[0].get('redis_version', '?')}",
-            sum(info.get("used_memory", 0) for info in told),
-            sum(sizes) if all(sizes) else None,
-            sum(info.get("evicted_keys", 0) for info in told),
-            ", ".join(dict.fromkeys(info.get("maxmemory_policy", "") for info in told)),
-        )
+            sizes = [info.get("maxmemory") or 0 for info in told]
+            return Room(
+                f"redis {told[0].get('redis_version', '?')}",
+                sum(info.get("used_memory", 0) for info in told),
+                sum(sizes) if all(sizes) else None,
+                sum(info.get("evicted_keys", 0) for info in told),
+                ", ".join(dict.fromkeys(info.get("maxmemory_policy", "") for info in told)),
+                min(i.get("maxclients", 10_000) - i.get("connected_clients", 0) for i in told),
+            )
 
     def close(self) -> None:
         """Closes idle connections; calls that are under way close theirs when they end."""
@@ -194,7 +200,6 @@ class RedisStore(Store):
             piece, done = slots.value(i), 0
             for at in range(0, len(piece), CHUNK):
                 data = next(replies)
-                assert isinstance(data, bytes)
                 done += len(data)
                 if done <= len(piece):
                     piece[at : at + len(data)] = data
@@ -206,16 +211,17 @@ class RedisStore(Store):
         """Yields some keys with a prefix at a time, and their server; a key may come again."""
         self._lifecycle.check()
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
-        try:
-            for client in self._servers.masters():
-                cursor: int | None = None
-                while cursor != 0:
-                    self._lifecycle.check()
+        with named_errors(self.label, BlockKey(prefix)):
+            masters = self._servers.masters()
+        for client in masters:
+            cursor: int | None = None
+            while cursor != 0:
+                self._lifecycle.check()
+                with named_errors(self.label, BlockKey(prefix)):
                     cursor, found = client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS)
-                    if found:
-                        yield client, [name for name in found if isinstance(name, bytes)]
-        except RedisError as error:
-            raise error_of(self.label, error, BlockKey(prefix), 0) from error
+                    page = [name for name in found if isinstance(name, bytes)]
+                if page:
+                    yield client, page
 
     def _look_again(
         self, keys: Sequence[BlockKey], i: int, piece: memoryview, *, was_empty: bool
@@ -229,7 +235,6 @@ class RedisStore(Store):
         [data] = self._run([command], keys, [i])
         if data is None or (not data and not was_empty):
             return False
-        assert isinstance(data, bytes)
         if len(data) != len(piece):
             raise WrongLength(f"{self.label}: {keys[i]} has not {len(piece)} bytes", num_done=i)
         piece[:] = data
@@ -237,48 +242,49 @@ class RedisStore(Store):
 
     def _run(
         self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
-    ) -> list[object]:
+    ) -> list[Any]:
         """Returns the replies to commands; the i-th is about `keys[part[i]]`. Raises StoreError."""
         return list(self._replies(commands, keys, part))
 
     def _replies(
         self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
-    ) -> Iterator[object]:
+    ) -> Iterator[Any]:
         """Sends commands and returns their replies as `_run` does, but raises in their order.
 
         So whoever stops at a missing key meets no error of a later one.
         """
         self._lifecycle.check(part[0])
         try:
-            replies = self._servers.ask(commands)
-        except RedisError as error:
-            raise error_of(self.label, error, keys[part[0]], part[0]) from error
+            with named_errors(self.label, keys[part[0]], part[0]):
+                replies = self._servers.ask(commands)
         finally:
             if self._lifecycle.is_closed:
                 self._servers.disconnect()
-        return (self._checked(reply, keys, i) for i, reply in zip(part, replies, strict=True))
+        kind = _REPLIES.get(commands[0][0], object)  # the commands of a call are alike
+        return (self._checked(reply, kind, keys, i) for i, reply in zip(part, replies, strict=True))
 
-    def _checked(self, reply: object, keys: Sequence[BlockKey], i: int) -> object:
+    def _checked(
+        self, reply: object, kind: type | tuple[type, ...], keys: Sequence[BlockKey], i: int
+    ) -> object:
         if isinstance(reply, RedisError):
             raise error_of(self.label, reply, keys[i], i) from reply
+        if not isinstance(reply, kind):
+            raise error_of(self.label, repr(reply), keys[i], i)
         return reply
 
     def _execute(self, pipe: redis.client.Pipeline, prefix: str) -> list[object]:
         """Returns one server's replies, errors among them. Raises StoreError for no replies."""
         self._lifecycle.check()
-        try:
+        with named_errors(self.label, BlockKey(prefix)):
             return list(pipe.execute(raise_on_error=False))
-        except RedisError as error:
-            raise error_of(self.label, error, BlockKey(prefix), 0) from error
 
     def _ask_lease_s(self) -> float | None:
         """Returns the lease that a match gives; None if a server does not answer now."""
         try:
-            policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}
-        except ResponseError:  # hosted servers keep CONFIG for themselves
-            return 0.0
-        except RedisError:
-            return None
+            with named_errors(self.label, BlockKey("CONFIG GET")):
+                policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}
+        except StoreError as error:  # hosted servers keep CONFIG for themselves
+            return 0.0 if isinstance(error.__cause__, ResponseError) else None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
 
 

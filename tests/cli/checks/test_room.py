@@ -52,3 +52,14 @@ def test_a_policy_that_evicts_the_pools_id_is_yellow():
 
 def test_room_that_nobody_tells_is_no_fault():
     assert found(None)["room"].level is Level.INFO
+
+
+@pytest.mark.parametrize(
+    ("num_connections", "level"), [(3, Level.WARN), (5000, None), (None, None)]
+)
+def test_a_server_that_takes_few_connections_is_yellow(num_connections, level):
+    room = Room("redis 7", 0, 20 * GIB, 0, "noeviction", num_connections)
+    finding = found(room).get("connections")
+    assert (finding and finding.level) is level
+    if finding:
+        assert "maxclients" in finding.remedy

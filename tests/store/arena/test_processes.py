@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from pdstore import KVPool, Layout, PrefixCacheManager
 from pdstore.errors import StoreFull, StoreTimeout
 from tests.store.arena import actors
-from tests.support.kv import eventually
+from tests.support.kv import LAYERS, caches_of, eventually, settings_of
 
 REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 100.0
@@ -82,18 +83,23 @@ def stopped_holder(tmp_path):
         stack.callback(store.close)
         reservation = store.reserve(["mine"], [64])
         holder = stack.enter_context(actor("count_for_ever", tmp_path))
-        for _ in range(100):
-            seen = store.wait_for_change(None, 0)
-            assert store.wait_for_change(seen, 30) != seen, "it goes on"
-            time.sleep(random.uniform(0, 0.005))  # to stop it anywhere, and not where it woke us
-            holder.send_signal(signal.SIGSTOP)
-            try:
-                store.match(actors.KEYS[:1])
-            except StoreTimeout:
-                yield store, holder, reservation
-                return
-            holder.send_signal(signal.SIGCONT)
-        pytest.fail("it was never stopped while it held the lock")
+        stop_with_the_lock(store, holder)
+        yield store, holder, reservation
+
+
+def stop_with_the_lock(store, holder) -> None:
+    """Stops a process while it holds the lock of this store's arena."""
+    for _ in range(100):
+        seen = store.wait_for_change(None, 0)
+        assert store.wait_for_change(seen, 30) != seen, "it goes on"
+        time.sleep(random.uniform(0, 0.005))  # to stop it anywhere, and not where it woke us
+        holder.send_signal(signal.SIGSTOP)
+        try:
+            store.match(actors.KEYS[:1])
+        except StoreTimeout:
+            return
+        holder.send_signal(signal.SIGCONT)
+    pytest.fail("it was never stopped while it held the lock")
 
 
 def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder):
@@ -116,6 +122,30 @@ def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder
         return False
 
     eventually(has_all_back, 20)
+
+
+def test_every_close_ends_in_time_though_a_stopped_process_holds_the_lock(tmp_path):
+    settings = settings_of(
+        store=f"shm://large?dir={tmp_path}", native="require", drain_s=0.2, save_deadline_s=20.0
+    )
+    with contextlib.closing(actors.open_large(tmp_path, lock_timeout_s=0.2)) as store:
+        layout = Layout.of(
+            settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope=""
+        )
+        namespace = layout.namespace(settings, weights="w")
+        cache = PrefixCacheManager(settings, namespace)
+        pool = KVPool(settings, layout, caches_of(layout), namespace)
+        pool.ready()
+        with actor("count_for_ever", tmp_path) as holder:
+            stop_with_the_lock(store, holder)
+            keys = cache.keys(range(64))
+            handoff, params = cache.announce(keys)
+            cache.lookup(keys, params)
+            pool.save(keys, range(4), handoff=handoff)
+            for each in (pool, cache, store):
+                begin = time.monotonic()
+                each.close()
+                assert time.monotonic() - begin < settings.drain_s + 2, each
 
 
 def test_a_killed_holder_of_the_lock_is_none(stopped_holder):

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 from pdstore.errors import ConfigError, StoreClosed, StoreFull
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
@@ -110,6 +110,48 @@ def test_slabs_in_use_are_not_taken_by_another_size(open_arena):
     assert store.match(keys) == 32
     with pytest.raises(StoreFull):
         put(store, fresh_keys(1), [b"x" * 2 * SIZE])
+
+
+def fill_with_leased_blocks(store) -> list[BlockKey]:
+    stored = []
+    with contextlib.suppress(StoreFull):
+        while True:
+            [key] = fresh_keys(1)
+            put(store, [key], [content(key, SIZE)])
+            stored.append(key)
+    assert store.match(stored) == len(stored)
+    return stored
+
+
+def test_a_marker_takes_the_oldest_markers_place_where_all_is_kept(open_arena):
+    store = open_arena(size=MIB, slab_bytes=SIZE, fresh_s=60, lease_s=60)
+    put(store, [POOL_ID_KEY], [bytes(64)])
+    blocks = fill_with_leased_blocks(store)
+    markers = [BlockKey(f"pds1:ab:handoff:{i}:0:failed") for i in range(40)]
+    for marker in markers:
+        assert put(store, [marker], [bytes(64)]) == 1
+        assert store.which_stored([marker]) == [True]
+    assert store.which_stored(markers) == [False] * 25 + [True] * 15, "16 pages, the pool's id"
+    assert store.match([POOL_ID_KEY, *blocks]) == 1 + len(blocks), "no block went"
+
+
+def test_a_marker_takes_a_slab_where_there_is_no_other_marker(open_arena):
+    store = open_arena(size=MIB, slab_bytes=SIZE, fresh_s=60, lease_s=60)
+    blocks = fill_with_leased_blocks(store)
+    marker = BlockKey("pds1:ab:handoff:cd:0:failed")
+    assert put(store, [marker], [bytes(64)]) == 1
+    assert store.which_stored([marker, *blocks]) == [True, False, *[True] * 15], "the oldest block"
+
+
+def test_a_marker_never_takes_what_somebody_writes_to(open_arena):
+    store = open_arena(size=MIB, slab_bytes=SIZE)
+    reservation = store.reserve(fresh_keys(16), [SIZE] * 16)
+    assert reservation.num_keys == 16
+    marker = BlockKey("pds1:ab:handoff:cd:0:failed")
+    with pytest.raises(StoreFull):
+        put(store, [marker], [bytes(64)])
+    store.abandon(reservation)
+    assert put(store, [marker], [bytes(64)]) == 1
 
 
 def test_tails_of_many_sizes_share_slabs(open_arena):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import resource
+import subprocess
+from collections import deque
 
 import pytest
 
@@ -39,6 +42,25 @@ def test_an_errno_is_the_error_that_says_what_to_do(why, kind):
     assert error.num_done == 3
     assert str(error).startswith("file:///pool: ")
     assert str(error).endswith(": key")
+
+
+def test_a_file_system_without_inodes_says_so_and_not_that_it_is_full(full_disk):
+    subprocess.run(["mount", "-o", "remount,nr_inodes=3", full_disk], check=True)
+    with pytest.raises(StoreFull) as caught, named_error(f"file://{full_disk}", "key"):
+        deque((full_disk / str(n)).touch() for n in range(9))
+    assert str(caught.value).startswith(f"file://{full_disk}: no inodes are left: key")
+    assert caught.value.remedy == "delete files, or make the file system with more"
+
+
+def test_a_limit_of_a_files_size_is_named_and_is_no_store_that_is_down(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full = pytest.raises(StoreFull, match="a file may have 4096 bytes: raise ulimit -f")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with full, named_error(f"file://{tmp_path}", "key"):
+            (tmp_path / "key").write_bytes(bytes(8192))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_an_error_of_the_system_is_named_and_kept_as_the_cause():

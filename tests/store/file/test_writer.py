@@ -239,7 +239,7 @@ def test_a_sealed_put_without_inodes_is_store_full_and_leaves_room_for_a_marker(
     subprocess.run(["mount", "-o", "remount,nr_inodes=60", full_disk], check=True)
     with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
         keys = fresh_keys(60)
-        with pytest.raises(StoreFull) as caught:
+        with pytest.raises(StoreFull, match="no inodes are left") as caught:
             put_sealed(store, keys, [b"x" * 64] * 60)
         assert sum(store.which_stored(keys)) > 10
         assert store.match(keys) == caught.value.num_done

@@ -18,7 +18,7 @@ from pdstore.store.mooncake.closing import close_at_exit, close_on_sigterm
 class Owner:
     def refuse(self):
         print("refuses", flush=True)
-    def close(self, drain_s):
+    def close(self, drain_s, close_s):
         print("closed", flush=True)
     def set_aside(self):
         print("aside", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import socketserver
 import threading
 import time
 import traceback
@@ -16,6 +17,7 @@ from redis.client import Pipeline
 from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.outcome import Reason, reason_of
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import fresh_keys
@@ -154,14 +156,69 @@ def test_a_server_that_is_no_redis_is_called_that(tmp_path):
     [
         ("redis+cluster://127.0.0.1:{}", "write redis://"),
         ("redis://127.0.0.1:{}/77", "0 is there always"),
-        ("redis+sentinel://127.0.0.1:{}/mymaster", r"a sentinel's port \(26379\)"),
+        ("redis+sentinel://127.0.0.1:{}/pool", "not a sentinel: write redis://127.0.0.1:{}, or"),
     ],
 )
 def test_an_error_that_the_url_causes_says_what_to_write(redis_server, url, hint):
-    with opened(url.format(redis_server().port)) as store:
-        with pytest.raises(StoreError, match=hint) as caught:
-            store.match(fresh_keys(1))
-        assert "pds1:" not in str(caught.value)
+    port = redis_server().port
+    with opened(url.format(port)) as store, pytest.raises(StoreError) as caught:
+        store.match(fresh_keys(1))
+    assert hint.format(port) in caught.value.remedy
+    assert str(caught.value).endswith(f"; {caught.value.remedy}")
+    assert "pds1:" not in str(caught.value)
+
+
+@pytest.fixture
+def another_server():
+    """Starts a server that speaks redis' protocol and gives one reply to all but PING."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            while count := self.rfile.readline():
+                sizes = (int(self.rfile.readline()[1:]) for _ in range(int(count[1:])))
+                verb, *_ = [self.rfile.read(size + 2) for size in sizes]
+                self.wfile.write(b"+PONG\r\n" if verb == b"PING\r\n" else self.server.reply)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        end = start_background(server.serve_forever)
+        yield server
+        server.shutdown()
+        end(10.0)
+
+
+EVERY_LISTING = {"stored_values", "room", "clear"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "refused"),
+    [
+        (b":5\r\n", {"get", *EVERY_LISTING}),
+        (b"$-1\r\n", {"which_stored", "get", "length_of", *EVERY_LISTING}),
+        (b"*1\r\n:1\r\n", {"which_stored", "get", "length_of", *EVERY_LISTING}),
+    ],
+)
+def test_a_reply_of_another_type_is_an_error_of_the_store(another_server, reply, refused):
+    another_server.reply = reply
+    [key] = fresh_keys(1)
+    with opened(f"redis://127.0.0.1:{another_server.server_address[1]}") as store:
+        calls = {
+            "match": lambda: store.match([key]),
+            "which_stored": lambda: store.which_stored([key]),
+            "get": lambda: get(store, [key], [SIZE]),
+            "length_of": lambda: store.length_of(key),
+            "stored_values": lambda: list(store.stored_values()),
+            "room": store.room,
+            "clear": lambda: store.clear("0" * 32),
+        }
+        for verb, call in calls.items():
+            if verb not in refused:
+                call()
+                continue
+            with pytest.raises(StoreError, match="is no answer of a redis server") as caught:
+                call()
+            assert "name the server itself" in caught.value.remedy
+            assert reason_of(caught.value) is Reason.STORE_ERROR
 
 
 def test_a_server_that_takes_connections_and_says_nothing_may_be_another(tmp_path):

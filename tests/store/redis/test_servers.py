@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import redis
 
 from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
@@ -80,12 +81,24 @@ def test_a_sentinel_names_the_master_and_the_next_one(tmp_path):
         put(store, fresh_keys(1), [b"x"])
 
 
+def test_close_leaves_no_connection_to_a_sentinel(tmp_path):
+    with master_with_sentinel(tmp_path) as (_, url):
+        host, port = url.removeprefix("redis+sentinel://").partition("/")[0].split(":")
+        with contextlib.closing(redis.Redis(host, int(port))) as sentinel:
+            with opened(url) as store:
+                store.match(fresh_keys(1))
+                assert len(sentinel.client_list()) > 1, "of the store, and our own"
+            for _ in deadline():  # the sentinel sees the end a little later
+                if len(sentinel.client_list()) == 1:
+                    break
+
+
 def test_no_sentinel_at_all_is_unavailable_in_few_words():
     url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{free_port()}/pool"
     with opened(url) as store, pytest.raises(StoreUnavailable) as caught:
         store.match(fresh_keys(1))
     said = str(caught.value)
-    assert "No master found for 'pool'; is it a sentinel's port" in said
+    assert "No master found for 'pool'; write the port of a sentinel (26379)" in said
     assert len(said) < 200
 
 
