@@ -22,8 +22,7 @@ from benchmarks.command import run
 from benchmarks.trace.replay import Clock, Fleet
 from benchmarks.trace.requests import read_trace
 from pdstore.cli.report import Report
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import read_settings

@@ -31,11 +31,9 @@ from pdstore.errors import (
 )
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
+from pdstore.format.layout import NO_BLOCK, BlockTables, LayerSpec, Layout, Pipeline
 from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Namespace, Part
-from pdstore.format.pipeline import Pipeline
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason

@@ -14,8 +14,7 @@ import torch
 from benchmarks.swap.library import BenchLibrary
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from benchmarks.trace.requests import TRACE_BLOCK, TraceRequest
 from pdstore.errors import StoreFull
 from pdstore.format.keys import PromptKeys
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 from pdstore.store.base import Slots, Store

@@ -14,8 +14,7 @@ from pdstore.cli.answer import Answer, busy, table
 from pdstore.cli.model_shape import ModelShape
 from pdstore.cli.quantity import duration, size
 from pdstore.format.keys import PromptKeys
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.outcome import JobResult
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings

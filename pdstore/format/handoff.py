@@ -1,13 +1,20 @@
-"""Hand-offs from P to D: their random names, their markers, and their place in P's answer.
+"""Handoffs from P to D: their names and markers, their place in P's answer, and P's heartbeat.
 
 The client waits for P's answer, so P says only what it has at hand, and asks no store and no file:
 the name of the last block, how its last save ended, a digest of its weights that a thread has made.
+
+Beats show that the instance which saves a hand-off is alive. A store can neither replace a value
+nor say how old one is, so the beats go round a ring of keys: beat n is put under key n modulo RING,
+and those before beat n - 1 are removed after it. A reader finds the last two beats, and other ones
+each period.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,13 +24,20 @@ from pdstore.format.namespace import HASH_BYTES, Json, Namespace
 
 _NAME = "pdstore"
 _ID = "attempt"  # the wire name of the hand-off's id
+RING = 4
+PERIOD_S = 1.0
+"""Seconds between two beats. A hand-off that is saved sooner costs no beat."""
+SILENCE_S = 1.35
+"""Seconds without a beat after which an instance counts as dead."""
+_MOST_GAP_S = 0.6  # between two answers; after a longer one nothing is known of the time between
+_SUFFIX = ":beat"
 
 
 class HandoffId(NamedTuple):
     """The random 128-bit name of one hand-off; never a request id, which may come twice.
 
     instance: the random id of the instance that saves it, under which that one beats
-      (`pdstore.format.pulse`); None where it is not known, or does not beat.
+      (`beat_key`); None where it is not known, or does not beat.
     is_doubtful: the instance's last save fell short, so it stores `started` for this one.
     """
 
@@ -175,3 +189,53 @@ def _hex_of(said: Mapping[str, Json], name: str) -> str | None:
             f"kv_transfer_params.{_NAME}.{name} must be {2 * HASH_BYTES} lower-case hex digits"
         )
     return str(value)
+
+
+def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:
+    """Returns the key of an instance's beat; `instance` is its id, 32 hex digits."""
+    return BlockKey(f"pds1:{namespace.hex}:handoff:{instance}:{number % RING}{_SUFFIX}")
+
+
+def is_beat(key: BlockKey) -> bool:
+    """Returns whether this is the key of a beat."""
+    return key.endswith(_SUFFIX)
+
+
+class Pulse:
+    """The beats of one instance, as another one sees them that asks the store again and again.
+
+    For one thread. `asked_at` is when it asked, by `clock`: the answer is at least as new.
+    ring: the keys to ask for.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        instance: str,
+        *,
+        silence_s: float = SILENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ring = [beat_key(namespace, instance, n) for n in range(RING)]
+        self._silence_s = silence_s
+        self._seen: set[BlockKey] = set()
+        self._beat_at = self._asked_at = clock()
+
+    def update(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
+        """Compares the keys that are stored with those of the last answer.
+
+        Any change on the ring is a beat. What a dead instance has left there, three beats or an old
+        one, does not change. Only answers count: while D itself does not ask, P is not silent.
+        """
+        seen = {key for key in self.ring if key in stored}
+        if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:
+            self._beat_at = asked_at
+        self._seen, self._asked_at = seen, asked_at
+
+    def add_beat(self, asked_at: float) -> None:
+        """Counts anything else that the instance has stored as a beat."""
+        self._beat_at = max(self._beat_at, asked_at)
+
+    def is_silent(self) -> bool:
+        """Returns whether the instance had stopped beating when the store was asked last."""
+        return self._asked_at - self._beat_at > self._silence_s

@@ -1,7 +1,8 @@
-"""Layout: layers, KV groups, shards and payload order of one model on one rank."""
+"""Layout: layers, KV groups, shards, stages and payload order of one model on one rank."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,13 +11,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from pdstore.format.layer_groups import groups_of, range_of
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout_check import check_layout, check_pages_are_shared
-from pdstore.format.namespace import Namespace, Part
-from pdstore.format.namespace_fields import namespace_fields
-from pdstore.format.pipeline import Pipeline
-from pdstore.settings import Settings
+from pdstore.errors import LayoutError
+from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace, Part
+from pdstore.settings import MAX_LAYER_RANGES, Settings
 
 NO_BLOCK = -1
 """In a block table: the engine holds no block there (the window has moved on)."""
@@ -28,6 +25,54 @@ RANGE_BYTES = 1 << 20
 """Bounds of the default: a block has at most four layer ranges, of 1 MiB or more each."""
 
 Order = Literal["token", "head", "page"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer of the whole model (not of one rank).
+
+    num_kv_heads: KV heads; 1 for MLA.
+    head_dim: elements of K per head and token; for MLA the latent with its rope part.
+    value_dim: elements of V; None means as many as K, 0 means none (MLA).
+    window: tokens of a sliding window; None for full attention.
+    table: which of the engine's block tables names its blocks, for engines with several.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    kind: Literal["full", "sliding", "mla"] = "full"
+    window: int | None = None
+    table: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Elements of K and V together, per head and token."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of an instance's layers, and the stage of this rank.
+
+    It is no part of the namespace, so P and D may have different stages. Therefore no value may
+    hold layers of two stages: every KV group must lie within one.
+
+    stage_of: the stage of each layer, in the layout's order.
+    stage: this rank's, counted from 0.
+    """
+
+    stage_of: tuple[int, ...]
+    stage: int
+
+    @property
+    def num_stages(self) -> int:
+        return 1 + max(self.stage_of)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of this stage's layers, in order."""
+        return tuple(n for n, stage in enumerate(self.stage_of) if stage == self.stage)
 
 
 @dataclass(frozen=True)
@@ -93,8 +138,11 @@ class Layout:
         blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
         over the window's edge.
         """
-        if page is not None:
-            check_pages_are_shared(settings)
+        if page is not None and settings.salt is not None:
+            raise LayoutError(
+                "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
+                " what an earlier request left in them: they cannot be used together"
+            )
         layout = cls(
             dtype=dtype,
             layers=tuple(layers),
@@ -113,7 +161,7 @@ class Layout:
         return replace(layout, num_ranges=max(1, min(wanted, len(layers))), pipeline=pipeline)
 
     def __post_init__(self) -> None:
-        check_layout(self)
+        _check(self)
 
     @cached_property
     def itemsize(self) -> int:
@@ -260,7 +308,7 @@ class Layout:
 
         weights: the weights' revision (`pdstore.weights_revision`).
         """
-        fields = namespace_fields(self, settings, weights)
+        fields = _fields(self, settings, weights)
         salt = settings.salt.get_secret_value() if settings.salt else ""
         windows = {
             group: window
@@ -279,3 +327,120 @@ class Layout:
 
     def _spec(self, group: int) -> LayerSpec:
         return self.layers[self.groups[group][0]]
+
+
+def range_of(layer: int, num_layers: int, num_ranges: int) -> int:
+    """Returns the layer range that a layer belongs to, counted from 0.
+
+    Ranges are runs of layers, as even as they can be.
+    """
+    return layer * num_ranges // num_layers
+
+
+def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the layer numbers of each KV group; groups in order of their first layer.
+
+    A group's layers are equal and of one range, and those of a range come before those of the next.
+    """
+    groups: dict[tuple[int, LayerSpec], list[int]] = {}
+    for number, spec in enumerate(layers):
+        at = range_of(number, len(layers), num_ranges)
+        groups.setdefault((at, spec), []).append(number)
+    return tuple(tuple(numbers) for numbers in groups.values())
+
+
+def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]:
+    """Returns the fields of an instance's namespace. The salt is in them as its digest.
+
+    weights: the weights' revision (`pdstore.weights_revision`).
+    """
+    salt = settings.salt.get_secret_value() if settings.salt else None
+    fields: dict[str, Json] = {
+        "format": FORMAT_VERSION,
+        "weights": weights,
+        "dtype": layout.dtype,
+        "quantization": layout.quantization,
+        "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in layout.layers],
+        "windows": [spec.window for spec in layout.layers],
+        "rope": layout.rope,
+        "block_tokens": layout.block_tokens,
+        "order": layout.order,
+        "page": layout.page,
+        "tables": [spec.table for spec in layout.layers],
+        "shards": layout.grid_shards,
+        "draft_layers": layout.draft_layers,
+        "layer_ranges": layout.num_ranges,
+        "hash": settings.hash,
+        "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
+    }
+    if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid
+        fields["seal"] = "aes-256-gcm"
+    return fields
+
+
+def _check(layout: Layout) -> None:
+    """Raises LayoutError for numbers that do not fit together."""
+    if not layout.layers:
+        raise LayoutError("a layout needs at least one layer")
+    if not isinstance(getattr(torch, layout.dtype, None), torch.dtype):
+        raise LayoutError(f"{layout.dtype!r} is no torch dtype")
+    if (layout.order == "page") != (layout.page is not None):
+        raise LayoutError("the order is that of pages if, and only if, `page` says how")
+    if layout.block_tokens % layout.engine_block_tokens or (
+        layout.order == "page" and layout.block_tokens != layout.engine_block_tokens
+    ):
+        raise LayoutError(
+            f"PDSTORE_BLOCK_TOKENS={layout.block_tokens} must be a multiple of the engine's block"
+            f" of {layout.engine_block_tokens} tokens"
+        )
+    if layout.num_shards % layout.tp_size or not 0 <= layout.tp_rank < layout.tp_size:
+        raise LayoutError(
+            f"PDSTORE_KV_SHARDS={layout.num_shards} must be a multiple of the TP size"
+            f" {layout.tp_size}, and rank {layout.tp_rank} below it"
+        )
+    _check_splits(layout)
+
+
+def _check_splits(layout: Layout) -> None:
+    """Raises LayoutError for layers and heads that do not split as asked."""
+    layers = layout.layers
+    if not 1 <= layout.num_ranges <= len(layers):
+        raise LayoutError(f"{len(layers)} layers do not make {layout.num_ranges} ranges")
+    for spec in layers:
+        if spec.kind != "mla" and spec.num_kv_heads % layout.num_shards:
+            raise LayoutError(
+                f"{spec.num_kv_heads} KV heads do not split into {layout.num_shards} shards:"
+                " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
+                " ranks hold copies of are not supported)"
+            )
+    if layout.pipeline is not None:
+        _check_stages(layout.pipeline, layers, layout.num_ranges)
+
+
+def _check_stages(pipeline: Pipeline, layers: Sequence[LayerSpec], num_ranges: int) -> None:
+    """Raises LayoutError if the stages do not fit a model's layers in so many layer ranges."""
+    stage_of, num_stages = pipeline.stage_of, pipeline.num_stages
+    if len(stage_of) != len(layers) or set(stage_of) != set(range(num_stages)):
+        raise LayoutError("each layer has a stage, and each stage of a pipeline has layers")
+    if not 0 <= pipeline.stage < num_stages:
+        raise LayoutError(f"there is no stage {pipeline.stage} of {num_stages}")
+
+    def fits(num_ranges: int) -> bool:
+        """True if no KV group lies in two stages."""
+        groups = groups_of(layers, num_ranges)
+        return all(len({stage_of[layer] for layer in group}) == 1 for group in groups)
+
+    if fits(num_ranges):
+        return
+    counts = ", ".join(str(stage_of.count(stage)) for stage in range(num_stages))
+    possible = range(1, min(MAX_LAYER_RANGES, len(layers)) + 1)
+    fitting = next((number for number in possible if fits(number)), None)
+    raise LayoutError(
+        f"pipeline stages of {counts} layers do not end where the model's {num_ranges} layer"
+        " ranges end, in which blocks are stored: "
+        + (
+            f"set PDSTORE_LAYER_RANGES={fitting} on P and on D"
+            if fitting
+            else f"no PDSTORE_LAYER_RANGES up to {MAX_LAYER_RANGES} fits them"
+        )
+    )

@@ -14,10 +14,9 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 
 from pdstore.errors import StoreError
-from pdstore.format.handoff import Handoff
+from pdstore.format.handoff import Handoff, is_beat
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Namespace
-from pdstore.format.pulse import is_beat
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.call_watch import CallWatch

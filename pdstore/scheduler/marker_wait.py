@@ -14,7 +14,7 @@ from pdstore.scheduler.handoff_progress import HandoffProgress
 from pdstore.scheduler.lookup import Lookup
 from pdstore.scheduler.rates import PrefillRate
 
-_DOUBT_S = 0.03  # from the first look to the last one for a sign of a doubtful hand-off
+_DOUBT_S = 0.02  # from the first look to the last one for a sign of a doubtful hand-off
 
 
 class Verdict(enum.Enum):

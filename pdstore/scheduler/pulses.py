@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
+from pdstore.format.handoff import Pulse
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import Namespace
-from pdstore.format.pulse import Pulse
 from pdstore.scheduler.marker_wait import MarkerWait
 
 
@@ -32,7 +32,7 @@ class Pulses:
             return
         if instance not in self._pulses:
             self._pulses[instance] = Pulse(self._namespace, instance, clock=self._clock)
-        self._pulses[instance].hear(self._clock())
+        self._pulses[instance].add_beat(self._clock())
         self._waits.setdefault(instance, {})[wait] = None
 
     def remove(self, wait: MarkerWait) -> None:
@@ -46,7 +46,7 @@ class Pulses:
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys of beats to look for."""
-        return [key for pulse in self._pulses.values() for key in pulse.wanted()]
+        return [key for pulse in self._pulses.values() for key in pulse.ring]
 
     def note(self, stored: AbstractSet[BlockKey], asked_at: float) -> list[MarkerWait]:
         """Takes note of a look for `wanted`. Returns the waits whose instance has died.
@@ -55,7 +55,7 @@ class Pulses:
         """
         dead: list[MarkerWait] = []
         for instance, pulse in self._pulses.items():
-            pulse.note(stored, asked_at)
+            pulse.update(stored, asked_at)
             if pulse.is_silent():
                 dead += self._waits[instance]
         return dead

@@ -6,9 +6,9 @@ import contextlib
 
 from pdstore.errors import StoreError
 from pdstore.format import block
+from pdstore.format.handoff import RING, beat_key
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import Namespace
-from pdstore.format.pulse import RING, beat_key
 from pdstore.store.base import Slots, Store
 
 _SLOT_BYTES = 4096

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from pdstore.errors import StoreError
-from pdstore.format.handoff import HandoffId
+from pdstore.format.handoff import HandoffId, Pulse
 from pdstore.format.keys import BlockKey
-from pdstore.format.pulse import Pulse
 from pdstore.outcome import Reason
 from pdstore.store.base import Store
 from pdstore.store.change_listener import ChangeListener, News
@@ -121,7 +120,7 @@ class Follow:
     def wanted(self) -> list[BlockKey]:
         """The keys whose appearance says that there is something to do."""
         missing = [lane.missing for lane in self._lanes]
-        beats = self._pulse.wanted() if self._pulse is not None else []
+        beats = self._pulse.ring if self._pulse is not None else []
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
     def hear(self, store: Store, stored: AbstractSet[BlockKey], heard_at: float) -> bool:
@@ -182,12 +181,12 @@ class Follow:
         """Takes note that P has stored something."""
         self._moved_at = heard_at
         if self._pulse is not None:
-            self._pulse.hear(heard_at)
+            self._pulse.add_beat(heard_at)
 
     def _silence(self, stored: AbstractSet[BlockKey], asked_at: float) -> Reason | None:
         """Returns why nothing more is expected of P, which says nothing; None if it is."""
         if self._pulse is not None:
-            self._pulse.note(stored, asked_at)
+            self._pulse.update(stored, asked_at)
             if self._pulse.is_silent():
                 return Reason.HANDOFF_DEAD
         return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None

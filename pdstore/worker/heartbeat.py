@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from pdstore.format.handoff import HandoffId
+from pdstore.format.handoff import PERIOD_S, HandoffId
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Namespace
-from pdstore.format.pulse import PERIOD_S
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.threads import Deadline, Ticker, call_or

@@ -1,4 +1,4 @@
-"""Layouts: groups, shards, sizes, and what makes another namespace."""
+"""Layouts: groups, shards, stages, sizes, what is refused, and what makes another namespace."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 
 import pytest
 
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.errors import LayoutError
+from pdstore.format.layout import LayerSpec, Layout, Pipeline, groups_of, range_of
 from pdstore.format.namespace import Part
-from pdstore.format.pipeline import Pipeline
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings(block_tokens=64)
 FULL = LayerSpec(8, 128)
 SLIDING = LayerSpec(4, 64, kind="sliding", window=1024)
 MLA = LayerSpec(1, 576, value_dim=0, kind="mla")
+BEHIND = LayerSpec(8, 128, kind="sliding", window=1024, table=1)
 
 
 def layout(**changes) -> Layout:
@@ -29,6 +29,41 @@ def layout(**changes) -> Layout:
             **changes,
         }
     )
+
+
+def test_equal_layers_of_a_range_are_a_group_and_ranges_come_in_order():
+    assert groups_of((FULL, SLIDING, FULL), 1) == ((0, 2), (1,))
+    assert groups_of((FULL, SLIDING) * 3, 2) == ((0, 2), (1,), (3, 5), (4,))
+    assert groups_of((FULL,) * 5, 3) == ((0, 1), (2, 3), (4,))
+
+
+def test_values_are_as_wide_as_keys_unless_said_otherwise():
+    assert (FULL.channels, LayerSpec(8, 128, value_dim=64).channels, MLA.channels) == (
+        256,
+        192,
+        576,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"layers": ()}, "at least one layer"),
+        ({"dtype": "float31"}, "float31"),
+        ({"engine_block_tokens": 48}, "PDSTORE_BLOCK_TOKENS"),
+        ({"num_shards": 3, "tp_size": 2}, "PDSTORE_KV_SHARDS"),
+        (
+            {"num_shards": 3},
+            "8 KV heads do not split into 3 shards: PDSTORE_KV_SHARDS and the TP size must",
+        ),
+        ({"tp_rank": 1}, "rank 1"),
+        ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
+        ({"pipeline": Pipeline((0, 0, 1), 0)}, "PDSTORE_LAYER_RANGES=2"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(changes, word):
+    with pytest.raises(LayoutError, match=word):
+        layout(**changes)
 
 
 @pytest.mark.parametrize("num_ranges", [1, 2, 3, 7])
@@ -111,6 +146,60 @@ def test_a_stages_range_is_whole_with_the_last_of_its_own_layers():
     assert [last.num_whole_ranges(done) for done in range(5)] == [0, 0, 1, 1, 2]
 
 
+def staged(*counts: int, stage: int = 0) -> Pipeline:
+    return Pipeline(tuple(n for n, count in enumerate(counts) for _ in range(count)), stage)
+
+
+def check(pipeline: Pipeline, layers: list[LayerSpec], num_ranges: int) -> None:
+    layout(layers=tuple(layers), num_ranges=num_ranges, pipeline=pipeline)
+
+
+@pytest.mark.parametrize("num_ranges", [2, 4])
+def test_two_stages_as_engines_cut_them_fit_the_usual_ranges(num_ranges):
+    """Of an odd number of layers the first stage has one more, as in vLLM."""
+    for half in range(2, 65):
+        check(staged(half, half), [FULL] * 2 * half, num_ranges)
+        check(staged(half + 1, half), [FULL] * (2 * half + 1), num_ranges)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_ranges", "fitting"),
+    [((16, 16), 1, 2), ((16, 16), 3, 2), ((8, 8, 8, 8), 2, 4), ((7, 8, 8, 7), 4, 19)],
+)
+def test_stages_that_end_inside_a_range_are_refused_with_the_number_that_fits(
+    counts, num_ranges, fitting
+):
+    layers = [FULL] * sum(counts)
+    with pytest.raises(LayoutError, match=f"set PDSTORE_LAYER_RANGES={fitting} on P and on D"):
+        check(staged(*counts), layers, num_ranges)
+    check(staged(*counts), layers, fitting)
+    starts = [sum(counts[:n]) for n in range(1, len(counts))]
+    for start in starts:
+        before, after = (range_of(n, len(layers), fitting) for n in (start - 1, start))
+        assert before < after
+
+
+def test_stages_that_no_number_of_ranges_fits_are_refused():
+    with pytest.raises(LayoutError, match="no PDSTORE_LAYER_RANGES up to 64"):
+        check(staged(1, 126), [FULL] * 127, 4)
+
+
+def test_stages_may_alternate_where_layers_are_in_the_order_of_their_tables():
+    layers, stages = [FULL] * 4 + [BEHIND] * 4, (0, 0, 1, 1, 0, 0, 1, 1)
+    check(Pipeline(stages, 1), layers, 4)
+    assert Pipeline(stages, 1).layers == (2, 3, 6, 7)
+    with pytest.raises(LayoutError, match="PDSTORE_LAYER_RANGES=4"):
+        check(Pipeline(stages, 1), layers, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [Pipeline((0, 0), 0), Pipeline((0, 2, 2), 0), Pipeline((0, 1, 1), 2)]
+)
+def test_stages_that_are_not_those_of_the_layers_are_refused(wrong):
+    with pytest.raises(LayoutError, match="stage"):
+        check(wrong, [FULL] * 3, 3)
+
+
 NAMESPACE_CHANGES = [
     {"dtype": "float16"},
     {"quantization": "fp8"},
@@ -151,3 +240,23 @@ def test_what_is_of_one_instance_only_is_not_in_the_namespace(changes):
         layout(**changes, num_ranges=3).namespace(SETTINGS, weights="w").digest
         == base.namespace(SETTINGS, weights="w").digest
     )
+
+
+def fields_of(**settings):
+    made = layout(layers=(FULL, dataclasses.replace(SLIDING, table=1)))
+    return made.namespace(read_settings(block_tokens=64, **settings), weights="w").fields
+
+
+def test_the_document_has_the_layers_in_order_and_the_salt_as_a_digest_only():
+    fields = fields_of(salt="secret")
+    assert fields["layers"] == [["full", 8, 128, 256], ["sliding", 4, 64, 128]]
+    assert (fields["windows"], fields["tables"]) == ([None, 1024], [0, 1])
+    assert fields_of()["salt"] is None
+    assert "secret" not in str(fields)
+
+
+def test_a_seal_is_in_the_document_but_not_its_key(tmp_path):
+    """The key changes in a rotation; without a seal the document is as it always was."""
+    sealed = fields_of(seal_key_file=tmp_path / "a")
+    assert sealed == fields_of(seal_key_file=tmp_path / "b")
+    assert sealed == {**fields_of(), "seal": "aes-256-gcm"}

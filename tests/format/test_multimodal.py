@@ -62,11 +62,12 @@ def num_lines(num_blocks: int, num_items: int) -> int:
         frame.f_trace_opcodes = True
         return trace
 
+    before = sys.gettrace()
     sys.settrace(trace)
     try:
         keys.extend(range(16 * num_blocks))
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return count
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY, PromptKeys
-from pdstore.format.namespace import Namespace, Part, prefix_of
+from pdstore.format.namespace import (
+    SHAPING,
+    Namespace,
+    Part,
+    canonical,
+    prefix_of,
+    shaping,
+)
 
 PARTS = (Part(0, 0), Part(0, 1), Part(1, 0))
 NAMESPACE = Namespace({"format": 1, "weights": "w"}, PARTS, block_tokens=4)
+PLAIN = dict.fromkeys(SHAPING)
 
 
 def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
@@ -67,3 +77,23 @@ def test_equal_layers_are_told_once_so_that_a_difference_can_be_read():
 def test_a_property_that_is_no_json_number_is_refused():
     with pytest.raises(ValueError, match="JSON"):
         Namespace({"scale": float("nan")}, PARTS, 4)
+
+
+@pytest.mark.parametrize("field", SHAPING)
+def test_every_field_that_shapes_the_kv_counts(field):
+    other = {**PLAIN, field: {"rope_type": "yarn"} if field.startswith("rope") else 7}
+    assert shaping(other, max_model_len=1) != shaping(PLAIN, max_model_len=1)
+
+
+def test_the_longest_prompt_counts_for_longrope_alone():
+    long = {**PLAIN, "rope_scaling": {"type": "longrope"}}
+    assert shaping(long, max_model_len=1) != shaping(long, max_model_len=2)
+    assert shaping(PLAIN, max_model_len=1) == shaping(PLAIN, max_model_len=2)
+
+
+def test_what_else_an_engine_names_counts():
+    assert json.loads(shaping(PLAIN, max_model_len=1, layers=["a"]))["layers"] == ["a"]
+
+
+def test_the_order_of_keys_does_not_count():
+    assert canonical({"a": 1, "b": 2}) == canonical({"b": 2, "a": 1})

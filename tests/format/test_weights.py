@@ -1,15 +1,22 @@
-"""The weights' revision: content decides, names and paths do not."""
+"""The weights' revision: content decides, also where only samples of a large file are read."""
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdstore.errors import ConfigError
 from pdstore.format import weights
-from pdstore.format.weights import weights_revision
+from pdstore.format.weights import Span, file_digest, samples_of, weights_revision
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings()
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +55,6 @@ def test_an_unchanged_file_is_read_once(tmp_path, monkeypatch):
     assert weights_revision(a, SETTINGS) == before
 
 
-def test_the_setting_wins(tmp_path):
-    assert weights_revision(tmp_path, read_settings(weights="step-7")) == "step-7"
-
-
-def test_a_hub_snapshot_is_named_by_its_commit(tmp_path):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    a = checkpoint(tmp_path / "snapshots" / commit)
-    assert weights_revision(a, SETTINGS) == "commit:" + commit
-
-
-def test_no_weight_files_says_what_to_set(tmp_path):
-    with pytest.raises(ConfigError, match="PDSTORE_WEIGHTS"):
-        weights_revision(tmp_path, SETTINGS)
-
-
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -74,3 +66,118 @@ def test_a_damaged_cache_costs_a_second_look(tmp_path, text):
     (tmp_path / "cache" / "pdstore").mkdir(parents=True)
     (tmp_path / "cache" / "pdstore" / "weights.json").write_text(text)
     assert weights_revision(checkpoint(tmp_path / "a"), SETTINGS).startswith("sha256:")
+
+
+def test_a_name_wins_over_the_files_and_a_hubs_snapshot_has_one(tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = checkpoint(tmp_path / "snapshots" / commit)
+    assert weights_revision(snapshot, read_settings(weights="step-7")) == "step-7"
+    assert weights_revision(snapshot, SETTINGS) == "commit:" + commit
+    with pytest.raises(ConfigError, match="PDSTORE_WEIGHTS"):
+        weights_revision(tmp_path, SETTINGS)
+
+
+def write_safetensors(path: Path, sizes: dict[str, int]) -> dict[str, int]:
+    """Writes a sparse file of zeros; returns where each tensor begins in it."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = (end, end + size)
+        end += size
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}}
+        | {
+            n: {"dtype": "U8", "shape": [e - b], "data_offsets": [b, e]}
+            for n, (b, e) in offsets.items()
+        }
+    ).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return {name: 8 + len(header) + begin for name, (begin, _) in offsets.items()}
+
+
+def fill(path: Path, begin: int, size: int):
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(b"\x3f" * size)
+
+
+SIZES = {"embed": 900 * MIB, "norm": 8192, "up": 7 * MIB, "gate": MIB // 2, "head": 1200 * MIB}
+
+
+@pytest.mark.parametrize("name", ["norm", "up", "gate"])
+def test_one_changed_tensor_of_a_file_of_2_gib_is_another_digest(tmp_path, name):
+    path = tmp_path / "model.safetensors"
+    begins = write_safetensors(path, SIZES)
+    assert path.stat().st_size > 2 << 30
+    before = file_digest(path)
+    fill(path, begins[name], SIZES[name])
+    assert file_digest(path) != before
+
+
+def test_one_changed_tensor_of_thousands_is_another_digest(tmp_path):
+    path = tmp_path / "experts.safetensors"
+    begins = write_safetensors(path, {f"e{i}": 64 << 10 for i in range(4000)})
+    before = file_digest(path, whole_up_to=0)
+    fill(path, begins["e2345"], 64 << 10)
+    assert file_digest(path, whole_up_to=0) != before
+
+
+def test_the_first_and_the_last_byte_of_a_tensor_count(tmp_path):
+    path = tmp_path / "model.safetensors"
+    sizes = {f"t{i}": MIB for i in range(200)}
+    begins = write_safetensors(path, sizes)
+    digests = {file_digest(path, whole_up_to=0)}
+    fill(path, begins["t7"], 1)
+    digests.add(file_digest(path, whole_up_to=0))
+    fill(path, begins["t9"] + MIB - 1, 1)
+    digests.add(file_digest(path, whole_up_to=0))
+    assert len(digests) == 3
+
+
+def test_another_shape_of_the_same_bytes_is_another_digest(tmp_path):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    write_safetensors(a, {"x": MIB})
+    write_safetensors(b, {"y": MIB})
+    assert file_digest(a, whole_up_to=0) != file_digest(b, whole_up_to=0)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GGUF" + bytes(100),
+        (1 << 62).to_bytes(8, "little"),
+        (20).to_bytes(8, "little") + b"not json at all.....",
+        (2).to_bytes(8, "little") + b"[]",
+        (2).to_bytes(8, "little") + b"{}",
+        (8).to_bytes(8, "little") + b'{"x": 1}',
+        (31).to_bytes(8, "little") + b'{"x":{"data_offsets":[0,1e999]}',
+        (41).to_bytes(8, "little") + b'{"x":{"data_offsets":[0,99999999999999]}}',
+        (36).to_bytes(8, "little") + b'{"x":{"data_offsets":[0.5,65536.5]}}',
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
+    ],
+)
+def test_every_byte_of_a_file_that_is_not_safetensors_counts(tmp_path, begin):
+    path = tmp_path / "model.bin"
+    path.write_bytes(begin + bytes(3 * MIB))
+    before = file_digest(path, whole_up_to=0)
+    fill(path, len(begin) + 2 * MIB + 12345, 1)
+    assert file_digest(path, whole_up_to=0) != before
+
+
+def test_every_byte_of_a_small_file_counts(tmp_path):
+    path = tmp_path / "model.safetensors"
+    begins = write_safetensors(path, {"x": 40 * MIB})
+    before = file_digest(path)
+    fill(path, begins["x"] + 33 * MIB + 77, 1)
+    assert file_digest(path) != before
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 36), st.integers(2, 1024))
+def test_samples_are_even_ordered_and_within_their_tensor(begin, length, count):
+    samples = samples_of(Span(begin, begin + length), count)
+    assert samples == sorted(samples)
+    assert samples[0].begin == begin
+    assert samples[-1].end == begin + length
+    gaps = [b.begin - a.end for a, b in pairwise(samples)]
+    assert all(0 <= gap <= length / (count - 1) for gap in gaps)

@@ -14,8 +14,7 @@ from pdstore.errors import StoreError
 from pdstore.format.block import Header
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason, reason_of
 from pdstore.scheduler.lookup import Lookup, Match

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pdstore.format.handoff import PERIOD_S, SILENCE_S, is_beat
 from pdstore.format.keys import BlockKey
-from pdstore.format.pulse import PERIOD_S, SILENCE_S, is_beat
 from tests.model.replay import Passed, ReplayStore
 from tests.model.rules import Rules
 from tests.support.clock import Clock

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pdstore.format.handoff import is_beat
 from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.format.pulse import is_beat
 from pdstore.outcome import Reason
 from tests.model.actors import Actors, Shape, Taken
 from tests.model.replay import (

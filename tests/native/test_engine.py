@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native import abi
 from pdstore.native.abi import CopyPath
 from pdstore.native.engine import Engine

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError, SwapError
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction

@@ -7,8 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.worker.swap.torch import TorchSwap

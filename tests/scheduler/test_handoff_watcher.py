@@ -8,10 +8,9 @@ import time
 import pytest
 
 from pdstore.errors import StoreUnavailable
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import SILENCE_S, Handoff, HandoffId, beat_key
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
-from pdstore.format.pulse import SILENCE_S, beat_key
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import RING, SILENCE_S, Handoff, HandoffId, beat_key
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
-from pdstore.format.pulse import RING, SILENCE_S, beat_key
 from pdstore.scheduler.lookup import Lookup
 from pdstore.scheduler.marker_wait import MarkerWait
 from pdstore.scheduler.pulses import Pulses

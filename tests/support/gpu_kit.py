@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import LayerSpec
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.worker.swap.native import NativeSwap

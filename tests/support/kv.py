@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
-from pdstore.format.pipeline import Pipeline
+from pdstore.format.layout import Pipeline
 from pdstore.settings import read_settings
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.swap.base import Swap

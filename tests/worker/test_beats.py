@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdstore.errors import StoreUnavailable
+from pdstore.format.handoff import RING, beat_key
 from pdstore.format.namespace import Namespace, Part
-from pdstore.format.pulse import RING, beat_key
 from pdstore.store.memory import MemoryStore
 from pdstore.worker.beats import Beats
 

@@ -8,8 +8,8 @@ import pytest
 
 from pdstore import HandoffId
 from pdstore.errors import StoreUnavailable
-from pdstore.format.pipeline import Pipeline
-from pdstore.format.pulse import RING, beat_key, is_beat
+from pdstore.format.handoff import RING, beat_key, is_beat
+from pdstore.format.layout import Pipeline
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.heartbeat import Heartbeat
 from tests.support.kv import eventually

@@ -9,7 +9,7 @@ import torch
 
 from pdstore import LayerSpec
 from pdstore.format.handoff import HandoffId
-from pdstore.format.pipeline import Pipeline
+from pdstore.format.layout import Pipeline
 from pdstore.outcome import Reason
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS

@@ -9,8 +9,7 @@ import torch
 
 from pdstore.adapters.sglang.server import VERSIONS, ServedModel
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 
 _MHA, _MLA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost"
 _LAYOUTS = {

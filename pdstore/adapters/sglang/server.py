@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError
+from pdstore.format.namespace import SHAPING, canonical, shaping
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.settings import Settings, read_engine_settings
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdstore.errors import LayoutError
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.format.namespace import Part
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.torch import TorchSwap

@@ -1,0 +1,67 @@
+"""The walks of block ids and tokens from the mini engine's adapter to the C interface and the hash.
+
+`pytest -s` prints them. The limits are today's numbers: a change may lower one, never raise it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.mini_engine_kit import decode, hand_over, prompt_of, until_stored
+from tests.support.walk import Tracer
+
+PROMPT = prompt_of(128)
+IDS = [61, 29, 53, 47, 37, 59, 31, 43]
+"""Of engine blocks, which hold 16 tokens each."""
+ONE_BLOCK = list(range(200, 264))
+
+
+@pytest.fixture
+def open_traced(open_engine, tmp_path):
+    """Opens an engine on a pool in shared memory, whose next request gets IDS."""
+
+    def open_one(role):
+        engine = open_engine(
+            pd={
+                "pd_transfer_via_storage": True,
+                "role": role,
+                "store": f"shm://p?size=8MiB&dir={tmp_path}",
+                "staging": "8MiB",
+                "layer_ranges": 1,
+            },
+            max_num_batched_tokens=256,
+        )
+        free = engine.cache.allocate(engine.cache.num_blocks)
+        engine.cache.free(IDS + [block for block in free if block not in IDS])
+        return engine
+
+    return open_one
+
+
+def test_the_walk_of_a_saves_block_ids(open_traced):
+    tracer = Tracer(IDS)
+    with tracer.hooked():
+        p = open_traced("prefill")
+        with tracer.tracing():
+            hand_over(p, PROMPT)
+            until_stored(p)
+    tracer.walk_to("pds_arena_fill").check(frames=37, files=16, copies=3, names=5)
+
+
+def test_the_walk_of_a_loads_block_ids(open_traced):
+    params = hand_over(open_traced("prefill"), PROMPT)
+    tracer = Tracer(IDS)
+    with tracer.hooked():
+        d = open_traced("decode")
+        with tracer.tracing():
+            decode(d, PROMPT, params)
+    tracer.walk_to("pds_arena_take").check(frames=39, files=17, copies=3, names=5)
+
+
+def test_the_walk_from_tokens_to_a_key(open_traced):
+    tracer = Tracer(ONE_BLOCK)
+    with tracer.hooked():
+        p = open_traced("prefill")
+        with tracer.tracing():
+            hand_over(p, ONE_BLOCK)
+    tracer.walk_to("sha256").check(frames=6, files=3, copies=4, names=4)
