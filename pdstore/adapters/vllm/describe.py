@@ -15,21 +15,11 @@ import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-<<<<<<< HEAD
-from pdstore.adapters.shaping import SHAPING, canonical, shaping
 from pdstore.errors import ConfigError, LayoutError, PDStoreError
 from pdstore.format.keys import PromptKeys
-from pdstore.format.layer_spec import LayerSpec
-from pdstore.format.layout import Layout
+from pdstore.format.layout import LayerSpec, Layout, Pipeline
 from pdstore.format.multimodal import MultimodalItem
-from pdstore.format.namespace import Json
-from pdstore.format.pipeline import Pipeline
-=======
-from pdstore.adapters.vllm.stages import NamedLayer, all_layers
-from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.layout import LayerSpec, Layout
 from pdstore.format.namespace import SHAPING, Json, canonical, shaping
->>>>>>> main
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
