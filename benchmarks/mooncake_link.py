@@ -170,7 +170,7 @@ class Worker:
     """P or D on its host. Both derive the same keys from sizes and rounds."""
 
     def __init__(self) -> None:
-        url = f"mooncake://{P_HOST}:{MASTER}?lease=10&discard=10"
+        url = f"mooncake://{P_HOST}:{MASTER}?lease=10"
         self.store = cast(MooncakeStore, open_store(url, read_settings(store=url)))
         self.raw = RawMooncake(url, self.store)
         self.rows: list[Row] = []

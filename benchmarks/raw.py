@@ -15,7 +15,6 @@ from pdstore.native.library import address_of
 from pdstore.store.base import Slots, Store
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import Library
-from pdstore.store.mooncake.memory import addresses_of
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.store.url import StoreURL
 
@@ -143,19 +142,24 @@ class RawMooncake:
         self._put_config = Library(config).put_config(is_pinned=False)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        addresses = addresses_of(slots, address_of(slots.view))
+        addresses = _addresses(slots)
         with self._data.call() as raw:
             codes = raw.batch_put_from(_raw(keys), addresses, list(slots.sizes), self._put_config)
         assert not any(codes), codes
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        addresses = addresses_of(slots, address_of(slots.view))
+        addresses = _addresses(slots)
         with self._data.call() as raw:
             assert raw.batch_get_into(_raw(keys), addresses, list(slots.sizes)) == [*slots.sizes]
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         with self._lookup.call() as raw:
             raw.batch_remove(_raw(keys), True)
+
+
+def _addresses(slots: Slots) -> list[int]:
+    base = address_of(slots.view)
+    return [base + number * slots.slot_bytes for number in slots.numbers]
 
 
 def _raw(keys: Sequence[BlockKey]) -> list[str]:

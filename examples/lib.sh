@@ -80,8 +80,7 @@ find_model() {
 # choose_store: makes the store that of Mooncake's variables if none is named, as examples/demo does.
 choose_store() {
     local name
-    for name in MOONCAKE_MASTER MOONCAKE_MASTER_SERVER_ADDR MOONCAKE_CONFIG_PATH \
-        SGLANG_HICACHE_MOONCAKE_CONFIG_PATH; do
+    for name in MOONCAKE_MASTER MOONCAKE_MASTER_SERVER_ADDR MOONCAKE_CONFIG_PATH; do
         if [[ -z ${PDSTORE_STORE:-} && -n ${!name:-} ]]; then
             PDSTORE_STORE=mooncake://
             printf 'pool mooncake:// (%s=%s)\n' "$name" "${!name}" >&2

@@ -107,7 +107,7 @@ GLIBC_TUNABLES=${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.perturb=85 \
     serve_at "$client_port" "$holder" --host="$host" --port="$client_port" \
     --global_segment_size="$segment" --master_server_address="${join:-$host:$port}" \
     --metadata_server=P2PHANDSHAKE --protocol="$protocol" --device_names="$devices"
-url="mooncake://${join:-$host:$port}?lease=10&discard=10"
+url="mooncake://${join:-$host:$port}?lease=10"
 cat >&2 <<END
 ready: holds $segment on this host. For P and for D:
   export PDSTORE_STORE='$url'

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import ConfigError
 
-_MOONCAKE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
-_MOONCAKE_OTHERS = frozenset({"LOCAL_HOSTNAME", *_MOONCAKE_FILES})
+_MOONCAKE_FILE = "MOONCAKE_CONFIG_PATH"
 
 
 def default_pool_directory() -> Path:
@@ -26,8 +25,8 @@ def weights_cache_file() -> Path:
 class MooncakeSources(NamedTuple):
     """Mooncake's settings in the environment.
 
-    variables: those named MOONCAKE_*, MC_*, and the ones that other users of Mooncake read.
-    path, text: the JSON file that one of them names, and its content; None when none does.
+    variables: those named MOONCAKE_*.
+    path, text: the JSON file that MOONCAKE_CONFIG_PATH names, and its content; None without it.
     """
 
     variables: dict[str, str]
@@ -37,13 +36,9 @@ class MooncakeSources(NamedTuple):
 
 def mooncake_sources() -> MooncakeSources:
     """Returns Mooncake's variables and JSON file. Raises ConfigError if the file cannot be read."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("MOONCAKE_", "MC_")) or name in _MOONCAKE_OTHERS
-    }
-    path = next((variables[name] for name in _MOONCAKE_FILES if variables.get(name)), None)
-    if path is None:
+    variables = {name: of for name, of in os.environ.items() if name.startswith("MOONCAKE_")}
+    path = variables.get(_MOONCAKE_FILE)
+    if not path:
         return MooncakeSources(variables, None, None)
     try:
         return MooncakeSources(variables, path, Path(path).read_text())

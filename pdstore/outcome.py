@@ -62,8 +62,8 @@ class Direction(enum.Enum):
 class JobResult:
     """The result of a job.
 
-    num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now; of a
-      save, the leading tokens that another process can load now.
+    num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now, as
+      many as the engine can compute on from; of a save, those that another process can load now.
     reason: why it is not all of them; None if it is.
     error: the exception behind the reason, if there was one.
     busy_s: seconds in which any worker was at it; a load that follows a hand-off also waits.

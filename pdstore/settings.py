@@ -187,7 +187,7 @@ class Settings(BaseSettings):
     breaker_failures: int = Field(
         3,
         ge=1,
-        description="Store failures in a row that open the breaker: calls then fail at once.",
+        description="Slow failures in a row that open the breaker: calls then fail at once.",
     )
     breaker_open_s: Seconds = Field(
         1.0, description="First pause of the breaker before it lets a probe through; it doubles."

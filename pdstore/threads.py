@@ -149,8 +149,9 @@ class Ticker:
 
     def turn(self) -> None:
         """Makes a turn on the calling thread: it has no other thread to wait for."""
-        if self._turn() < self._next_at:
-            self.wake()
+        with self._turning:
+            if self._turn() < self._next_at:
+                self.wake()
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after its turn; False if it still runs, or somebody else's turn does."""
@@ -163,7 +164,8 @@ class Ticker:
 
     def _loop(self) -> None:
         while not self._stopped:
-            self._next_at = self._turn()
+            with self._turning:
+                self._next_at = self._turn()
             pause = self._next_at - time.monotonic()
             with contextlib.suppress(queue.Empty):
                 self._calls.get(timeout=None if pause == math.inf else max(0.0, pause))
@@ -171,11 +173,10 @@ class Ticker:
                     self._calls.get_nowait()
 
     def _turn(self) -> float:
-        """Makes a turn unless it was stopped; returns when the next one is due."""
-        with self._turning:
-            after_an_error: float | None = self._pause_s
-            pause = None if self._stopped else call_or(self._step, after_an_error)
-            return math.inf if pause is None else time.monotonic() + pause
+        """Makes a turn unless it was stopped, under the lock; returns when the next one is due."""
+        after_an_error: float | None = self._pause_s
+        pause = None if self._stopped else call_or(self._step, after_an_error)
+        return math.inf if pause is None else time.monotonic() + pause
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -20,7 +20,7 @@ from pdstore.errors import ConfigError
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in list(os.environ):
-        if name.startswith(("MOONCAKE_", "MC_", "SGLANG_", "XDG_")) or name == "LOCAL_HOSTNAME":
+        if name.startswith(("MOONCAKE_", "MC_", "XDG_")):
             monkeypatch.delenv(name)
 
 
@@ -32,18 +32,18 @@ def test_everything_is_kept_in_the_cache_directory_of_this_user(monkeypatch, tmp
     assert {place().parent for place in places} == {tmp_path / "xdg" / "pdstore"}
 
 
-def test_mooncakes_variables_are_those_that_mooncake_and_its_users_read(monkeypatch):
-    for name in ("MOONCAKE_MASTER", "MC_TCP_ONLY", "LOCAL_HOSTNAME", "MCX", "PDSTORE_STORE"):
+def test_mooncakes_variables_are_those_with_its_name(monkeypatch):
+    for name in ("MOONCAKE_MASTER", "MC_TCP_ONLY", "LOCAL_HOSTNAME", "PDSTORE_STORE"):
         monkeypatch.setenv(name, "v")
     sources = mooncake_sources()
-    assert set(sources.variables) == {"MOONCAKE_MASTER", "MC_TCP_ONLY", "LOCAL_HOSTNAME"}
+    assert set(sources.variables) == {"MOONCAKE_MASTER"}
     assert (sources.path, sources.text) == (None, None)
 
 
 def test_the_file_that_a_variable_names_is_read(monkeypatch, tmp_path):
     file = tmp_path / "mooncake.json"
     file.write_text('{"x": 1}')
-    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(file))
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(file))
     assert mooncake_sources()[1:] == (str(file), '{"x": 1}')
 
 

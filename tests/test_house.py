@@ -38,17 +38,17 @@ MIN_DOCSTRING_WORDS = 2.0
 
 BUDGET = {
     "lines": 28_300,
-    "files": 240,
-    "small modules": 58,
+    "files": 233,
+    "small modules": 56,
     "statements": 17_450,
     "classes": 356,
-    "protocols": 31,
-    "packed assignments": 126,
+    "protocols": 26,
+    "packed assignments": 114,
     "modules in circles": 9,
-    "overloaded method names": 17,
+    "overloaded method names": 18,
     "lines of native sources": 5_400,
-    "lines of tests": 46_000,
-    "nightly marks": 37,
+    "lines of tests": 46_532,
+    "nightly marks": 38,
     "lines of benchmarks, examples and integrations": 16_600,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.

@@ -33,7 +33,7 @@ DOORS = {
         "native.value_batch",
         "store.mooncake.memory",
     ],
-    "redis": [f"store.redis.{name}" for name in ("store", "connection", "servers", "cluster")],
+    "redis": [f"store.redis.{name}" for name in ("store", "connection", "cluster")],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
     "lmcache": ["pdstore_lmcache.l2_adapter"],

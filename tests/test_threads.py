@@ -13,6 +13,7 @@ import torch
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import DeviceError
+from pdstore.testing.threads import start_background
 from pdstore.threads import Latch, Ticker, Worker, call_each
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
@@ -259,3 +260,40 @@ def test_a_latch_is_set_and_waited_for_in_a_signal_handler_that_interrupts_eithe
         latch.wait(30)
 
     assert ends_though_interrupted(sets_and_waits, sets_and_waits)
+
+
+def test_a_turn_of_another_thread_is_not_slept_through():
+    """Makes it come between the thread's own turn and its sleep; the next turn is due soon."""
+    pauses, third = deque([None, 0.01]), threading.Event()
+
+    def step():
+        if pauses:
+            return pauses.popleft()
+        third.set()
+        return None
+
+    turned = threading.Event()
+
+    def turn():
+        ticker.turn()
+        turned.set()
+
+    def trace(frame, event, argument):
+        is_turn = (
+            frame.f_code.co_name == "_turn" and frame.f_globals["__name__"] == Ticker.__module__
+        )
+        if event == "return" and is_turn and len(pauses) == 1:
+            has_ticker.wait(10)
+            start_background(turn)
+            turned.wait(0.3)  # it may have to wait for the thread itself
+        return trace
+
+    has_ticker = threading.Event()
+    threading.settrace(trace)
+    try:
+        ticker = Ticker("ticker", step)
+    finally:
+        threading.settrace(None)
+    has_ticker.set()
+    assert third.wait(10)
+    assert ticker.stop(10)

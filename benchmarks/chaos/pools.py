@@ -211,10 +211,10 @@ class MooncakePool(Pool):
 
     @property
     def url(self) -> str:
-        return f"mooncake://127.0.0.1:{self._rpc}?lease=3&discard=3"
+        return f"mooncake://127.0.0.1:{self._rpc}?lease=3"
 
     def url_for(self, role: str) -> str:
-        return f"mooncake://127.0.0.1:{self.links[f'{role}-store'].port}?lease=3&discard=3"
+        return f"mooncake://127.0.0.1:{self.links[f'{role}-store'].port}?lease=3"
 
     async def open(self) -> None:
         for role in ("prefill", "decode"):

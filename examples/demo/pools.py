@@ -16,12 +16,7 @@ from pdstore.errors import ConfigError
 from pdstore.store.url import StoreURL
 
 KINDS = ("file", "redis", "mooncake")
-MOONCAKE_VARIABLES = (
-    "MOONCAKE_MASTER",
-    "MOONCAKE_MASTER_SERVER_ADDR",
-    "MOONCAKE_CONFIG_PATH",
-    "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
-)
+MOONCAKE_VARIABLES = ("MOONCAKE_MASTER", "MOONCAKE_MASTER_SERVER_ADDR", "MOONCAKE_CONFIG_PATH")
 """Variables that name a Mooncake pool, for `serve` in examples/lib.sh too."""
 
 _PING_S = 0.5

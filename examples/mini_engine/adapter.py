@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import pdstore
@@ -53,7 +54,11 @@ class Adapter:
         self._settings = settings
         self._metrics = metrics
         self.cache = pdstore.PrefixCacheManager(
-            settings, namespace, metrics=metrics, longest_prompt=model.max_model_len
+            settings,
+            namespace,
+            metrics=metrics,
+            longest_prompt=model.max_model_len,
+            weights_of=partial(pdstore.weights_revision, config.model),
         )
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
         self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
@@ -252,9 +257,13 @@ class Adapter:
         )
         if handoff is not None:
             tracker.publish = save.job
+            save.job.on_end(self._note_published)
         tracker.add_save(save.job)
         tracker.num_saved = keys.num_tokens
         return save
+
+    def _note_published(self, job: pdstore.Job) -> None:
+        self.cache.note_saves([job.result.reason] if job.result else [])
 
     def _begin_decoded_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
         """Starts to save the block that a token of an answer fills; None if it fills none."""

@@ -83,7 +83,10 @@ class Engine:
         num_tokens = len(request.prompt) + request.max_tokens
         asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
         if num_tokens > self.model.max_model_len:
-            raise ValueError(f"{asked} are over the context of {self.model.max_model_len} tokens")
+            role = self.config.settings.role
+            who = "this instance" if role == "both" else f"this {role} instance"
+            limit = f"the context of {self.model.max_model_len} tokens of {who}"
+            raise ValueError(f"{asked} are over {limit}: give P and D the same --max-model-len")
         room = self.cache.num_blocks * self.cache.block_size
         if num_tokens > room:
             raise ValueError(f"{asked} are over the KV cache of {room} tokens")

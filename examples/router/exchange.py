@@ -160,12 +160,14 @@ class ConcurrentExchange(Exchange):
     """Gives one hand-off id to P and D at once; D follows P's blocks as P publishes them.
 
     If P publishes nothing, D is asked again without the id as long as it has not begun to answer:
-    else it would wait for a hand-off that does not come.
+    else it would wait for a hand-off that does not come. If P says that its last save fell short, D
+    is asked again with P's answer, and sees whether this one comes.
     """
 
     def __init__(self, calls: Calls, asked: Asked, retries: int = 0) -> None:
         super().__init__(calls, asked, retries)
         self._refusal: Refusal | None = None
+        self._params: Json | None = None  # of a P that may not save what D waits for
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         params: Json = {"pdstore": {"attempt": secrets.token_hex(16)}}
@@ -175,7 +177,7 @@ class ConcurrentExchange(Exchange):
             return await self._decode(self._asked, params)
         if self._refusal is not None:
             raise self._refusal
-        return await self._decode(self._asked, None)
+        return await self._decode(self._asked, self._params)
 
     async def _prefill(self, params: Json, following: anyio.CancelScope) -> None:
         """Prefills on P; ends D's call if P refused the request or published nothing."""
@@ -185,6 +187,13 @@ class ConcurrentExchange(Exchange):
             self._refusal = refusal
             log.info("%s: P refused it: HTTP %d", self._asked.request_id, refusal.status)
         else:
-            if published is not None:
+            if published is not None and not _is_doubtful(published):
                 return
+            self._params = published
         following.cancel()  # without effect once D has begun to answer
+
+
+def _is_doubtful(params: Json) -> bool:
+    """Returns whether P says that its last save fell short."""
+    said = params.get("pdstore")
+    return isinstance(said, dict) and said.get("last_save") is not None

@@ -1,5 +1,8 @@
 """Hand-offs from P to D: their names and markers, their place in P's answer, and P's beats.
 
+The client waits for P's answer, so P says only what it has at hand, and asks no store and no file:
+the name of the last block, how its last save ended, a digest of its weights that a thread has made.
+
 Beats show that the instance which saves a hand-off is alive. A store can neither replace a value
 nor say how old one is, so the beats go round a ring of keys: beat n is put under key n modulo RING,
 and those before beat n - 1 are removed after it. A reader finds the last two beats, and other ones
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstore.format.block import FLAG_MARKER, Header
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import HASH_BYTES, Json, Namespace
 
 _NAME = "pdstore"
@@ -35,10 +38,12 @@ class HandoffId(NamedTuple):
 
     instance: the random id of the instance that saves it, under which that one beats
       (`beat_key`); None where it is not known, or does not beat.
+    is_doubtful: the instance's last save fell short, so it stores `started` for this one.
     """
 
     hex: str
     instance: str | None = None
+    is_doubtful: bool = False
 
     @classmethod
     def new(cls, instance: str | None = None) -> HandoffId:
@@ -103,6 +108,9 @@ class Handoff:
     namespace: P's, as `Namespace.hex`.
     pool_id: of the pool that P saves to, in hex.
     fields: P's `Namespace.describe()`, for a message that tells the differences.
+    last_block: the prefix hash of the prompt's last block, in hex: it names all of its tokens.
+    last_save: why P's last save fell short; None if it did not. If so, D looks for `started` first.
+    weights_files: the digest of P's weights' files, where PDSTORE_WEIGHTS names the weights.
     """
 
     id: HandoffId
@@ -110,6 +118,9 @@ class Handoff:
     namespace: str | None = None
     pool_id: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
+    last_block: str | None = None
+    last_save: str | None = None
+    weights_files: str | None = None
 
     @classmethod
     def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
@@ -137,22 +148,30 @@ class Handoff:
             namespace=_hex_of(said, "namespace"),
             pool_id=_hex_of(said, "pool_id"),
             fields={_plain(name): _plain(value) for name, value in fields.items()},
+            last_block=_hex_of(said, "last_block"),
+            last_save=_plain(said["last_save"]) if "last_save" in said else None,
+            weights_files=_plain(said["weights_files"]) if "weights_files" in said else None,
         )
+
+    def is_of(self, keys: PromptKeys) -> bool:
+        """True if P's prompt has the same tokens, as far as P's answer tells."""
+        last = keys.hash_of(len(keys) - 1).hex() if len(keys) else None
+        return self.num_tokens in (None, keys.num_tokens) and self.last_block in (None, last)
 
     def params(self) -> dict[str, Json]:
         """Returns the `kv_transfer_params` with this hand-off."""
-        said: dict[str, Json] = {_ID: self.id.hex}
-        if self.id.instance is not None:
-            said["instance"] = self.id.instance
-        if self.num_tokens is not None:
-            said["num_tokens"] = self.num_tokens
-        if self.namespace is not None:
-            said["namespace"] = self.namespace
-        if self.pool_id is not None:
-            said["pool_id"] = self.pool_id
-        if self.fields:
-            said["fields"] = dict(self.fields)
-        return {_NAME: said}
+        said: dict[str, Json] = {
+            _ID: self.id.hex,
+            "instance": self.id.instance,
+            "num_tokens": self.num_tokens,
+            "namespace": self.namespace,
+            "pool_id": self.pool_id,
+            "fields": dict(self.fields) or None,
+            "last_block": self.last_block,
+            "last_save": self.last_save,
+            "weights_files": self.weights_files,
+        }
+        return {_NAME: {name: value for name, value in said.items() if value is not None}}
 
 
 def _plain(value: object) -> str:

@@ -308,6 +308,7 @@ class Layout:
         weights: the weights' revision (`pdstore.weights_revision`).
         """
         fields = _fields(self, settings, weights)
+        salt = settings.salt.get_secret_value() if settings.salt else ""
         windows = {
             group: window
             for group in range(len(self.groups))
@@ -320,6 +321,7 @@ class Layout:
             settings.hash,
             num_shards=self.grid_shards,
             windows=windows,
+            bare_salt=_digest(salt.strip()) if salt != salt.strip() else None,
         )
 
     def _spec(self, group: int) -> LayerSpec:
@@ -368,11 +370,15 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
         "draft_layers": layout.draft_layers,
         "layer_ranges": layout.num_ranges,
         "hash": settings.hash,
-        "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
+        "salt": None if salt is None else _digest(salt),
     }
     if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid
         fields["seal"] = "aes-256-gcm"
     return fields
+
+
+def _digest(salt: str) -> str:
+    return hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _check(layout: Layout) -> None:

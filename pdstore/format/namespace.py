@@ -52,6 +52,7 @@ class Namespace:
     fields: the document; made by `Layout.namespace`.
     parts: the (group, shard) pairs whose values together are one block, in key order.
     windows: tokens of the sliding window of each KV group that has one.
+    bare_salt: the salt's field if it had no white space at its ends; None if it has none there.
     """
 
     fields: Mapping[str, Json]
@@ -60,6 +61,7 @@ class Namespace:
     algorithm: str = "sha256"
     num_shards: int = 1
     windows: Mapping[int, int] = field(default_factory=dict)
+    bare_salt: str | None = None
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,8 @@ class Namespace:
         for name, value in self.fields.items():
             text = _with_runs(value)
             if name == "salt" and value is not None:
-                text = "#" + _digest(text.encode())[:4]
+                text = _salt(value)
+                text += f" ({_salt(self.bare_salt)} and white space)" if self.bare_salt else ""
             described[name] = text if len(text) <= 40 else "#" + _digest(text.encode())
         return described
 
@@ -108,6 +111,10 @@ class Namespace:
             for name in sorted({*ours, *described})
             if ours.get(name) != described.get(name)
         ]
+
+
+def _salt(value: Json) -> str:
+    return "#" + _digest(_canonical(value).encode())[:4]
 
 
 def _canonical(value: Json) -> str:

@@ -80,7 +80,7 @@ class HandoffWatcher:
         self._arrivals: deque[Lookup] = deque()
         self._waits, self._pulses = WaitIndex(), Pulses(namespace)
         self._new: list[MarkerWait] = []  # since the last look
-        self._computing: set[MarkerWait] = set()  # whose P computes: time may end them
+        self._computing: set[MarkerWait] = set()  # or whose P may not save: time may end them
         self._answers: deque[tuple[Lookup, Reason | None]] = deque()  # what is left is a match
         self._pace_of_p = pace_of_p or PrefillRate()
         self._watched: list[HandoffProgress] = []  # of lookups that ended early, to learn the pace
@@ -136,6 +136,8 @@ class HandoffWatcher:
         if self._listener is not None:
             self._listener.listen() if is_looking else self._listener.rest()
         pause = min(self._look(), _SWEEP_S) if is_looking else self._identity.remaining_s
+        if any(wait.is_doubtful for wait in self._computing):
+            pause = min(pause, _SWEEP_S / 5)  # what may not come is given up sooner
         self._answer()
         return 0.0 if self._answers else pause
 
@@ -253,7 +255,7 @@ class HandoffWatcher:
                 self._new += [wait] if wait.follows_next else []
                 if wait in news_of:
                     self._plan.ask(wait.wanted(with_failed=False))
-                if wait.progress is not None:
+                if wait.progress is not None or wait.is_doubtful:
                     self._computing.add(wait)
 
     def _is_ended(self, wait: MarkerWait, verdict: Verdict | None) -> bool:

@@ -14,6 +14,8 @@ from pdstore.scheduler.handoff_progress import HandoffProgress
 from pdstore.scheduler.lookup import Lookup
 from pdstore.scheduler.rates import PrefillRate
 
+_DOUBT_S = 0.02  # from the first look to the last one for a sign of a doubtful hand-off
+
 
 class Verdict(enum.Enum):
     """Ways in which a wait for markers ends."""
@@ -31,6 +33,7 @@ class MarkerWait:
     clock: monotonic seconds.
     progress: P's, from `started` on; None before that, and if P has answered.
     follows_next: it ends with the next `take`: one rank's `done` is there, the others' may be, too.
+    is_doubtful: P may be unable to store any marker, and not even `started` has shown.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class MarkerWait:
         self._pace, self._clock = pace or PrefillRate(clock), clock
         self.progress: HandoffProgress | None = None
         self.follows_next = False
+        self.is_doubtful = handoff.last_save is not None
+        self._doubtful_until = float("inf")
 
     def wanted(self, *, with_failed: bool) -> list[BlockKey]:
         """Returns the keys to look for next."""
-        started = [self._started] if self.lookup.follows else []
+        started = [self._started] if self.lookup.follows or self.is_doubtful else []
         if self.progress is not None:
             started = self.progress.wanted()
         return self._wanted + started + ([self._failed] if with_failed else [])
@@ -76,9 +81,12 @@ class MarkerWait:
             self._done = self._wanted = [key for key in self._done if key not in stored]
         if not self._done:
             return Verdict.DONE
-        if self._failed in stored:
+        self.is_doubtful &= not is_news and self._started not in stored
+        if self._started in looked_for:
+            self._doubtful_until = min(self._doubtful_until, self._clock() + _DOUBT_S)
+        if self._failed in stored or (self.is_doubtful and self._clock() > self._doubtful_until):
             return Verdict.FAILED
-        if not self.lookup.follows:
+        if self.is_doubtful or not self.lookup.follows:
             return None
         has_answered = self.handoff.num_tokens is not None  # so P has begun
         if has_answered and not is_news:

@@ -20,12 +20,13 @@ class MismatchLog:
         self._said: OrderedDict[str, Deadline] = OrderedDict()
         self._next = Deadline(0.0)
 
-    def warn(self, message: str) -> None:
-        last = self._said.get(message)
+    def warn(self, message: str, about: str | None = None) -> None:
+        """Logs a message; of all that are `about` one thing only the first."""
+        last = self._said.get(about or message)
         if (last is not None and not last.is_over()) or not self._next.is_over():
             return
         self._next = Deadline(self._pause_s)
-        self._said[message] = Deadline(self._silence_s)
+        self._said[about or message] = Deadline(self._silence_s)
         while len(self._said) > _MOST_MESSAGES:
             self._said.popitem(last=False)
         log.warning(message)

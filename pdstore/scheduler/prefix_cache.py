@@ -5,9 +5,10 @@ Plain lookups and hand-offs have a thread each, so that neither waits for the ot
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from pdstore.errors import StoreError
@@ -29,7 +30,7 @@ from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
 from pdstore.store.room_watch import RoomWatch
-from pdstore.threads import Deadline
+from pdstore.threads import Deadline, Ticker
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,15 @@ _EVICTED = (
     "P published a hand-off of which {} has not all any more: its blocks were evicted or removed"
     " since. Look at the pool's size and at its eviction policy"
 )
+_OTHER_TOKENS = (
+    "P had {} tokens, this instance {}, not the same ones: tokenizer or chat template differ (or"
+    " adapter, images, cache_salt): give both instances the same --tokenizer and --chat-template"
+)
+_OTHER_WEIGHTS = (
+    "the weights' files of the prefill instance {} are {}, those here are {}, although"
+    " PDSTORE_WEIGHTS is {} on both: if the weights differ too, answers are wrong. Give each"
+    " checkpoint a PDSTORE_WEIGHTS of its own, or unset it on both: then the files decide"
+)
 
 
 class PrefixCacheManager:
@@ -67,9 +77,13 @@ class PrefixCacheManager:
     store: None opens PDSTORE_STORE; one that is given stays the caller's to close.
     longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
     router_duty: the router's part in a hand-off, for the log of a D that finds nothing.
+    weights_of: as `weights_revision`; with it D warns of an equal PDSTORE_WEIGHTS of other files.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
     """
+
+    _last_save: str | None = None  # why it fell short
+    _weights_files: str | None = None
 
     def __init__(
         self,
@@ -80,6 +94,7 @@ class PrefixCacheManager:
         store: Store | None = None,
         longest_prompt: int | None = None,
         router_duty: str = _RELAY,
+        weights_of: Callable[[Settings], str] | None = None,
     ) -> None:
         self.namespace = namespace
         self.metrics = metrics or Metrics()
@@ -95,6 +110,8 @@ class PrefixCacheManager:
         self._instance = new_id()
         self._load_costs = CostTable()
         self._mismatches = MismatchLog()
+        self._other_weights = MismatchLog(silence_s=float("inf"))  # one warning for each peer
+        self._reader = self._open_reader(weights_of)
         self._closed = False
         self._pid = os.getpid()
         ask, wait_s = partial(find, self._store), settings.lookup_wait_s
@@ -162,6 +179,12 @@ class PrefixCacheManager:
         if num_tokens > 0 and seconds > 0:
             self._load_costs.note(num_tokens, num_tokens, seconds)
 
+    def note_saves(self, reasons: Iterable[Reason | None]) -> None:
+        """Takes note of how saves ended (`JobResult.reason`), for P's next answers. Any thread."""
+        for reason in reasons:
+            if reason not in (Reason.CANCELLED, Reason.CLOSED):
+                self._last_save = reason and reason.value
+
     def is_prefill(self, params: Mapping[str, Json] | None) -> bool:
         """True if this instance is P for a request: it announces and publishes the prompt.
 
@@ -188,12 +211,16 @@ class PrefixCacheManager:
         if asked is not None and asked.num_tokens is not None:
             self._mismatches.warn(_DECODE_AT_PREFILL)
         pool_id = self._identity.current
+        last_save = self._last_save
         handoff = Handoff(
-            id=HandoffId(asked.id.hex if asked else new_id(), self._instance),
+            id=HandoffId(asked.id.hex if asked else new_id(), self._instance, bool(last_save)),
             num_tokens=keys.num_tokens,
             namespace=self.namespace.hex,
             pool_id=pool_id.hex() if pool_id else None,
             fields=self.namespace.describe(),
+            last_block=keys.hash_of(len(keys) - 1).hex() if len(keys) else None,
+            last_save=last_save,
+            weights_files=self._weights_files,
         )
         return handoff.id, handoff.params() if self._settings.publish else {}
 
@@ -243,6 +270,8 @@ class PrefixCacheManager:
         if os.getpid() != self._pid:
             return
         limit = Deadline(_STOP_S)
+        if self._reader is not None:
+            self._reader.stop(0.1)  # it may read for minutes, and holds nothing
         for thread in (self._room, self._queue, self._watcher):
             thread.close(limit.remaining_s())
         if self._owns_store:
@@ -255,7 +284,7 @@ class PrefixCacheManager:
         if self._settings.role == "decode" and (params or {}).get("do_remote_decode") is True:
             self._mismatches.warn(_PREFILL_AT_DECODE)
         wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
-        keys = handed_over(keys, handoff)
+        num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
         load_s = self._load_s(keys.num_tokens) if follows else None
         lookup = Lookup(keys, handoff, wait_s, count, follows=follows, load_s=load_s)
@@ -263,12 +292,16 @@ class PrefixCacheManager:
         if handoff is not None and handoff.namespace not in (None, self.namespace.hex):
             self._warn_of_other_namespace(handoff)
             refusal = Reason.NAMESPACE
+        elif handoff is not None:
+            self._compare(handoff, keys, num_tokens)
         if refusal is not None:
             lookup.finish(Match.miss(keys, refusal))
         elif handoff is not None:
             self._watcher.add(lookup)
         else:
             self._queue.add(lookup)
+        if self._closed:  # by a signal handler, perhaps since it was asked
+            lookup.finish(Match.miss(keys, Reason.CLOSED))
         return lookup
 
     def _load_s(self, num_tokens: int) -> float | None:
@@ -287,14 +320,36 @@ class PrefixCacheManager:
             return
         self.metrics.lookup_ended(keys.num_tokens, found.num_tokens, found.reason, found.error)
         if found.reason is Reason.ABSENT:
-            self._warn_of_absence(handoff, found)
+            self._warn_of_absence(keys, handoff, found)
 
-    def _warn_of_absence(self, handoff: Handoff | None, found: Match) -> None:
+    def _warn_of_absence(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
         """Warns of a prompt that should be in the pool; an ordinary one need not be."""
-        if handoff is not None and handoff.num_tokens is not None:
+        if handoff is not None and handoff.num_tokens is not None and handoff.is_of(keys):
             self._mismatches.warn(_EVICTED.format(self._store.label))
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
             self._mismatches.warn(_NOTHING.format(self._router_duty))
+
+    def _compare(self, handoff: Handoff, keys: PromptKeys, num_tokens: int) -> None:
+        """Warns of another prompt, of `num_tokens` before it was cut to P's, or other weights."""
+        if not handoff.is_of(keys):
+            message = _OTHER_TOKENS.format(handoff.num_tokens, num_tokens)
+            self._mismatches.warn(message, about=_OTHER_TOKENS)
+        theirs, ours = handoff.weights_files, self._weights_files
+        if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one is a commit
+            peer, named = handoff.id.instance or "", self._settings.weights
+            message = _OTHER_WEIGHTS.format(peer[:8], theirs, ours, named)
+            self._other_weights.warn(message, about=peer)
+
+    def _open_reader(self, weights_of: Callable[[Settings], str] | None) -> Ticker | None:
+        if not self._settings.weights or weights_of is None:
+            return None
+
+        def read() -> None:
+            with contextlib.suppress(ValueError, OSError):  # no files here: nothing to compare
+                parts = weights_of(self._settings.model_copy(update={"weights": None})).split("+")
+                self._weights_files = "+".join(part[:24] for part in parts)
+
+        return Ticker("pdstore-weights", read)
 
     def _warn_of_other_pool(self, handoff: Handoff) -> None:
         ours, label = self._identity.current or b"", self._store.label

@@ -12,6 +12,7 @@ from pdstore.errors import (
     StoreDenied,
     StoreError,
     StoreFull,
+    StoreTimeout,
     StoreUnavailable,
 )
 from pdstore.store.base import Store
@@ -19,6 +20,7 @@ from pdstore.store.wrappers import A, CallWrapper, R, WrapperStore
 
 # Errors about one block, one budget or one closed object: the store itself is well.
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
+_QUICK_S = 0.02
 
 
 class CircuitBreaker(CallWrapper):
@@ -26,7 +28,8 @@ class CircuitBreaker(CallWrapper):
 
     After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
     once, or StoreDenied if the last one was denied. After `open_s` one call is let through as a
-    probe; if it fails the pause doubles, up to `max_s`.
+    probe; if it fails the pause doubles, up to `max_s`. If the last failure came quickly, as from a
+    replica, calls go through all the same: they cost little, and the store is used once it works.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class CircuitBreaker(CallWrapper):
         self._closed_again_at = 0.0
         self._probing = False
         self._problem: str | None = None
-        self._is_full = self._is_denied = False
+        self._is_full = self._is_denied = self._is_quick = False
         self._remedy = ""
 
     @property
@@ -70,12 +73,15 @@ class CircuitBreaker(CallWrapper):
     def _guarded(self, verb: str, function: Callable[[], R]) -> R:
         is_probe = self._enter()
         healthy = True  # also after a bad argument, which says nothing about the store
+        began_at = self._clock()
         try:
             answer = self._with_retry(function)
         except StoreError as error:
             healthy = isinstance(error, _HEALTHY)
             self._is_denied = isinstance(error, StoreDenied)
             self._remedy = error.remedy
+            is_lasting = isinstance(error, StoreTimeout | StoreDenied)
+            self._is_quick = not is_lasting and self._clock() - began_at < _QUICK_S
             if not healthy or isinstance(error, StoreFull):
                 self._problem, self._is_full = str(error), healthy
             raise
@@ -98,7 +104,7 @@ class CircuitBreaker(CallWrapper):
     def _enter(self) -> bool:
         """Returns True for the probe of an open breaker; raises for every other call meanwhile."""
         with self._lock:
-            if not self.is_open:
+            if not self.is_open or self._is_quick:
                 return False
             wait = self._closed_again_at - self._clock()
             if wait > 0 or self._probing:

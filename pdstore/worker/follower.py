@@ -59,17 +59,18 @@ class _Lane:
             self._at += found
         return self._at > before
 
-    def release(self, work: LoadWork, split: Split) -> None:
-        """Releases the blocks that are whole in this layer range."""
+    def release(self, work: LoadWork, split: Split) -> bool:
+        """Releases the blocks that are whole in this layer range. Returns whether there are any."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
         first, stop = self._released, len(keys) if is_all else self._numbers[self._at]
         if stop <= first:
-            return
+            return False
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
         num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
         work.release(split.ranges(first, stop, num_bytes), self._layer_range)
         self._released = stop
+        return True
 
 
 class Follow:
@@ -129,16 +130,19 @@ class Follow:
         heard_at: a time at which they were there, in seconds of the clock.
         """
         cut, moved = self._cut(stored), False
+        try:
+            for lane in self._lanes:
+                if cut is not None or lane.missing in stored:
+                    moved |= lane.advance(store)
+        except StoreError:  # what was found before it is loaded, the rest is asked for again
+            cut = None
         for lane in self._lanes:
-            if cut is not None or lane.missing in stored:
-                moved |= lane.advance(store)
-            lane.release(self._work, self._split)
+            moved |= lane.release(self._work, self._split)
         if moved:
             self._note_life(heard_at)
-        if all(lane.is_complete for lane in self._lanes):
-            self._work.close()
-        elif cut is not None:
-            self._work.close(cut)
+        is_complete = all(lane.is_complete for lane in self._lanes)
+        if is_complete or cut is not None:
+            self._work.close(None if is_complete else cut)
         if moved or not self._work.is_open:
             self._wake()
         return moved
@@ -157,8 +161,11 @@ class Follow:
         """Asks once who is P, if a router named the hand-off and nothing came for a moment."""
         if self._has_asked or asked_at - self._moved_at < _ASK_AFTER_S:
             return
+        try:
+            started = read_marker(store, self._handoff.started(self._namespace))
+        except StoreError:  # it is asked again
+            return
         self._has_asked = True
-        started = read_marker(store, self._handoff.started(self._namespace))
         instance = self._handoff.instance_of(started) if started is not None else None
         if instance is not None:
             self._pulse = Pulse(self._namespace, instance, clock=self._clock)
@@ -266,25 +273,15 @@ class Follower:
         """Takes note of what was named and looks for more. Returns whether any load moved."""
         named, now = self._plan.named(), time.monotonic()
         concerned = [f for f in self._follows if not named.isdisjoint(f.wanted())]
-        moved = any([self._tell(follow.hear, named, now) for follow in concerned])
+        moved = any([follow.hear(self._store, named, now) for follow in concerned])
         try:
             heard = self._plan.note(self._stored(self._plan.next()))
         except StoreError:  # the loads end when nothing appears in time
             return moved
         if heard is not None:
-            moved |= any([self._tell(f.look, heard.found, heard.began_at) for f in self._follows])
+            now = heard.began_at
+            moved |= any([f.look(self._store, heard.found, now) for f in self._follows])
         return moved
-
-    def _tell(
-        self,
-        hear: Callable[[Store, AbstractSet[BlockKey], float], bool],
-        stored: AbstractSet[BlockKey],
-        heard_at: float,
-    ) -> bool:
-        try:
-            return hear(self._store, stored, heard_at)
-        except StoreError:
-            return False
 
     def _wanted(self, _: bool) -> list[BlockKey]:
         return list(dict.fromkeys(key for follow in self._follows for key in follow.wanted()))

@@ -177,9 +177,7 @@ class JobRun:
 
     def _is_at_end(self) -> bool:
         work = self._work
-        if work is None or self._shortfall is not None:
-            return True
-        return work.num_ready == 0 and not work.is_open
+        return work is None or self._shortfall is not None or work.is_at_end
 
     def _finish(self, child: ChildJob) -> None:
         work = self._work

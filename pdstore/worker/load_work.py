@@ -45,18 +45,15 @@ class LoadWork(Work):
         self._first_token, self._ready = first_token, ready
         self._waiting: deque[_Piece] = deque()
         self._released: defaultdict[int | None, list[_Piece]] = defaultdict(list)
-        self._is_open = True
+        self._tally = (0, False)  # pieces released, and whether those are all: one value
+        self._num_taken = 0
         self._cut: Reason | None = None
         self._gaps: list[tuple[_Piece, Shortfall]] = []
-        self._is_whole = False
 
     @property
     def progress(self) -> int:
-        if self._is_whole:
-            return self._prompt.keys.num_tokens
-        if not self._released:
-            return self._first_token
-        return min(map(self._tokens_of, list(self._released.values())))
+        ends = map(self._tokens_of, list(self._released.values()))
+        return self._prompt.usable_end(min(ends, default=self._first_token), self._first_token)
 
     @property
     def num_ready(self) -> int:
@@ -65,23 +62,40 @@ class LoadWork(Work):
         return sum(self._is_wanted(piece) for piece in list(self._waiting))
 
     @property
+    def is_at_end(self) -> bool:
+        if self._gaps:
+            return self.num_ready == 0
+        return self._tally == (self._num_taken, True)
+
+    @property
     def is_open(self) -> bool:
-        return self._is_open and not self._gaps
+        """True while it matters whether more is released."""
+        return not (self._tally[1] or self._gaps)
 
     def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
-        """Says that some blocks may be loaded; those of a layer range in the prompt's order."""
+        """Says that some blocks may be loaded; those of a layer range in the prompt's order.
+
+        One thread at a time calls this and `close`. After `close` neither does anything.
+        """
+        num_released, are_all = self._tally
+        if are_all:
+            return
         pieces = [_Piece(blocks, layer_range) for blocks in ranges]
+        self._tally = (num_released + len(pieces), False)
         self._released[layer_range] += pieces
         self._waiting += pieces
 
     def close(self, cut: Reason | None = None) -> None:
         """Says that no more is released; `cut`: why that is not all of the prompt."""
-        self._cut = cut
-        self._is_open = False
+        num_released, are_all = self._tally
+        if not are_all:
+            self._cut = cut
+            self._tally = (num_released, True)
 
     def take(self) -> Share:
         while self._waiting:
             piece = self._waiting.popleft()
+            self._num_taken += 1
             if self._is_wanted(piece):
                 return partial(self._load, piece)
         return _nothing  # another worker has found a gap since the run counted the shares
@@ -94,7 +108,6 @@ class LoadWork(Work):
             return min(self._gaps, key=lambda gap: self._block_at(gap[0]))[1]
         if shortfall is None and self._cut is not None:
             shortfall = Shortfall(self._cut)
-        self._is_whole = shortfall is None
         return shortfall
 
     def _is_wanted(self, piece: _Piece) -> bool:
@@ -141,6 +154,8 @@ class LoadWork(Work):
         if values and block_at(values, 0) == block_at(wanted, piece.num_loaded):
             piece.num_loaded += len(values)
             piece.reached = end_token(values, self._prompt.layout.block_tokens)
+        if piece.num_loaded == len(wanted):
+            piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
         if not is_all:
             self._gaps.append((piece, Shortfall(Reason.LOST)))
 

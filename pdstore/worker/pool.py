@@ -160,6 +160,8 @@ class KVPool:
         starts: as `start_handoff` takes them, when the first layers are done.
         """
         prompt, first_block = self._prompt_of(keys, block_ids, first_token)
+        if handoff is not None and handoff.is_doubtful:
+            starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin(started)
         work = SaveWork(self._mover, prompt, first_block, handoff)
@@ -196,8 +198,9 @@ class KVPool:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
-        first `job.result.num_tokens` tokens are there; the others were not stored any more, or did
-        not verify.
+        first `job.result.num_tokens` tokens are there, and the engine can compute on from them. The
+        others were not stored any more, or did not verify, or a window before them has NO_BLOCK:
+        where windows have moved on, a load that falls short counts `first_token`.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.

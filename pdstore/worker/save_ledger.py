@@ -41,12 +41,14 @@ class SaveLedger:
             except TimeoutError:  # which names the time that was left
                 raise TimeoutError(f"a save still runs after {timeout_s} s") from None
             self._end(number, job)
-        if self._failures:
+        try:
             result = self._failures.popleft()
-            reason = result.reason.value if result.reason else "unknown"
-            raise SaveFailed(
-                f"a save ended with {reason}; {result.num_tokens} leading tokens are durable"
-            ) from result.error
+        except IndexError:  # none, or another flush tells of it
+            return
+        reason = result.reason.value if result.reason else "unknown"
+        raise SaveFailed(
+            f"a save ended with {reason}; {result.num_tokens} leading tokens are durable"
+        ) from result.error
 
     def _end(self, number: int, job: Job) -> None:
         """Notes the end of a save once, whoever calls first: the job or who waits for it."""

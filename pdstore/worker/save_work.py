@@ -49,9 +49,9 @@ class SaveWork(Work):
         self._mover, self._prompt, self._handoff = mover, prompt, handoff
         self.first_block = first_block
         self._pieces: deque[_Piece] = deque()
-        self._num_released = 0
+        self._tally = (0, False)  # pieces released, and whether those are all: one value
+        self._num_taken = 0
         self._gathered: list[None] = []
-        self._is_open = True
         self._progress = 0
         self._ready: ReadyEvent | None = None
 
@@ -64,8 +64,8 @@ class SaveWork(Work):
         return -(-len(self._pieces) // self._mover.split.at_once)
 
     @property
-    def is_open(self) -> bool:
-        return self._is_open
+    def is_at_end(self) -> bool:
+        return self._tally == (self._num_taken, True)
 
     def release(
         self,
@@ -77,13 +77,13 @@ class SaveWork(Work):
     ) -> None:
         """Says that some layers of the blocks may be read once `ready` has fired."""
         pieces = [_Piece(blocks, layer_range, ready) for blocks in ranges]
-        self._num_released += len(pieces)
         self._ready = ready
+        self._tally = (self._tally[0] + len(pieces), is_last)
         self._pieces.extend(pieces)
-        self._is_open = not is_last
 
     def take(self) -> Share:
         count = min(self._mover.split.at_once, len(self._pieces))
+        self._num_taken += count
         return partial(self._save, [self._pieces.popleft() for _ in range(count)])
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
@@ -116,8 +116,7 @@ class SaveWork(Work):
     def _note_gathered(self, child: ChildJob) -> None:
         """Counts the pieces that are copied; a hand-off's may be needed again."""
         self._gathered.append(None)
-        is_last = not self._is_open and len(self._gathered) == self._num_released
-        if is_last and self._handoff is None:
+        if self._tally == (len(self._gathered), True) and self._handoff is None:
             child.set_captured()
 
     def _publish(
@@ -129,7 +128,7 @@ class SaveWork(Work):
             if missing is None:
                 return self._mark_stored(child, handoff)
             # layers that are not released may not be computed: they are not there to be saved again
-            if shortfall is not None and (shortfall.error is not None or self._is_open):
+            if shortfall is not None and (shortfall.error is not None or not self._tally[1]):
                 return shortfall
             if saves_left:
                 reason = self._save_again(child, missing)

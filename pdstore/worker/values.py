@@ -92,6 +92,22 @@ class PromptBlocks:
             values += self._values(tail, self.keys.tokens_of(num_full), layer_range)
         return values
 
+    def usable_end(self, end: int, first_token: int) -> int:
+        """Returns how many of the first `end` tokens an engine can go on from.
+
+        It can from all of the prompt, from `first_token`, and from the end of a block before which
+        no window lacks an engine block.
+        """
+        if end == self.keys.num_tokens:
+            return end
+        size, step = self.layout.block_tokens, self._per_block
+        windows = {(spec.table, spec.window) for spec in self.layout.layers if spec.window}
+        for stop in range(end // size, first_token // size, -1):
+            starts = [(table, max(0, stop * size - window) // size) for table, window in windows]
+            if not any(NO_BLOCK in self.tables[n][at * step : stop * step] for n, at in starts):
+                return stop * size
+        return first_token
+
     def chain(self, first_block: int, layer_range: int | None = None) -> Chain:
         """The keys of the blocks from `first_block` on, without making their values."""
         blocks = BlockRange(first_block, len(self.keys))

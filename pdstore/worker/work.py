@@ -38,9 +38,12 @@ class Work:
         return 0
 
     @property
-    def is_open(self) -> bool:
-        """True while more shares may become ready."""
-        return False
+    def is_at_end(self) -> bool:
+        """True if all shares are taken and no more will become ready: one answer, read at once.
+
+        The run asks under its lock; but shares may become ready at any instruction.
+        """
+        return True
 
     def take(self) -> Share:
         """Returns the next of the shares that are ready. The run calls it, under its lock."""

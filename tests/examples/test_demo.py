@@ -247,7 +247,7 @@ URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
             {"MOONCAKE_MASTER_SERVER_ADDR": "h:2"},
             "mooncake:// (MOONCAKE_MASTER_SERVER_ADDR=h:2)",
         ),
-        (None, {"PDSTORE_STORE": URL, "MOONCAKE_MASTER_SERVER_ADDR": "h:2"}, URL_LINE),
+        (None, {"PDSTORE_STORE": URL, "MOONCAKE_CONFIG_PATH": "/x"}, URL_LINE),
         (None, {"MOONCAKE_CONFIG_PATH": "/x"}, "mooncake:// (MOONCAKE_CONFIG_PATH=/x)"),
     ],
 )

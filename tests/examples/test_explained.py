@@ -9,6 +9,7 @@ import re
 import pytest
 
 import pdstore
+from examples.mini_engine.request import Request
 from tests.support.mini_engine_kit import ask, prompt_of, until
 
 PULL = {"do_remote_decode": True}
@@ -117,3 +118,39 @@ def test_an_engine_tries_its_own_layout_first_where_it_is_asked_to(open_one, sai
     spoilt = f"faulty+file://{tmp_path}/pool?error_rate=0&miss_rate=0&corrupt_rate=1"
     with pytest.raises(pdstore.StoreError, match="self-test's load failed"):
         open_one("decode", selftest=True, store=spoilt)
+
+
+def test_a_store_that_takes_no_writes_costs_d_one_wait(open_one, said, redis_server):
+    master, server = redis_server(), redis_server()
+    p, d = (open_one(role, store=server.url) for role in ("prefill", "decode"))
+    until(lambda: p.adapter.cache.pool_id and d.adapter.cache.pool_id)
+
+    def handed_over(seed):
+        prompt = prompt_of(100, seed)
+        params = prefilled(p, prompt)
+        until(lambda: len(p.adapter.journal.last()) == seed)  # and its save has ended
+        ask(d, prompt, kv_transfer_params=params).wait()
+        until(lambda: len(d.adapter.journal.last()) == seed)
+        record = d.adapter.journal.last()[-1]
+        waited_s = sum(phase.end_s - phase.begin_s for phase in record.phases[:2])
+        return params["pdstore"].get("last_save"), record.num_loaded, waited_s
+
+    with server.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", master.port)
+        assert handed_over(1)[:2] == (None, 0)
+        last_save, num_loaded, waited_s = handed_over(2)
+        assert (last_save, num_loaded) == ("store_down", 0)
+        assert waited_s < 1.0, "P's death is noticed after 1.35 s"
+        client.execute_command("REPLICAOF", "NO", "ONE")
+    assert handed_over(3)[:2] == ("store_down", 99)
+    assert handed_over(4)[:2] == (None, 99)
+    assert said("You can't write against a read only replica")
+
+
+def test_a_context_that_is_too_small_names_the_instance_and_the_option(open_one):
+    d = open_one("decode")
+    d.model.max_model_len = 64
+    request = Request(prompt_of(40), 25, sink=print)
+    words = "over the context of 64 tokens of this decode instance: give P and D the same --max-mod"
+    with pytest.raises(ValueError, match=words):
+        d.check(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore.format.handoff import RING, Handoff, HandoffId, Pulse, beat_key, is_beat
-from pdstore.format.keys import Kind, kind_of
+from pdstore.format.keys import Kind, PromptKeys, kind_of
 from pdstore.format.namespace import Namespace, Part
 from tests.support.clock import Clock
 
@@ -16,9 +16,39 @@ SILENCE_S = 1.5
 
 def test_parameters_come_back_as_they_went():
     handoff = Handoff(
-        HandoffId.new("ef" * 16), 1503, NAMESPACE.hex, "0" * 32, {"dtype": '"float32"'}
+        HandoffId.new("ef" * 16),
+        1503,
+        NAMESPACE.hex,
+        "0" * 32,
+        {"dtype": '"float32"'},
+        last_block="12" * 16,
+        last_save="store_full",
+        weights_files="sha256:0123",
     )
     assert Handoff.of(handoff.params()) == handoff
+
+
+def test_fields_of_a_later_version_are_not_looked_at():
+    attempt = HandoffId.new()
+    said = {"attempt": attempt.hex, "later": {"any": ["thing"]}}
+    assert Handoff.of({"pdstore": said}) == Handoff(attempt)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "last_block", "is_of"),
+    [
+        (None, None, True),  # a router's own id
+        (100, None, True),  # an older P
+        (99, None, False),
+        (100, "ours", True),
+        (100, "12" * 16, False),
+    ],
+)
+def test_a_handoff_is_of_a_prompt_with_the_same_tokens(num_tokens, last_block, is_of):
+    keys = PromptKeys(NAMESPACE).extend(range(100))
+    named = keys.hash_of(1).hex() if last_block == "ours" else last_block
+    handoff = Handoff(HandoffId.new(), num_tokens, last_block=named)
+    assert handoff.is_of(keys) is is_of
 
 
 def test_an_attempt_alone_is_enough():
@@ -45,6 +75,7 @@ def test_others_parameters_are_no_handoff(params):
         ({"attempt": "0" * 32, "num_tokens": -1}, "num_tokens"),
         ({"attempt": "0" * 32, "num_tokens": "7"}, "num_tokens"),
         ({"attempt": "0" * 32, "fields": [1]}, "fields"),
+        ({"attempt": "0" * 32, "last_block": "x"}, "last_block"),
         ({"attempt": "0" * 32, "fields": {str(i): "" for i in range(65)}}, "fields"),
     ],
 )
@@ -59,8 +90,10 @@ def test_attempts_are_never_equal():
 
 def test_what_a_client_says_is_one_plain_line():
     fields = {"dtype\n": "x\nWARNING forged", "long": "y" * 500}
-    handoff = Handoff.of({"pdstore": {"attempt": "0" * 32, "fields": fields}})
+    said = {"attempt": "0" * 32, "fields": fields, "last_save": ["\n"], "weights_files": "w\nx"}
+    handoff = Handoff.of({"pdstore": said})
     assert handoff.fields == {"dtype?": "x?WARNING forged", "long": "y" * 80}
+    assert (handoff.last_save, handoff.weights_files) == ("['\\n']", "w?x")
 
 
 def test_a_marker_is_one_attempts_shard_and_state():

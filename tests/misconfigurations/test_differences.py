@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -74,3 +75,38 @@ def test_the_layers_are_shown_and_not_a_digest_of_them(instance, caplog):
 def test_a_value_that_is_no_multiple_of_the_engines_block_ends_the_start(instance):
     with pytest.raises(ValueError, match=r"BLOCK_TOKENS=24 must be a multiple .* of 16"):
         instance(block_tokens=24)
+
+
+@pytest.mark.parametrize("num_tokens", [122, 94, 70, 300])
+def test_another_tokenizer_is_told_and_not_taken_for_eviction(instance, caplog, num_tokens):
+    p, d = instance(role="prefill"), instance(role="decode")
+    keys = p.cache.keys(range(94))
+    handoff, params = p.cache.announce(keys)
+    assert p.pool.save(keys, BLOCKS, handoff=handoff).wait(20).reason is None
+    ours = d.cache.keys(range(1000, 1000 + num_tokens))
+    for start in (d.cache.follow, d.cache.lookup, d.cache.lookup):
+        found = start(ours, params).wait(AT_ONCE_S)
+        assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"P had 94 tokens, this instance {num_tokens}, not the same ones" in line
+    assert "tokenizer or chat template differ" in line
+    assert "give both instances the same --tokenizer and --chat-template" in line
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_the_prompt_that_p_had_is_no_warning(instance, caplog, num_more):
+    p, d = instance(role="prefill"), instance(role="decode")
+    params = handed_over(p)
+    found = d.cache.lookup(d.cache.keys(range(100 + num_more)), params).wait(AT_ONCE_S)
+    assert found.num_tokens == 100
+    assert not caplog.records
+
+
+def test_salts_that_differ_by_white_space_alone_are_called_that(instance, caplog):
+    p, d = instance(salt="team-a\n"), instance(salt="team-a")
+    d.cache.lookup(d.cache.keys(PROMPT), handed_over(p)).wait(AT_ONCE_S)
+    [line] = [r.getMessage() for r in caplog.records if "does not fit" in r.getMessage()]
+    assert re.search(
+        r"salt: #\w{4} \((#\w{4}) and white space\) there, \1 here: start P and D with the same",
+        line,
+    )

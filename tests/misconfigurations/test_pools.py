@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import subprocess
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -252,3 +255,92 @@ def test_a_clock_of_d_that_is_an_hour_off_costs_nothing(
     match = found(d, params)
     assert (match.num_tokens, match.reason) == (len(PROMPT), None)
     assert d.pool.load(match.keys, BLOCKS).wait(SOON_S).num_tokens == len(PROMPT)
+
+
+def _replica(redis_server, tmp_path, stack):
+    master, server = redis_server(), redis_server()
+    client = stack.enter_context(server.client())
+
+    def turn(is_bad):
+        client.execute_command(
+            "REPLICAOF", *(("127.0.0.1", master.port) if is_bad else ("NO", "ONE"))
+        )
+
+    return server.url, turn
+
+
+def _full_redis(redis_server, tmp_path, stack):
+    server = redis_server("--maxmemory-policy", "noeviction")
+    client = stack.enter_context(server.client())
+    return server.url, lambda is_bad: client.config_set("maxmemory", 1 if is_bad else 0)
+
+
+def _too_many_clients(redis_server, tmp_path, stack):
+    server = redis_server()
+    client = stack.enter_context(server.client())
+
+    def turn(is_bad):
+        client.config_set("maxclients", 1 if is_bad else 1000)
+        if is_bad:
+            client.client_kill_filter(_type="normal", skipme=True)
+
+    return server.url, turn
+
+
+def _no_inodes(redis_server, tmp_path, stack):
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = "size=64m,nr_inodes=60,mode=0700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
+    stack.callback(subprocess.run, ["umount", "-l", disk], check=True)
+
+    def turn(is_bad):
+        if not is_bad:
+            for path in disk.glob("other*"):
+                path.unlink()
+        with contextlib.suppress(OSError):  # no inode is left
+            for n in itertools.count() if is_bad else ():
+                (disk / f"other{n}").touch()
+
+    return f"file://{disk}/pool", turn
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("kind", [_replica, _full_redis, _too_many_clients, _no_inodes])
+def test_a_store_that_takes_no_writes_costs_d_one_wait(
+    stack, over, redis_server, tmp_path, kind, caplog
+):
+    url, turn = kind(redis_server, tmp_path, stack)
+    p, d = over(url, role="prefill"), over(url, role="decode", handoff_wait_s=30.0)
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+
+    def handed_over(n):
+        tokens = [n, *range(150)]
+        keys = p.cache.keys(tokens)
+        handoff, params = p.cache.announce(keys)
+        job = p.pool.save(keys, BLOCKS, handoff=handoff)
+        job.on_end(lambda job: p.cache.note_saves([job.result.reason]))
+        result = job.wait(SOON_S)
+        begin = time.monotonic()
+        found = d.cache.follow(d.cache.keys(tokens), params).wait(SOON_S)
+        loaded = d.pool.load(found.keys, BLOCKS, follow=found.follow).wait(SOON_S).num_tokens
+        return result.reason, params["pdstore"].get("last_save"), loaded, time.monotonic() - begin
+
+    turn(True)
+    reason, said, loaded, _ = handed_over(0)
+    assert reason is not None
+    assert (said, loaded) == (None, 0)
+    for n in (1, 2):
+        _, said, loaded, waited_s = handed_over(n)
+        assert (said, loaded) == (reason.value, 0)
+        assert waited_s < 1.0, "P's death is noticed after 1.35 s; alone on a machine it is 0.03 s"
+    turn(False)
+    assert handed_over(3)[:3] == (None, reason.value, 151)
+    assert handed_over(4)[:3] == (None, None, 151)

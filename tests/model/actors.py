@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -37,13 +37,16 @@ from pdstore.worker.staging import Staging
 from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
 from pdstore.worker.verified import Verified
-from tests.model.replay import Body, ReplayStore
+from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.rules import Rules
 from tests.model.watch import STALL_S, Watch
 from tests.support.kv import POISON, settings_of
 
+Act = Callable[[set[BlockKey]], None]
 INSTANCE = "2" * 32
 BLOCK_IDS = [2, 0, 1]
+SHARED = {"_waiting", "_released", "_tally", "_cut", "_gaps", "num_ready", "is_open", "is_at_end"}
+"""State that a load's worker and its follower share."""
 
 
 class Taken(NamedTuple):
@@ -61,6 +64,8 @@ class Shape:
     follows: D loads while P saves.
     relayed: D has P's answer; else it waits for the marker that P has started.
     num_beats: the most that P puts while it saves; without any D does not know who P is.
+    num_steps: of D's worker behind a call of the store, at each of which its follower may act. Then
+      what is put is seen at once, and time stands still: those are tried without it.
     """
 
     num_tokens: int = 2
@@ -69,6 +74,7 @@ class Shape:
     follows: bool = False
     relayed: bool = True
     num_beats: int = 0
+    num_steps: int = 0
 
 
 class Rank:
@@ -95,6 +101,52 @@ class TrustingMover(StagedMover):
 
     def _verify(self, child, values, view, read, sums=None, num_there=None) -> Verified:
         return read
+
+
+class SteppedLoad(LoadWork):
+    """A load that does something else before each look at what its worker and follower share."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def __getattribute__(self, name: str) -> object:
+        meanwhile = object.__getattribute__(self, "meanwhile")
+        if meanwhile is not None and name in SHARED:
+            meanwhile()
+        return object.__getattribute__(self, name)
+
+
+class TornRun(JobRun):
+    """Finds the end of its work by two looks, between which a follower may act."""
+
+    def _is_at_end(self) -> bool:
+        work = self._work
+        if work is None or self._shortfall is not None:
+            return True
+        return work.num_ready == 0 and not work.is_open
+
+
+class Steps:
+    """The steps of D's worker behind a `get`, before one of which its follower acts, once.
+
+    act: makes the follower take note of a look.
+    """
+
+    def __init__(self, store: ReplayStore, wanted: Callable[[], list[BlockKey]], act: Act) -> None:
+        self._store, self._wanted, self._act = store, wanted, act
+        self._left: Meanwhile | None = None
+        self._is_used = False
+
+    def __call__(self) -> None:
+        if self._store.asked == "get" and not self._is_used:
+            self._left = self._store.pause(self._wanted())
+        if self._left is None:
+            return
+        step, looked = self._left
+        self._left = Meanwhile(step - 1, looked) if step else None
+        if step == 0:
+            self._is_used = True
+            with contextlib.suppress(StoreError):
+                self._act(set(looked.found))
 
 
 class Actors:
@@ -205,8 +257,10 @@ class Actors:
 
     def _load(self, store: ReplayStore, found: Match) -> JobResult:
         prompt = self._prompt(self._decode_rank, found.keys)
-        work = LoadWork(self._mover(self._decode_rank, store), prompt, 0, None)
-        run = JobRun(Direction.LOAD, work, num_bytes=1, seconds=60)
+        kind_of_work = SteppedLoad if self.shape.num_steps else LoadWork
+        work = kind_of_work(self._mover(self._decode_rank, store), prompt, 0, None)
+        kind = JobRun if self.rules.asks_once else TornRun
+        run = kind(Direction.LOAD, work, num_bytes=1, seconds=60)
         if found.follow is None:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
@@ -236,6 +290,11 @@ class Actors:
             wake=lambda: None,
             clock=watch.clock,
         )
+
+        def act(stored: set[BlockKey]) -> None:
+            follow.look(store, stored, watch.clock.now)
+
+        steps = Steps(store, follow.wanted, act) if self.shape.num_steps else None
         while not follow.is_over:
             wanted = follow.wanted()
             with contextlib.suppress(StoreError):
@@ -243,7 +302,9 @@ class Actors:
                     follow.look(store, stored, watch.clock.now)
                     if follow.is_over or follow.wanted() != wanted:
                         break
+            work.meanwhile = steps
             carry(run)
+            work.meanwhile = None
 
     def _prompt(self, rank: Rank, keys: PromptKeys | None = None) -> PromptBlocks:
         return PromptBlocks(rank.layout, keys or self.keys, [BLOCK_IDS])

@@ -32,6 +32,13 @@ class Looked(NamedTuple):
     passed: Passed
 
 
+class Meanwhile(NamedTuple):
+    """The answer to a pause of D's: what its follower finds at the n-th step from here."""
+
+    step: int
+    looked: Looked
+
+
 class Call(NamedTuple):
     """The call of the store that an actor makes next."""
 
@@ -42,12 +49,16 @@ class Call(NamedTuple):
     def is_look(self) -> bool:
         return self.verb == "look"
 
+    @property
+    def is_pause(self) -> bool:
+        return self.verb == "pause"
+
 
 class Ended(NamedTuple):
     """An actor that makes no more calls, and what it came to."""
 
     result: Any
-    is_look = False
+    is_look = is_pause = False
 
 
 class Suspended(BaseException):
@@ -67,9 +78,11 @@ class ReplayStore(Store):
 
     def __init__(self, answers: Sequence[Any], written: dict[BlockKey, bytes]) -> None:
         self._answers, self._written = iter(answers), written
+        self.asked = ""  # the last call that was answered
 
     def ask(self, verb: str, keys: Sequence[BlockKey]) -> Any:
         for answer in self._answers:
+            self.asked = verb
             if answer == ERROR:
                 raise StoreUnavailable(f"{verb} failed")
             return answer
@@ -78,6 +91,11 @@ class ReplayStore(Store):
     def look(self, keys: Sequence[BlockKey]) -> Looked:
         looked: Looked = self.ask("look", keys)
         return looked
+
+    def pause(self, keys: Sequence[BlockKey]) -> Meanwhile | None:
+        """Asks whether the follower looks for the keys before the next call, and at which step."""
+        answer: Meanwhile | None = self.ask("pause", keys)
+        return answer
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         return self.ask("match", keys)

@@ -14,6 +14,7 @@ class Rules:
 
     beats: P beats while it saves.
     listens: D gives up a P that does not beat.
+    asks_once: D's worker learns by one look whether its load is at its end.
     sees: what D makes of the markers that are there.
     """
 
@@ -23,4 +24,5 @@ class Rules:
     minds_time: bool = True
     beats: bool = True
     listens: bool = True
+    asks_once: bool = True
     sees: Callable[[set[BlockKey]], set[BlockKey]] = lambda found: found

@@ -19,6 +19,7 @@ WAITS, FOLLOWS = Shape(), Shape(follows=True)
 BOTH_AT_ONCE = Shape(follows=True, relayed=False)
 BEATS, FOLLOWS_BEAT = Shape(num_beats=2), Shape(num_beats=1, follows=True)
 TWO_RANKS, TWO_RANGES = Shape(num_ranks=2), Shape(num_ranges=2, follows=True)
+STEPS = Shape(num_tokens=3, follows=True, num_steps=27)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,19 @@ def test_no_state_is_wrong(shape, num_faults, least):
     if shape.num_beats:
         reasons |= {"handoff_dead"}
     assert world.endings.keys() == {"whole", *reasons}, "each kind of fault was tried"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        STEPS,
+        pytest.param(Shape(num_ranges=2, follows=True, num_steps=27), marks=pytest.mark.nightly),
+    ],
+)
+def test_no_step_of_the_follower_between_two_of_the_worker_makes_a_state_wrong(shape):
+    world = World(shape, Rules(), 0)
+    assert world.explore() > 2_000
+    assert world.endings.keys() == {"whole"}
 
 
 @pytest.mark.nightly
@@ -102,6 +116,7 @@ def one_done_is_enough(found: set[BlockKey]) -> set[BlockKey]:
         (Rules(listens=False), FOLLOWS_BEAT, 0, "a P that is dead"),
         (Rules(minds_time=False), WAITS, 0, "for ever"),
         (Rules(minds_time=False), FOLLOWS, 0, "for ever"),
+        (Rules(asks_once=False), STEPS, 0, "of a hand-off that is whole"),
     ],
 )
 def test_the_model_fails_without_a_rule(rules, shape, num_faults, words):

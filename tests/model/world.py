@@ -10,7 +10,17 @@ from pdstore.format.handoff import is_beat
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.outcome import Reason
 from tests.model.actors import Actors, Shape, Taken
-from tests.model.replay import ERROR, TORN, WHOLE, Call, Ended, Looked, Passed, Replays
+from tests.model.replay import (
+    ERROR,
+    TORN,
+    WHOLE,
+    Call,
+    Ended,
+    Looked,
+    Meanwhile,
+    Passed,
+    Replays,
+)
 from tests.model.rules import Rules
 
 
@@ -88,6 +98,12 @@ class World:
         return self._replays.next_of(state.actors[number])
 
     def _steps(self, state: State) -> Iterator[State]:
+        decode = len(self._names) - 1
+        call = self._next(state, decode)
+        if call.is_pause:  # of D alone: what others do now they may do before D's last call as well
+            for meanwhile in self._pauses(state, call):
+                yield self._answered(state, decode, meanwhile)
+            return
         for number, name in enumerate(self._names):
             call = self._next(state, number)
             if isinstance(call, Call) and (name == "D" or self._lives(state, name)):
@@ -133,9 +149,10 @@ class World:
         elif call.verb == "remove":
             stored = frozenset(v for v in state.stored if v[0] not in call.keys)
             yield self._answered(state._replace(stored=stored), number, None)
-        elif is_beat(call.keys[0]):  # as soon as D needs it
-            stored = state.stored | {(call.keys[0], WHOLE)}
-            yield self._answered(state._replace(stored=stored), number, 1)
+        elif is_beat(call.keys[0]) or self._shape.num_steps:  # as soon as D needs it
+            self._check_marker(state, number, call)
+            stored = state.stored | {(key, WHOLE) for key in call.keys}
+            yield self._answered(state._replace(stored=stored), number, len(call.keys))
         else:
             self._check_marker(state, number, call)
             new = frozenset(key for key in call.keys if key not in conditions)
@@ -164,13 +181,23 @@ class World:
         stored = dict(state.stored)
         found = tuple(key for key in call.keys if key in stored)
         yield Looked(found, Passed.A_PERIOD if self._has_beaten(state, found) else Passed.NOTHING)
-        yield Looked(found, Passed.ALL)
+        if not self._shape.num_steps:
+            yield Looked(found, Passed.ALL)
         if not self._shape.num_beats:
             return
         if not any(map(is_beat, call.keys)):
             yield Looked(found, Passed.A_MOMENT)  # D does not know P
         elif state.is_mute or not self._lives(state, "beats"):
             yield Looked(found, Passed.SILENCE)
+
+    def _pauses(self, state: State, call: Call) -> Iterator[Meanwhile | None]:
+        """Every step at which D's follower may look while its worker is at work, if it has news."""
+        yield None
+        stored = dict(state.stored)
+        found = tuple(key for key in call.keys if key in stored)
+        if found:
+            for step in range(self._shape.num_steps):
+                yield Meanwhile(step, Looked(found, Passed.NOTHING))
 
     def _has_beaten(self, state: State, found: tuple[BlockKey, ...]) -> bool:
         """True if D's last look found other beats."""

@@ -186,3 +186,32 @@ def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock
         with pytest.raises(type(error)):
             store.match(KEYS)
     assert not store.is_open
+
+
+def test_a_store_that_refuses_quickly_is_used_as_soon_as_it_works(clock):
+    inner = Scripted(*[StoreUnavailable("read only")] * 10, 1)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    for _ in range(3):
+        failing(store)
+    assert store.is_open
+    with pytest.raises(StoreUnavailable, match="read only"):
+        store.match(KEYS)
+    while inner.script[0] != 1:
+        failing(store)
+    assert store.match(KEYS) == 1
+    assert not store.is_open
+
+
+def test_a_store_whose_refusals_take_long_is_not_called(clock):
+    class Slow(Scripted):
+        def match(self, keys):
+            clock.now += 0.1
+            return super().match(keys)
+
+    inner = Slow(*[StoreUnavailable("away")] * 10)
+    store = CircuitBreaker(inner, failures=3, clock=clock)
+    for _ in range(3):
+        failing(store)
+    num_calls = inner.num_calls
+    failing(store)
+    assert inner.num_calls == num_calls

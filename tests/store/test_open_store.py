@@ -59,7 +59,8 @@ def test_a_slip_in_a_scheme_comes_with_the_url_that_was_meant(url, meant):
 
 
 def test_a_missing_package_comes_with_its_install_command(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pdstore.store.redis.store", raising=False)
+    for name in [name for name in sys.modules if name.startswith("pdstore.store.redis.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[redis\]'") as caught:
         open_store("redis://host", Settings())

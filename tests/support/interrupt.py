@@ -1,10 +1,11 @@
-"""Signal handlers at every moment: a function interrupted before each of its lines."""
+"""Signal handlers and other threads at every moment: a function interrupted before its lines."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 
 def ends_though_interrupted(
@@ -36,3 +37,36 @@ def ends_though_interrupted(
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
+
+
+def acts_at_line(
+    function: Callable[[], object],
+    number: int,
+    act: Callable[[], object],
+    within: str = "/pdstore/worker/",
+) -> bool:
+    """Runs `function`, and `act` before its line of that number. False if it has fewer lines.
+
+    What `act` does stands for another thread that runs while this one is held up there.
+
+    within: of the path of the files whose lines count.
+    """
+    left, before = number, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal left
+        if within not in frame.f_code.co_filename:
+            return None
+        if event == "line" and left >= 0:
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                act()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return left < 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pdstore.outcome import Direction, Reason
+from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.work import Share, Shortfall, Work
@@ -30,8 +30,8 @@ class Shares(Work):
         return len(self.shares)
 
     @property
-    def is_open(self) -> bool:
-        return not self.is_closed
+    def is_at_end(self) -> bool:
+        return self.is_closed and not self.shares
 
     def take(self) -> Share:
         return self.shares.pop(0)
@@ -50,6 +50,13 @@ def run_of(
 ) -> JobRun:
     work = body if isinstance(body, Work) else Shares(last=body)
     return JobRun(direction, work, num_bytes=num_bytes, seconds=seconds, urgency=urgency)
+
+
+def carried(run: JobRun) -> JobResult | None:
+    """Does what a worker does for a job now. Returns how the job ended; None if it goes on."""
+    while (child := run.take(lambda _: True)) is not None:
+        child.run()
+    return run.job.result
 
 
 class Gate:

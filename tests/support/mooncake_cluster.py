@@ -26,10 +26,9 @@ from pdstore.native.library import address_of
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.client import Raw
 from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.library import Library
-from pdstore.store.mooncake.memory import SLAB_BYTES, addresses_of
+from pdstore.store.mooncake.library import Library, Raw
+from pdstore.store.mooncake.memory import SLAB_BYTES
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put
@@ -80,7 +79,7 @@ class Cluster:
     @property
     def url(self) -> str:
         http = f"metrics_port={self.metrics_port}"
-        return f"mooncake://127.0.0.1:{self.port}?lease={LEASE_S}&discard={DISCARD_S}&{http}"
+        return f"mooncake://127.0.0.1:{self.port}?lease={LEASE_S}&{http}"
 
     @property
     def shared_url(self) -> str:
@@ -204,7 +203,8 @@ def put_bare(
         slots.sizes,
     )
     own.view[: len(slots.view)] = slots.view
-    addresses = addresses_of(own, address_of(own.view))
+    base = address_of(own.view)
+    addresses = [base + number * own.slot_bytes for number in own.numbers]
     config = Library(MooncakeConfig(master="127.0.0.1:1")).put_config(is_pinned=is_pinned)
     with mover_of(store) as raw:
         codes = raw.batch_put_from(list(keys), addresses, list(slots.sizes), config)

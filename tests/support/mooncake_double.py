@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from pdstore.errors import StoreUnavailable
+from pdstore.store.mooncake.client import State
 from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.server import State
 from pdstore.store.mooncake.store import MooncakeStore
 
 
@@ -124,5 +124,5 @@ class ServerDouble:
 
 def double_store(library, server, **fields) -> MooncakeStore:
     """Returns a store on doubles; `fields` are MooncakeConfig's."""
-    config = MooncakeConfig(master="m:1", **fields)
+    config = MooncakeConfig(**{"master": "m:1"} | fields)
     return MooncakeStore("mooncake://m:1", config, library, server)

@@ -11,6 +11,12 @@ from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
+from pdstore.worker.block_range import Split
+from pdstore.worker.follower import Follow
+from pdstore.worker.load_work import LoadWork
+from pdstore.worker.values import PromptBlocks
+from tests.support.clock import Clock
+from tests.support.jobs import carried, run_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
 
@@ -237,3 +243,59 @@ def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
 def test_started_is_a_marker_that_says_how_long_the_prompt_is(p, store):
     assert p.pool.start_handoff(ONE, 200).wait(10).reason is None
     assert store.match([ONE.started(p.namespace)]) == 1
+
+
+class Failing(WrapperStore):
+    """Fails a match or a get of some keys."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.keys: set[str] = set()
+
+    def match(self, keys):
+        self._check(keys)
+        return super().match(keys)
+
+    def get(self, keys, slots):
+        self._check(keys)
+        return super().get(keys, slots)
+
+    def _check(self, keys):
+        if not self.keys.isdisjoint(keys):
+            raise StoreUnavailable("on purpose")
+
+
+def follow_by_hand(one, keys, **more):
+    """Returns a follow of ONE without a thread, its work, its job, and a list of its wakes."""
+    prompt = PromptBlocks(one.layout, keys, [D_BLOCKS])
+    work, wakes = LoadWork(None, prompt, 0, None), []
+    run = run_of(work)
+    more = {"stall_s": 60.0, "split": Split(1), "wake": lambda: wakes.append(1), **more}
+    return Follow(run.job, work, prompt, 0, ONE, **more), work, run, wakes
+
+
+def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):
+    keys, failing = p.cache.keys(range(64)), Failing(store)
+    p.pool.save(keys, P_BLOCKS).wait(10)
+    follow, work, _, wakes = follow_by_hand(p, keys)
+    failed, missing = ONE.failed(p.namespace), set(follow.wanted()[-3:])
+    failing.keys = {follow.wanted()[-1]}
+    assert follow.hear(failing, missing | {failed}, 0.0)
+    assert (work.num_ready, wakes, work.is_open) == (2, [1], True)
+    failing.keys.clear()
+    follow.hear(failing, missing | {failed}, 0.0)
+    assert (work.num_ready, len(wakes), work.is_open) == (3, 2, False)
+
+
+def test_who_p_is_is_asked_again_after_an_error(p, store):
+    """A router named the hand-off; P starts, and dies before it stores anything."""
+    instance, clock = HandoffId("1" * 32, "2" * 32), Clock(0.0)
+    p.pool.start_handoff(instance, 64).wait(10)
+    failing, keys = Failing(store), p.cache.keys(range(64))
+    follow, work, run, _ = follow_by_hand(p, keys, clock=clock)
+    failing.keys = {ONE.started(p.namespace)}
+    while work.is_open and clock.now < 10.0:
+        clock.now += 0.2
+        follow.look(failing, set(), clock.now)
+        failing.keys.clear()
+    assert carried(run).reason is Reason.HANDOFF_DEAD

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
 
-from pdstore import HandoffId, Reason
+from pdstore import HandoffId, JobResult, Reason
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
@@ -19,7 +21,8 @@ from pdstore.worker.block_range import RANGE_BYTES, BlockRange
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
-from tests.support.jobs import run_of
+from tests.support.interrupt import acts_at_line
+from tests.support.jobs import carried, run_of
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
@@ -278,3 +281,57 @@ def test_a_share_that_a_gap_has_made_useless_does_nothing(p):
     before(child)
     assert work.take()(child) is None
     assert work.num_ready == 0
+
+
+class Copies(LosesAll):
+    """A mover that has every value, and notes the blocks that it was asked for."""
+
+    def __init__(self):
+        self.blocks: set[int] = set()
+
+    def load(self, child, values, first_token, ready, loaded):
+        self.blocks |= {value.number for value in values}
+        loaded(values, True)
+
+
+def loads_with(p, begin, act):
+    """Yields loads of two blocks: each time `act` comes before another line of the worker's.
+
+    begin, act: what the follower does with the work; `act` comes at the end at the latest.
+    Yields how the load ended, and the blocks that were copied.
+    """
+    for number in count():
+        mover, keys = Copies(), p.cache.keys(range(128))
+        work = LoadWork(mover, PromptBlocks(p.layout, keys, [P_BLOCKS]), 0, None)
+        run = run_of(work)
+        begin(work)
+        has_acted = acts_at_line(partial(carried, run), number, partial(act, work))
+        if not has_acted:
+            act(work)
+        yield carried(run), mover.blocks
+        if not has_acted:
+            return
+
+
+def release_last(work):
+    work.release([BlockRange(1, 2)])
+    work.close()
+
+
+def test_blocks_released_while_a_worker_leaves_are_loaded_before_the_end(p):
+    """Whatever the worker has seen of the work when the follower releases the rest and closes."""
+    ends = list(loads_with(p, lambda work: work.release([BlockRange(0, 1)]), release_last))
+    assert len(ends) > 30
+    assert ends == [(JobResult(128), {0, 1})] * len(ends)
+
+
+def test_a_load_that_was_cut_short_counts_nothing_that_is_released_later(p):
+    """A follower may find the last block in the turn in which it has heard that P failed."""
+
+    def cut_short(work):
+        work.release([BlockRange(0, 1)])
+        work.close(Reason.HANDOFF_FAILED)
+
+    ends = list(loads_with(p, cut_short, release_last))
+    assert len(ends) > 30
+    assert ends == [(JobResult(64, Reason.HANDOFF_FAILED), {0})] * len(ends)

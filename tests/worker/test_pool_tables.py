@@ -125,6 +125,42 @@ def test_layers_that_all_slide_match_by_their_windows(half):
     assert p.cache.match(p.cache.keys(range(100))).num_tokens == 0
 
 
+def short_load(half, store, lost, tables, first_token=0):
+    """Loads 160 tokens of which one block of the full layer was evicted after the match."""
+    p, d = half([FULL, SLIDING]), half([FULL, SLIDING], fill=POISON)
+    keys = p.cache.keys(range(160))
+    assert p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10).num_tokens == 160
+    full = [part for part in p.layout.parts if part.group == 0]
+    store.remove([keys.store_keys(full)[lost]])
+    result = d.pool.load(keys, tables, first_token=first_token).wait(10)
+    assert result.reason is Reason.LOST
+    for layer, ids in ((0, FULL_IDS), (1, SLIDING_IDS)):
+        seen = max(first_token, result.num_tokens - WINDOW) if layer else first_token
+        got, want = (each.tokens(ids, layer, seen, result.num_tokens) for each in (d, p))
+        assert torch.equal(got, want), "all that the next token sees is there"
+    return result.num_tokens
+
+
+@pytest.mark.parametrize("lost", [0, 5, 9])
+def test_a_load_that_falls_short_where_the_window_has_moved_on_counts_nothing(half, store, lost):
+    """Behind a smaller end the window's blocks were not lent, so no engine can go on there."""
+    assert short_load(half, store, lost, [FULL_IDS, behind(SLIDING_IDS, 160)]) == 0
+
+
+@pytest.mark.parametrize(("lost", "end"), [(0, 0), (2, 32), (9, 144)])
+def test_a_load_that_falls_short_counts_all_where_every_block_was_lent(half, store, lost, end):
+    assert short_load(half, store, lost, [FULL_IDS, SLIDING_IDS]) == end
+
+
+@pytest.mark.parametrize(("lost", "end"), [(8, 128), (7, 112), (6, 64), (5, 64)])
+def test_a_load_that_falls_short_counts_up_to_the_last_end_whose_window_was_lent(
+    half, store, lost, end
+):
+    """Blocks 4 and later were lent, the first 64 tokens were there: the window of 112 is whole."""
+    tables = [FULL_IDS, [NO_BLOCK] * 4 + SLIDING_IDS[4:]]
+    assert short_load(half, store, lost, tables, first_token=64) == end
+
+
 def test_a_full_layer_has_a_block_for_every_token(half):
     p = half([FULL, SLIDING])
     keys = p.cache.keys(range(64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 
 import pytest
 
@@ -10,6 +11,7 @@ from pdstore.errors import SaveFailed, StoreFull
 from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.worker.job import Job
 from pdstore.worker.save_ledger import SaveLedger
+from tests.support.interrupt import acts_at_line
 
 FULL = JobResult(64, Reason.STORE_FULL, StoreFull("no room"))
 
@@ -63,6 +65,25 @@ def test_the_first_failure_is_told_once_with_its_cause(before):
         ledger.flush(30)
     assert isinstance(caught.value.__cause__, StoreFull)
     ledger.flush(0.0)
+
+
+def test_of_two_flushes_at_once_one_is_told_of_a_failure():
+    """Wherever the one is held up, the other comes meanwhile."""
+    for number in count():
+        ledger, told = SaveLedger(), []
+
+        def flush(ledger=ledger, told=told):
+            try:
+                ledger.flush(0.0)
+            except SaveFailed as error:
+                told.append(error)
+
+        a_save(ledger).settle(FULL)
+        has_met = acts_at_line(flush, number, flush)
+        assert len(told) == 1
+        if not has_met:
+            break
+    assert number > 5
 
 
 def test_a_cancelled_save_is_no_failure():

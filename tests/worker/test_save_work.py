@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -16,6 +18,11 @@ from pdstore.outcome import Direction, Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put
+from pdstore.worker.block_range import BlockRange, Split
+from pdstore.worker.save_work import SaveWork
+from pdstore.worker.values import PromptBlocks
+from tests.support.interrupt import acts_at_line
+from tests.support.jobs import carried, run_of
 from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -366,3 +373,41 @@ def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
 
     p = instance()
     assert cost(1 << 20) < 2e-3
+
+
+class Keeps:
+    """A mover that stores every value."""
+
+    split = Split(1)
+
+    def __init__(self):
+        self.stored: set[str] = set()
+
+    def to_follow(self, ready):
+        return ready
+
+    def num_matched(self, child, keys):
+        return next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
+
+    def save(self, child, sources, gathered):
+        for source in sources:
+            self.stored |= {value.key for value in source.values}
+            gathered()
+
+
+def test_the_last_layers_released_while_a_worker_leaves_are_saved(instance):
+    """Whatever the worker has seen of the work when the engine releases them."""
+    p = instance(layer_ranges=2)
+    for number in count():
+        mover, keys = Keeps(), p.cache.keys(range(64))
+        work = SaveWork(mover, PromptBlocks(p.layout, keys, [P_BLOCKS]), 0)
+        run, released = run_of(work, Direction.SAVE), [BlockRange(0, 1)]
+        work.release(released, None, layer_range=0, is_last=False)
+        last = partial(work.release, released, None, layer_range=1)
+        has_acted = acts_at_line(partial(carried, run), number, last)
+        if not has_acted:
+            last()
+        assert carried(run) == JobResult(64), f"released before line {number}"
+        if not has_acted:
+            break
+    assert number > 30

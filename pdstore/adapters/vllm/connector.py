@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from pdstore.adapters.vllm import stats
+from pdstore.adapters.vllm import describe, stats
 from pdstore.adapters.vllm.degrades import degrades
-from pdstore.adapters.vllm.describe import hashes_items, refuse_unsupported, settings_of
 from pdstore.adapters.vllm.idle_steps import IdleSteps
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
 from pdstore.adapters.vllm.near_worker import NearWorker
@@ -37,8 +37,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_where_vllm_logs()
-        refuse_unsupported(vllm_config, kv_cache_config)
-        settings = settings_of(vllm_config)
+        describe.refuse_unsupported(vllm_config, kv_cache_config)
+        settings = describe.settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
         self._shows_status = settings.status_port is not None
         events = getattr(vllm_config, "kv_events_config", None)
@@ -62,7 +62,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 self.metrics,
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
-                hashes_items=hashes_items(vllm_config),
+                hashes_items=describe.hashes_items(vllm_config),
+                weights_of=partial(describe.revision_of, vllm_config=vllm_config),
                 idle_steps=IdleSteps.of(parallel),
                 longest_prompt=vllm_config.model_config.max_model_len,
             )

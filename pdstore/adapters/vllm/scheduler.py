@@ -7,7 +7,8 @@ The workers get their loads and saves with the metadata of a step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from pdstore.adapters.vllm.block_refs import BlockRefs
@@ -28,6 +29,7 @@ from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
+from pdstore.outcome import Direction
 from pdstore.scheduler.break_even import BreakEven
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
@@ -46,6 +48,7 @@ class PDStoreConnectorScheduler:
       engines in which a load that brings too little fails its request.
     number: of this instance among the data-parallel ones that are started together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
+    weights_of: as `PrefixCacheManager` takes it.
     patience: for lookups that vLLM asks for the first time.
     idle_steps: for the jobs that vLLM waits for.
     longest_prompt: as `PrefixCacheManager` takes it.
@@ -60,6 +63,7 @@ class PDStoreConnectorScheduler:
         may_follow: bool = True,
         number: int = 0,
         hashes_items: bool = True,
+        weights_of: Callable[[Settings], str] | None = None,
         patience: Patience | None = None,
         idle_steps: IdleSteps | None = None,
         longest_prompt: int | None = None,
@@ -67,7 +71,13 @@ class PDStoreConnectorScheduler:
         self._settings, self._metrics = settings, metrics
         self._may_follow, self._num_ranks, self._number = may_follow, num_ranks, number
         self._hashes_items = hashes_items
-        self._longest_prompt = longest_prompt
+        self._open = partial(
+            PrefixCacheManager,
+            settings,
+            metrics=metrics,
+            longest_prompt=longest_prompt,
+            weights_of=weights_of,
+        )
         self._cache: PrefixCacheManager | None = None
         self._saves: SavePlanner | None = None
         self._break_even = BreakEven(settings.load, 1)
@@ -86,9 +96,7 @@ class PDStoreConnectorScheduler:
         """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
         layout, role = RankLayout.common(ranks), self._settings.role
         namespace, self._block_tokens = layout.namespace, layout.block_tokens
-        cache = self._cache = PrefixCacheManager(
-            self._settings, namespace, metrics=self._metrics, longest_prompt=self._longest_prompt
-        )
+        cache = self._cache = self._open(namespace)
         self._break_even = BreakEven(
             self._settings.load,
             namespace.block_tokens,
@@ -223,16 +231,17 @@ class PDStoreConnectorScheduler:
 
         loaded: requests whose load has ended, also those that failed.
         """
-        if report is not None:
+        if report is not None and self._cache is not None:
             for request_id, (num_tokens, seconds) in report.loaded.items():
                 self._break_even.worked(request_id, seconds)
-                if self._cache is not None:
-                    self._cache.note_load(num_tokens, seconds)
+                self._cache.note_load(num_tokens, seconds)
             for request_id in report.failed:
                 self.give_up(request_id)
             if self._refs is not None:
                 self._refs.release(report.released)
             self._records.take(report.ended, self._requests)
+            saves = [job.reason for job in report.ended if job.direction is Direction.SAVE]
+            self._cache.note_saves(saves)
         for request_id in loaded:
             if (tracker := self._requests.get(request_id)) and tracker.num_loading:
                 self._break_even.load_ended(request_id, tracker.num_loading)

@@ -126,8 +126,8 @@ class PDStoreConnectorWorker:
     def fails_whole(self) -> bool:
         """True if a load that brings less than was promised counts as having brought nothing.
 
-        vLLM can go on from the first bad block, but not with sliding windows: it has given back the
-        blocks that the window before that block needs.
+        vLLM goes on from the first block that it is told is bad. It cannot be told of one that a
+        window has given back, nor of any where several groups number their blocks.
         """
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
         return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)

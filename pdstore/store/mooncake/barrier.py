@@ -25,10 +25,9 @@ import threading
 import time
 from typing import NamedTuple
 
-from pdstore.store.mooncake.client import Client, Raw
-from pdstore.store.mooncake.codes import is_outage
+from pdstore.store.mooncake.client import Client, Server, State
+from pdstore.store.mooncake.library import Raw, is_outage
 from pdstore.store.mooncake.memory import Memory
-from pdstore.store.mooncake.server import Server, State
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +63,12 @@ class Barrier:
         pause_s: float = 0.2,
         given_up_s: float = GIVEN_UP_S,
     ) -> None:
-        self._label, self._client, self._memory, self._sharer = label, client, memory, sharer
-        self._pause_s, self._given_up_s = pause_s, given_up_s
+        self._label = label
+        self._client = client
+        self._memory = memory
+        self._sharer = sharer
+        self._pause_s = pause_s
+        self._given_up_s = given_up_s
         self._trying = threading.Lock()
         self._num_answers = 0  # in a row: a process that is being killed may still give one
 
@@ -105,7 +108,7 @@ class Barrier:
     def _try(self, raw: Raw) -> None:
         """Ends the suspension if nothing can be under way any more."""
         if self._sharer is None:
-            if self._client.is_idle:
+            if not self._client.num_running:
                 self._memory.detach(raw)
                 self._client.replace(raw)
             return
@@ -113,7 +116,7 @@ class Barrier:
         self._num_answers = self._num_answers + 1 if state is State.ANSWERS else 0
         if state is State.GONE:
             self._client.restore(raw)  # the library finds the successor by itself
-        elif self._num_answers > 1 and self._client.is_idle and self._is_forgotten(raw):
+        elif self._num_answers > 1 and not self._client.num_running and self._is_forgotten(raw):
             self._num_answers = 0
             self._client.replace(raw)  # late requests of the old connection find no memory mapped
 

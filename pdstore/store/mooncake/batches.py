@@ -1,26 +1,57 @@
-"""Batches: calls of Mooncake's library that end within a lease, on memory that it can move."""
+"""Batches: values are moved by calls of Mooncake's library that end within a lease.
+
+Mooncake reports success for a put of a taken key and drops the bytes, even if the writer that took
+it has not finished, or never will. So every put is followed by a search for its keys, and counts
+only what can be read. The search also leases them, so that a long prompt does not evict its own
+beginning.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from pdstore.errors import StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.barrier import Answer, Barrier
-from pdstore.store.mooncake.client import Client, Raw
-from pdstore.store.mooncake.codes import INVALID, LEASE_OVER
-from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory, addresses_of, packed
+from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.library import (
+    ABSENT,
+    INVALID,
+    LEASE_OVER,
+    NO_ROOM,
+    TRANSFER_FAILED,
+    counted_from,
+    error_of,
+    is_outage,
+)
+from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory
 
 log = logging.getLogger(__name__)
 
-FEW_KEYS, FEW_BYTES = 16, 16 << 20  # a batch has more keys only while it has fewer bytes
+_FEW_KEYS = 16
+_FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
 _FIRST_RATE = 1e9  # bytes per second, until there is a measurement
 _MEASURABLE_BYTES = 1 << 20
+_WRITER_S = 1.0  # how long to wait for another writer of the same key
+_PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
+_PRESSURE_S = 1.0
+_QUICK_S = 1.0
+_MOST_EVICTIONS = 3
+
+
+class _Call(NamedTuple):
+    """A batch to move: the config of a put, or None for a get."""
+
+    keys: Sequence[BlockKey]
+    slots: Slots
+    config: object | None
 
 
 class Lane(NamedTuple):
@@ -29,12 +60,17 @@ class Lane(NamedTuple):
     client: Client
     barrier: Barrier
 
-    def call(self, function: Callable[[Raw], list[int]]) -> Answer:
-        start = time.monotonic()
+    def move(self, call: _Call, base: int, starts: Sequence[int]) -> Answer:
+        """Moves values between the pool and memory, each at its start behind the base address."""
+        keys, sizes, begin = list(call.keys), list(call.slots.sizes), time.monotonic()
+        addresses = [base + start for start in starts]
         with self.client.call() as raw:
-            codes = function(raw)
-        self.client.note(codes)
-        return Answer(raw, codes, time.monotonic() - start)
+            if call.config is None:
+                codes = raw.batch_get_into(keys, addresses, sizes)
+            else:
+                codes = raw.batch_put_from(keys, addresses, sizes, call.config)
+        self.client.count_codes(codes)
+        return Answer(raw, codes, time.monotonic() - begin)
 
 
 class Batches:
@@ -51,7 +87,8 @@ class Batches:
     def __init__(
         self, lanes: Sequence[Lane], memory: Memory, lease_s: float, *, any_memory: bool
     ) -> None:
-        self._lanes, self._memory = lanes, memory
+        self._lanes = lanes
+        self._memory = memory
         self._lease_s = lease_s
         self._any_memory = any_memory
         self._rate = _FIRST_RATE
@@ -67,7 +104,7 @@ class Batches:
         start, num_bytes, most = 0, 0, self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
-            is_full = count >= FEW_KEYS and (num_bytes >= FEW_BYTES or count >= _MOST_KEYS)
+            is_full = count >= _FEW_KEYS and (num_bytes >= _FEW_BYTES or count >= _MOST_KEYS)
             is_apart = POOL_ID_KEY in (keys[i], keys[i - 1])
             if count and (is_full or is_apart or num_bytes + size > most):
                 yield start, i
@@ -79,30 +116,13 @@ class Batches:
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Reads one batch; returns for each value its number of bytes, or a code."""
         start = time.monotonic()
-        base, lane = address_of(slots.view), self._idlest_lane()
-        if self._is_movable(slots, base):
-            answer = _get(lane, keys, addresses_of(slots, base), slots.sizes)
-            lane.barrier.wait_after(answer)
-        else:
-            answer = self._get_through_bounce(lane, keys, slots)
-        codes = answer.codes
-        if INVALID in codes and not self._any_memory:
-            codes = self._again(codes, lambda: self._get_through_bounce(lane, keys, slots))
+        codes = self._move(_Call(keys, slots, None))
         self._learn_rate(codes, slots.sizes, max(time.monotonic() - start, 1e-6))
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
         """Writes one batch; returns for each value a code, or 0, also where the key was taken."""
-        base, lane = address_of(slots.view), self._idlest_lane()
-        if self._is_movable(slots, base):
-            answer = _put(lane, keys, addresses_of(slots, base), slots.sizes, config)
-            lane.barrier.wait_after(answer)
-        else:
-            answer = self._put_through_bounce(lane, keys, slots, config)
-        codes = answer.codes
-        if INVALID in codes and not self._any_memory:
-            codes = self._again(codes, lambda: self._put_through_bounce(lane, keys, slots, config))
-        return codes
+        return self._move(_Call(keys, slots, config))
 
     def _learn_rate(self, codes: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
         num_bytes = sum(code for code in codes if code > 0)
@@ -111,73 +131,131 @@ class Batches:
         elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
             self._rate += (num_bytes / seconds - self._rate) / 4
 
-    def _again(self, codes: list[int], through_bounce: Callable[[], Answer]) -> list[int]:
-        """Tries a refused batch once more, through a new bounce.
+    def _move(self, call: _Call) -> list[int]:
+        """Moves a batch from or to where its slots are, or through the bounce.
 
         The process that shares our memory refuses memory that it does not know. It knows none of
         ours after a restart within a second, or after it was stopped for longer than it keeps
-        silent clients; the library notices neither. It learns of memory that is allocated now.
+        silent clients; the library notices neither. It learns of memory that is allocated now, so
+        a refused batch is moved once more, through a new bounce.
         """
+        slots, lane = call.slots, min(self._lanes, key=lambda lane: lane.client.num_running)
+        base = address_of(slots.view)
+        if self._any_memory or self._memory.holds(slots, base):
+            starts = [number * slots.slot_bytes for number in slots.numbers]
+            answer = lane.move(call, base, starts)
+            lane.barrier.wait_after(answer)
+        else:
+            answer = self._copy(lane, call)
+        refused = answer.codes.count(INVALID)
+        if self._any_memory or not refused:
+            return answer.codes
         self._memory.drop_bounce()
-        again = through_bounce().codes
-        if again.count(INVALID) < codes.count(INVALID):
+        codes = self._copy(lane, call).codes
+        if codes.count(INVALID) < refused:
             log.warning(
                 "mooncake: values are copied from now on: the process that shares our memory was"
                 " stopped or replaced, and no longer knows that memory"
             )
             self._memory.forget_slabs()
-        return again
+        return codes
 
-    def _idlest_lane(self) -> Lane:
-        return min(self._lanes, key=lambda lane: lane.client.num_running)
+    def _copy(self, lane: Lane, call: _Call) -> Answer:
+        """Moves a batch through the bounce.
 
-    def _is_movable(self, slots: Slots, base: int) -> bool:
-        return self._any_memory or self._memory.holds(slots, base)
-
-    def _put_through_bounce(
-        self, lane: Lane, keys: Sequence[BlockKey], slots: Slots, config: object
-    ) -> Answer:
+        Gives up a bounce that late bytes may reach; waits only after too many were given up.
+        """
+        slots, starts = call.slots, [0]
+        for size in slots.sizes:
+            starts.append(starts[-1] + -(-size // 64) * 64)
         with self._memory.bounce_lock:
-            starts = packed(slots.sizes)
             bounce = self._memory.bounce(starts[-1])
-            for i in range(len(slots)):
-                bounce[starts[i] : starts[i] + slots.sizes[i]] = slots.value(i)
-            base = address_of(bounce)
-            addresses = [base + start for start in starts[:-1]]
-            answer = _put(lane, keys, addresses, slots.sizes, config)
-            self._leave_bounce(lane, answer)
+            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=False)]
+            if call.config is not None:
+                for i, value in enumerate(values):
+                    value[:] = slots.value(i)
+            answer = lane.move(call, address_of(bounce), starts[:-1])
+            if call.config is None:
+                for i, value in enumerate(values):
+                    if answer.codes[i] == len(value):
+                        slots.value(i)[:] = value
+            if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
+                lane.barrier.wait_after(answer)
             return answer
 
-    def _get_through_bounce(self, lane: Lane, keys: Sequence[BlockKey], slots: Slots) -> Answer:
-        with self._memory.bounce_lock:
-            starts = packed(slots.sizes)
-            bounce = self._memory.bounce(starts[-1])
-            base = address_of(bounce)
-            addresses = [base + start for start in starts[:-1]]
-            answer = _get(lane, keys, addresses, slots.sizes)
-            for i, size in enumerate(slots.sizes):
-                if answer.codes[i] == size:
-                    slots.value(i)[:] = bounce[starts[i] : starts[i] + size]
-            self._leave_bounce(lane, answer)
-            return answer
 
-    def _leave_bounce(self, lane: Lane, answer: Answer) -> None:
-        """Gives up a bounce that late bytes may reach; waits only after too many were given up."""
-        if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
-            lane.barrier.wait_after(answer)
+class Putter:
+    """Puts batches for one store.
 
+    num_stored: returns how many of the first keys are there, and leases them.
+    size_of: returns the size of a stored value, or the code that says why there is none.
+    """
 
-def _get(
-    lane: Lane, keys: Sequence[BlockKey], addresses: list[int], sizes: Sequence[int]
-) -> Answer:
-    return lane.call(lambda raw: raw.batch_get_into(list(keys), addresses, list(sizes)))
+    def __init__(
+        self,
+        label: str,
+        batches: Batches,
+        num_stored: Callable[[Sequence[BlockKey]], int],
+        size_of: Callable[[BlockKey], int],
+    ) -> None:
+        self._label = label
+        self._batches = batches
+        self._num_stored = num_stored
+        self._size_of = size_of
+        self._pressure_until = 0.0
 
+    def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> int:
+        """Puts a batch; returns how many of its first keys can be read now. Raises StoreError."""
+        codes = self._put_with_room(keys, slots, config)
+        num_put = next((i for i, code in enumerate(codes) if code < 0), len(keys))
+        for key, code in zip(keys, codes, strict=True):
+            if is_outage(code):
+                raise error_of(code, f"{self._label}: put of {key}", num_done=num_put)
+        stored, num_evictions = self._num_stored(keys), 0
+        end, pause = time.monotonic() + _WRITER_S, 0.002
+        while stored < len(keys) and codes[stored] >= 0:
+            what = f"{self._label}: {keys[stored]}"
+            if self._size_of(keys[stored]) != ABSENT:  # another writer is at work
+                if time.monotonic() > end:
+                    log.warning("%s is half-written by another client", what)
+                    return stored
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            elif num_evictions == _MOST_EVICTIONS:
+                raise StoreFull(f"{what} is evicted as soon as it is put", num_done=stored)
+            else:
+                num_evictions += 1
+                others = slots.part(stored, len(keys))
+                codes[stored:] = self._put_with_room(keys[stored:], others, config)
+            with counted_from(stored):
+                stored += self._num_stored(keys[stored:])
+        if stored < len(keys):
+            what = f"{self._label}: put of {keys[stored]}"
+            raise error_of(codes[stored], what, num_done=stored)
+        return stored
 
-def _put(
-    lane: Lane,
-    keys: Sequence[BlockKey],
-    addresses: list[int],
-    sizes: Sequence[int],
-    config: object,
-) -> Answer:
-    return lane.call(lambda raw: raw.batch_put_from(list(keys), addresses, list(sizes), config))
+    def _put_with_room(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
+        """Puts values, again those that found no room, and once more those that failed at once."""
+        codes = [NO_ROOM] * len(keys)
+        has_pressure = time.monotonic() < self._pressure_until
+        for pause in (0.0,) if has_pressure else (0.0, *_PAUSES_S):
+            time.sleep(pause)
+            start = time.monotonic()
+            self._put_those_with(NO_ROOM, codes, keys, slots, config)
+            if TRANSFER_FAILED in codes and time.monotonic() - start < _QUICK_S:
+                self._put_those_with(TRANSFER_FAILED, codes, keys, slots, config)
+            if NO_ROOM not in codes:
+                return codes
+        self._pressure_until = time.monotonic() + _PRESSURE_S
+        return codes
+
+    def _put_those_with(
+        self, code: int, codes: list[int], keys: Sequence[BlockKey], slots: Slots, config: object
+    ) -> None:
+        """Puts the values that have a code, and replaces their codes."""
+        which = [i for i, each in enumerate(codes) if each == code]
+        numbers = [slots.numbers[i] for i in which]
+        part = replace(slots, numbers=numbers, sizes=[slots.sizes[i] for i in which])
+        answers = self._batches.put([keys[i] for i in which], part, config)
+        for i, answer in zip(which, answers, strict=True):
+            codes[i] = answer

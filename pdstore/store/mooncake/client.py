@@ -8,47 +8,93 @@ counted, and `close` waits for them; an object that cannot be closed is set asid
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import enum
+import functools
 import logging
+import os
+import signal
+import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from types import FrameType
 
-from pdstore.errors import StoreTimeout, StoreUnavailable
+from pdstore.async_runner import AsyncRunner
+from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.store.base import Lifecycle
-from pdstore.store.mooncake.closing import CLOSE_S, DRAIN_S, close_at_exit, close_in_time, set_aside
-from pdstore.store.mooncake.codes import is_outage, name_of
-from pdstore.store.mooncake.server import Server, State
+from pdstore.store.mooncake.library import Raw, is_outage, name_of
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
+PROBE_S = 0.5
+DRAIN_S = 0.5
+CLOSE_S = 2.0
+_DRAIN_AT_EXIT_S = 1.0
+_CLOSE_AT_EXIT_S = 10.0  # to give much lent memory back takes seconds
 _SET_UP_S = 30.0  # how long a call waits for another thread's `setup`
 _SLOW_CALL_S = 1.0
+_JUNK = bytes(20)  # as long as the shortest request but not one, so a server hangs up
 
 
-class Raw(Protocol):
-    """The part of the library's MooncakeDistributedStore that pdstore uses.
+class State(enum.Enum):
+    """Answer of a server, or its absence."""
 
-    A negative result is a code. All but `close` let other Python threads run.
+    ANSWERS = "answers"
+    HANGS = "hangs"
+    GONE = "gone"
+    """Nobody listens at its address: the process has ended, and its memory with it."""
+    UNREACHABLE = "unreachable"
+
+
+class Server:
+    """A master, or the `mooncake_client` that shares its memory with this host's processes.
+
+    address: `host:port`; anything else (`etcd://...`) has no one address and always answers.
     """
 
-    def batch_put_from(
-        self, keys: list[str], addresses: list[int], sizes: list[int], config: object
-    ) -> list[int]: ...
-    def batch_get_into(
-        self, keys: list[str], addresses: list[int], sizes: list[int]
-    ) -> list[int]: ...
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
-    def remove_by_regex(self, pattern: str, force: bool) -> int: ...
-    def get_size(self, key: str) -> int: ...
-    def register_buffer(self, address: int, size: int) -> int: ...
-    def unregister_buffer(self, address: int) -> int: ...
-    def health_check(self) -> int: ...
-    def close(self) -> int: ...
+    def __init__(self, label: str, address: str, timeout_s: float = PROBE_S) -> None:
+        self._where = f"{label}: the server at {address}"
+        self._timeout_s = timeout_s
+        host, _, port = address.rpartition(":")
+        is_one = "://" not in address and port.isdigit()
+        self._address = (host.strip("[]"), int(port)) if is_one else None
+
+    def ask(self) -> State:
+        """Returns the server's state, within twice the time-out."""
+        try:
+            self.require()
+        except StoreTimeout:
+            return State.HANGS
+        except StoreUnavailable as error:
+            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+            return State.GONE if is_refused else State.UNREACHABLE
+        return State.ANSWERS
+
+    def require(self) -> None:
+        """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
+
+        Sends 20 junk bytes, at which a live server closes the connection. A stopped process still
+        accepts connections, so being connected says nothing.
+        """
+        if self._address is None:
+            return
+        try:
+            with socket.create_connection(self._address, self._timeout_s) as connection:
+                connection.settimeout(self._timeout_s)
+                connection.sendall(_JUNK)
+                connection.recv(1)
+        except TimeoutError as error:
+            said = f"{self._where} did not answer within {self._timeout_s} s"
+            raise StoreTimeout(said) from error
+        except ConnectionResetError:
+            return  # it hung up before it had read all
+        except OSError as error:
+            raise StoreUnavailable(f"{self._where} cannot be reached: {error}") from error
 
 
 class Client:
@@ -61,24 +107,17 @@ class Client:
     """
 
     def __init__(self, label: str, server: Server, set_up: Callable[[], Raw | int]) -> None:
-        self._label, self._server, self._set_up = label, server, set_up
+        self.codes: Counter[str] = Counter()
+        self._label = label
+        self._server = server
+        self._set_up = set_up
         self._lifecycle = Lifecycle(label)
+        self._setting_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
         self._raw: Raw | None = None
         self._suspended: Raw | None = None
         self._began: list[float] = []  # when each running call began
         self._is_suspect = False
-        self._setting_up = threading.Lock()
-        self.codes: Counter[str] = Counter()
-
-    @property
-    def is_connected(self) -> bool:
-        return self._raw is not None and not self._lifecycle.is_closed
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no call of the library is running."""
-        return not self._began
 
     @property
     def num_running(self) -> int:
@@ -92,7 +131,13 @@ class Client:
         Raises StoreClosed; StoreUnavailable or StoreTimeout, within a second, when the server does
         not answer, and StoreUnavailable while the connection is suspended.
         """
-        raw, began = self._enter()
+        self._make_ready()
+        with self._changed:
+            self._lifecycle.check()
+            if self._raw is None:
+                raise self._refusal()
+            raw, began = self._raw, time.monotonic()
+            self._began.append(began)
         try:
             yield raw
         finally:
@@ -100,7 +145,7 @@ class Client:
                 self._began.remove(began)
                 self._changed.notify_all()
 
-    def note(self, codes: Sequence[int]) -> None:
+    def count_codes(self, codes: Sequence[int]) -> None:
         """Counts the codes of a call; after an outage the next call asks the server first."""
         self.codes.update(name_of(code) for code in codes if code < 0)
         if any(is_outage(code) for code in codes):
@@ -110,7 +155,8 @@ class Client:
         """Refuses calls from now on, until `restore` or `replace`; those that run go on."""
         with self._changed:
             if self._raw is raw:
-                self._raw, self._suspended = None, raw
+                self._raw = None
+                self._suspended = raw
 
     def is_suspended(self, raw: Raw) -> bool:
         return self._suspended is raw
@@ -122,11 +168,11 @@ class Client:
             if not self._lifecycle.is_closed:
                 self._raw = raw
                 return
-        set_aside(raw)
+        _aside.append(raw)
 
     def replace(self, raw: Raw) -> None:
         """Closes a suspended object that nobody calls; the next call makes another."""
-        close_in_time(raw, self._label)
+        _close_in_time(raw, self._label)
         with self._changed:
             self._suspended = None
 
@@ -137,8 +183,8 @@ class Client:
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine.
 
-        It takes `close_s` in all, unless the library keeps Python's lock for longer. The object is
-        set aside where closing it would hang: calls still run, or the server does not answer. A
+        Ends within `close_s`, unless the library keeps Python's lock for longer. The object is set
+        aside where closing it would hang: calls still run, or the server does not answer. A
         suspended object is left to the call that suspended it.
         """
         if not self._lifecycle.end():
@@ -146,45 +192,34 @@ class Client:
         closed = Deadline(close_s)
         with self._changed:
             is_idle = self._changed.wait_for(
-                lambda: self.is_idle or self._suspended is not None, drain_s
+                lambda: not self._began or self._suspended is not None, drain_s
             )
             raw, self._raw = self._raw, None
         if raw is None:
             return
-        if not is_idle:
-            log.warning("%s: calls still run at close; the connection is left open", self._label)
-            set_aside(raw)
-        elif self._server.ask() is State.HANGS:
-            log.warning("%s: the server hangs; the connection is left open", self._label)
-            set_aside(raw)
-        else:
-            close_in_time(raw, self._label, closed.remaining_s())
+        if is_idle and self._server.ask() is not State.HANGS:
+            _close_in_time(raw, self._label, closed.remaining_s())
+            return
+        why = "the server hangs" if is_idle else "calls still run at close"
+        log.warning("%s: %s; the connection is left open", self._label, why)
+        _aside.append(raw)
 
     def set_aside(self) -> None:
         """Keeps the object, untouched, until this forked child ends."""
-        for raw in (self._raw, self._suspended):
-            if raw is not None:
-                set_aside(raw)
+        _aside.extend(raw for raw in (self._raw, self._suspended) if raw is not None)
 
-    def _enter(self) -> tuple[Raw, float]:
+    def _make_ready(self) -> None:
+        """Connects at the first call; asks the server where this call might hang.
+
+        It might after an outage, and while another call has run for long.
+        """
         self._lifecycle.check()
+        oldest = min(self._began, default=None)
         if self._raw is None:
             self._connect()
-        elif self._is_suspect or self._is_slow():
+        elif self._is_suspect or (oldest and time.monotonic() - oldest > _SLOW_CALL_S):
             self._server.require()
             self._is_suspect = False
-        with self._changed:
-            self._lifecycle.check()
-            if self._raw is None:
-                raise self._refusal()
-            now = time.monotonic()
-            self._began.append(now)
-            return self._raw, now
-
-    def _is_slow(self) -> bool:
-        """True if a call has run so long that the server may hang, and a new call with it."""
-        oldest = min(self._began, default=None)
-        return oldest is not None and time.monotonic() - oldest > _SLOW_CALL_S
 
     def _connect(self) -> None:
         if not self._setting_up.acquire(timeout=_SET_UP_S):
@@ -195,7 +230,8 @@ class Client:
             if self._raw is not None:
                 return
             self._server.require()
-            close_at_exit(self)
+            _clients.add(self)
+            _set_hooks()
             raw = self._set_up()
             if isinstance(raw, int):
                 raise StoreUnavailable(f"{self._label}: setup failed: {name_of(raw)}")
@@ -204,8 +240,7 @@ class Client:
                 if not self._lifecycle.is_closed:
                     self._raw = raw
                     return
-            close_in_time(raw, self._label)
-            self._lifecycle.check()
+            _close_in_time(raw, self._label)
         finally:
             self._setting_up.release()
 
@@ -213,3 +248,76 @@ class Client:
         return StoreUnavailable(
             f"{self._label}: an earlier call may still be under way; calls are refused until then"
         )
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_aside: list[Raw] = []
+"""Objects that could not be closed: destroying one would crash or hang the process."""
+
+
+def close_together(
+    clients: Sequence[Client], drain_s: float = DRAIN_S, close_s: float = CLOSE_S
+) -> None:
+    """Closes all of them within `close_s`; in it the calls that run have one time to end.
+
+    None accepts new calls from the start: one that is busy for long would else leave the others at
+    work until no time is left to wait for theirs.
+    """
+    for client in clients:
+        client.refuse()
+    drained, closed = Deadline(drain_s), Deadline(close_s)
+    for client in clients:
+        with contextlib.suppress(StoreError):
+            client.close(drained.remaining_s(), closed.remaining_s())
+
+
+def close_on_sigterm() -> None:
+    """Makes SIGTERM close everything and then end the process as before.
+
+    Meant for a process that lends memory: if it dies without a word, the master keeps sending
+    others to it until the client's time to live is over. Changes nothing if the program has a
+    handler of its own, which has to close what it opened, nor outside the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _close_in_time(raw: Raw, label: str, timeout_s: float = CLOSE_S) -> None:
+    """Closes an object, or sets it aside after the time-out."""
+    try:
+        closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
+    except RuntimeError:  # no thread can start; from Python 3.12 on that is so at exit
+        raw.close()
+        return
+    closer.launch(raw.close)
+    try:
+        closer.sync(timeout_s)
+    except TimeoutError:
+        log.warning("%s: close did not end within %.1f s; left alone", label, timeout_s)
+        _aside.append(raw)
+    closer.close(0.1)
+
+
+@functools.cache
+def _set_hooks() -> None:
+    """Closes all clients before the interpreter ends, and so before the library's own ending."""
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_set_all_aside)
+
+
+def _close_all() -> None:
+    close_together(list(_clients), _DRAIN_AT_EXIT_S, _CLOSE_AT_EXIT_S)
+
+
+def _set_all_aside() -> None:
+    for client in list(_clients):
+        client.set_aside()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    start = time.monotonic()
+    _close_all()
+    log.info("closed in %.1f s on signal %d", time.monotonic() - start, number)
+    os.kill(os.getpid(), number)

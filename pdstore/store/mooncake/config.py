@@ -4,77 +4,112 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from pdstore.environment import MooncakeSources
 from pdstore.errors import ConfigError
-from pdstore.store.mooncake.names import NAMES, UNUSED_KEYS, UNUSED_VARIABLES, Value
 from pdstore.store.url import StoreURL
 
+log = logging.getLogger(__name__)
+
 DEFAULT_PORT = 50051
-DEFAULT_DISCARD_S = 30.0
-DEFAULT_LEASE_S = 5.0  # the smallest default of any release of the master
+MOST_CONNECTIONS = 64
+_NAMES_OF_OTHERS = {
+    "master": ("master_server_address", "MOONCAKE_MASTER"),
+    "metadata": ("metadata_server", "MOONCAKE_TE_META_DATA_SERVER"),
+    "hostname": ("local_hostname", "MOONCAKE_LOCAL_HOSTNAME"),
+    "segment": ("global_segment_size", "MOONCAKE_GLOBAL_SEGMENT_SIZE"),
+    "buffer": ("local_buffer_size", "MOONCAKE_LOCAL_BUFFER_SIZE"),
+    "protocol": ("protocol", "MOONCAKE_PROTOCOL"),
+    "devices": ("device_name", "MOONCAKE_DEVICE"),
+    "tenant": ("tenant_id", "MOONCAKE_TENANT_ID"),
+}
+"""Mooncake's own names of fields, in its JSON file and in the environment."""
+_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"
+"""The master's variable in FastDeploy's scripts; MOONCAKE_MASTER wins."""
+
+_POWERS = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-@dataclass(frozen=True)
-class MooncakeConfig:
+def parse_size(value: object) -> int:
+    """Reads a number of bytes, or a number with a unit of 1,024 (`4gb`, `512 MiB`, `1.5g`)."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(?:i?b)?)\s*", str(value).lower())
+    if match is None:
+        raise ValueError("write bytes, or a number and a unit, like 4GB")
+    return int(float(match[1]) * 1024 ** _POWERS[match[2]])
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+_Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+_Topology: TypeAlias = Annotated[Literal["holder", "embedded", "shared"], BeforeValidator(_lower)]
+_NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto-discovery", ""))]
+
+
+class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     """Settings of the connections to a Mooncake pool.
 
     metrics_port: of the master's HTTP server, for listings.
     topology: `holder`: other processes own the values' memory. `embedded`: this process lends
       `segment` bytes. `shared`: as `holder`, but the `mooncake_client` on this host (`client`)
       makes the copies, over shared memory.
-    segment, buffer: bytes.
+    segment, buffer: bytes. Others' settings of a segment are for their programs: it is lent only
+      with `topology=embedded`.
     hostname: the address at which other clients reach this process; "" means this host's address
       towards the master.
     prefer: the segment (host:port) to put to first.
+    ssd_path: a directory to which an `embedded` process moves values that its memory is too small
+      for; "" means none.
     connections: how many move values; the library copies with one thread for each (over TCP).
-    lease_s, discard_s: the master's --default_kv_lease_ttl and --put_start_discard_timeout_sec.
+    lease: the master's --default_kv_lease_ttl, in seconds; by default the smallest of any release.
     origins: where each field's value comes from; a field that is not in it has its default.
     """
 
     master: str = ""
-    metrics_port: int = 9003
-    topology: str = "holder"
+    metrics_port: int = Field(9003, gt=0, lt=65536)
+    topology: _Topology = "holder"
     client: str = "127.0.0.1:50052"
     metadata: str = "P2PHANDSHAKE"
     hostname: str = ""
-    segment: int = 0
-    buffer: int = 16 << 20
-    protocol: str = "tcp"
-    devices: str = ""
+    segment: _Size = 0
+    buffer: _Size = 16 << 20
+    protocol: Annotated[str, AfterValidator(str.lower)] = "tcp"
+    devices: _NICs = ""
     prefer: str = ""
     tenant: str = "default"
-    ssd: bool = False
     ssd_path: str = ""
-    http: bool = False
-    http_port: int = 9300
-    connections: int = 1
-    lease_s: float = DEFAULT_LEASE_S
-    discard_s: float = DEFAULT_DISCARD_S
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    connections: int = Field(1, gt=0, le=MOST_CONNECTIONS)
+    lease: float = Field(5.0, gt=0, lt=1e6)
+    origins: Mapping[str, str] = Field({}, exclude=True, repr=False)
 
     @classmethod
     def of(cls, url: StoreURL, sources: MooncakeSources) -> MooncakeConfig:
         """Reads all sources: the URL overrides the environment, which overrides the file.
 
-        Raises ConfigError for a bad value, and for an unknown name, with the nearest known one.
+        An empty value counts as none. Raises ConfigError for a bad value, and for a name that is
+        nearly a known one.
         """
-        found: dict[str, Value] = {}
-        origins: dict[str, str] = {}
-        layers = (_from_file(sources), _from_environment(sources.variables), _from_url(url))
-        for values, names in layers:
-            found |= values
-            origins |= names
-        parsed = {
-            name: _parse(name, value, origins[name])
-            for name, value in found.items()
-            if value is not None and (value != "" or name in ("devices", "hostname"))
-        }
-        _choose_topology(parsed, origins)
-        config = cls(**parsed, origins=origins)  # type: ignore[arg-type]
+        found: dict[str, tuple[object, str]] = {}
+        for layer in (_from_file(sources), _from_environment(sources.variables), _from_url(url)):
+            found |= {name: (value, origin) for name, value, origin in layer if value != ""}
+        origins = {name: origin for name, (_, origin) in found.items()}
+        try:
+            config = cls(origins=origins, **{name: value for name, (value, _) in found.items()})  # type: ignore[arg-type]
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False)
+            name = str(first["loc"][0])
+            raise ConfigError(
+                f"mooncake: bad {name} {first['input']!r} ({origins[name]}): {first['msg']}"
+            ) from error
         config._check(url)
         return config
 
@@ -86,115 +121,78 @@ class MooncakeConfig:
     def describe(self) -> str:
         """Returns every value with its origin, on one line."""
         return ", ".join(
-            f"{name}={getattr(self, name)} ({self.origins.get(name, 'default')})"
-            for name in NAMES
-            if name in _FIELDS
+            f"{name}={value} ({self.origins.get(name, 'default')})"
+            for name, value in self.model_dump().items()
         )
 
     def _check(self, url: StoreURL) -> None:
+        lends, problem = self.topology == "embedded", ""
         if not self.master:
-            raise ConfigError(
-                f"{url.label}: the master is missing: write mooncake://HOST:PORT, or set"
-                " MOONCAKE_MASTER"
+            problem = "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER"
+        elif lends and not self.segment:
+            problem = "topology=embedded needs the size of the memory that it lends: segment=4GB"
+        elif self.segment and self.origins.get("segment") == "URL" and not lends:
+            problem = (
+                f"topology={self.topology} lends no memory: write topology=embedded, or no segment"
             )
-        if self.topology == "embedded" and not self.segment:
-            raise ConfigError(
-                f"{url.label}: topology=embedded needs the size of the memory that it lends, for"
-                " example segment=4GB"
+        elif self.connections > 1 and (self.topology == "shared" or self.protocol != "tcp"):
+            problem = (
+                f"connections={self.connections} needs protocol=tcp and a topology other than"
+                " shared: shared or registered memory belongs to one connection"
             )
-        if self.topology != "embedded" and self.segment:
-            where = self.origins.get("segment", "default")
-            raise ConfigError(
-                f"{url.label}: topology={self.topology} lends no memory: set segment to 0; it is"
-                f" {self.segment} bytes now (from: {where})"
-            )
-        if self.connections > 1 and (self.topology == "shared" or self.protocol != "tcp"):
-            raise ConfigError(
-                f"{url.label}: connections={self.connections} needs protocol=tcp and a topology"
-                " other than shared: shared or registered memory belongs to one connection"
-            )
+        if problem:
+            raise ConfigError(f"{url.label}: {problem}")
 
 
-_FIELDS = frozenset(MooncakeConfig.__dataclass_fields__)
-_Layer: TypeAlias = tuple[dict[str, Value], dict[str, str]]
+_Layer: TypeAlias = Iterator[tuple[str, object, str]]
+"""Names of fields, their values and where these come from."""
 
 
 def _from_url(url: StoreURL) -> _Layer:
-    options = {option: name for name, names in NAMES.items() for option in names.options}
-    for option in url.options:
-        if option not in options:
-            raise ConfigError(f"{url.label}: unknown option {_hint(option, options)}")
-    values: dict[str, Value] = {options[name]: text for name, text in url.options.items()}
+    known = sorted(MooncakeConfig.model_fields.keys() - {"master", "origins"})
+    for option in url.options.keys() - known:
+        near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+        hint = f": did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+        raise ConfigError(f"{url.label}: unknown option {option!r}{hint}")
     if url.path not in ("", "/") or url.more_hosts:
         raise ConfigError(f"{url.label}: a mooncake URL has no path, and one host")
     if url.host:
         host = f"[{url.host}]" if ":" in url.host else url.host
-        values["master"] = f"{host}:{url.port or DEFAULT_PORT}"
+        yield "master", f"{host}:{url.port or DEFAULT_PORT}", "URL"
+    for option, text in url.options.items():
+        yield option, text, "URL"
     url.options.clear()
-    return values, dict.fromkeys(values, "URL")
 
 
 def _from_environment(variables: Mapping[str, str]) -> _Layer:
-    known = {variable: name for name, names in NAMES.items() for variable in names.variables}
-    every = [*known, *UNUSED_VARIABLES]
-    for variable in variables:
-        if variable.startswith("MOONCAKE_") and variable not in every:
-            near = difflib.get_close_matches(variable, every, n=1, cutoff=0.9)
-            if near:  # else it may be one of the library's own many variables
-                raise ConfigError(f"unknown variable {variable}: did you mean {near[0]}?")
-    values: dict[str, Value] = {}
-    origins: dict[str, str] = {}
-    for variable, name in reversed(known.items()):
-        if variables.get(variable):
-            values[name], origins[name] = variables[variable], variable
-    return values, origins
+    known = {variable: name for name, (_, variable) in _NAMES_OF_OTHERS.items()}
+    _refuse_slips("variable", variables, [*known, "MOONCAKE_CONFIG_PATH", _MASTER_OF_SCRIPTS])
+    if not variables.get("MOONCAKE_MASTER"):
+        yield "master", variables.get(_MASTER_OF_SCRIPTS, ""), _MASTER_OF_SCRIPTS
+    for variable, name in known.items():
+        yield name, variables.get(variable, ""), variable
 
 
 def _from_file(sources: MooncakeSources) -> _Layer:
     if sources.text is None:
-        return {}, {}
+        return
     try:
         document = json.loads(sources.text)
     except ValueError as error:
         raise ConfigError(f"{sources.path} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{sources.path} is not a JSON object")
-    keys = {key: name for name, names in NAMES.items() for key in names.keys}
-    values: dict[str, Value] = {}
-    prefixed = {key for key in document if key.startswith("mooncake_")}
-    for key in sorted(document, key=prefixed.__contains__):  # a prefixed key comes last, and wins
-        plain = key.removeprefix("mooncake_")
-        if plain in keys:
-            values[keys[plain]] = document[key]
-        elif plain not in UNUSED_KEYS:
-            raise ConfigError(f"{sources.path}: unknown key {_hint(key, (*keys, *UNUSED_KEYS))}")
-    return values, dict.fromkeys(values, str(sources.path))
+    known = {key: name for name, (key, _) in _NAMES_OF_OTHERS.items()}
+    _refuse_slips(f"key in {sources.path}:", document, known)
+    if others := sorted(document.keys() - known):
+        log.info("%s: pdstore does not read %s", sources.path, ", ".join(others))
+    for key in document.keys() & known:
+        yield known[key], document[key], str(sources.path)
 
 
-def _parse(name: str, value: Value, origin: str) -> object:
-    try:
-        return NAMES[name].parse(value)
-    except ValueError as error:
-        raise ConfigError(f"mooncake: bad {name} {value!r} ({origin}): {error}") from error
-
-
-def _choose_topology(parsed: dict[str, object], origins: dict[str, str]) -> None:
-    """Derives the topology from other programs' settings where `topology` is not given."""
-    mode, standalone = parsed.pop("mode", None), parsed.pop("standalone", False)
-    if "topology" in parsed:
-        if parsed["topology"] != "embedded" and origins.get("segment") != "URL":
-            parsed.pop("segment", None)  # such a segment is meant for other programs on this host
-    elif standalone:
-        parsed["topology"], origins["topology"] = "shared", origins["standalone"]
-        parsed.pop("segment", None)
-    elif mode is not None:
-        parsed["topology"], origins["topology"] = mode, origins["mode"]
-    elif parsed.get("segment"):
-        parsed["topology"], origins["topology"] = "embedded", origins["segment"]
-
-
-def _hint(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    if near:
-        return f"{name!r}: did you mean {near[0]!r}?"
-    return f"{name!r}; known: {', '.join(sorted(known))}"
+def _refuse_slips(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for a name that nearly is a known one; others are other programs'."""
+    for name in names:
+        near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.9)
+        if near and name not in known:
+            raise ConfigError(f"unknown {what} {name}: did you mean {near[0]}?")

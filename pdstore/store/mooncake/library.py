@@ -1,19 +1,26 @@
-"""Library: Mooncake's Python module, imported after its own variables are set."""
+"""Library: Mooncake's Python module: how it is imported and called, and what its codes mean."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import socket
+from collections.abc import Iterator
 from types import ModuleType
-from typing import cast
+from typing import Any, TypeAlias
 
 from pdstore.environment import set_missing_variables
-from pdstore.errors import MissingExtra
-from pdstore.store.mooncake.client import Raw
+from pdstore.errors import (
+    MissingExtra,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+)
 from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.memory import Allocator
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +38,79 @@ VARIABLES = {
 None of them affects its calls to the process that shares our memory: see `barrier`.
 """
 
+INTERNAL = -1
+NO_ROOM = -200
+INVALID = -600
+HALF_WRITTEN = -703
+ABSENT = -704
+LEASE_OVER = -707
+TRANSFER_FAILED = -800
+RPC_FAILED = -900
+RPC_TIMED_OUT = -901
+
+_CODES: dict[int, tuple[str, type[StoreError]]] = {
+    INTERNAL: ("internal error", StoreUnavailable),  # also: whoever shares our memory is gone
+    NO_ROOM: ("no room", StoreFull),
+    INVALID: ("invalid arguments", StoreError),
+    -601: ("another client replaced it", StoreError),
+    -700: ("no readable replica", StoreError),
+    -701: ("no readable replica", StoreError),
+    -702: ("no readable replica", StoreError),
+    HALF_WRITTEN: ("half-written", StoreError),
+    ABSENT: ("not stored", StoreError),
+    LEASE_OVER: ("the lease ended during the read", StoreError),
+    TRANSFER_FAILED: ("the process that holds the memory does not answer", StoreUnavailable),
+    RPC_FAILED: ("the master does not answer", StoreUnavailable),
+    RPC_TIMED_OUT: ("the master did not answer in time", StoreTimeout),
+    -1700: ("the tenant's quota is used up", StoreFull),
+    -1701: ("the tenant is not registered at the master", StoreDenied),
+    -1702: ("the tenant is not empty", StoreDenied),
+}
+"""Meanings of the result codes, and the errors that they become."""
+
+MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER_FAILED})
+"""Codes of a read whose value cannot be had now: a miss, not an error."""
+
 _SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")
 _INSTALL_SYSTEM = "apt-get install libibverbs1 libcurl4 libnuma1"
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
+
+
+Raw: TypeAlias = Any
+"""The library's MooncakeDistributedStore, a connection. It has no types of its own.
+
+A negative result is a code. All its calls but `close` let other Python threads run.
+"""
+Allocator: TypeAlias = Any
+"""The library's MooncakeHostMemAllocator: `alloc` gives addresses of zeroed memory, 0 for none."""
+
+
+def name_of(code: int) -> str:
+    """Returns the meaning of a code, followed by the code."""
+    words, _ = _CODES.get(code, ("error", StoreError))
+    return f"{words} ({code})"
+
+
+def is_outage(code: int) -> bool:
+    """True if the master, or the process that shares our memory, does not answer."""
+    return code in (INTERNAL, RPC_FAILED, RPC_TIMED_OUT) or -1012 <= code <= -1000
+
+
+def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
+    """Returns the exception for a code; `what` names the store, the verb and the key."""
+    _, kind = _CODES.get(code, ("", StoreUnavailable if is_outage(code) else StoreError))
+    return kind(f"{what}: {name_of(code)}", num_done=num_done)
+
+
+@contextlib.contextmanager
+def counted_from(num_done: int) -> Iterator[None]:
+    """Adds the keys that were served before to what an error of the calls inside counts."""
+    try:
+        yield
+    except StoreError as error:
+        error.num_done += num_done
+        raise
 
 
 class Library:
@@ -55,23 +131,22 @@ class Library:
         is_first: False for one that lends no memory, because another of this process does.
         """
         config = self._config
-        raw = self._module.MooncakeDistributedStore()
         if config.topology == "shared":
-            return self._checked(raw, raw.setup_dummy(0, 0, config.client))
-        segment = config.segment if is_first else 0
-        code = self._set_up(raw, segment, config.buffer, config.protocol, config.devices)
-        return self._checked(raw, code)
+            raw = self._module.MooncakeDistributedStore()
+            code = raw.setup_dummy(0, 0, config.client)
+            return code or raw
+        segment = config.segment if is_first and config.topology == "embedded" else 0
+        return self._set_up(segment, config.buffer, config.protocol, config.devices)
 
     def connect_lookup(self) -> Raw | int:
         """Returns an object that only talks to the master, or the code of its setup."""
-        raw = self._module.MooncakeDistributedStore()
-        return self._checked(raw, self._set_up(raw, 0, 0, "rpc_only", ""))
+        return self._set_up(0, 0, "rpc_only", "")
 
     def allocator(self) -> Allocator | None:
         """Returns the allocator of movable memory; None if any memory will do."""
         if self._config.topology != "shared":
             return None
-        return cast(Allocator, self._module.MooncakeHostMemAllocator())
+        return self._module.MooncakeHostMemAllocator()
 
     def put_config(self, *, is_pinned: bool) -> object:
         """Returns the library's description of how to keep values; pinned ones are not evicted."""
@@ -83,24 +158,20 @@ class Library:
             config.data_type = self._module.ObjectDataType.KVCACHE
         return config
 
-    def _set_up(self, raw: Raw, segment: int, buffer: int, protocol: str, devices: str) -> int:
-        config, setup = self._config, raw.setup  # type: ignore[attr-defined]
+    def _set_up(self, segment: int, buffer: int, protocol: str, devices: str) -> Raw | int:
+        config, raw = self._config, self._module.MooncakeDistributedStore()
         given = (self._hostname, config.metadata, segment, buffer, protocol, devices, config.master)
-        keywords: dict[str, str | int] = {}
+        keywords: dict[str, str | bool] = {}
         if config.tenant != "default":
             keywords["tenant_id"] = config.tenant
-        if segment and config.ssd:
+        if segment and config.ssd_path:
             keywords |= {"enable_ssd_offload": True, "ssd_offload_path": config.ssd_path}
-        if config.http and protocol != "rpc_only":
-            keywords |= {"enable_client_http_server": True, "client_http_port": config.http_port}
         try:
-            return int(setup(*given, **keywords))
+            code = int(raw.setup(*given, **keywords))
         except TypeError:
             log.warning("this release of Mooncake ignores %s", ", ".join(keywords))
-            return int(setup(*given))
-
-    def _checked(self, raw: object, code: int) -> Raw | int:
-        return cast(Raw, raw) if code == 0 else code
+            code = int(raw.setup(*given))
+        return code or raw
 
 
 def check_installed() -> None:
@@ -115,14 +186,10 @@ def _load() -> ModuleType:
     except ModuleNotFoundError as error:
         raise MissingExtra(_MISSING) from error
     except ImportError as error:  # a shared library that it needs
+        remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
         if any(name in str(error) for name in _SYSTEM_LIBRARIES):
-            raise MissingExtra(
-                f"Mooncake's library cannot be loaded ({error}); as root: {_INSTALL_SYSTEM}"
-            ) from error
-        raise MissingExtra(
-            f"Mooncake's library cannot be loaded ({error}); if this machine has no GPU, install"
-            f" the other one: {_INSTALL}"
-        ) from error
+            remedy = f"as root: {_INSTALL_SYSTEM}"
+        raise MissingExtra(f"Mooncake's library cannot be loaded ({error}); {remedy}") from error
 
 
 def _address_towards(master: str) -> str:

@@ -5,8 +5,8 @@ Values in other buffers are then copied through a slab of ours, the bounce.
 
 The library keeps one list of all shared memory of the process. Its ping threads walk that list
 without its lock when they connect again after a fault, for as long as the other process takes to
-answer; memory that is taken or given back meanwhile crashes the process. So ours is taken and given
-back only while every connection is healthy; until then dropped slabs stay allocated.
+answer; memory that is allocated or freed meanwhile crashes the process. So ours is allocated and
+freed only while every connection is healthy; until then dropped slabs stay allocated.
 """
 
 from __future__ import annotations
@@ -19,29 +19,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.client import Raw
-from pdstore.store.mooncake.codes import INVALID
+from pdstore.store.mooncake.library import INVALID, Allocator, Raw
 
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 MOST_ABANDONED = 4
-_REST_S = 1.0  # how long an allocation waits for the library's reconnection
+_RECONNECTION_S = 1.0  # how long an allocation waits for the library's reconnection
 _PAUSE_S = 0.02
-
-
-class Allocator(Protocol):
-    """The library's MooncakeHostMemAllocator: returns addresses of zeroed memory, 0 for none."""
-
-    def alloc(self, size: int) -> int: ...
-    def free(self, address: int) -> int: ...
 
 
 class _Slab(NamedTuple):
@@ -56,25 +47,26 @@ class Memory:
     """The slabs of one client.
 
     allocator: the library's, if only its memory can be moved; None if any mapping will do.
-    rest_s: how long an allocation waits for the end of a reconnection.
+    wait_s: how long an allocation waits for the end of a reconnection.
     """
 
-    def __init__(self, allocator: Allocator | None, *, rest_s: float = _REST_S) -> None:
-        self._allocator, self._rest_s = allocator, rest_s
+    def __init__(self, allocator: Allocator | None, *, wait_s: float = _RECONNECTION_S) -> None:
+        self.bounce_lock = threading.Lock()
+        self._allocator = allocator
+        self._wait_s = wait_s
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         self._registered: set[_Slab] = set()
         self._dropped: deque[_Slab] = deque()  # filled by finalizers, which may run anywhere
         self._raw: Raw | None = None
         self._is_over = False
-        self.bounce_lock = threading.Lock()
         self._bounce: memoryview | None = None
         self._abandoned: list[memoryview] = []
         if allocator is not None:
             _sharing.add(self)
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_healthy(self) -> bool:
         """True unless the library is reconnecting, or may be."""
         if not self._lock.acquire(timeout=_PAUSE_S):  # a registration holds it, and waits
             return False
@@ -86,20 +78,21 @@ class Memory:
     def allocate(self, num_bytes: int) -> memoryview:
         """Returns a slab, registered now or when the client connects; its last view frees it.
 
-        Raises StoreUnavailable when shared memory cannot be taken now, and StoreError when there
-        is too little of it.
+        Raises StoreUnavailable when shared memory cannot be allocated now, and StoreError when
+        there is too little of it.
         """
         self._free_dropped()
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if num_bytes < SLAB_BYTES:
             return memoryview(mmap.mmap(-1, num_bytes))
         if self._allocator is None:
-            mapping = mmap.mmap(-1, num_bytes)
-            view, owner = memoryview(mapping), mapping
-            slab = _Slab(address_of(view), num_bytes)
-            weakref.finalize(owner, self._dropped.append, slab)
+            owner: mmap.mmap | ctypes.Array[ctypes.c_ubyte] = mmap.mmap(-1, num_bytes)
         else:
-            view, slab = self._take_from_library(self._allocator, num_bytes)
+            address = self._allocate_shared(self._allocator, num_bytes)
+            owner = (ctypes.c_ubyte * num_bytes).from_address(address)
+        view = memoryview(owner).cast("B")
+        slab = _Slab(address_of(view), num_bytes)
+        weakref.finalize(owner, self._dropped.append, slab)
         with self._lock:
             self._slabs.append(slab)
             if self._raw is not None:
@@ -119,7 +112,8 @@ class Memory:
     def disconnect(self) -> None:
         """Stops registering for good: the store is being closed."""
         with self._lock:
-            self._raw, self._is_over = None, True
+            self._raw = None
+            self._is_over = True
 
     def detach(self, raw: Raw) -> bool:
         """Unregisters every slab. Returns True if the other side knows none of them any more.
@@ -133,9 +127,8 @@ class Memory:
             return True
 
     def holds(self, slots: Slots, address: int) -> bool:
-        """True if all of a buffer lies in one slab."""
-        size = len(slots.view)
-        return any(slab.holds(address, size) for slab in list(self._slabs))
+        """True if one slab holds the buffer at this address whose slots these are."""
+        return any(slab.holds(address, len(slots.view)) for slab in list(self._slabs))
 
     def bounce(self, num_bytes: int) -> memoryview:
         """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
@@ -180,19 +173,16 @@ class Memory:
             self._registered.discard(slab)
         return slab not in self._registered
 
-    def _take_from_library(self, allocator: Allocator, num_bytes: int) -> tuple[memoryview, _Slab]:
-        deadline = time.monotonic() + self._rest_s
-        while not _is_library_at_rest():
+    def _allocate_shared(self, allocator: Allocator, num_bytes: int) -> int:
+        deadline = time.monotonic() + self._wait_s
+        while not _is_library_healthy():
             if time.monotonic() > deadline:
                 raise StoreUnavailable("mooncake: no shared memory until the library reconnects")
             time.sleep(_PAUSE_S)
-        address = allocator.alloc(num_bytes)
+        address: int = allocator.alloc(num_bytes)
         if not address:
             raise StoreError(f"mooncake: cannot get {num_bytes} bytes of shared memory")
-        array = (ctypes.c_ubyte * num_bytes).from_address(address)
-        slab = _Slab(address, num_bytes)
-        weakref.finalize(array, self._dropped.append, slab)
-        return memoryview(array).cast("B"), slab
+        return address
 
     def _free_dropped(self) -> None:
         for _ in range(len(self._dropped)):
@@ -202,29 +192,17 @@ class Memory:
                     self._dropped.append(slab)  # else the next slab at its address is not mapped
                     continue
                 self._slabs = [each for each in self._slabs if each != slab]
-            if self._allocator is not None:
-                if _is_library_at_rest():
-                    self._allocator.free(slab.address)
-                else:
-                    self._dropped.append(slab)
+            if self._allocator is None:
+                continue
+            if _is_library_healthy():
+                self._allocator.free(slab.address)
+            else:
+                self._dropped.append(slab)
 
 
 _sharing: weakref.WeakSet[Memory] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_sharing.clear)  # no child may call its parent's connections
 
 
-def _is_library_at_rest() -> bool:
-    return all(memory.is_at_rest for memory in list(_sharing))
-
-
-def addresses_of(slots: Slots, base: int) -> list[int]:
-    """Returns where each slot starts in a buffer at `base`."""
-    return [base + number * slots.slot_bytes for number in slots.numbers]
-
-
-def packed(sizes: Sequence[int]) -> list[int]:
-    """Returns where each value starts, side by side but 64-byte aligned; and the end of all."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // 64) * 64)
-    return starts
+def _is_library_healthy() -> bool:
+    return all(memory.is_healthy for memory in list(_sharing))

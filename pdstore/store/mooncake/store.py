@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
+import re
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from urllib.parse import quote
 
 from pdstore.environment import mooncake_sources
-from pdstore.errors import StoreTimeout, WrongLength
+from pdstore.errors import StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.barrier import Barrier
-from pdstore.store.mooncake.batches import Batches, Lane
-from pdstore.store.mooncake.client import Client, Raw
-from pdstore.store.mooncake.closing import close_on_sigterm, close_together
-from pdstore.store.mooncake.codes import INVALID, LEASE_OVER, MISSES, TRANSFER_FAILED, error_of
+from pdstore.store.mooncake.batches import Batches, Lane, Putter
+from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.library import Library, check_installed
-from pdstore.store.mooncake.master_http import MasterHttp
+from pdstore.store.mooncake.library import (
+    INVALID,
+    LEASE_OVER,
+    MISSES,
+    TRANSFER_FAILED,
+    Library,
+    Raw,
+    check_installed,
+    counted_from,
+    error_of,
+)
 from pdstore.store.mooncake.memory import Memory
-from pdstore.store.mooncake.put import Putter
-from pdstore.store.mooncake.server import Server
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
@@ -32,6 +42,11 @@ log = logging.getLogger(__name__)
 
 _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
+_HTTP_S = 5.0
+_MOST_BYTES = 4 << 20  # of an answer; the master's /metrics has a hundredth of it
+_MOST_KEY_BYTES = 1 << 30  # 14 million keys
+_ASKED_AT_ONCE = 64
+_GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.ASCII)
 
 
 class MooncakeStore(Store):
@@ -64,7 +79,6 @@ class MooncakeStore(Store):
         self._lifecycle = Lifecycle(label)
         self._library = library = library or Library(config)
         self._memory = Memory(library.allocator())
-        self._http = MasterHttp(label, config.master_http)
         master = server(label, config.master)
         sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
@@ -73,15 +87,9 @@ class MooncakeStore(Store):
         for _ in range(1, config.connections):
             more = Client(label, master, partial(library.connect_data, is_first=False))
             self._lanes.append(Lane(more, Barrier(label, more, Memory(None), None)))
-        self._batches = Batches(
-            self._lanes,
-            self._memory,
-            config.lease_s,
-            any_memory=config.topology != "shared" and config.protocol == "tcp",
-        )
-        self._putter = Putter(
-            label, self._batches, self._num_stored, self._size_of, config.discard_s
-        )
+        any_memory = config.topology != "shared" and config.protocol == "tcp"
+        self._batches = Batches(self._lanes, self._memory, config.lease, any_memory=any_memory)
+        self._putter = Putter(label, self._batches, self._num_stored, self._size_of)
         self._put_config = library.put_config(is_pinned=False)
         self._pin_config = library.put_config(is_pinned=True)
         if config.topology == "embedded":
@@ -100,20 +108,24 @@ class MooncakeStore(Store):
 
     @property
     def lease_s(self) -> float:
-        return self._config.lease_s
+        return self._config.lease
 
     def match(self, keys: Sequence[BlockKey]) -> int:
+        """Asks in growing windows, since keys behind a gap would be leased for nothing."""
         self._lifecycle.check()
         check_call(keys)
-        found = 0
-        for start, end in _windows(len(keys)):
-            found += self._num_stored(keys[start:end], start)
-            if found < end:
+        found, windows = 0, iter(_WINDOWS)
+        while found < len(keys):
+            window = keys[found : found + next(windows, _WINDOWS[-1])]
+            with counted_from(found):
+                num_stored = self._num_stored(window)
+            found += num_stored
+            if num_stored < len(window):
                 break
         return found
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Looks for all keys in one round trip; Mooncake leases those that it finds."""
+        """Searches for all keys in one round trip; Mooncake leases those that it finds."""
         self._lifecycle.check()
         check_call(keys)
         codes = self._exist(keys) if keys else []
@@ -126,7 +138,8 @@ class MooncakeStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
-            n = self._get_batch(keys[start:end], slots.part(start, end), start)
+            with counted_from(start):
+                n = self._get_batch(keys[start:end], slots.part(start, end))
             if start + n < end:
                 return start + n
         return len(keys)
@@ -137,7 +150,8 @@ class MooncakeStore(Store):
         for start, end in self._batches.split(keys, slots.sizes):
             batch = keys[start:end]
             config = self._pin_config if POOL_ID_KEY in batch else self._put_config
-            n = self._putter.put(batch, slots.part(start, end), config, start)
+            with counted_from(start):
+                n = self._putter.put(batch, slots.part(start, end), config)
             if start + n < end:
                 return start + n
         return len(keys)
@@ -149,8 +163,7 @@ class MooncakeStore(Store):
             return
         with self._lookup.call() as raw:
             codes = raw.batch_remove(list(keys), True)
-        self._lookup.note(codes)
-        self._putter.doubts.forget(keys)
+        self._lookup.count_codes(codes)
         for key, code in zip(keys, codes, strict=True):
             if code < 0 and code not in MISSES:
                 raise error_of(code, f"{self.label}: remove of {key}")
@@ -164,17 +177,35 @@ class MooncakeStore(Store):
         prefix = prefix_of(namespace)
         with self._lookup.call() as raw:
             code = raw.remove_by_regex(f"^{prefix}", True)  # without ^, hashes match too
-        self._lookup.note([code])
+        self._lookup.count_codes([code])
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
-        self._putter.doubts.forget_all(prefix)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        """Asks the master's HTTP server for the default tenant's values; their ages are unknown."""
+        """Asks the master's HTTP server for the default tenant's values; their ages are unknown.
+
+        That server has no password, so it often listens on its own host alone: then only that host
+        can list. It leases nothing. Values without a replica are not there, or not whole.
+        """
         self._lifecycle.check()
-        keys = [key for key in self._http.all_keys() if key.startswith(prefix)]
-        for key, num_bytes in self._http.sizes(keys):
-            yield StoredValue(BlockKey(key), num_bytes, None)
+        every = self._ask_master("/get_all_keys", _MOST_KEY_BYTES).split()
+        keys = [key for key in every if key.startswith(prefix)]
+        for start in range(0, len(keys), _ASKED_AT_ONCE):
+            names = ",".join(keys[start : start + _ASKED_AT_ONCE])
+            answer = self._ask_master(f"/batch_query_keys?keys={quote(names)}")
+            try:
+                values = [
+                    StoredValue(BlockKey(key), sum(part["size_"] + 0 for part in parts), None)
+                    for key, value in json.loads(answer)["data"].items()
+                    if (parts := value.get("values"))
+                ]
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise StoreUnavailable(
+                    f"{self.label}: the HTTP server at {self._config.master_http} answers, but not"
+                    f" as Mooncake's master does ({answer[:80]!r})",
+                    remedy="name the master's port by ?metrics_port=",
+                ) from error
+            yield from values
 
     def length_of(self, key: BlockKey) -> int | None:
         self._lifecycle.check()
@@ -186,7 +217,9 @@ class MooncakeStore(Store):
 
     def room(self) -> Room:
         self._lifecycle.check()
-        gauges = self._http.gauges()
+        gauges = {
+            name: float(value) for name, value in _GAUGE.findall(self._ask_master("/metrics"))
+        }
         return Room(
             "Mooncake",
             int(gauges.get("master_allocated_bytes", 0)),
@@ -220,59 +253,67 @@ class MooncakeStore(Store):
             self._memory.connect(raw)
         return raw
 
-    def _get_batch(self, keys: Sequence[BlockKey], slots: Slots, num_done: int) -> int:
+    def _get_batch(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         begin = time.monotonic()
         codes = self._batches.get(keys, slots)
         if LEASE_OVER in codes and len(keys) > 1:
             half = len(keys) // 2
             codes = self._batches.get(keys[:half], slots.part(0, half))
             codes += self._batches.get(keys[half:], slots.part(half, len(keys)))
-        for i, answer in enumerate(codes):
-            if answer == slots.sizes[i]:
+        for i, (key, size, code) in enumerate(zip(keys, slots.sizes, codes, strict=True)):
+            if code == size:
                 continue
-            code = self._why_refused(keys[i], slots.sizes[i]) if answer == INVALID else answer
-            what = f"{self.label}: get of {keys[i]}"
+            if code == INVALID:  # also for a value of another length, which has a size
+                found = self._size_of(key)
+                code = INVALID if found in (size, 0) else found
+            what = f"{self.label}: get of {key}"
             if code == TRANSFER_FAILED and time.monotonic() - begin > _SLOW_S:
-                raise StoreTimeout(f"{what}: its holder does not answer", num_done=num_done + i)
+                raise StoreTimeout(f"{what}: its holder does not answer", num_done=i)
             if code in MISSES:
                 return i
             if code >= 0:
-                raise WrongLength(f"{what}: not {slots.sizes[i]} bytes", num_done=num_done + i)
-            raise error_of(code, what, num_done=num_done + i)
+                raise WrongLength(f"{what}: not {size} bytes", num_done=i)
+            raise error_of(code, what, num_done=i)
         return len(keys)
 
-    def _why_refused(self, key: BlockKey, size: int) -> int:
-        """Returns another length than `size`, the code of a value that has none, or INVALID."""
-        found = self._size_of(key)
-        return INVALID if found in (size, 0) else found
-
-    def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
+    def _num_stored(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are there; one call, which leases all that are."""
         for i, code in enumerate(self._exist(keys)):
             if code == 0:
                 return i
             if code < 0:
-                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=num_done + i)
+                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=i)
         return len(keys)
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
         """Returns 1, 0 or a code for each key."""
         with self._lookup.call() as raw:
-            codes = raw.batch_is_exist(list(keys))
-        self._lookup.note(codes)
+            codes: list[int] = raw.batch_is_exist(list(keys))
+        self._lookup.count_codes(codes)
         return codes
 
     def _size_of(self, key: BlockKey) -> int:
         with self._lookup.call() as raw:
-            size = raw.get_size(key)
-        self._lookup.note([size])
+            size: int = raw.get_size(key)
+        self._lookup.count_codes([size])
         return size
 
-
-def _windows(count: int) -> Iterator[tuple[int, int]]:
-    """Yields the ends of growing windows, since keys behind a gap would be leased for nothing."""
-    start, sizes = 0, iter(_WINDOWS)
-    while start < count:
-        end = min(start + next(sizes, _WINDOWS[-1]), count)
-        yield start, end
-        start = end
+    def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:
+        """Returns what the master's HTTP server answers. Raises StoreUnavailable."""
+        address, problem = self._config.master_http, f"more than {most_bytes} bytes"
+        try:  # the environment's proxies are for other networks
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"http://{address}{path}", timeout=_HTTP_S) as answer:
+                body: bytes = answer.read(most_bytes + 1)
+                if answer.length and len(body) <= most_bytes:
+                    problem = "an answer that was cut"
+                elif len(body) <= most_bytes:
+                    return body.decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"no answer ({getattr(error, 'reason', error)})"
+        raise StoreUnavailable(
+            f"{self.label}: only the master's HTTP server can list a pool, and at {address} there"
+            f" is {problem}",
+            remedy="name its port by ?metrics_port=, and ask on the master's host if it listens"
+            " there alone",
+        )

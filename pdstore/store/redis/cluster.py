@@ -1,4 +1,4 @@
-"""Cluster: the nodes of a Redis or Valkey Cluster, and the way to the one that has a key.
+"""Servers: one redis server, or the nodes of a cluster and the way to the one that has a key.
 
 redis-py has a client for clusters. It repeats each unanswered command by itself, one after another,
 so a node that hangs would hold up a call for as many time-outs as the call has commands. Here a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -22,7 +22,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from pdstore.store.redis.servers import Command
+Command: TypeAlias = tuple[str | int | memoryview, ...]
+"""A command's name, the key that it is about, and its other arguments."""
 
 _ROUNDS = 3
 """Sends of a command at most: to the node that had its slot, and to those that have it now."""
@@ -41,26 +42,54 @@ class Address(NamedTuple):
     port: int
 
 
+class OneServer:
+    """Sends commands to a single server, or to the master that sentinels name, as `Cluster` does.
+
+    sentinels: connections to them.
+    """
+
+    def __init__(self, pool: redis.ConnectionPool, *sentinels: redis.ConnectionPool) -> None:
+        self._pools = (pool, *sentinels)
+        self._client = redis.Redis(connection_pool=pool)
+
+    def ask(self, commands: Sequence[Command]) -> list[object]:
+        pipe = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)  # type: ignore[no-untyped-call]
+        replies: list[object] = pipe.execute(raise_on_error=False)
+        return replies
+
+    def masters(self) -> Sequence[redis.Redis]:
+        return [self._client]
+
+    def disconnect(self) -> None:
+        for pool in self._pools:
+            pool.disconnect(inuse_connections=False)
+
+
 class Cluster:
     """Sends each command to the master of its key's slot, and to all masters of a call at once.
 
     seeds: some nodes, of which one must answer to begin with.
     open_pool: returns connections to a node, none of them made yet.
 
-    Nothing is connected before the first call. The map of the slots is read then, and again after
-    an answer that shows it to be old.
+    Any thread may call it. Nothing is connected before the first call. The map of the slots is read
+    then, and again after an answer that shows it to be old.
     """
-
-    takes_many_keys = False
 
     def __init__(
         self, seeds: Sequence[Address], open_pool: Callable[[Address], redis.ConnectionPool]
     ) -> None:
-        self._seeds, self._open_pool = seeds, open_pool
+        self._seeds = seeds
+        self._open_pool = open_pool
         self._clients: dict[Address, redis.Redis] = {}
         self._map: list[Address | None] | None = None
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
+        """Returns a reply for each command, and a RedisError for one that was not answered.
+
+        Raises RedisError where none was.
+        """
         replies: list[object] = [None] * len(commands)
         waiting: Sequence[int] = range(len(commands))
         for number in range(_ROUNDS):
@@ -81,10 +110,12 @@ class Cluster:
         return replies
 
     def masters(self) -> Sequence[redis.Redis]:
+        """Returns a client for each server that keeps keys. Raises RedisError."""
         slots = self._read_map()  # no answer of theirs would show an old one to be old
         return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
 
     def disconnect(self) -> None:
+        """Closes idle connections."""
         for client in list(self._clients.values()):
             client.connection_pool.disconnect(inuse_connections=False)
 

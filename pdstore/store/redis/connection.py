@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import redis
 from redis.backoff import NoBackoff
@@ -35,8 +35,7 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.format.keys import BlockKey
-from pdstore.store.redis.cluster import Address, Cluster
-from pdstore.store.redis.servers import OneServer, Servers
+from pdstore.store.redis.cluster import Address, Cluster, OneServer
 from pdstore.store.url import StoreURL
 
 CHUNK = 256 << 10
@@ -84,34 +83,34 @@ _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 _OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
 
 
-class _Scheme(NamedTuple):
-    """The parts of a scheme: `valkeys+cluster` is TLS to a cluster."""
-
-    is_tls: bool
-    kind: str  # "", "unix", "cluster" or "sentinel"
+Servers: TypeAlias = OneServer | Cluster
 
 
-SCHEMES = {
-    name + (f"+{kind}" if kind else ""): _Scheme(name in ("rediss", "valkeys"), kind)
-    for name in ("redis", "rediss", "valkey", "valkeys")
-    for kind in ("", "unix", "cluster", "sentinel")
-    if kind != "unix" or name in ("redis", "valkey")
-}
-"""Valkey speaks redis' protocol: its schemes are other names for the same."""
+def _parts_of(scheme: str) -> tuple[bool, str]:
+    """Returns whether a scheme speaks TLS, and its kind: `valkeys+cluster` is TLS to a cluster.
+
+    Valkey speaks redis' protocol: its schemes are other names for the same.
+    """
+    name, _, kind = scheme.partition("+")
+    return name in ("rediss", "valkeys"), kind
 
 
 def open_servers(url: StoreURL) -> Servers:
     """Returns the server or servers of a URL, not connected yet. Raises ConfigError."""
-    scheme = SCHEMES[url.scheme]
-    options = {**_options(url), **(_tls(url) if scheme.is_tls else {})}
+    is_tls, kind = _parts_of(url.scheme)
+    options = {**_options(url), **(_tls(url) if is_tls else {})}
     kinds = {"unix": _by_socket, "cluster": _cluster, "sentinel": _by_sentinel}
-    servers = kinds.get(scheme.kind, _by_address)(url, options)
-    url.finish(_known(scheme))
+    servers = kinds.get(kind, _by_address)(url, options)
+    names = {"": (), "cluster": (), "unix": ("db",), "sentinel": ("db", "sentinel_password")}
+    tls = ("ca", "cert", "key") if is_tls else ()
+    url.finish(", ".join([*tls, *names[kind], "timeout"]))
     return servers
 
 
 def _options(url: StoreURL) -> dict[str, Any]:
-    driver = {"driver_info": None} if hasattr(redis, "DriverInfo") else _WITHOUT_DRIVER_INFO
+    # keeps redis-py from CLIENT SETINFO, which few users may call
+    old = {"lib_name": None, "lib_version": None}
+    driver = {"driver_info": None} if hasattr(redis, "DriverInfo") else old
     return {
         "username": url.username,
         "password": url.password,
@@ -128,10 +127,6 @@ def _options(url: StoreURL) -> dict[str, Any]:
     }
 
 
-_WITHOUT_DRIVER_INFO = {"lib_name": None, "lib_version": None}
-"""Options that keep redis-py from CLIENT SETINFO, which few users may call."""
-
-
 def _tls(url: StoreURL) -> dict[str, Any]:
     return {
         "connection_class": redis.SSLConnection,
@@ -143,25 +138,22 @@ def _tls(url: StoreURL) -> dict[str, Any]:
     }
 
 
-def _known(scheme: _Scheme) -> str:
-    names = ["ca", "cert", "key"] if scheme.is_tls else []
-    names += ["db"] if scheme.kind in ("unix", "sentinel") else []
-    names += ["sentinel_password"] if scheme.kind == "sentinel" else []
-    return ", ".join([*names, "timeout"])
-
-
 def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
     database = _database(url, url.path.strip("/") or "0")
     address = Address(url.host or "localhost", url.port or _PORT)
-    return OneServer(_pool(host=address.host, port=address.port, db=database, **options))
+    pool = redis.ConnectionPool(host=address.host, port=address.port, db=database, **options)
+    return OneServer(pool)
 
 
 def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
     if url.host or not url.path:
         raise ConfigError(f"{url.label}: write {url.scheme}:///path/redis.sock")
-    place = {"connection_class": redis.UnixDomainSocketConnection, "path": url.path}
+    place: dict[str, Any] = {
+        "connection_class": redis.UnixDomainSocketConnection,
+        "path": url.path,
+    }
     database = _database(url, url.options.pop("db", "0"))
-    return OneServer(_pool(**place, db=database, **options))
+    return OneServer(redis.ConnectionPool(**place, db=database, **options))
 
 
 def _cluster(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -169,13 +161,9 @@ def _cluster(url: StoreURL, options: dict[str, Any]) -> Servers:
         raise ConfigError(f"{url.label}: a cluster has no databases: leave {url.path} out")
 
     def open_pool(address: Address) -> redis.ConnectionPool:
-        return _pool(host=address.host, port=address.port, **options)
+        return redis.ConnectionPool(host=address.host, port=address.port, **options)
 
     return Cluster(_addresses(url, _PORT), open_pool)
-
-
-def _pool(**options: object) -> redis.ConnectionPool:
-    return redis.ConnectionPool(**options)  # type: ignore[arg-type]
 
 
 def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -225,7 +213,7 @@ def error_of(label: str, error: object, key: BlockKey, num_done: int) -> StoreEr
 
 @contextlib.contextmanager
 def named_errors(label: str, key: BlockKey, num_done: int = 0) -> Iterator[None]:
-    """Turns redis-py's errors inside into the store's, also those about a reply it cannot read."""
+    """Turns redis-py's errors inside into the store's, also those of a reply it cannot read."""
     try:
         yield
     except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -249,7 +237,7 @@ def _remedy(label: str, error: RedisError) -> str:
     if isinstance(error, InvalidResponse):
         return _NO_REDIS
     is_lost = isinstance(error, _OF_THE_CONNECTION) and "refused" not in said
-    if SCHEMES[scheme].is_tls and is_lost:
+    if _parts_of(scheme)[0] and is_lost:
         plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
         return (
             f"{scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"

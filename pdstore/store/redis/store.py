@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import redis
 from redis.exceptions import RedisError, ResponseError
 
 from pdstore.errors import StoreError, WrongLength
@@ -16,8 +15,8 @@ from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.redis.connection import CHUNK, error_of, named_errors, open_servers
-from pdstore.store.redis.servers import Command, Servers
+from pdstore.store.redis.cluster import Command
+from pdstore.store.redis.connection import CHUNK, Servers, error_of, named_errors, open_servers
 from pdstore.store.url import StoreURL
 
 _READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # what is read is copied while it is in the cache
@@ -37,8 +36,8 @@ _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 class RedisStore(Store):
     """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
 
-    `valkey://` is the same; `SCHEMES` has all names. A cluster spreads a prompt's values over its
-    nodes, and a call asks all of them at once.
+    `valkey://` is the same. A cluster spreads a prompt's values over its nodes, and a call asks all
+    of them at once.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
     `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match is a lease only where the server does not
@@ -81,7 +80,12 @@ class RedisStore(Store):
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
             part = range(n, min(n + window, len(keys)))
-            replies = self._replies([self._renewal(keys[i]) for i in part], keys, part)
+            ttls_s = [self._ttl_s[kind_of(keys[i])] for i in part]
+            renewals: list[Command] = [
+                ("EXISTS", keys[i]) if ttl_s is None else ("EXPIRE", keys[i], ttl_s)
+                for i, ttl_s in zip(part, ttls_s, strict=True)
+            ]
+            replies = self._replies(renewals, keys, part)
             found = next((i for i, reply in enumerate(replies) if not reply), len(part))
             n += found
             if found < len(part):
@@ -92,14 +96,10 @@ class RedisStore(Store):
         return n
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Asks for all keys by one command, and again for each only if some are stored."""
+        """Asks for all keys in one round trip, which renews none."""
         self._lifecycle.check()
         check_call(keys)
-        if not keys:
-            return []
-        if self._servers.takes_many_keys and self._run([("EXISTS", *keys)], keys, [0]) == [0]:
-            return [False] * len(keys)
-        replies = self._run([("EXISTS", key) for key in keys], keys, range(len(keys)))
+        replies = self._replies([("EXISTS", key) for key in keys], keys)
         return [reply == 1 for reply in replies]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
@@ -120,48 +120,35 @@ class RedisStore(Store):
                 ttl_s = self._ttl_s[kind_of(keys[i])]
                 life = () if ttl_s is None else ("EX", ttl_s)
                 commands.append(("SET", keys[i], slots.value(i), *life, "NX"))
-            self._run(commands, keys, part)
+            list(self._replies(commands, keys, part))
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
         check_call(keys)
-        if keys:
-            self._run([("UNLINK", key) for key in keys], keys, range(len(keys)))
+        list(self._replies([("UNLINK", key) for key in keys], keys))
 
     def clear(self, namespace: str) -> None:
         """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
-        prefix = prefix_of(namespace)
-        for client, found in self._pages(prefix):
-            pipe = client.pipeline(transaction=False)
-            for name in found:
-                pipe.unlink(name)
-            for reply in self._execute(pipe, prefix):
-                if isinstance(reply, RedisError):
-                    raise error_of(self.label, reply, BlockKey(prefix), 0) from reply
+        for page in self._pages(prefix_of(namespace)):
+            list(self._replies([("UNLINK", key) for key in page], page))
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         """Lists values with the memory they take: asking for their length would count as a use."""
-        seen: set[bytes] = set()
-        for client, page in self._pages(prefix):
-            new = [name for name in dict.fromkeys(page) if name not in seen]
+        seen: set[BlockKey] = set()
+        for page in self._pages(prefix):
+            new = [key for key in page if key not in seen]
             seen.update(new)
-            pipe = client.pipeline(transaction=False)
-            for name in new:
-                pipe.memory_usage(name, samples=0)
-                pipe.object("idletime", name)
-            replies = iter(self._execute(pipe, prefix))
-            for name, size, idle_s in zip(new, replies, replies, strict=True):
-                key = BlockKey(name.decode("ascii", "replace"))
-                if isinstance(size, RedisError):
-                    raise error_of(self.label, size, key, 0) from size
+            sizes = self._replies([("MEMORY USAGE", key, "SAMPLES", 0) for key in new], new)
+            ages_s = self._ask([("OBJECT IDLETIME", key) for key in new], new[0], 0) if new else []
+            for key, size, age_s in zip(new, sizes, ages_s, strict=True):
                 if isinstance(size, int):  # else it is gone
                     # under an LFU policy there is no idle time, but an error
-                    yield StoredValue(key, size, float(idle_s) if isinstance(idle_s, int) else None)
+                    yield StoredValue(key, size, float(age_s) if isinstance(age_s, int) else None)
 
     def length_of(self, key: BlockKey) -> int | None:
         check_call([key])
-        [length] = self._run([("STRLEN", key)], [key], [0])
+        [length] = self._replies([("STRLEN", key)], [key])
         return length if isinstance(length, int) and length else None  # no value is empty
 
     def room(self) -> Room:
@@ -184,11 +171,6 @@ class RedisStore(Store):
         if self._lifecycle.end():
             self._servers.disconnect()
 
-    def _renewal(self, key: BlockKey) -> Command:
-        """Returns the command that says whether a key is stored, and renews its life."""
-        ttl_s = self._ttl_s[kind_of(key)]
-        return ("EXISTS", key) if ttl_s is None else ("EXPIRE", key, ttl_s)
-
     def _get_part(self, keys: Sequence[BlockKey], slots: Slots, part: range) -> int:
         """Fills some slots; returns the number of the first key that was not there."""
         owners = [i for i in part for _ in range(0, slots.sizes[i], CHUNK)]
@@ -207,8 +189,8 @@ class RedisStore(Store):
                 return i
         return part.stop
 
-    def _pages(self, prefix: str) -> Iterator[tuple[redis.Redis, list[bytes]]]:
-        """Yields some keys with a prefix at a time, and their server; a key may come again."""
+    def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
+        """Yields some keys with a prefix at a time; one of an earlier page may come again."""
         self._lifecycle.check()
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
         with named_errors(self.label, BlockKey(prefix)):
@@ -219,9 +201,9 @@ class RedisStore(Store):
                 self._lifecycle.check()
                 with named_errors(self.label, BlockKey(prefix)):
                     cursor, found = client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS)
-                    page = [name for name in found if isinstance(name, bytes)]
-                if page:
-                    yield client, page
+                    names = [name for name in dict.fromkeys(found) if isinstance(name, bytes)]
+                if names:
+                    yield [BlockKey(name.decode("ascii", "replace")) for name in names]
 
     def _look_again(
         self, keys: Sequence[BlockKey], i: int, piece: memoryview, *, was_empty: bool
@@ -232,7 +214,7 @@ class RedisStore(Store):
         empty one; GETRANGE reads no more of a wrong one than is needed. Raises WrongLength.
         """
         command: Command = ("GET", keys[i]) if was_empty else ("GETRANGE", keys[i], 0, len(piece))
-        [data] = self._run([command], keys, [i])
+        [data] = self._replies([command], keys, [i])
         if data is None or (not data and not was_empty):
             return False
         if len(data) != len(piece):
@@ -240,43 +222,43 @@ class RedisStore(Store):
         piece[:] = data
         return True
 
-    def _run(
-        self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
-    ) -> list[Any]:
-        """Returns the replies to commands; the i-th is about `keys[part[i]]`. Raises StoreError."""
-        return list(self._replies(commands, keys, part))
-
     def _replies(
-        self, commands: Sequence[Command], keys: Sequence[BlockKey], part: Sequence[int]
+        self,
+        commands: Sequence[Command],
+        keys: Sequence[BlockKey],
+        part: Sequence[int] | None = None,
     ) -> Iterator[Any]:
-        """Sends commands and returns their replies as `_run` does, but raises in their order.
+        """Sends commands, the i-th about `keys[part[i]]`; yields their replies. Raises StoreError.
 
-        So whoever stops at a missing key meets no error of a later one.
+        An error is raised in its turn, so whoever stops at a missing key meets none of a later one.
         """
-        self._lifecycle.check(part[0])
+        part = range(len(keys)) if part is None else part
+        if not part:
+            return iter(())
+        replies = self._ask(commands, keys[part[0]], part[0])
+        kind = _REPLIES.get(commands[0][0], object)  # the commands of a call are alike
+        return (
+            self._checked(reply, kind, keys[i], i) for i, reply in zip(part, replies, strict=True)
+        )
+
+    def _ask(self, commands: Sequence[Command], key: BlockKey, num_done: int) -> list[object]:
+        """Returns the servers' replies, errors among them. Raises StoreError for none."""
+        self._lifecycle.check(num_done)
         try:
-            with named_errors(self.label, keys[part[0]], part[0]):
-                replies = self._servers.ask(commands)
+            with named_errors(self.label, key, num_done):
+                return self._servers.ask(commands)
         finally:
             if self._lifecycle.is_closed:
                 self._servers.disconnect()
-        kind = _REPLIES.get(commands[0][0], object)  # the commands of a call are alike
-        return (self._checked(reply, kind, keys, i) for i, reply in zip(part, replies, strict=True))
 
     def _checked(
-        self, reply: object, kind: type | tuple[type, ...], keys: Sequence[BlockKey], i: int
+        self, reply: object, kind: type | tuple[type, ...], key: BlockKey, num_done: int
     ) -> object:
         if isinstance(reply, RedisError):
-            raise error_of(self.label, reply, keys[i], i) from reply
+            raise error_of(self.label, reply, key, num_done) from reply
         if not isinstance(reply, kind):
-            raise error_of(self.label, repr(reply), keys[i], i)
+            raise error_of(self.label, repr(reply), key, num_done)
         return reply
-
-    def _execute(self, pipe: redis.client.Pipeline, prefix: str) -> list[object]:
-        """Returns one server's replies, errors among them. Raises StoreError for no replies."""
-        self._lifecycle.check()
-        with named_errors(self.label, BlockKey(prefix)):
-            return list(pipe.execute(raise_on_error=False))
 
     def _ask_lease_s(self) -> float | None:
         """Returns the lease that a match gives; None if a server does not answer now."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from pdstore import Layout, open_store
-from pdstore.adapters.vllm.messages import RankLayout, StepReport
+from pdstore.adapters.vllm.messages import EndedJob, Interval, RankLayout, StepReport
 from pdstore.adapters.vllm.patience import Patience
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.outcome import Direction, Reason
 from pdstore.scheduler.break_even import BreakEven
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 
@@ -46,9 +48,10 @@ def scheduler_of(url):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
     made = []
 
-    def make(*, may_follow=True, patience=None, longest_prompt=None, metrics=None, **changes):
+    def make(*, metrics=None, **changes):
+        options = ("may_follow", "patience", "longest_prompt", "weights_of")
+        given = {name: changes.pop(name) for name in options if name in changes}
         settings = settings_of(**{"store": url, **changes})
-        given = {"may_follow": may_follow, "patience": patience, "longest_prompt": longest_prompt}
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
         scheduler.bind(Pool())
         scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
@@ -332,3 +335,40 @@ def test_a_malformed_handoff_is_none_and_is_told(scheduler_of, saved, caplog):
     asked = request({"pdstore": {"attempt": "zz"}})
     assert found(scheduler_of(role="decode"), asked) == len(PROMPT)
     assert "r is taken without a hand-off" in caplog.text
+
+
+def ended(direction, reason):
+    """The report of a job that ended on a rank."""
+    at = Interval(1.0, 2.0)
+    return StepReport(ended=[EndedJob("other", 0, direction, 0, reason, at)])
+
+
+def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
+    p, numbers = scheduler_of(role="prefill"), itertools.count()
+
+    def told():
+        asked = request(request_id=f"r{next(numbers)}")
+        p.add(asked)
+        [save] = step(p, asked, len(PROMPT)).saves
+        answer = p.finish(asked)["pdstore"]
+        assert save.handoff.is_doubtful == ("last_save" in answer)
+        return answer.get("last_save")
+
+    assert told() is None
+    p.report(ended(Direction.SAVE, Reason.STORE_FULL), ())
+    p.report(ended(Direction.LOAD, None), ())
+    assert told() == "store_full"
+    p.report(ended(Direction.SAVE, None), ())
+    assert told() is None
+
+
+def test_p_says_what_its_files_are_where_a_setting_names_the_weights(scheduler_of):
+    def answer_of(p):
+        p.add(request())
+        step(p, request(), len(PROMPT))
+        return p.finish(request())["pdstore"]
+
+    p = scheduler_of(role="prefill", weights="prod", weights_of=lambda _: "sha256:1")
+    assert eventually(lambda: answer_of(p).get("weights_files")) == "sha256:1"
+    other = scheduler_of(role="prefill", weights_of=lambda _: "sha256:1")
+    assert "weights_files" not in answer_of(other)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pdstore.cli.ports import free_port
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, prefill
 from tests.adapters.vllm.servers import SETTINGS
 from tests.support.kv import eventually
@@ -14,6 +15,7 @@ from tests.support.redis_gate import LOAD, SAVE
 
 LONG = 900
 SLACK_S = 15.0  # a busy machine's
+DROPPED = "pdstore_drops_total:store_down"
 
 
 @pytest.fixture
@@ -137,3 +139,32 @@ def test_a_store_that_comes_and_goes_twenty_times(pair):
         for prompt, answer in zip(prompts, answers, strict=True):
             answer.result().assert_same(alone(pair.d, prompt))
     assert_loads_again(pair)
+
+
+def test_a_store_that_takes_no_writes_costs_d_one_wait(pair):
+    def handed_over():
+        """Returns how P's last save ended, and what D loaded."""
+        prompt, saves = new_prompt(LONG), Since(pair.p)
+        params, since = prefill(pair.p, prompt), Since(pair.d)
+        ask(pair.d, prompt, kv_transfer_params=params).assert_same(alone(pair.d, prompt))
+        eventually(lambda: saves["pdstore_jobs_total:save:ok"] or saves[DROPPED], 30)
+        return params["pdstore"].get("last_save"), since
+
+    with pair.redis.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", free_port())
+        try:
+            last_save, since = handed_over()
+            assert (last_save, since.loaded) == (None, 0)
+            last_save, since = handed_over()
+            assert (last_save, since.loaded) == ("store_down", 0)
+            assert since["pdstore_misses_total:handoff_dead"] == 0
+        finally:
+            client.execute_command("REPLICAOF", "NO", "ONE")
+    assert handed_over()[1].loaded == LONG
+    assert handed_over()[0] is None
+
+
+def test_another_tokenizer_is_told_with_both_counts(pair):
+    params = prefill(pair.p, new_prompt(94))
+    ask(pair.d, new_prompt(122), kv_transfer_params=params)
+    eventually(lambda: "P had 94 tokens, this instance 122" in pair.d.log.read_text(), 30)

@@ -80,6 +80,22 @@ async def test_d_is_asked_anew_when_p_publishes_nothing(p: Reply) -> None:
     assert d.bodies[1] == BODY
 
 
+async def test_d_is_asked_anew_with_the_answer_of_a_p_that_did_not_save_its_last() -> None:
+    """With the id alone D would wait for markers until its deadline; P's answer lets it doubt."""
+    params = {"pdstore": {**PARAMS["pdstore"], "last_save": "store_full"}}
+
+    async def waits_without_an_answer(body: dict[str, Any]) -> Response:
+        if "last_save" not in body["kv_transfer_params"]["pdstore"]:
+            return StreamingResponse(never())
+        return JSONResponse({"id": "told"})
+
+    p, d = Fake(says({"kv_transfer_params": params})), Fake(waits_without_an_answer)
+    async with routed([p], [d], mode="concurrent") as client:
+        assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "told"}
+        await d.was_cancelled.wait()
+    assert d.bodies[1]["kv_transfer_params"] == params
+
+
 async def test_a_refusal_by_p_is_the_answer_while_d_has_not_begun() -> None:
     d = Fake(streams(never))
     async with routed([Fake(says({"error": "why"}, 400))], [d], mode="concurrent") as client:

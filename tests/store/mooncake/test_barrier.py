@@ -9,9 +9,8 @@ import pytest
 
 from pdstore.errors import StoreUnavailable
 from pdstore.store.mooncake.barrier import KEPT, Answer, Barrier
-from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.client import Client, State
 from pdstore.store.mooncake.memory import Memory
-from pdstore.store.mooncake.server import State
 from pdstore.testing.threads import start_background
 from tests.support.kv import eventually
 from tests.support.mooncake_double import RawDouble

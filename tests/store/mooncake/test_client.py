@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 
 import pytest
 
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.mooncake.client import Client
-from pdstore.store.mooncake.closing import close_together
-from pdstore.store.mooncake.server import State
+from pdstore.store.mooncake.client import Client, Server, State, close_together
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import get
@@ -33,18 +31,59 @@ def open_client(server):
         yield make
 
 
+def test_a_server_that_hangs_up_answers():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        join = start_background(lambda: listener.accept()[0].close())
+        assert Server("x", address).ask() is State.ANSWERS
+        join(5)
+
+
+def test_a_server_that_only_accepts_hangs_and_costs_its_time_out():
+    """A stopped process still accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        server = Server("x", address, timeout_s=0.1)
+        assert server.ask() is State.HANGS
+        start = time.monotonic()
+        with pytest.raises(StoreTimeout, match=f"{address} did not answer within 0.1 s"):
+            server.require()
+        assert 0.05 < time.monotonic() - start < 1
+    assert server.ask() is State.GONE
+    with pytest.raises(StoreUnavailable, match=f"{address} cannot be reached"):
+        server.require()
+
+
+def test_an_unknown_name_says_nothing_about_a_process():
+    assert Server("x", "no.such.host.invalid:1").ask() is State.UNREACHABLE
+
+
+@pytest.mark.parametrize("address", ["etcd://a:1;b:2", "10.0.0.1", "host:port"])
+def test_an_address_of_no_single_server_is_assumed_to_answer(address):
+    Server("x", address).require()
+
+
 @pytest.mark.parametrize("state", [State.HANGS, State.GONE, State.UNREACHABLE])
 def test_the_library_is_not_set_up_before_the_server_answers(open_client, server, raw, state):
     """Rule 7: setup would stop the whole process."""
-    client = open_client(raw)
+    client = open_client(-1, raw)
     server.state = state
     with pytest.raises(StoreUnavailable, match="away"), client.call():
         pass
-    assert not client.is_connected
     server.state = State.ANSWERS
+    with pytest.raises(StoreUnavailable, match="setup failed"), client.call():
+        pass
     for _ in range(3):
         with client.call() as lent:
             assert lent is raw
+
+
+def test_matching_needs_no_connection_that_moves_values(server, raw):
+    """Rule 6: the scheduler's half only talks to the master."""
+    library = LibraryDouble(raw)
+    with contextlib.closing(double_store(library, server)) as store:
+        store.match(fresh_keys(1))
+        assert library.firsts == []
 
 
 def test_after_an_outage_the_master_is_asked_before_the_library_is_called(store, server, raw):
@@ -86,32 +125,18 @@ def is_refused(client):
         return True
 
 
-def test_the_breaker_lets_nothing_through_while_it_is_open(store, raw):
-    """Rule 7."""
-    guarded = CircuitBreaker(store, failures=3, open_s=60)
-    raw.script = [("exist", [-901])] * 3
-    for _ in range(3):
-        with pytest.raises(StoreTimeout):
-            guarded.match(fresh_keys(1))
-    raw.calls.clear()
-    with pytest.raises(StoreUnavailable, match="in a row"):
-        guarded.match(fresh_keys(1))
-    assert raw.calls == []
-
-
-def test_a_setup_that_fails_is_unavailable_and_tried_again(open_client, raw):
-    client = open_client(-1, raw)
-    with pytest.raises(StoreUnavailable, match="setup failed"), client.call():
-        pass
-    with client.call() as got:
-        assert got is raw
-
-
 def test_close_waits_for_the_calls_that_run(store, raw):
     """Rule 8: a close during a call crashes the library."""
     store.match(fresh_keys(1))
     raw.gate.clear()
-    join = start_background(lambda: store.match(fresh_keys(1)), lambda: eventually_open(raw))
+
+    def let_go():
+        eventually(lambda: raw.count("exist") == 2)
+        time.sleep(0.05)
+        assert not raw.is_closed
+        raw.gate.set()
+
+    join = start_background(lambda: store.match(fresh_keys(1)), let_go)
     eventually(lambda: raw.count("exist") == 2)
     run_together(store.close)
     join(10)
@@ -120,8 +145,8 @@ def test_close_waits_for_the_calls_that_run(store, raw):
         store.match(fresh_keys(1))
 
 
-def test_clients_have_one_time_to_drain_and_take_no_calls_in_it(open_client, raw):
-    """A call that never ends takes all of the time; the others are closed all the same."""
+def test_clients_have_one_time_to_drain_and_accept_no_calls_in_it(open_client, raw):
+    """A call that never ends uses up all of the time; the others are closed all the same."""
     other = RawDouble()
     hung, busy = open_client(raw), open_client(other)
     is_busy = threading.Event()
@@ -171,13 +196,6 @@ def test_memory_is_not_given_to_an_object_whose_store_was_closed_while_it_was_ma
     assert raw.buffers == []
 
 
-def eventually_open(raw):
-    eventually(lambda: raw.count("exist") == 2)
-    time.sleep(0.05)
-    assert not raw.is_closed
-    raw.gate.set()
-
-
 def test_a_call_that_never_ends_does_not_hold_up_close(open_client, raw):
     """Rule 8: the object is left alone then, not destroyed."""
     client = open_client(raw)
@@ -192,40 +210,34 @@ def test_close_leaves_an_object_alone_whose_server_hangs(open_client, server, ra
     """Rule 8: the library's close would stop the whole process."""
     client = open_client(raw)
     with client.call():
-        pass
+        server.state = State.ANSWERS
     server.state = State.HANGS
     client.close()
     assert not raw.is_closed
 
 
-def test_a_suspended_connection_refuses_calls_until_it_is_restored_or_replaced(open_client, raw):
-    other = RawDouble()
-    client = open_client(raw, other)
+def test_an_object_that_does_not_close_is_left_alone_with_a_warning(open_client, raw, caplog):
+    client, gate = open_client(raw), threading.Event()
+    raw.close = lambda: gate.wait(10)
     with client.call():
-        client.suspend(raw)
-        assert is_refused(client)
-        assert not client.is_idle
-    assert client.is_idle
-    client.restore(raw)
-    with client.call() as lent:
-        assert lent is raw
-    client.suspend(raw)
-    client.replace(raw)
-    assert raw.is_closed
-    with client.call() as lent:
-        assert lent is other
+        pass
+    client.close(close_s=0.05)
+    assert "x: close did not end within" in caplog.text
+    gate.set()
 
 
-def test_a_suspended_connection_outlives_its_client(open_client, raw):
+def test_an_object_is_closed_where_no_thread_can_start(open_client, raw, monkeypatch):
+    """From Python 3.12 on that is so while the interpreter ends."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
     client = open_client(raw)
     with client.call():
-        client.suspend(raw)
-        client.close(drain_s=10.0)
-        assert not raw.is_closed
-    client.replace(raw)
-    assert raw.is_closed
-    with pytest.raises(StoreClosed), client.call():
         pass
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    client.close()
+    assert raw.is_closed
 
 
 def test_a_forked_child_neither_calls_nor_closes_the_parents_object(store, raw):

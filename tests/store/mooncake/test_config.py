@@ -1,15 +1,14 @@
-"""MooncakeConfig: the names of all who configure Mooncake, who wins, and what is refused."""
+"""MooncakeConfig: its sources, who wins, and what is refused."""
 
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
-from pdstore.environment import MooncakeSources, mooncake_sources
+from pdstore.environment import MooncakeSources
 from pdstore.errors import ConfigError
-from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.config import MooncakeConfig, parse_size
 from pdstore.store.url import StoreURL
 
 
@@ -19,171 +18,79 @@ def config(url="mooncake://m:1", *, file=None, path="m.json", **variables):
     return MooncakeConfig.of(StoreURL.of(url), sources)
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("MOONCAKE_", "MC_")):
-            monkeypatch.delenv(name)
-    return monkeypatch
-
-
 def test_a_url_alone_is_enough():
     found = config("mooncake://10.0.0.1:5000")
     assert (found.master, found.topology, found.segment) == ("10.0.0.1:5000", "holder", 0)
     assert found.protocol == "tcp"
-
-
-def test_the_port_may_be_left_out():
     assert config("mooncake://host").master == "host:50051"
-
-
-def test_more_connections_over_tcp():
-    assert config("mooncake://m:1?connections=4").connections == 4
+    assert config("mooncake://[::1]:1").master == "[::1]:1"
 
 
 def test_every_option_of_the_url():
     found = config(
-        "mooncake://m:1?topology=embedded&segment=4GB&buffer=1mb&protocol=RDMA&devices=mlx5_0,mlx5_1"
-        "&hostname=10.0.0.2&metadata=http://m:8080/metadata&prefer=h:1&tenant=t&lease=10&discard=9"
-        "&ssd=1&ssd_path=/nvme&http=1&http_port=9301&client=h:2"
+        "mooncake://m:1?topology=Embedded&segment=4GB&buffer=1mb&devices=mlx5_0,mlx5_1&prefer=h:1"
+        "&hostname=10.0.0.2&metadata=http://m:8080/metadata&tenant=t&lease=2.5&ssd_path=/nvme"
+        "&client=h:2&metrics_port=9004&connections=4&protocol=TCP"
     )
-    assert found == MooncakeConfig(
-        master="m:1",
-        topology="embedded",
-        client="h:2",
-        metadata="http://m:8080/metadata",
-        hostname="10.0.0.2",
-        segment=4 << 30,
-        buffer=1 << 20,
-        protocol="rdma",
-        devices="mlx5_0,mlx5_1",
-        prefer="h:1",
-        tenant="t",
-        ssd=True,
-        ssd_path="/nvme",
-        http=True,
-        http_port=9301,
-        lease_s=10.0,
-        discard_s=9.0,
-    )
+    assert found.model_dump() == {
+        "master": "m:1",
+        "metrics_port": 9004,
+        "topology": "embedded",
+        "client": "h:2",
+        "metadata": "http://m:8080/metadata",
+        "hostname": "10.0.0.2",
+        "segment": 4 << 30,
+        "buffer": 1 << 20,
+        "protocol": "tcp",
+        "devices": "mlx5_0,mlx5_1",
+        "prefer": "h:1",
+        "tenant": "t",
+        "ssd_path": "/nvme",
+        "connections": 4,
+        "lease": 2.5,
+    }
+    assert set(found.origins.values()) == {"URL"}
 
 
-FILES = {
-    "Mooncake": {
-        "local_hostname": "10.0.0.2",
-        "metadata_server": "http://m:8080/metadata",
-        "global_segment_size": "3gb",
-        "local_buffer_size": 1 << 30,
-        "protocol": "rdma",
-        "device_name": "mlx5_0",
-        "master_server_address": "m:9",
-    },
-    "vLLM": {
-        "mode": "embedded",
-        "metadata_server": "P2PHANDSHAKE",
-        "global_segment_size": "4GB",
-        "local_buffer_size": "4GB",
-        "protocol": "rdma",
-        "device_name": "",
-        "master_server_address": "m:9",
-        "enable_offload": False,
-        "preferred_segment": "h:1",
-    },
-    "SGLang": {
-        "local_hostname": "10.0.0.2",
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": "m:9",
-        "protocol": "rdma",
-        "device_name": '{"0": "mlx5_0", "1": "mlx5_1"}',
-        "global_segment_size": "4gb",
-        "check_server": True,
-        "master_metrics_port": 9003,
-        "tenant_id": "t",
-        "enable_ssd_offload": True,
-        "ssd_offload_path": "/nvme",
-    },
-    "LMCache": {
-        "mooncake_master_server_addr": "m:9",
-        "master_server_addr": "not this one",
-        "global_segment_size": 3355443200,
-        "transfer_timeout": 1,
-        "storage_root_dir": "",
-        "mooncake_prefer_local_alloc": True,
-    },
-    "FastDeploy": {
-        "master_server_addr": "m:9",
-        "metadata_server": "P2PHANDSHAKE",
-        "global_segment_size": 1 << 30,
-        "local_buffer_size": 16777216,
-        "protocol": "rdma",
-        "rdma_devices": ["mlx5_0", "mlx5_1", "mlx5_0"],
-    },
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        *((7, 7), (1.5e9, 1_500_000_000), ("7", 7), ("7b", 7), ("2k", 2 << 10), ("4gb", 4 << 30)),
+        *(("512 MiB", 512 << 20), (" 1.5G ", 3 << 29), ("1TB", 1 << 40)),
+    ],
+)
+def test_a_size_is_bytes_or_has_a_unit_of_1024(value, num_bytes):
+    assert parse_size(value) == num_bytes
+
+
+@pytest.mark.parametrize("value", ["", "4 apples", "-1", True, None, "gb"])
+def test_a_bad_size_is_refused(value):
+    with pytest.raises(ValueError, match="like 4GB"):
+        parse_size(value)
+
+
+OF_MOONCAKE = {
+    "local_hostname": ("MOONCAKE_LOCAL_HOSTNAME", "10.0.0.2", "hostname", "10.0.0.2"),
+    "metadata_server": ("MOONCAKE_TE_META_DATA_SERVER", "http://m/x", "metadata", "http://m/x"),
+    "global_segment_size": ("MOONCAKE_GLOBAL_SEGMENT_SIZE", "1.5gb", "segment", 3 << 29),
+    "local_buffer_size": ("MOONCAKE_LOCAL_BUFFER_SIZE", "512k", "buffer", 512 << 10),
+    "protocol": ("MOONCAKE_PROTOCOL", "RDMA", "protocol", "rdma"),
+    "device_name": ("MOONCAKE_DEVICE", "auto-discovery", "devices", ""),
+    "master_server_address": ("MOONCAKE_MASTER", "m:9", "master", "m:9"),
+    "tenant_id": ("MOONCAKE_TENANT_ID", "t", "tenant", "t"),
 }
 
 
-@pytest.mark.parametrize("user", FILES)
-def test_the_json_file_of_each_user_of_mooncake_is_read(user):
-    found = config("mooncake://", file=FILES[user])
-    assert found.master == "m:9"
-    assert found.topology == "embedded"
-    assert found.segment == {"Mooncake": 3 << 30, "LMCache": 3355443200, "FastDeploy": 1 << 30}.get(
-        user, 4 << 30
-    )
-    if user in ("SGLang", "FastDeploy"):
-        assert found.devices == "mlx5_0,mlx5_1"
-
-
-def test_a_holder_of_its_own_is_what_vllm_calls_a_standalone_store():
-    file = {"mode": "standalone-store", "master_server_address": "m:9", "global_segment_size": 0}
-    assert config("mooncake://", file=file).topology == "holder"
-    with pytest.raises(ConfigError, match=r"set segment to 0"):
-        config("mooncake://", file=file | {"global_segment_size": "4GB"})
-
-
-VARIABLES = [
-    ("MOONCAKE_MASTER", "m:9", "master", "m:9"),
-    ("MOONCAKE_MASTER_SERVER_ADDR", "m:9", "master", "m:9"),
-    ("MOONCAKE_TE_META_DATA_SERVER", "x", "metadata", "x"),
-    ("MOONCAKE_METADATA_SERVER", "x", "metadata", "x"),
-    ("MOONCAKE_LOCAL_HOSTNAME", "h", "hostname", "h"),
-    ("LOCAL_HOSTNAME", "h", "hostname", "h"),
-    ("MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "h", "hostname", "h"),
-    ("MOONCAKE_GLOBAL_SEGMENT_SIZE", "1.5gb", "segment", 3 << 29),
-    ("MOONCAKE_LOCAL_BUFFER_SIZE", "512k", "buffer", 512 << 10),
-    ("MOONCAKE_PROTOCOL", "RDMA", "protocol", "rdma"),
-    ("MOONCAKE_DEVICE", "auto-discovery", "devices", ""),
-    ("MOONCAKE_RDMA_DEVICES", "mlx5_0", "devices", "mlx5_0"),
-    ("MOONCAKE_STANDALONE_STORAGE", "1", "topology", "shared"),
-    ("MOONCAKE_CLIENT", "h:7", "client", "h:7"),
-    ("MOONCAKE_PREFERRED_SEGMENT", "h:8", "prefer", "h:8"),
-    ("MOONCAKE_TENANT_ID", "t", "tenant", "t"),
-    ("MOONCAKE_OFFLOAD_ENABLED", "true", "ssd", True),
-    ("MOONCAKE_ENABLE_SSD_OFFLOAD", "0", "ssd", False),
-    ("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", "/d", "ssd_path", "/d"),
-    ("MOONCAKE_ENABLE_CLIENT_HTTP_SERVER", "on", "http", True),
-    ("MOONCAKE_CLIENT_HTTP_PORT", "9301", "http_port", 9301),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "field", "value"), VARIABLES)
-def test_each_variable_of_each_user_of_mooncake_is_read(environment, name, text, field, value):
-    environment.setenv(name, text)
-    url = "mooncake://" if "MASTER" in name else "mooncake://m:1"
-    found = MooncakeConfig.of(StoreURL.of(url), mooncake_sources())
-    assert getattr(found, field) == value
-    assert found.origins[field].startswith("MOONCAKE_") or found.origins[field] == name
-
-
-@pytest.mark.parametrize("name", ["MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"])
-def test_the_file_is_named_by_a_variable(environment, tmp_path, name):
-    path = tmp_path / "mooncake.json"
-    path.write_text('{"master_server_address": "m:9"}')
-    environment.setenv(name, str(path))
-    found = MooncakeConfig.of(StoreURL.of("mooncake://"), mooncake_sources())
-    assert found.master == "m:9"
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"cannot read .*mooncake\.json"):
-        mooncake_sources()
+@pytest.mark.parametrize("key", OF_MOONCAKE)
+def test_mooncakes_own_names_are_read(key):
+    variable, text, name, value = OF_MOONCAKE[key]
+    url = "mooncake://" if name == "master" else "mooncake://m:1"
+    for found, origin in (
+        (config(url, **{variable: text}), variable),
+        (config(url, file={key: text, "mode": "embedded"}), "m.json"),
+    ):
+        assert getattr(found, name) == value
+        assert found.origins[name] == origin
 
 
 def test_the_url_wins_over_the_environment_and_that_over_the_file():
@@ -200,41 +107,53 @@ def test_the_url_wins_over_the_environment_and_that_over_the_file():
         assert part in described
 
 
-def test_a_segment_meant_for_other_programs_is_not_lent_by_one_that_lends_nothing():
-    found = config("mooncake://m:1?topology=holder", MOONCAKE_GLOBAL_SEGMENT_SIZE="4gb")
-    assert (found.topology, found.segment) == ("holder", 0)
-    assert config(MOONCAKE_GLOBAL_SEGMENT_SIZE="4gb").topology == "embedded"
+def test_the_masters_variable_of_fastdeploys_scripts_is_read_where_mooncakes_is_not_set():
+    of_script = {"MOONCAKE_MASTER_SERVER_ADDR": "f:3"}
+    assert config("mooncake://", **of_script).master == "f:3"
+    assert config("mooncake://", MOONCAKE_MASTER="m:2", **of_script).master == "m:2"
+
+
+def test_an_empty_value_counts_as_none():
+    assert config("mooncake://m:1?tenant=", MOONCAKE_TENANT_ID="t").tenant == "t"
+
+
+def test_keys_that_are_for_other_programs_are_named_in_the_log(caplog):
+    with caplog.at_level("INFO"):
+        config(file={"mode": "embedded", "enable_offload": False})
+    assert "m.json: pdstore does not read enable_offload, mode" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("mistake", "hint"),
     [
         ({"url": "mooncake://m:1?segmnet=4GB"}, "did you mean 'segment'"),
-        ({"file": {"master_server_adress": "m:1"}}, "did you mean 'master_server_address'"),
-        ({"file": {"local_bufer_size": 1}}, "did you mean 'local_buffer_size'"),
+        ({"file": {"master_server_adress": "m:1"}}, "did you mean master_server_address"),
+        ({"file": {"local_bufer_size": 1}}, "did you mean local_buffer_size"),
         ({"MOONCAKE_MASTR": "m:1"}, "did you mean MOONCAKE_MASTER"),
         ({"url": "mooncake://m:1?zzzz=1"}, "known: .*segment"),
         ({"url": "mooncake://m:1/path"}, "has no path"),
         ({"url": "mooncake://"}, "set MOONCAKE_MASTER"),
-        ({"url": "mooncake://m:1?topology=both"}, "holder, embedded, shared"),
+        ({"url": "mooncake://m:1?topology=both"}, "'holder', 'embedded' or 'shared'"),
         ({"url": "mooncake://m:1?topology=embedded"}, "segment=4GB"),
-        ({"url": "mooncake://m:1?topology=shared&segment=4GB"}, "set segment to 0"),
-        ({"url": "mooncake://m:1?segment=much"}, r"bad segment 'much' \(URL\)"),
-        ({"url": "mooncake://m:1?lease=0"}, "positive"),
-        ({"url": "mooncake://m:1?connections=0"}, "from 1 to 64"),
+        ({"url": "mooncake://m:1?topology=shared&segment=4GB"}, "lends no memory"),
+        ({"url": "mooncake://m:1?segment=4GB"}, "write topology=embedded"),
+        ({"url": "mooncake://m:1?segment=much"}, r"bad segment 'much' \(URL\).* like 4GB"),
+        ({"url": "mooncake://m:1?lease=0"}, "greater than 0"),
+        ({"url": "mooncake://m:1?lease=soon"}, "valid number"),
+        ({"url": "mooncake://m:1?metrics_port=70000"}, "less than 65536"),
+        ({"url": "mooncake://m:1?connections=65"}, "less than or equal to 64"),
         ({"url": "mooncake://m:1?topology=shared&connections=2"}, "a topology other than shared"),
         ({"url": "mooncake://m:1?protocol=rdma&connections=2"}, "needs protocol=tcp"),
-        ({"MOONCAKE_CLIENT_HTTP_PORT": "0"}, r"\(MOONCAKE_CLIENT_HTTP_PORT\)"),
+        ({"MOONCAKE_LOCAL_BUFFER_SIZE": "0x"}, r"\(MOONCAKE_LOCAL_BUFFER_SIZE\)"),
         ({"file": "{"}, r"m\.json is not valid JSON"),
         ({"file": "[1]"}, "is not a JSON object"),
-        ({"file": {"mode": "both"}}, r"bad mode 'both' \(m\.json\)"),
-        ({"file": {"tenant_id": True}}, "write a text"),
+        ({"file": {"tenant_id": True}}, r"bad tenant True \(m\.json\)"),
     ],
 )
-def test_what_is_wrong_is_refused_with_what_is_right(mistake, hint):
+def test_a_mistake_is_refused_with_the_remedy(mistake, hint):
     with pytest.raises(ConfigError, match=hint):
         config(**mistake)
 
 
 def test_the_librarys_own_variables_are_left_alone():
-    config(MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES="1", MC_LOG_LEVEL="INFO")
+    config(MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES="1")

@@ -52,7 +52,7 @@ def test_a_slab_that_the_other_side_never_knew_is_detached(raw):
 def test_memory_is_neither_taken_nor_freed_while_any_connection_is_made_again(raw):
     """The library walks its list of memory meanwhile, without a lock: the process would crash."""
     allocator, reconnecting = CountingAllocator(), RawDouble()
-    memory, other = Memory(allocator, rest_s=0.0), Memory(allocator)
+    memory, other = Memory(allocator, wait_s=0.0), Memory(allocator)
     memory.connect(raw)
     other.connect(reconnecting)
     view = memory.allocate(1 << 20)

@@ -47,7 +47,7 @@ def small_lonely_store(tmp_path_factory):
     directory = tmp_path_factory.mktemp("small-lonely")
     with (
         contextlib.closing(Cluster(directory, segment=0, flags=SMALL_FLAGS)) as cluster,
-        cluster.open(f"{cluster.url}&segment=16MB") as store,
+        cluster.open(f"{cluster.url}&topology=embedded&segment=16MB") as store,
     ):
         take_13_mib(store)
         yield store
@@ -136,7 +136,8 @@ class TestEmbedded(Topology):
 
     @pytest.fixture
     def store(self, lonely_master, stores):
-        return stores.get(lonely_master, f"{lonely_master.url}&segment={SEGMENT}")
+        url = f"{lonely_master.url}&topology=embedded&segment={SEGMENT}"
+        return stores.get(lonely_master, url)
 
     @pytest.fixture
     def peer(self, lonely_master, stores):

@@ -243,11 +243,6 @@ def test_opening_does_not_connect_and_calls_say_who_does_not_answer():
             assert isinstance(caught.value.__cause__, redis.ConnectionError)
 
 
-def test_a_unix_socket_that_is_not_there_is_unavailable(tmp_path):
-    with opened(f"redis+unix://{tmp_path}/none.sock") as store, pytest.raises(StoreUnavailable):
-        store.match(fresh_keys(1))
-
-
 def test_a_server_that_hangs_is_a_timeout_and_nothing_comes_late(redis_server):
     server, keys = redis_server(), fresh_keys(2)
     with opened(f"{server.url}?timeout=0.6") as store:

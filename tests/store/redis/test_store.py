@@ -11,7 +11,7 @@ from pdstore.errors import StoreFull, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.redis.servers import OneServer
+from pdstore.store.redis.cluster import OneServer
 from pdstore.store.redis.store import RedisStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
@@ -156,16 +156,6 @@ def test_a_lost_value_is_a_miss(redis_url, raw, lose):
         lose(raw, keys[1])
         assert len(get(store, keys, [SIZE] * 3)) == 1
         assert store.match(keys) == 1
-
-
-def test_a_flushed_server_has_lost_all(redis_server):
-    server, keys = redis_server(), fresh_keys(3)
-    with opened(server.url) as store, server.client() as raw:
-        put(store, keys, [content(key, SIZE) for key in keys])
-        assert store.match(keys) == 3
-        raw.flushall()
-        assert get(store, keys, [SIZE] * 3) == []
-        assert store.match(keys) == 0
 
 
 def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redis_url, raw):
