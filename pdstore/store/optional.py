@@ -25,8 +25,8 @@ class ErrorCodes(Protocol):
 class ChecksumReader(Protocol):
     """A store that sums values as it reads them, while a core's cache still holds them.
 
-    The checksum of a value is the XXH3-64 of its bytes without the eight at `CHECKSUM_AT`. So a
-    store that reads with the processor saves its caller a pass over memory.
+    The checksum of a value is `pdstore.format.block.checksum`; the eight bytes at `CHECKSUM_AT` are
+    not in it. So a store that reads with the processor saves its caller a pass over memory.
     """
 
     def get_with_checksums(
