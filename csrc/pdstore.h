@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 15 };
+enum { PDS_ABI = 16 };
 
 enum {
   PDS_OK = 0,
@@ -143,8 +143,8 @@ int32_t pds_populate(uint64_t address, int64_t bytes);
 enum { PDS_RELAXED = 2 };
 int32_t pds_exchange_capture_mode(int32_t *mode);
 
-// Reads whole files in turn, each to its address, with its xxh3_64 without its bytes 56 to 63; each
-// path ends with a zero. Gives how many, and why it stopped: 0, an errno, or PDS_OTHER_LENGTH.
+// Reads whole files in turn, each to its address, with its checksum (checksum.h); each path ends
+// with a zero. Gives how many, and why it stopped: 0, an errno, or PDS_OTHER_LENGTH.
 enum { PDS_OTHER_LENGTH = -1 };
 int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
                        int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
@@ -253,10 +253,13 @@ typedef struct {
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
                        uint64_t *generations, int64_t *offsets, int64_t *done, pds_error *error);
-// Verifies values, starts to scatter; whoever waited for the ticket asks pds_arena_still_there.
+// Starts to scatter values. Those that lie in the cache as the device can sum them are summed there
+// after the copy, the others where they are now. Whoever waited for the ticket asks which are right
+// (pds_arena_right: how many of the first), and pds_arena_still_there.
 int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                        int64_t *slots, uint64_t *generations, int64_t *offsets, pds_ticket **ticket,
                        pds_error *error);
+int32_t pds_arena_right(const pds_ticket *ticket, int64_t *right);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
 // The keys that were published since and are stored, those with room; bytes of all, -1: too many.
@@ -282,6 +285,7 @@ enum {
   PDS_CALL_REGISTER,
   PDS_CALL_UNREGISTER,
   PDS_CALL_QUERY,
+  PDS_CALL_SUM,
   PDS_NUM_CALLS
 };
 typedef struct {

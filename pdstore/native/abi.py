@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 15
+ABI = 16
 CPU = -1
 OTHER_LENGTH = -1
 """The file does not have the expected length; used next to errno's numbers."""
@@ -149,6 +149,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
     "pds_arena_fill": [_P, _P, _P, c_int64, c_char_p, c_int64, _P, _P, _P, _P, _P],
     "pds_arena_take": [_P, _P, _P, _P, _P, _P, _P, _P],
+    "pds_arena_right": [_P, _P],
     "pds_arena_wait": [_P, c_uint32, c_int64, _P],
     "pds_arena_published": [_P, c_int64, c_uint32, _P, c_int64, _P],
 }

@@ -192,8 +192,9 @@ class NativeInPlace(InPlace, Protocol):
         """
 
     def take(self, batch: ValueBatch) -> Taken | None:
-        """Borrows values as `borrow` does, verifies them, and starts to scatter them: all, or none.
+        """Borrows values as `borrow` does and starts to scatter them: all, or none.
 
-        None also if any value is missing or not right. The caller waits for the copies and then
-        asks `still_there`. Raises LayoutError or SwapError if the copies cannot begin.
+        None also if any value is missing or seen to be wrong. Others are summed after their copy:
+        the caller waits for the copies and then asks their `num_right`, and `still_there`. Raises
+        LayoutError or SwapError if the copies cannot begin.
         """

@@ -217,10 +217,19 @@ class InPlaceMover(Mover):
             has_stayed = self._num_there(loan, [value]) == 1
             return wrong.get(0, Reason.LOST) if has_stayed else Reason.LOST
 
-    def _confirm(self, loan: Loan, copied: Sequence[Value], loaded: Loaded) -> None:
-        """After a copy: counts the values whose bytes were theirs all the time."""
-        there = copied[: whole_blocks(copied, self._num_there(loan, copied))]
-        loaded(there, len(there) == len(copied))
+    def _confirm(
+        self, loan: Loan, copied: Sequence[Value], loaded: Loaded, num_right: int | None = None
+    ) -> None:
+        """After a copy: counts the values whose bytes were theirs all the time.
+
+        num_right: how many of the first were right when copied; None: all. The next one is damaged
+        if it has stayed in its place.
+        """
+        num_there = self._num_there(loan, copied)
+        num_right = len(copied) if num_right is None else num_right
+        there = copied[: whole_blocks(copied, min(num_there, num_right))]
+        reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
+        loaded(there, None if len(there) == len(copied) else reason)
         self._count("loaded", there)
 
     def _num_there(self, loan: Loan, values: Sequence[Value]) -> int:

@@ -151,7 +151,7 @@ class StagedMover(Mover):
         values: Sequence[Value],
         start: Callable[[], Callable[[], None]],
     ) -> None:
-        self._scatter(child, start, partial(loaded, values, True), held.pop_all())
+        self._scatter(child, start, partial(loaded, values, None), held.pop_all())
         self._count("loaded", values)
 
     def _at_hand(self, window: Sequence[Value]) -> Sequence[Value]:
