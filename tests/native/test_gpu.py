@@ -258,9 +258,9 @@ def test_an_injected_failure_leaves_torch_working(library):
     assert torch.zeros(1, device="cuda").item() == 0
 
 
-def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(library, tmp_path):
+def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(library, memory_path):
     """And what was right before it counts."""
-    arena = open_store(f"shm://test?size=64MiB&dir={tmp_path}", kv.settings_of())
+    arena = open_store(f"shm://test?size=64MiB&dir={memory_path}", kv.settings_of())
     p, d = (gpu_instance(arena, engine_block_tokens=16) for _ in "pd")
     keys, ids = p.cache.keys(list(range(333))), list(range(30, 51))
     assert p.pool.save(keys, ids).wait(20).num_tokens == 333

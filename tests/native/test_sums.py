@@ -10,7 +10,7 @@ import torch
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.format.keys import Kind
-from pdstore.format.layer_spec import LayerSpec
+from pdstore.format.layout import LayerSpec
 from pdstore.native.abi import CopyPath
 from pdstore.native.arena import text_of
 from pdstore.native.library import address_of
@@ -97,11 +97,11 @@ class Rig:
 
 
 @pytest.fixture
-def make(library, tmp_path):
+def make(library, memory_path):
     made: list[Rig] = []
 
     def make(*args, **kinds) -> Rig:
-        made.append(Rig(library, tmp_path, *args, **kinds))
+        made.append(Rig(library, memory_path, *args, **kinds))
         return made[-1]
 
     yield make
