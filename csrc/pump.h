@@ -32,7 +32,7 @@ struct Job {
 };
 using JobPtr = std::shared_ptr<Job>;
 
-// What a lane has room for: those of 512 MiB.
+// Room of a lane: the digests of 512 MiB.
 constexpr int64_t kMostDigests = 128 << 10;
 
 struct PumpOptions {

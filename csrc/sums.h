@@ -87,7 +87,7 @@ constexpr uint64_t end_of_chunk(uint64_t sum) {
 
 // True if payloads of a part can be summed where they lie.
 bool can_sum(const Layout &layout, int32_t part);
-// What is the same in all sums.
+// Sets what is the same in all sums.
 void set_keys(SumParams *params);
 // The job's sums of one part, from number `begin` on as many as fit. Gives where to go on.
 size_t add_sums(const Layout &layout, const JobItems &job, int32_t part, size_t begin,

@@ -224,7 +224,7 @@ class Ticket:
 
     @property
     def num_right(self) -> int:
-        """How many of the first values of a `ValueBatch.take` are right; 0 before the end."""
+        """The number of first values of a `ValueBatch.take` that are right; 0 before the end."""
         right = c_int64()
         self._short_calls.pds_arena_right(self._handle, byref(right))
         return right.value

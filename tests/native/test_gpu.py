@@ -259,7 +259,7 @@ def test_an_injected_failure_leaves_torch_working(library):
 
 
 def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(library, memory_path):
-    """And what was right before it counts."""
+    """Values that were right before it count."""
     arena = open_store(f"shm://test?size=64MiB&dir={memory_path}", kv.settings_of())
     p, d = (gpu_instance(arena, engine_block_tokens=16) for _ in "pd")
     keys, ids = p.cache.keys(list(range(333))), list(range(30, 51))
