@@ -152,6 +152,13 @@ class InPlace(Protocol):
     def release(self, loan: Loan) -> None:
         """Ends a loan. Twice is fine. The lease may last longer."""
 
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        """Stores a value of at most 4096 bytes as `Store.put` does, before another thread wakes.
+
+        Never blocks: returns False, and has stored nothing, if somebody is in the way. Raises
+        StoreError.
+        """
+
 
 class Filled(NamedTuple):
     """The values that `NativeInPlace.fill` has stored, by index, and their bytes.

@@ -12,9 +12,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.checked import count_of, is_count
-from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, Loan, Reservation
-from pdstore.store.optional import PutsAtOnce
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
@@ -40,7 +38,6 @@ class InPlaceMover(Mover):
     def __init__(self, ends: Ends, in_place: InPlace, memory: MappedMemory, split: Split) -> None:
         super().__init__(ends, memory, split)
         self._in_place, self._mapped = in_place, memory
-        self._putter = find_optional(ends.store, PutsAtOnce)
         largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
@@ -93,12 +90,10 @@ class InPlaceMover(Mover):
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
     def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
-        if self._putter is None:
-            return False
         value = bytearray(block.HEADER_BYTES)
         block.seal(memoryview(value), marker)
         try:
-            return self._putter.put_at_once(key, bytes(value))
+            return self._in_place.put_at_once(key, bytes(value))
         except StoreError:
             return False
 

@@ -184,12 +184,10 @@ class Mover(ABC):
         values: Sequence[Value],
         view: Callable[[int], memoryview],
         read: Verified,
-        sums: Sequence[int] | None = None,
     ) -> Verified:
         """Verifies the values that a read brought; removes all that are wrong."""
         num_read = read.num_right
-        if sums is None:
-            sums = self._swap.checksums([view(i) for i in range(num_read)])
+        sums = self._swap.checksums([view(i) for i in range(num_read)])
         wrong = {
             i: self._look_again(child, values[i], reason)
             for i, reason in wrong_values(values[:num_read], view, sums).items()
