@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError, SwapError
-from pdstore.format.layout import LayerSpec, Layout
 from pdstore.format.block import HEADER_BYTES
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction, Reason
@@ -260,8 +260,10 @@ def test_an_injected_failure_leaves_torch_working(library):
 
 def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(library, memory_path):
     """Values that were right before it count."""
-    arena = open_store(f"shm://test?size=64MiB&dir={memory_path}", kv.settings_of())
-    p, d = (gpu_instance(arena, engine_block_tokens=16) for _ in "pd")
+    url = f"shm://test?size=64MiB&dir={memory_path}"  # a process registers a mapping once
+    arenas = [open_store(url, kv.settings_of()) for _ in "pd"]
+    p, d = (gpu_instance(arena, engine_block_tokens=16) for arena in arenas)
+    arena = arenas[1]
     keys, ids = p.cache.keys(list(range(333))), list(range(30, 51))
     assert p.pool.save(keys, ids).wait(20).num_tokens == 333
     assert d.pool.load(keys, ids).wait(20).num_tokens == 333
@@ -275,4 +277,5 @@ def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(lib
     assert arena.match([key]) == 0
     p.close()
     d.close()
-    arena.close()
+    for arena in arenas:
+        arena.close()
