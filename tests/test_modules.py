@@ -29,8 +29,7 @@ DOORS = {
     "concurrent": ["threads"],
     "multiprocessing": [],
     "ctypes": [
-        *(f"native.{name}" for name in ("library", "abi", "engine", "arena", "slot_arrays")),
-        "native.value_batch",
+        *(f"native.{name}" for name in ("library", "abi", "engine", "arena")),
         "store.mooncake.memory",
     ],
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "cluster")],

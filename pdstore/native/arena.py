@@ -1,13 +1,14 @@
-"""An open arena of libpdstore: values by key in a file that several processes map."""
+"""An arena of libpdstore: values by key in a file that several processes map, and their copies."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdstore.errors import (
     StoreClosed,
@@ -17,13 +18,22 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.native.abi import ArenaInfo, ArenaOptions, ArenaValue, Code, SlotCounts
-from pdstore.native.arena_times import ArenaTimes
+from pdstore.native.abi import (
+    ArenaInfo,
+    ArenaOptions,
+    ArenaValue,
+    Code,
+    Error,
+    SlotCounts,
+    Values,
+    raise_error,
+)
+from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library
-from pdstore.native.slot_arrays import SlotArrays
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
+_BATCH_PATIENCE_NS = 20_000_000  # a job that ends waits for calls that make copies
 _PAGE_VALUES = 512
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
@@ -39,6 +49,23 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
 }
 
 
+class ArenaTimes(NamedTuple):
+    """Times of an open arena, in seconds.
+
+    lease_s: of a lease that a match or a borrow gives.
+    fresh_s: after its publication a value is not evicted for so long.
+    short_lived_s: life of tails and markers after their last use.
+    rest_s: for so long nobody gets what a dead process had reserved.
+    lock_timeout_s: a call that does not get the lock in this time raises StoreTimeout.
+    """
+
+    lease_s: float
+    fresh_s: float
+    short_lived_s: float
+    rest_s: float
+    lock_timeout_s: float
+
+
 class ArenaCounts(NamedTuple):
     """Numbers of an arena's slots by their state, and of the slabs that are cut into slots."""
 
@@ -47,6 +74,29 @@ class ArenaCounts(NamedTuple):
     resting: int
     free: int
     slabs: int
+
+
+class SlotArrays:
+    """The slots of some values as the library knows them: numbers, generations, offsets."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.slots = (c_int64 * count)()
+        self.generations = (c_uint64 * count)()
+        self.offsets = (c_int64 * count)()
+
+    @property
+    def all(self) -> tuple[ctypes.Array[Any], ...]:
+        """The three arrays, in the order of the library's arguments."""
+        return self.slots, self.generations, self.offsets
+
+    def of(self, indices: Sequence[int]) -> SlotArrays:
+        """Returns a copy of the slots at these indices."""
+        chosen = SlotArrays(len(indices))
+        chosen.slots[:] = [self.slots[i] for i in indices]
+        chosen.generations[:] = [self.generations[i] for i in indices]
+        chosen.offsets[:] = [self.offsets[i] for i in indices]
+        return chosen
 
 
 class NativeArena:
@@ -250,6 +300,103 @@ class NativeArena:
         raise error(f"{self._label} {why}", num_done=num_done)
 
 
+class ValueBatch(NamedTuple):
+    """Values of an arena, and the copies between them and a paged cache.
+
+    names: the keys, a zero after each.
+    sizes: int64 each, headers included.
+    starts: the first 56 bytes of each value, side by side.
+    engine: makes the copies.
+    items, ids: the copies, packed as `Engine.submit` takes them; their payloads are set here.
+    ready: a CUDA event's handle that the copies wait for; 0: for nothing.
+    """
+
+    names: bytes
+    sizes: bytes
+    starts: bytes
+    engine: Engine
+    items: bytes
+    ids: bytes
+    ready: int = 0
+
+    @property
+    def num_values(self) -> int:
+        """The number of values."""
+        return len(self.sizes) // 8
+
+    def take(self, arena: NativeArena, memory: int) -> tuple[SlotArrays, Ticket] | None:
+        """Borrows the values and starts to scatter them.
+
+        Returns their slots and the copy, which the caller waits for and then asks for `num_right`.
+        Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
+        not free soon. Raises LayoutError or SwapError.
+        """
+        arrays, handle, error = SlotArrays(self.num_values), c_void_p(), Error()
+        out = byref(handle), byref(error)
+        with self.engine.lent() as engine:
+            code = arena.library.calls.pds_arena_take(
+                arena.handle, engine, byref(self.values(memory)), *arrays.all, *out
+            )
+        raise_error(error)
+        return None if code else (arrays, Ticket(arena.library, handle))
+
+    def values(self, memory: int) -> ctypes.Structure:
+        """Returns the batch as the library takes it; it must outlive what is returned.
+
+        memory: the address where this process maps the arena's values.
+        """
+        return Values(
+            keys=self.names,
+            sizes=self.sizes,
+            starts=self.starts,
+            items=self.items,
+            ids=self.ids,
+            count=self.num_values,
+            num_ids=len(self.ids) // 8,
+            memory=memory,
+            ready=self.ready,
+            lock_ns=_BATCH_PATIENCE_NS,
+        )
+
+
+def fill(
+    batches: Sequence[ValueBatch],
+    arena: NativeArena,
+    memory: int,
+    kinds: bytes,
+    rest_s: float = 0.0,
+) -> tuple[list[int], bool]:
+    """Stores the values of all batches: reserves, gathers, seals and publishes.
+
+    A batch is published when its copies have ended, in the order given.
+
+    batches: at least one; of one engine.
+    memory: the address where this process maps the arena's values.
+    kinds: of all batches' values, as `NativeArena.reserve` takes them.
+    rest_s: time to sleep at the end.
+    Returns the indices of the values that were stored now, and True; or those of the first batches,
+    and False, if a value has no room or the lock is not free soon. Raises LayoutError or SwapError.
+    """
+    counts = [batch.num_values for batch in batches]
+    arrays, num_done, error = SlotArrays(sum(counts)), c_int64(), Error()
+    values = (Values * len(batches))(*(batch.values(memory) for batch in batches))
+    with batches[0].engine.lent() as engine:
+        code = arena.library.calls.pds_arena_fill(
+            arena.handle,
+            engine,
+            values,
+            len(batches),
+            kinds,
+            int(rest_s * 1e9),
+            *arrays.all,
+            byref(num_done),
+            byref(error),
+        )
+    raise_error(error)
+    stored = arrays.slots[: sum(counts[: num_done.value])]
+    return [i for i, slot in enumerate(stored) if slot >= 0], not code
+
+
 _open_arenas: weakref.WeakSet[NativeArena] = weakref.WeakSet()
 
 
@@ -267,3 +414,17 @@ def _forget_all() -> None:
 def text_of(keys: Sequence[str]) -> bytes:
     """Returns keys as the library takes them."""
     return ("\0".join(keys) + "\0").encode()
+
+
+def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:
+    """Makes an empty file an arena; nobody else may have it open.
+
+    num_bytes: of memory for values, a multiple of `slab_bytes`.
+    seed: random, of the hashes of this arena's keys.
+    Raises ValueError for sizes that no arena has, OSError if the file system refuses.
+    """
+    code = library.calls.pds_arena_format(fd, num_bytes, slab_bytes, seed)
+    if code == Code.ARGUMENT:
+        raise ValueError(f"no arena has {num_bytes} bytes in slabs of {slab_bytes}")
+    if code:
+        raise OSError("the file system refuses to make the file so large")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey, Kind
+from pdstore.native.arena import ValueBatch
 from pdstore.native.engine import Ticket
-from pdstore.native.value_batch import ValueBatch
 
 
 @dataclass(frozen=True)

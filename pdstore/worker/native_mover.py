@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdstore.format.keys import Kind, kind_of
-from pdstore.native.arena import text_of
-from pdstore.native.value_batch import ValueBatch
+from pdstore.native.arena import ValueBatch, text_of
 from pdstore.outcome import Reason
 from pdstore.store.in_place import NativeInPlace, Taken
 from pdstore.worker.block_range import RANGE_BYTES, Split

@@ -7,9 +7,7 @@ import os
 import pytest
 
 from pdstore.errors import StoreClosed, StoreUnavailable
-from pdstore.native.arena import NativeArena
-from pdstore.native.arena_format import format_arena
-from pdstore.native.arena_times import ArenaTimes
+from pdstore.native.arena import ArenaTimes, NativeArena, format_arena
 
 MIB = 1 << 20
 TIMES = ArenaTimes(1.0, 1.0, 1.0, 1.0, lock_timeout_s=0.5)
@@ -97,3 +95,13 @@ def test_a_forked_child_does_not_keep_its_parents_locks(open_arena):
         os.write(to_child[1], b"1")
         for end in (*to_child, *to_parent):
             os.close(end)
+
+
+@pytest.mark.parametrize(
+    ("size", "slab"), [(0, MIB), (MIB + 1, MIB), (MIB, 0), (MIB, 4095), (-MIB, MIB), (MIB, -MIB)]
+)
+def test_sizes_that_do_not_fit_are_refused(library, tmp_path, size, slab):
+    fd = os.open(tmp_path / "arena", os.O_CREAT | os.O_RDWR, 0o600)
+    with pytest.raises(ValueError, match="no arena has"):
+        format_arena(library, fd, size, slab, seed=1)
+    os.close(fd)

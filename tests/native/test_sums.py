@@ -12,9 +12,8 @@ from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.format.keys import Kind
 from pdstore.format.layout import LayerSpec
 from pdstore.native.abi import CopyPath
-from pdstore.native.arena import text_of
+from pdstore.native.arena import ValueBatch, text_of
 from pdstore.native.library import address_of
-from pdstore.native.value_batch import ValueBatch
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import fresh_keys
 from pdstore.worker.swap.native import NativeSwap, UnplacedCopy

@@ -11,8 +11,7 @@ from pdstore.errors import LayoutError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind
 from pdstore.format.layout import Layout
-from pdstore.native.arena import text_of
-from pdstore.native.value_batch import ValueBatch
+from pdstore.native.arena import ValueBatch, text_of
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import fresh_keys
 from pdstore.worker.swap.base import BlockCopy

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from pdstore.native.arena_format import format_arena
+from pdstore.native.arena import format_arena
 from pdstore.native.library import Library
 
 DEFAULT_SIZE = 20 << 30

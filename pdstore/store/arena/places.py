@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdstore.format.keys import BlockKey, Kind
-from pdstore.native.slot_arrays import SlotArrays
+from pdstore.native.arena import SlotArrays
 from pdstore.store.base import check_call
 from pdstore.store.in_place import Loan, Places, Reservation
 

@@ -14,11 +14,8 @@ from pydantic import ByteSize
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
-from pdstore.native.arena import ArenaCounts, NativeArena
-from pdstore.native.arena_times import ArenaTimes
+from pdstore.native.arena import ArenaCounts, ArenaTimes, NativeArena, SlotArrays, ValueBatch, fill
 from pdstore.native.library import Library, address_of, load_library
-from pdstore.native.slot_arrays import SlotArrays
-from pdstore.native.value_batch import ValueBatch, fill
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_too_long
 from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.native.slot_arrays import SlotArrays
+from pdstore.native.arena import SlotArrays
 from pdstore.store.arena.places import check_sizes, lent_here, reservation_of, reserved_here
 from pdstore.store.in_place import Loan, Places, Reservation
 from pdstore.testing.values import fresh_keys
