@@ -13,7 +13,6 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,6 @@ from pdstore.settings import read_settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, Store
 from pdstore.store.file.store import FileStore
-from pdstore.store.in_place import Loan, Reservation
 from pdstore.testing.values import fresh_keys
 
 MIB = 1 << 20
@@ -71,29 +69,17 @@ def copies(report: Report, stores: Stores, given: argparse.Namespace) -> None:
 def calls(report: Report, store: ArenaStore, given: argparse.Namespace) -> None:
     """Times the calls that move no bytes, for batches of 16 values, per value."""
     seconds: dict[str, list[float]] = {}
+    slots = Slots(
+        memoryview(bytearray(16 * given.value)), given.value, range(16), [given.value] * 16
+    )
     for _ in range(200):
         keys = fresh_keys(16)
-        for verb, one in in_place_calls(store, keys, given.value):
-            seconds.setdefault(verb, []).append(seconds_of(one))
+        store.put(keys, slots)
+        for verb in ("match", "which_stored"):
+            seconds.setdefault(verb, []).append(seconds_of(partial(getattr(store, verb), keys)))
         store.remove(keys)
     for verb, times in seconds.items():
         report.add(f"{verb}, a value of a batch of 16", median(times) / 16 * 1e6, "us")
-
-
-def in_place_calls(
-    store: ArenaStore, keys: list[BlockKey], size: int
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yields each call with its name; one works on what those before it have left."""
-    sizes = [size] * len(keys)
-    reserved: list[Reservation] = []
-    borrowed: list[Loan] = []
-    yield "reserve", lambda: reserved.append(store.reserve(keys, sizes))
-    yield "publish", lambda: store.publish(reserved[0], len(keys))
-    yield "abandon", lambda: store.abandon(reserved[0])
-    yield "match", lambda: store.match(keys)
-    yield "which_stored", lambda: store.which_stored(keys)
-    yield "borrow", lambda: borrowed.append(store.borrow(keys, sizes))
-    yield "still_there", lambda: store.still_there(borrowed[0])
 
 
 def wakes(report: Report, stores: Stores) -> None:

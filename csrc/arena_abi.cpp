@@ -186,45 +186,6 @@ extern "C" int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_val
   return arena->arena->list(next, values, room, count);
 }
 
-extern "C" int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const uint8_t *kinds,
-                                     const int64_t *sizes, int64_t num_keys, int64_t *slots,
-                                     uint64_t *generations, int64_t *offsets, int64_t *covered) {
-  if (!slots || !generations || !offsets || !covered) return PDS_ERR_ARGUMENT;
-  if (!are_kinds(kinds, num_keys) || !are_sizes(sizes, num_keys)) return PDS_ERR_ARGUMENT;
-  return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return a.reserve(all, kinds, sizes, {slots, generations, offsets}, covered, -1);
-  });
-}
-
-extern "C" int32_t pds_arena_publish(pds_arena *arena, int64_t lock_ns, int64_t *slots,
-                                     uint64_t *generations, int64_t count, int64_t *done) {
-  if (!arena || !slots || !generations || !done || count < 0) return PDS_ERR_ARGUMENT;
-  return arena->arena->publish({slots, generations, nullptr}, count, done, lock_ns);
-}
-
-extern "C" int32_t pds_arena_abandon(pds_arena *arena, int64_t lock_ns, int64_t *slots,
-                                     uint64_t *generations, int64_t count) {
-  if (!arena || !slots || !generations || count < 0) return PDS_ERR_ARGUMENT;
-  return arena->arena->abandon({slots, generations, nullptr}, count, lock_ns);
-}
-
-extern "C" int32_t pds_arena_borrow(pds_arena *arena, int64_t lock_ns, const char *keys,
-                                    const int64_t *sizes, int64_t num_keys, int64_t *slots,
-                                    uint64_t *generations, int64_t *offsets, int64_t *found) {
-  if (!slots || !generations || !offsets || !found) return PDS_ERR_ARGUMENT;
-  if (!are_sizes(sizes, num_keys)) return PDS_ERR_ARGUMENT;
-  return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return a.borrow(all, sizes, {slots, generations, offsets}, found, lock_ns);
-  });
-}
-
-extern "C" int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint64_t *generations,
-                                         int64_t count, int64_t *still) {
-  if (!arena || !slots || !generations || !still || count < 0) return PDS_ERR_ARGUMENT;
-  *still = arena->arena->still_there({slots, generations, nullptr}, count);
-  return PDS_OK;
-}
-
 extern "C" int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory,
                                  const char *keys, const uint8_t *kinds, const uint64_t *addresses,
                                  const int64_t *sizes, int64_t num_keys, int64_t *done) {

@@ -23,7 +23,8 @@ struct Awaited {
 
 struct pds_ticket {
   std::shared_ptr<pds::Ticket> ticket;
-  int64_t num_values = 0;
+  std::vector<int64_t> slots{};  // of an arena's values that are copied, and of what was in them
+  std::vector<uint64_t> generations{};
   std::vector<pds::Awaited> awaited{};
 };
 struct pds_arena {

@@ -8,14 +8,11 @@
 //
 // Decision: a share of a save is many batches, each with an event of its own, and each is published
 // as soon as it is sealed: few calls for much, and yet whoever loads the values hears of them while
-// the rest is copied. Then the caller may rest for a moment. P's answer comes soon after the copies
-// of its last layers, and must not wait for the lock that the workers' Python takes.
+// the rest is copied.
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <new>
-#include <thread>
 #include <vector>
 
 #include "checksum.h"
@@ -163,8 +160,8 @@ int32_t without_memory(Step step) {
 
 // All copies are queued before the first is waited for, each behind the event of its batch. So the
 // device computes the layers of a later batch while those of an earlier one are summed.
-int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_t rest_ns,
-             int64_t *done, pds_error *error) {
+int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_t *done,
+             pds_error *error) {
   size_t num_reserved = 0;
   int32_t code = PDS_OK;
   for (; num_reserved < parts.size() && code == PDS_OK; num_reserved += code == PDS_OK) {
@@ -186,7 +183,6 @@ int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_
   for (size_t i = *done; i < num_reserved; ++i) {
     arena.abandon(parts[i].places, parts[i].values.count, -1);
   }
-  if (code == PDS_OK) std::this_thread::sleep_for(std::chrono::nanoseconds(rest_ns));
   return code;
 }
 
@@ -251,27 +247,57 @@ bool can_be(const pds_values &values) {
                      [](int64_t size) { return size >= kHeaderBytes; });
 }
 
-// Calls body(arena, engine, parts) if the arguments can be what they should be.
+// Counts the first values that were right when they were copied.
+int64_t num_right(const pds_ticket &ticket) {
+  const std::vector<uint64_t> &digests = ticket.ticket->digests();
+  int64_t at = 0;
+  for (const pds::Awaited &value : ticket.awaited) {
+    const int64_t end = at + pds::num_chunks_of(value.payload_bytes);
+    if (end > static_cast<int64_t>(digests.size())) return value.number;
+    pds::Sum sum;
+    sum.add(value.header.data(), 0, kHeaderBytes);
+    sum.add_payload(digests.data() + at, value.payload_bytes);
+    at = end;
+    const uint64_t digest = sum.digest();
+    if (std::memcmp(value.header.data() + kSummedOfHeader, &digest, sizeof digest) != 0) {
+      return value.number;
+    }
+  }
+  return ticket.slots.size();
+}
+
+// Where the values of a call are in the arena.
+struct Held {
+  explicit Held(int64_t count) : slots(count, -1), generations(count), offsets(count) {}
+  std::vector<int64_t> slots;
+  std::vector<uint64_t> generations;
+  std::vector<int64_t> offsets;
+};
+
+// Calls body(arena, engine, parts, held) if the arguments can be what they should be.
 template <typename Body>
 int32_t with_parts(pds_arena *arena, pds_engine *engine, const pds_values *batches,
-                   int64_t num_batches, Places places, pds_error *error, Body body) {
-  if (!arena || !engine || !batches || num_batches < 1 || !places.slots || !places.generations ||
-      !places.offsets || !error) {
-    return PDS_ERR_ARGUMENT;
-  }
+                   int64_t num_batches, pds_error *error, Body body) {
+  if (!arena || !engine || !batches || num_batches < 1 || !error) return PDS_ERR_ARGUMENT;
   *error = {};
   if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
   try {
-    std::vector<Part> parts;
+    int64_t count = 0;
     for (const pds_values *values = batches; values < batches + num_batches; ++values) {
       if (!can_be(*values)) return PDS_ERR_ARGUMENT;
+      count += values->count;
+    }
+    Held held(count);
+    Places places{held.slots.data(), held.generations.data(), held.offsets.data()};
+    std::vector<Part> parts;
+    for (const pds_values *values = batches; values < batches + num_batches; ++values) {
       parts.push_back({*values, {}, nullptr, places});
       if (!pds::arena::read_keys(values->keys, values->count, &parts.back().keys)) {
         return PDS_ERR_ARGUMENT;
       }
       places = places.from(values->count);
     }
-    return body(*arena->arena, *engine->engine, parts);
+    return body(*arena->arena, *engine->engine, parts, held);
   } catch (const std::bad_alloc &) {
     return PDS_ERR_MEMORY;
   }
@@ -280,57 +306,48 @@ int32_t with_parts(pds_arena *arena, pds_engine *engine, const pds_values *batch
 }  // namespace
 
 extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
-                                  int64_t num_batches, const uint8_t *kinds, int64_t rest_ns,
-                                  int64_t *slots, uint64_t *generations, int64_t *offsets,
+                                  int64_t num_batches, const uint8_t *kinds, uint8_t *is_new,
                                   int64_t *done, pds_error *error) {
-  if (!done) return PDS_ERR_ARGUMENT;
+  if (!done || !is_new) return PDS_ERR_ARGUMENT;
   *done = 0;
-  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts) {
+  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts, const Held &held) {
     for (Part &part : parts) {
       const int64_t count = part.values.count;
       if (!pds::arena::are_kinds(kinds, count)) return int32_t{PDS_ERR_ARGUMENT};
       part.kinds = kinds;
       kinds += count;
     }
-    return fill(a, e, parts, rest_ns, done, error);
+    const int32_t code = fill(a, e, parts, done, error);
+    std::transform(held.slots.begin(), held.slots.end(), is_new,
+                   [](int64_t slot) { return slot >= 0; });
+    return code;
   };
-  return with_parts(arena, engine, batches, num_batches, {slots, generations, offsets}, error,
-                    body);
+  return with_parts(arena, engine, batches, num_batches, error, body);
 }
 
 extern "C" int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
-                                  int64_t *slots, uint64_t *generations, int64_t *offsets,
                                   pds_ticket **ticket, pds_error *error) {
   if (!ticket) return PDS_ERR_ARGUMENT;
-  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts) {
+  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts, Held &held) {
     auto made = std::make_unique<pds_ticket>();
     const int32_t code = take(a, e, parts.front(), &made->awaited, error);
     if (code == PDS_OK) {
-      made->num_values = parts.front().values.count;
+      made->slots = std::move(held.slots), made->generations = std::move(held.generations);
       made->ticket = std::move(parts.front().ticket);
       *ticket = made.release();
     }
     return code;
   };
-  return with_parts(arena, engine, values, 1, {slots, generations, offsets}, error, body);
+  return with_parts(arena, engine, values, 1, error, body);
 }
 
-extern "C" int32_t pds_arena_right(const pds_ticket *ticket, int64_t *right) {
-  if (!ticket || !right) return PDS_ERR_ARGUMENT;
-  const std::vector<uint64_t> &digests = ticket->ticket->digests();
-  int64_t at = 0;
-  for (const pds::Awaited &value : ticket->awaited) {
-    *right = value.number;
-    const int64_t end = at + pds::num_chunks_of(value.payload_bytes);
-    if (end > static_cast<int64_t>(digests.size())) return PDS_OK;
-    pds::Sum sum;
-    sum.add(value.header.data(), 0, kHeaderBytes);
-    sum.add_payload(digests.data() + at, value.payload_bytes);
-    at = end;
-    const uint64_t digest = sum.digest();
-    if (std::memcmp(value.header.data() + kSummedOfHeader, &digest, sizeof digest) != 0) {
-      return PDS_OK;
-    }
-  }
-  return *right = ticket->num_values, PDS_OK;
+extern "C" int32_t pds_arena_confirm(pds_arena *arena, const pds_ticket *ticket, int64_t *there,
+                                     int64_t *right) {
+  if (!arena || !ticket || !there || !right) return PDS_ERR_ARGUMENT;
+  *right = num_right(*ticket);
+  const int64_t count = ticket->slots.size();
+  std::vector<int64_t> slots = ticket->slots;
+  std::vector<uint64_t> generations = ticket->generations;
+  *there = arena->arena->still_there({slots.data(), generations.data(), nullptr}, count);
+  return PDS_OK;
 }

@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 16 };
+enum { PDS_ABI = 17 };
 
 enum {
   PDS_OK = 0,
@@ -211,23 +211,6 @@ int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
 int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values, int64_t room,
                        int64_t *count);
 
-// Slots, generations and offsets (in the values' memory) of values; a slot of -1 is none.
-// Reserve: of the first `covered` keys; none where the key is stored. PDS_ERR_FULL: of no key.
-int32_t pds_arena_reserve(pds_arena *arena, const char *keys, const uint8_t *kinds,
-                          const int64_t *sizes, int64_t num_keys, int64_t *slots,
-                          uint64_t *generations, int64_t *offsets, int64_t *covered);
-// Publish, abandon: set the slots to -1 that they have dealt with.
-int32_t pds_arena_publish(pds_arena *arena, int64_t lock_ns, int64_t *slots, uint64_t *generations,
-                          int64_t count, int64_t *done);
-int32_t pds_arena_abandon(pds_arena *arena, int64_t lock_ns, int64_t *slots, uint64_t *generations,
-                          int64_t count);
-// PDS_ERR_LENGTH: the value after the first `found` has another length.
-int32_t pds_arena_borrow(pds_arena *arena, int64_t lock_ns, const char *keys, const int64_t *sizes,
-                         int64_t num_keys, int64_t *slots, uint64_t *generations, int64_t *offsets,
-                         int64_t *found);
-int32_t pds_arena_still_there(pds_arena *arena, int64_t *slots, uint64_t *generations,
-                              int64_t count, int64_t *still);
-
 // Copies values in and out; `memory`: where the values are mapped. `done`: how many of the first.
 int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory, const char *keys,
                       const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
@@ -244,18 +227,19 @@ typedef struct {
   int64_t count, num_ids, lock_ns;
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
-// Gathers, seals and publishes what is not stored, batch by batch, and rests; `done`: how many,
-// also after a failure. Kinds and slots: of all batches' values.
+// Gathers, seals and publishes what is not stored, batch by batch; `done`: how many batches, also
+// after a failure. Kinds and is_new (the value was stored now): of all batches' values.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
-                       int64_t num_batches, const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
-                       uint64_t *generations, int64_t *offsets, int64_t *done, pds_error *error);
-// Starts to scatter values. Those that lie in the cache as the device can sum them are summed there
-// after the copy, the others where they are now. Whoever waited for the ticket asks which are right
-// (pds_arena_right: how many of the first), and pds_arena_still_there.
-int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
-                       int64_t *slots, uint64_t *generations, int64_t *offsets, pds_ticket **ticket,
+                       int64_t num_batches, const uint8_t *kinds, uint8_t *is_new, int64_t *done,
                        pds_error *error);
-int32_t pds_arena_right(const pds_ticket *ticket, int64_t *right);
+// Starts to scatter values. Those that lie in the cache as the device can sum them are summed there
+// after the copy, the others where they are now.
+int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
+                       pds_ticket **ticket, pds_error *error);
+// After a wait for its ticket: how many of the first values have been in their places all the time,
+// and how many of the first were right when they were copied.
+int32_t pds_arena_confirm(pds_arena *arena, const pds_ticket *ticket, int64_t *there,
+                          int64_t *right);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
 

@@ -18,8 +18,7 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
-from pdstore.worker.pinned_memory import SPAN_BYTES, PinnedMemory, spans_of
-from pdstore.worker.staging import slot_bytes_for
+from pdstore.worker.staging import SPAN_BYTES, PinnedMemory, slot_bytes_for, spans_of
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
 
@@ -71,7 +70,7 @@ class Rig:
         self.ids = chance.sample(range(num_blocks), n)
         self.slots = chance.sample(range(n), n)
         self.serving = self.swap()
-        self._pinned = PinnedMemory(self.serving, spans)
+        self._pinned = PinnedMemory(self._memory, self.slot_bytes, self.serving)
         self._spans = spans
         self._pinned.ready(60)
 

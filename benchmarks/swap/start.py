@@ -17,8 +17,8 @@ from benchmarks.command import parser_of, run
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import seconds
 from pdstore.cli.report import Report
-from pdstore.native.library import Library, address_of
-from pdstore.worker.pinned_memory import PinnedMemory, spans_of
+from pdstore.native.library import Library
+from pdstore.worker.staging import PinnedMemory
 
 _SLOT_BYTES = (2 << 20) + 4096
 _GIB = 1 << 30
@@ -71,7 +71,7 @@ def _pin(pins: _Pins, num_bytes: int, span_bytes: int) -> tuple[float, list[floa
 
     launch()
     start = time.perf_counter()
-    pinned = PinnedMemory(pins, spans_of(address_of(memory), num_bytes, _SLOT_BYTES, span_bytes))
+    pinned = PinnedMemory(memory, _SLOT_BYTES, pins, span_bytes=span_bytes)
     launches = [seconds(launch)]
     while pinned.progress < 1 and time.perf_counter() < start + 60:
         launches.append(seconds(launch))

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "pdstore.h"
+#include "handles.h"
 #include "tests/rig.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -80,6 +80,7 @@ struct Batch {
     return all;
   }
   int64_t count() const { return static_cast<int64_t>(numbers.size()); }
+  pds::arena::Places places() { return {slots.data(), generations.data(), offsets.data()}; }
   void fill() {
     for (int64_t n = 0; n < count(); ++n) values[n] = kValues[numbers[n]];
   }
@@ -105,9 +106,10 @@ void get(View &view, Batch &batch, bool bytes_count) {
 // Reserves, publishes some, gives the others back: without their bytes, which nobody else reads.
 void reserve(View &view, Batch &batch, bool bytes_count) {
   int64_t covered, done;
-  if (pds_arena_reserve(view.arena, batch.keys.data(), batch.kinds.data(), batch.sizes.data(),
-                        batch.count(), batch.slots.data(), batch.generations.data(),
-                        batch.offsets.data(), &covered) != PDS_OK) {
+  pds::arena::Keys keys;
+  expect(pds::arena::read_keys(batch.keys.data(), batch.count(), &keys), "keys");
+  if (view.arena->arena->reserve(keys, batch.kinds.data(), batch.sizes.data(), batch.places(),
+                                 &covered, -1) != PDS_OK) {
     return;
   }
   batch.fill();
@@ -118,11 +120,8 @@ void reserve(View &view, Batch &batch, bool bytes_count) {
     if (bytes_count)
       std::memcpy(view.memory + batch.offsets[n], batch.values[n].data(), batch.sizes[n]);
   }
-  if (bytes_count) {
-    pds_arena_publish(view.arena, -1, batch.slots.data(), batch.generations.data(), covered / 2,
-                      &done);
-  }
-  pds_arena_abandon(view.arena, -1, batch.slots.data(), batch.generations.data(), covered);
+  if (bytes_count) view.arena->arena->publish(batch.places(), covered / 2, &done, -1);
+  view.arena->arena->abandon(batch.places(), covered, -1);
 }
 
 void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
@@ -206,16 +205,18 @@ void processes_killed_anywhere() {
   }
   expect(pds_arena_clear(view.arena, "pds1:") == PDS_OK, "clear");
   usleep(20'000);  // what the dead had reserved rests
-  std::string keys;
+  std::string text;
   std::vector<uint8_t> kinds(kData / kSlab, PDS_BLOCK);
   std::vector<int64_t> sizes(kinds.size(), kSlab), slots(kinds.size()), offsets(kinds.size());
   std::vector<uint64_t> generations(kinds.size());
-  for (size_t n = 0; n < kinds.size(); ++n) keys += "all" + std::to_string(n) + '\0';
+  for (size_t n = 0; n < kinds.size(); ++n) text += "all" + std::to_string(n) + '\0';
+  pds::arena::Keys keys;
+  expect(pds::arena::read_keys(text.data(), kinds.size(), &keys), "keys");
+  const pds::arena::Places places{slots.data(), generations.data(), offsets.data()};
   int64_t covered = 0;
   for (int tries = 0; tries < 100 && covered < static_cast<int64_t>(kinds.size()); ++tries) {
-    pds_arena_reserve(view.arena, keys.data(), kinds.data(), sizes.data(), kinds.size(),
-                      slots.data(), generations.data(), offsets.data(), &covered);
-    pds_arena_abandon(view.arena, -1, slots.data(), generations.data(), covered);
+    view.arena->arena->reserve(keys, kinds.data(), sizes.data(), places, &covered, -1);
+    view.arena->arena->abandon(places, covered, -1);
     usleep(10'000);
   }
   expect(covered == static_cast<int64_t>(kinds.size()), "every slot comes back");

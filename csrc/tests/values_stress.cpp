@@ -42,9 +42,8 @@ struct Values {
   std::vector<int> numbers;
   std::string keys, starts;
   std::vector<pds_item> items;
-  std::vector<int64_t> sizes, ids, slots, offsets;
-  std::vector<uint64_t> generations;
-  std::vector<uint8_t> kinds;
+  std::vector<int64_t> sizes, ids;
+  std::vector<uint8_t> kinds, is_new;
 
   explicit Values(std::mt19937 &random, int64_t first_id = -1) {
     const int name = random() % kNames, count = 1 + random() % kMost;
@@ -58,8 +57,7 @@ struct Values {
       sizes.push_back(kHeader + kPayload / (kTokens * kPerBlock) * tokens);
       for (int b = 0; b < kPerBlock; ++b) ids.push_back(id + b);
     }
-    slots.assign(count, -1), offsets.assign(count, 0), generations.assign(count, 0);
-    kinds.assign(count, PDS_BLOCK);
+    kinds.assign(count, PDS_BLOCK), is_new.assign(count, 0);
   }
   int64_t count() const { return static_cast<int64_t>(numbers.size()); }
 
@@ -73,7 +71,7 @@ struct Values {
   }
 
   // Saves the first value and the others as two batches, where it can.
-  int32_t fill(View &view, pds_engine *engine, int64_t rest_ns, int64_t *num_done) {
+  int32_t fill(View &view, pds_engine *engine) {
     pds_values batches[2] = {of(view), of(view)};
     const bool is_split = count() > 1 && ids.size() > kPerBlock;
     if (is_split) {
@@ -83,15 +81,15 @@ struct Values {
       rest.starts += kStart, rest.sizes += 1, rest.ids += kPerBlock, rest.items += 1;
     }
     pds_error error;
-    return pds_arena_fill(view.arena, engine, batches, is_split ? 2 : 1, kinds.data(), rest_ns,
-                          slots.data(), generations.data(), offsets.data(), num_done, &error);
+    int64_t num_done = 0;
+    return pds_arena_fill(view.arena, engine, batches, is_split ? 2 : 1, kinds.data(),
+                          is_new.data(), &num_done, &error);
   }
 
   int32_t take(View &view, pds_engine *engine, pds_ticket **ticket) {
     const pds_values values = of(view);
     pds_error error;
-    return pds_arena_take(view.arena, engine, &values, slots.data(), generations.data(),
-                          offsets.data(), ticket, &error);
+    return pds_arena_take(view.arena, engine, &values, ticket, &error);
   }
 
   void expect_same(const Cache &from, const Cache &to) const {
@@ -111,18 +109,9 @@ struct Values {
   }
 };
 
-// Saves as P does. What an arena that was closed had lent comes back with its close.
+// Saves as P does.
 void save(View &view, pds_engine *engine, std::mt19937 &random) {
-  Values values(random);
-  int64_t num_done = 0;
-  const int32_t code =
-      values.fill(view, engine, random() % 2 != 0 ? 0 : random() % 100'000, &num_done);
-  if (code != PDS_OK) {
-    const auto is_none = [](int64_t slot) { return slot < 0; };
-    const auto left = values.slots.begin() + num_done;  // the first of two batches has one value
-    expect(code == PDS_ERR_CLOSED || std::all_of(left, values.slots.end(), is_none),
-           "no slot is held");
-  }
+  Values(random).fill(view, engine);
 }
 
 // Loads as D does, into blocks of its own. True if all of the values were there to the end.
@@ -135,10 +124,8 @@ bool load(View &view, pds_engine *engine, std::mt19937 &random, int64_t first_id
   int32_t code;
   while ((code = pds_wait(ticket, 1'000'000, &error)) == PDS_PENDING) continue;
   int64_t still = 0, right = 0;
-  pds_arena_right(ticket, &right);
+  pds_arena_confirm(view.arena, ticket, &still, &right);
   pds_free_ticket(ticket);
-  pds_arena_still_there(view.arena, values.slots.data(), values.generations.data(), values.count(),
-                        &still);
   if (code != PDS_OK || still < values.count()) return false;
   expect(right == values.count(), "what has stayed was right when it was copied");
   values.expect_same(from, to);
@@ -196,8 +183,7 @@ void arguments_that_do_not_fit() {
     Values values(random);
     pds_ticket *ticket = nullptr;
     change(values);
-    int64_t num_done = 0;
-    expect(values.fill(view, engine, 0, &num_done) != PDS_OK, what);
+    expect(values.fill(view, engine) != PDS_OK, what);
     expect(values.take(view, engine, &ticket) != PDS_OK && ticket == nullptr, what);
     expect(num_reserved(view) == 0, what);
   };

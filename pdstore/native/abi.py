@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 16
+ABI = 17
 CPU = -1
 RELAXED = 2
 """The capture mode in which a thread's calls do not disturb graph captures of other threads."""
@@ -137,16 +137,11 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],
     "pds_arena_list": [_P, _P, _P, c_int64, _P],
-    "pds_arena_reserve": [_P, c_char_p, c_char_p, _P, c_int64, _P, _P, _P, _P],
-    "pds_arena_publish": [_P, c_int64, _P, _P, c_int64, _P],
-    "pds_arena_abandon": [_P, c_int64, _P, _P, c_int64],
-    "pds_arena_borrow": [_P, c_int64, c_char_p, _P, c_int64, _P, _P, _P, _P],
-    "pds_arena_still_there": [_P, _P, _P, c_int64, _P],
     "pds_arena_put": [_P, c_int64, c_uint64, c_char_p, c_char_p, _P, _P, c_int64, _P],
     "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
-    "pds_arena_fill": [_P, _P, _P, c_int64, c_char_p, c_int64, _P, _P, _P, _P, _P],
-    "pds_arena_take": [_P, _P, _P, _P, _P, _P, _P, _P],
-    "pds_arena_right": [_P, _P],
+    "pds_arena_fill": [_P, _P, _P, c_int64, c_char_p, _P, _P, _P],
+    "pds_arena_take": [_P, _P, _P, _P, _P],
+    "pds_arena_confirm": [_P, _P, _P, _P],
     "pds_arena_wait": [_P, c_uint32, c_int64, _P],
 }
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pdstore.errors import (
     StoreClosed,
@@ -45,6 +45,7 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     ),
     Code.SYSTEM: (StoreUnavailable, "cannot be mapped"),
     Code.MEMORY: (StoreUnavailable, "finds no memory in this process"),
+    Code.VALUE: (StoreError, "has lost values while they were stored"),
     Code.LENGTH: (WrongLength, "has a value of another length"),
 }
 
@@ -76,27 +77,70 @@ class ArenaCounts(NamedTuple):
     slabs: int
 
 
-class SlotArrays:
-    """The slots of some values as the library knows them: numbers, generations, offsets."""
+class ValueBatch(NamedTuple):
+    """Values of an arena, and the copies between them and a paged cache.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.slots = (c_int64 * count)()
-        self.generations = (c_uint64 * count)()
-        self.offsets = (c_int64 * count)()
+    keys: of the store.
+    sizes: int64 each, headers included.
+    starts: the first 56 bytes of each value, side by side.
+    engine: makes the copies.
+    items, ids: the copies, packed as `Engine.submit` takes them; their payloads are set here.
+    ready: a CUDA event's handle that the copies wait for; 0: for nothing.
+    """
+
+    keys: Sequence[str]
+    sizes: bytes
+    starts: bytes
+    engine: Engine
+    items: bytes
+    ids: bytes
+    ready: int = 0
 
     @property
-    def all(self) -> tuple[ctypes.Array[Any], ...]:
-        """The three arrays, in the order of the library's arguments."""
-        return self.slots, self.generations, self.offsets
+    def num_values(self) -> int:
+        """The number of values."""
+        return len(self.sizes) // 8
 
-    def of(self, indices: Sequence[int]) -> SlotArrays:
-        """Returns a copy of the slots at these indices."""
-        chosen = SlotArrays(len(indices))
-        chosen.slots[:] = [self.slots[i] for i in indices]
-        chosen.generations[:] = [self.generations[i] for i in indices]
-        chosen.offsets[:] = [self.offsets[i] for i in indices]
-        return chosen
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all values."""
+        return sum(memoryview(self.sizes).cast("q"))
+
+    def values(self, memory: int) -> ctypes.Structure:
+        """Returns the batch as the library takes it; it must outlive what is returned.
+
+        memory: the address where this process maps the arena's values.
+        """
+        return Values(
+            keys=text_of(self.keys),
+            sizes=self.sizes,
+            starts=self.starts,
+            items=self.items,
+            ids=self.ids,
+            count=self.num_values,
+            num_ids=len(self.ids) // 8,
+            memory=memory,
+            ready=self.ready,
+            lock_ns=_BATCH_PATIENCE_NS,
+        )
+
+
+class Filled(NamedTuple):
+    """The values that `NativeArena.fill` has stored, by index, and their bytes.
+
+    error: why not all values are stored now; then those of the first batches are, or none.
+    """
+
+    indices: Sequence[int]
+    num_bytes: int
+    error: StoreError | None
+
+
+class Taken(NamedTuple):
+    """Copies of values that `NativeArena.take` has begun, and the values' bytes."""
+
+    copies: Ticket
+    num_bytes: int
 
 
 class NativeArena:
@@ -120,11 +164,6 @@ class NativeArena:
         self.slab_bytes = int(info.slab_bytes)
         _forget_in_forked_children()
         _open_arenas.add(self)
-
-    @property
-    def handle(self) -> c_void_p:
-        """The arena, for other calls of the library."""
-        return self._handle
 
     def close(self) -> None:
         """Ends it for this process; running calls end first. Twice is fine."""
@@ -180,59 +219,6 @@ class NativeArena:
                 age_s = value.age_ns / 1e9 if value.age_ns >= 0 else None
                 yield value.key.decode("ascii", "replace"), value.bytes, age_s
 
-    def reserve(
-        self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]
-    ) -> tuple[SlotArrays, int]:
-        """Reserves slots for values that are not stored.
-
-        kinds: `kinds[i]` is PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
-        Returns a slot for each key, -1 where it is stored, and how many of the first keys are
-        covered. Raises StoreFull where it is none.
-        """
-        count, covered = len(keys), c_int64()
-        arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
-        self._check(
-            self._calls.pds_arena_reserve(
-                self._handle, text_of(keys), kinds, lengths, count, *arrays.all, byref(covered)
-            )
-        )
-        return arrays, covered.value
-
-    def publish(self, arrays: SlotArrays, count: int) -> int:
-        """Makes the first `count` reserved slots findable; returns how many of the first are."""
-        done = c_int64()
-        code = self._short("publish", count, arrays.slots, arrays.generations, count, byref(done))
-        self._check(code, done.value)
-        return done.value
-
-    def abandon(self, arrays: SlotArrays) -> None:
-        """Gives back the reserved slots that are not published."""
-        self._check(
-            self._short("abandon", arrays.count, arrays.slots, arrays.generations, arrays.count)
-        )
-
-    def borrow(self, keys: Sequence[str], sizes: Sequence[int]) -> tuple[SlotArrays, int]:
-        """Leases and finds the values of the first keys; returns their slots and how many.
-
-        Raises WrongLength at a value that has not exactly `sizes[i]` bytes.
-        """
-        count, found = len(keys), c_int64()
-        arrays, lengths = SlotArrays(count), (c_int64 * count)(*sizes)
-        code = self._short(
-            "borrow", count, text_of(keys), lengths, count, *arrays.all, byref(found)
-        )
-        self._check(code, found.value)
-        return arrays, found.value
-
-    def still_there(self, arrays: SlotArrays, count: int) -> int:
-        """Returns how many of the first slots hold what they held when they were borrowed."""
-        still = c_int64()
-        code = self._short_calls.pds_arena_still_there(
-            self._handle, arrays.slots, arrays.generations, count, byref(still)
-        )
-        self._check(code)
-        return still.value
-
     def put(
         self,
         memory: int,
@@ -271,6 +257,56 @@ class NativeArena:
         self._check(code, done.value)
         return done.value
 
+    def fill(self, batches: Sequence[ValueBatch], memory: int, kinds: bytes) -> Filled:
+        """Stores the values of all batches: reserves, gathers, seals and publishes.
+
+        A batch is published when its copies have ended, in the order given.
+
+        batches: at least one; of one engine.
+        memory: the address where this process maps the arena's values.
+        kinds: of all batches' values: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER each.
+        Raises LayoutError or SwapError.
+        """
+        counts = [batch.num_values for batch in batches]
+        is_new, num_done, error = (c_uint8 * sum(counts))(), c_int64(), Error()
+        values = (Values * len(batches))(*(batch.values(memory) for batch in batches))
+        out = is_new, byref(num_done), byref(error)
+        with batches[0].engine.lent() as engine:
+            code = self._calls.pds_arena_fill(
+                self._handle, engine, values, len(batches), kinds, *out
+            )
+        raise_error(error)
+        done = batches[: num_done.value]
+        indices = [i for i, new in enumerate(is_new[: sum(counts[: len(done)])]) if new]
+        sizes = memoryview(b"".join([batch.sizes for batch in done])).cast("q")
+        why = None if code == Code.OK else self._error(code)
+        return Filled(indices, sum([sizes[i] for i in indices]), why)
+
+    def take(self, batch: ValueBatch, memory: int) -> Taken | None:
+        """Leases values and starts to scatter them; the caller waits for the copies.
+
+        memory: the address where this process maps the arena's values.
+        Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
+        not free soon. Raises LayoutError or SwapError.
+        """
+        handle, error = c_void_p(), Error()
+        values = batch.values(memory)
+        out = byref(handle), byref(error)
+        with batch.engine.lent() as engine:
+            code = self._calls.pds_arena_take(self._handle, engine, byref(values), *out)
+        raise_error(error)
+        return None if code else Taken(Ticket(self.library, handle), batch.num_bytes)
+
+    def confirm(self, copies: Ticket) -> tuple[int, int]:
+        """Returns how many of the first values have stayed, and were right when copied.
+
+        copies: begun by `take`, and over. Values that have not stayed may have been another's.
+        """
+        there, right = c_int64(), c_int64()
+        out = byref(there), byref(right)
+        self._check(self._short_calls.pds_arena_confirm(self._handle, copies.handle, *out))
+        return there.value, right.value
+
     def wait(self, seen: int, timeout_s: float) -> int:
         """Waits until the count of publications is not `seen`; returns the count."""
         changes = c_uint32()
@@ -292,109 +328,14 @@ class NativeArena:
         return code
 
     def _check(self, code: int, num_done: int = 0) -> None:
-        if code == Code.OK:
-            return
+        if code != Code.OK:
+            raise self._error(code, num_done)
+
+    def _error(self, code: int, num_done: int = 0) -> StoreError:
         if code == Code.ARGUMENT:
             raise ValueError(f"{self._label}: the library refuses an argument")
         error, why = _ERRORS[code]
-        raise error(f"{self._label} {why}", num_done=num_done)
-
-
-class ValueBatch(NamedTuple):
-    """Values of an arena, and the copies between them and a paged cache.
-
-    names: the keys, a zero after each.
-    sizes: int64 each, headers included.
-    starts: the first 56 bytes of each value, side by side.
-    engine: makes the copies.
-    items, ids: the copies, packed as `Engine.submit` takes them; their payloads are set here.
-    ready: a CUDA event's handle that the copies wait for; 0: for nothing.
-    """
-
-    names: bytes
-    sizes: bytes
-    starts: bytes
-    engine: Engine
-    items: bytes
-    ids: bytes
-    ready: int = 0
-
-    @property
-    def num_values(self) -> int:
-        """The number of values."""
-        return len(self.sizes) // 8
-
-    def take(self, arena: NativeArena, memory: int) -> tuple[SlotArrays, Ticket] | None:
-        """Borrows the values and starts to scatter them.
-
-        Returns their slots and the copy, which the caller waits for and then asks for `num_right`.
-        Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
-        not free soon. Raises LayoutError or SwapError.
-        """
-        arrays, handle, error = SlotArrays(self.num_values), c_void_p(), Error()
-        out = byref(handle), byref(error)
-        with self.engine.lent() as engine:
-            code = arena.library.calls.pds_arena_take(
-                arena.handle, engine, byref(self.values(memory)), *arrays.all, *out
-            )
-        raise_error(error)
-        return None if code else (arrays, Ticket(arena.library, handle))
-
-    def values(self, memory: int) -> ctypes.Structure:
-        """Returns the batch as the library takes it; it must outlive what is returned.
-
-        memory: the address where this process maps the arena's values.
-        """
-        return Values(
-            keys=self.names,
-            sizes=self.sizes,
-            starts=self.starts,
-            items=self.items,
-            ids=self.ids,
-            count=self.num_values,
-            num_ids=len(self.ids) // 8,
-            memory=memory,
-            ready=self.ready,
-            lock_ns=_BATCH_PATIENCE_NS,
-        )
-
-
-def fill(
-    batches: Sequence[ValueBatch],
-    arena: NativeArena,
-    memory: int,
-    kinds: bytes,
-    rest_s: float = 0.0,
-) -> tuple[list[int], bool]:
-    """Stores the values of all batches: reserves, gathers, seals and publishes.
-
-    A batch is published when its copies have ended, in the order given.
-
-    batches: at least one; of one engine.
-    memory: the address where this process maps the arena's values.
-    kinds: of all batches' values, as `NativeArena.reserve` takes them.
-    rest_s: time to sleep at the end.
-    Returns the indices of the values that were stored now, and True; or those of the first batches,
-    and False, if a value has no room or the lock is not free soon. Raises LayoutError or SwapError.
-    """
-    counts = [batch.num_values for batch in batches]
-    arrays, num_done, error = SlotArrays(sum(counts)), c_int64(), Error()
-    values = (Values * len(batches))(*(batch.values(memory) for batch in batches))
-    with batches[0].engine.lent() as engine:
-        code = arena.library.calls.pds_arena_fill(
-            arena.handle,
-            engine,
-            values,
-            len(batches),
-            kinds,
-            int(rest_s * 1e9),
-            *arrays.all,
-            byref(num_done),
-            byref(error),
-        )
-    raise_error(error)
-    stored = arrays.slots[: sum(counts[: num_done.value])]
-    return [i for i, slot in enumerate(stored) if slot >= 0], not code
+        return error(f"{self._label} {why}", num_done=num_done)
 
 
 _open_arenas: weakref.WeakSet[NativeArena] = weakref.WeakSet()

@@ -223,11 +223,9 @@ class Ticket:
         return self.wait(0)
 
     @property
-    def num_right(self) -> int:
-        """The number of first values of a `ValueBatch.take` that are right; 0 before the end."""
-        right = c_int64()
-        self._short_calls.pds_arena_right(self._handle, byref(right))
-        return right.value
+    def handle(self) -> c_void_p:
+        """The copy, for other calls of the library."""
+        return self._handle
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:

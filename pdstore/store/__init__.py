@@ -1,7 +1,6 @@
 """Where KV blocks live: the Store contract, and what a store's author needs."""
 
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
-from pdstore.store.in_place import InPlace, Loan, Places, Reservation
 from pdstore.store.optional import (
     ErrorCodes,
     FindsKeys,
@@ -20,13 +19,9 @@ from pdstore.store.url import StoreURL
 __all__ = [
     "ErrorCodes",
     "FindsKeys",
-    "InPlace",
     "Lifecycle",
     "LimitsValues",
     "ListsValues",
-    "Loan",
-    "Places",
-    "Reservation",
     "Room",
     "SealingWriter",
     "Slots",

@@ -14,12 +14,9 @@ P = TypeVar("P")
 _VERBS: Mapping[str, str] = {
     "which_stored": "match",
     "get_right": "get",
-    "borrow": "get",
     "take": "get",
     "put_sealed": "put",
     "put_at_once": "put",
-    "reserve": "put",
-    "publish": "put",
     "fill": "put",
 }
 """Calls that a `CallWrapper` is around, and the verb of `Store` that each is a form of.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from pdstore.errors import StoreError
 from pdstore.metrics import Counting, Metrics, Timing
+from pdstore.native.arena import Filled, Taken
 from pdstore.store.base import Slots, Store
-from pdstore.store.in_place import Filled, Loan, Reservation, Taken
 from pdstore.store.wrappers import A, CallWrapper, R
 
 _DIRECTION = {"get": "load", "put": "save"}
@@ -24,24 +23,21 @@ class Instrumented(CallWrapper):
         self._kept: dict[tuple[str, str], tuple[Counting, Timing]] = {}
 
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
-        with self._measured(verb):
+        start = time.monotonic()
+        try:
             answer = call(*args, **kwargs)
+        except StoreError as error:
+            self._note(verb, start, error)
+            raise
+        self._note(verb, start, answer.error if isinstance(answer, Filled) else None)
         if verb in _DIRECTION:
             self._count_bytes(_DIRECTION[verb], args, answer)
         return answer
 
-    @contextlib.contextmanager
-    def _measured(self, verb: str) -> Iterator[None]:
-        start, outcome = time.monotonic(), "ok"
-        try:
-            yield
-        except StoreError as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            calls, seconds = self._counters(verb, outcome)
-            calls.inc()
-            seconds.observe(time.monotonic() - start)
+    def _note(self, verb: str, start: float, error: StoreError | None) -> None:
+        calls, seconds = self._counters(verb, "ok" if error is None else type(error).__name__)
+        calls.inc()
+        seconds.observe(time.monotonic() - start)
 
     def _counters(self, verb: str, outcome: str) -> tuple[Counting, Timing]:
         """Keeps the labelled metrics: to look them up takes longer than to count."""
@@ -53,17 +49,11 @@ class Instrumented(CallWrapper):
         return kept
 
     def _count_bytes(self, direction: str, args: tuple[object, ...], answer: object) -> None:
-        first, second = (*args, None, None)[:2]
-        if isinstance(second, Slots) and isinstance(answer, int):
-            num_bytes = sum(second.sizes[:answer])
-        elif isinstance(first, Reservation) and isinstance(answer, int):
-            num_bytes = sum(first.places.sizes[:answer])
-        elif isinstance(answer, Filled):
+        slots = args[1] if len(args) > 1 else None
+        if isinstance(slots, Slots) and isinstance(answer, int):
+            num_bytes = sum(slots.sizes[:answer])
+        elif isinstance(answer, Filled | Taken):
             num_bytes = answer.num_bytes
-        elif isinstance(answer, Taken):
-            num_bytes = sum(answer.loan.places.sizes)
-        elif isinstance(answer, Loan):
-            num_bytes = sum(answer.places.sizes)
         else:
             return
         self._metrics.bytes.labels(direction).inc(num_bytes)

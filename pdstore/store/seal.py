@@ -6,9 +6,9 @@ import logging
 
 from pdstore.errors import MissingExtra
 from pdstore.settings import Settings
+from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
-from pdstore.store.in_place import InPlace
 from pdstore.store.seal_key_file import read_seal_keys
 from pdstore.store.wrappers import WrapperStore
 
@@ -37,6 +37,6 @@ def seal_store(store: Store, settings: Settings) -> Store:
             return store
         inner = inner.wrapped
     envelopes = Envelopes(keys)
-    how = ", through staging" if find_optional(store, InPlace) else ""
+    how = ", through staging" if find_optional(store, ArenaStore) else ""
     log.info("%s: values are encrypted%s; seal key %s", store.label, how, envelopes.key_id.hex())
     return Encrypted(store, envelopes)

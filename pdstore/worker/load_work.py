@@ -12,9 +12,9 @@ from pdstore.errors import StoreError
 from pdstore.outcome import Reason, reason_of
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import Mover
+from pdstore.worker.movers import Mover
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, Value, block_at, end_token
+from pdstore.worker.values import PromptBlocks, Values
 from pdstore.worker.work import Share, Shortfall, Work
 
 
@@ -145,15 +145,15 @@ class LoadWork(Work):
                     self._mover.remove_wrong(child, values)
 
     def _note_loaded(
-        self, piece: _Piece, wanted: Sequence[Value], values: Sequence[Value], why: Reason | None
+        self, piece: _Piece, wanted: Values, values: Values, why: Reason | None
     ) -> None:
         """Notes that some values are in place; behind a copy that fell short or failed none counts.
 
         wanted: all values of the piece. why: the reason why the copy fell short.
         """
-        if values and block_at(values, 0) == block_at(wanted, piece.num_loaded):
+        if values and values.numbers[0] == wanted.numbers[piece.num_loaded]:
             piece.num_loaded += len(values)
-            piece.reached = end_token(values, self._prompt.layout.block_tokens)
+            piece.reached = self._prompt.keys.end_of(values.numbers[-1] + 1)
         if piece.num_loaded == len(wanted):
             piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
         if why is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import Mover
+from pdstore.worker.movers import Mover
 from pdstore.worker.work import Shortfall, Work
 
 

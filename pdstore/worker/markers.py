@@ -14,7 +14,7 @@ from pdstore.worker.job import Job
 from pdstore.worker.job_queue import JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.mark_work import MarkWork
-from pdstore.worker.mover import Mover
+from pdstore.worker.movers import Mover
 
 
 class Markers:

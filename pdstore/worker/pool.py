@@ -19,7 +19,6 @@ from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import RANGE_BYTES
-from pdstore.worker.block_tables import check_windows, tables_of
 from pdstore.worker.caller_stream import behind_caller
 from pdstore.worker.follower import Follower
 from pdstore.worker.heartbeat import Heartbeat
@@ -28,7 +27,7 @@ from pdstore.worker.job_queue import STOP_S, JobQueue
 from pdstore.worker.job_run import JobRun, Urgency
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.markers import Markers
-from pdstore.worker.open_mover import open_mover
+from pdstore.worker.movers import open_mover
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.save_ledger import SaveLedger
 from pdstore.worker.save_work import SaveWork
@@ -36,7 +35,7 @@ from pdstore.worker.start_line import log_start
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.swap.caches import LayerCache
-from pdstore.worker.values import PromptBlocks, bytes_of
+from pdstore.worker.values import PromptBlocks, bytes_of, check_windows, tables_of
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
 

@@ -13,9 +13,10 @@ from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.worker.block_range import BlockRange
 from pdstore.worker.child_job import ChildJob
-from pdstore.worker.mover import Mover, Source
+from pdstore.worker.movers import Mover
+from pdstore.worker.store_ends import Source
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, bytes_of, keys_of
+from pdstore.worker.values import PromptBlocks, bytes_of
 from pdstore.worker.work import Share, Shortfall, Work
 
 _MOST_ROUNDS = 3
@@ -102,7 +103,7 @@ class SaveWork(Work):
         reason = self._mover.save(child, sources, partial(self._note_gathered, child))
         if reason is None and self._handoff is not None:
             for values, _ in sources:  # a lease: D comes for them, also when all is late
-                self._mover.num_matched(child, keys_of(values))
+                self._mover.num_matched(child, values.keys)
         return reason
 
     def _source(self, piece: _Piece, child: ChildJob) -> Source:
@@ -110,7 +111,7 @@ class SaveWork(Work):
         ready = self._mover.to_follow(piece.ready)
         values = self._prompt.values(piece.blocks, piece.layer_range)
         if self._handoff is None:
-            values = values[self._mover.num_matched(child, keys_of(values)) :]
+            values = values[self._mover.num_matched(child, values.keys) :]
         return Source(values, ready)
 
     def _note_gathered(self, child: ChildJob) -> None:

@@ -8,7 +8,7 @@ from pdstore.format.namespace import Namespace
 from pdstore.outcome import Direction
 from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
-from pdstore.worker.mover import Mover
+from pdstore.worker.movers import Mover
 from pdstore.worker.swap.base import Swap
 
 log = logging.getLogger(__name__)

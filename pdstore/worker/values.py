@@ -1,60 +1,75 @@
-"""The values of a prompt's blocks that a job moves: key, header and place in the paged cache."""
+"""The values of a prompt's blocks that a job moves: key, start and place in the paged cache.
+
+Decision: a column for each field, made once for a prompt and cut into shares. A large load moves
+thousands of values, and Python that runs for each of them in each share keeps the engine's thread
+from Python's lock.
+"""
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, cast
 
+from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Part
 from pdstore.worker.block_range import BlockRange
-from pdstore.worker.packed_blocks import PackedBlocks, ValueShape
-from pdstore.worker.swap.base import BlockCopy
-from pdstore.worker.value_run import ValueRun
+
+Tables = tuple[tuple[int, ...], ...]
 
 
-class Value(NamedTuple):
-    """One part of one block.
+@dataclass(frozen=True)
+class Values:
+    """Values of a prompt in key order; the i-th entry of each column is of the i-th value.
 
-    number: of the block in its prompt.
-    start: the first bytes of the value, `block.start_of` its header.
-    size: bytes of the stored value.
-    num_tokens: of the block.
-    block_ids: the engine blocks that hold the block's tokens.
-    num_cells: tokens of the block as block copies see them.
-    leads: whether it is the first of its block's values in its list.
-    counts: whether it is the first of its block's values on this rank.
+    keys: of the store.
+    starts: the first bytes of the values, `block.start_of` their headers.
+    sizes: bytes, headers included.
+    numbers: those of their blocks in the prompt.
+    parts: the layers and heads that they hold.
+    block_ids: the engine blocks that hold their blocks' tokens.
+    num_cells: tokens of their blocks as block copies see them.
+    num_counted: tokens of the block for the first of its values on this rank, 0 for the others: so
+      that a sum over values counts each block once.
     """
 
-    number: int
-    part: Part
-    key: BlockKey
-    start: bytes
-    size: int
-    num_tokens: int
-    block_ids: Sequence[int]
-    num_cells: int
-    leads: bool
-    counts: bool
+    keys: Sequence[BlockKey]
+    starts: Sequence[bytes]
+    sizes: Sequence[int]
+    numbers: Sequence[int]
+    parts: Sequence[Part]
+    block_ids: Sequence[Sequence[int]]
+    num_cells: Sequence[int]
+    num_counted: Sequence[int]
 
-    def __str__(self) -> str:
-        return self.key
+    def __len__(self) -> int:
+        return len(self.keys)
 
-    @property
-    def header(self) -> block.Header:
-        return block.header_of(self.start)
+    def __getitem__(self, part: slice) -> Values:
+        return Values(*[column[part] for column in vars(self).values()])
 
-    def block_copy(self, value: memoryview, before: int = 0) -> BlockCopy:
-        """Returns the block copy between this value's bytes and the paged cache.
+    def chosen(self, indices: Sequence[int]) -> Values:
+        """Returns the values at these indices."""
+        return Values(*[[column[i] for i in indices] for column in vars(self).values()])
 
-        before: tokens of the block that a scatter leaves alone.
-        """
-        payload = value[block.HEADER_BYTES :]
-        return BlockCopy(self.part, self.block_ids, self.num_cells, before, payload)
+    def num_whole(self, count: int) -> int:
+        """Returns how many of the first `count` values make up whole blocks."""
+        while 0 < count < len(self) and self.numbers[count] == self.numbers[count - 1]:
+            count -= 1
+        return count
+
+    def blocks(self) -> Iterator[Values]:
+        """Yields the values of one block after the other."""
+        firsts = {number: i for i, number in reversed([*enumerate(self.numbers)])}
+        for first, stop in pairwise(sorted({*firsts.values(), len(self)})):
+            yield self[first:stop]
 
 
 class Chain(NamedTuple):
@@ -71,26 +86,22 @@ class PromptBlocks:
     """
 
     def __init__(self, layout: Layout, keys: PromptKeys, tables: BlockTables) -> None:
-        self.layout, self.keys, self.tables = layout, keys, tables
+        self.layout = layout
+        self.keys = keys
+        self.tables = tables
         self._per_block = layout.block_tokens // layout.engine_block_tokens
-        self._shapes: dict[int, list[ValueShape]] = {}  # by a block's tokens; of each owned part
-        self._packed: dict[int | None, PackedBlocks] = {}  # by layer range
-        self._packing = threading.Lock()
+        self._made: dict[int | None, Values] = {}  # by layer range
+        self._making = threading.Lock()
 
-    def values(self, blocks: BlockRange, layer_range: int | None = None) -> Sequence[Value]:
-        """The values of some blocks, in key order; of one layer range, or of all layers.
+    def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
+        """Returns the values of some blocks; of one layer range, or of all layers.
 
         Those are left out whose engine blocks are not all there.
         """
-        num_full = self.keys.num_tokens // self.layout.block_tokens
-        if not self.layout.has_windows and blocks.first < blocks.stop <= num_full:
-            return self._run(blocks, layer_range)
-        full = BlockRange(blocks.first, min(blocks.stop, num_full))
-        values = self._values(full, self.layout.block_tokens, layer_range)
-        if blocks.first <= num_full < blocks.stop:
-            tail = BlockRange(num_full, num_full + 1)
-            values += self._values(tail, self.keys.tokens_of(num_full), layer_range)
-        return values
+        with self._making:  # the workers of a job share them
+            values = self._of_layers(layer_range)
+        first, stop = (bisect_left(values.numbers, number) for number in blocks)
+        return values[first:stop]
 
     def usable_end(self, end: int, first_token: int) -> int:
         """Returns how many of the first `end` tokens an engine can go on from.
@@ -109,153 +120,69 @@ class PromptBlocks:
         return first_token
 
     def chain(self, first_block: int, layer_range: int | None = None) -> Chain:
-        """The keys of the blocks from `first_block` on, without making their values."""
-        blocks = BlockRange(first_block, len(self.keys))
-        if self.layout.has_windows:
-            values = self.values(blocks, layer_range)
-            return Chain([value.key for value in values], [value.number for value in values])
-        parts = [
-            part
-            for part in self.layout.owned_parts
-            if layer_range is None or self.layout.range_of_part(part) == layer_range
-        ]
-        numbers = [number for number in range(*blocks) for _ in parts]
-        return Chain(self.keys.store_keys(parts, first_block), numbers)
+        """Returns the keys of the blocks from `first_block` on."""
+        values = self.values(BlockRange(first_block, len(self.keys)), layer_range)
+        return Chain(values.keys, values.numbers)
 
-    def _run(self, blocks: BlockRange, layer_range: int | None) -> ValueRun:
-        layout = self.layout
-        counts = layer_range is None or layout.range_of_part(layout.owned_parts[0]) == layer_range
-        per_block = sum(self._is_wanted(layer_range))
-        return ValueRun(
-            blocks.first * per_block,
-            blocks.stop * per_block,
-            per_block,
-            layout.block_tokens if counts else 0,
-            lambda some: self._values(some, layout.block_tokens, layer_range),
-            partial(self._pack, layer_range),
-        )
-
-    def _pack(self, layer_range: int | None) -> PackedBlocks:
-        """Packs the full blocks once; the workers of a job share them."""
-        with self._packing:
-            packed = self._packed.get(layer_range)
-            if packed is None:
-                num_tokens = self.layout.block_tokens
-                shapes = zip(self._shapes_of(num_tokens), self._is_wanted(layer_range), strict=True)
-                packed = self._packed[layer_range] = PackedBlocks(
-                    self.keys,
-                    [shape for shape, is_wanted in shapes if is_wanted],
-                    self._per_block,
-                    self.layout.cells_of(num_tokens),
-                )
-        return packed
-
-    def _is_wanted(self, layer_range: int | None) -> list[bool]:
-        """Tells for each owned part if it is of a layer range."""
-        layout = self.layout
-        return [
-            layer_range is None or layout.range_of_part(part) == layer_range
-            for part in layout.owned_parts
-        ]
-
-    def _values(self, blocks: BlockRange, num_tokens: int, layer_range: int | None) -> list[Value]:
-        """The values of blocks that all have `num_tokens` tokens."""
-        layout, keys = self.layout, self.keys
-        shapes = self._shapes_of(num_tokens)
-        wanted = self._is_wanted(layer_range)
-        names = iter(keys.store_keys(layout.owned_parts, *blocks))
-        step, cells = self._per_block, layout.cells_of(num_tokens)
-        used = -(-num_tokens // layout.engine_block_tokens)
-        may_lack = layout.has_windows
-        values: list[Value] = []
-        for number in range(*blocks):
-            at, prefix_hash = number * step, keys.hash_of(number)
-            leads = counts = True
-            for (part, table, start, size), is_wanted in zip(shapes, wanted, strict=True):
-                key = next(names)
-                ids = table[at : at + used]
-                if may_lack and NO_BLOCK in ids:
-                    continue
-                if is_wanted:
-                    values.append(
-                        Value(
-                            number,
-                            part,
-                            key,
-                            start + prefix_hash,
-                            size,
-                            num_tokens,
-                            ids,
-                            cells,
-                            leads,
-                            counts,
-                        )
-                    )
-                    leads = False
-                counts = False
+    def _of_layers(self, layer_range: int | None) -> Values:
+        values = self._made.get(layer_range)
+        if values is None:
+            values = self._all() if layer_range is None else self._of_layers(None)
+            if layer_range is not None:
+                range_of = self.layout.range_of_part
+                parts = {part for part in self.layout.owned_parts if range_of(part) == layer_range}
+                values = values.chosen([i for i, part in enumerate(values.parts) if part in parts])
+            self._made[layer_range] = values
         return values
 
-    def _shapes_of(self, num_tokens: int) -> list[ValueShape]:
-        """The shapes of all owned parts; they are kept, because each share of a job asks again."""
-        shapes = self._shapes.get(num_tokens)
-        if shapes is None:
-            shapes = [self._shape(part, num_tokens) for part in self.layout.owned_parts]
-            self._shapes[num_tokens] = shapes
-        return shapes
+    def _all(self) -> Values:
+        size, keys = self.layout.block_tokens, self.keys
+        num_full = keys.num_tokens // size
+        values = self._of_length(size, BlockRange(0, num_full))
+        if len(keys) > num_full:
+            tail = self._of_length(keys.tokens_of(num_full), BlockRange(num_full, num_full + 1))
+            columns = zip(vars(values).values(), vars(tail).values(), strict=True)
+            values = Values(*[[*full, *last] for full, last in columns])
+        if self.layout.has_windows:
+            there = [i for i, ids in enumerate(values.block_ids) if NO_BLOCK not in ids]
+            values = values.chosen(there)
+        numbers = pairwise([-1, *values.numbers])
+        counted = [0 if n == before else keys.tokens_of(n) for before, n in numbers]
+        return replace(values, num_counted=counted)
 
-    def _shape(self, part: Part, num_tokens: int) -> ValueShape:
+    def _of_length(self, num_tokens: int, blocks: BlockRange) -> Values:
+        """Returns the values of blocks that all have `num_tokens` tokens."""
+        layout, keys = self.layout, self.keys
+        parts = layout.owned_parts
+        headers = [self._header(part, num_tokens) for part in parts]
+        starts = [block.start_of(header)[:-16] for header in headers]  # without the prefix hash
+        tables = [self.tables[layout.table_of(part)] for part in parts]
+        used = -(-num_tokens // layout.engine_block_tokens)
+        firsts = [number * self._per_block for number in range(*blocks)]
+        count, num_values = len(firsts), len(firsts) * len(parts)
+        return Values(
+            keys=keys.store_keys(parts, *blocks),
+            starts=[start + keys.hash_of(n) for n in range(*blocks) for start in starts],
+            sizes=[block.HEADER_BYTES + header.payload_bytes for header in headers] * count,
+            numbers=[n for n in range(*blocks) for _ in parts],
+            parts=[*parts] * count,
+            block_ids=[table[at : at + used] for at in firsts for table in tables],
+            num_cells=[layout.cells_of(num_tokens)] * num_values,
+            num_counted=[0] * num_values,
+        )
+
+    def _header(self, part: Part, num_tokens: int) -> block.Header:
         layout = self.layout
-        payload_bytes = layout.payload_bytes(part, num_tokens)
-        header = block.Header(
+        return block.Header(
             flags=block.FLAG_TAIL if num_tokens < layout.block_tokens else 0,
             group=part.group,
             shard=part.shard,
             num_shards=layout.shards_of(part.group),
             num_tokens=num_tokens,
-            payload_bytes=payload_bytes,
+            payload_bytes=layout.payload_bytes(part, num_tokens),
             namespace=self.keys.namespace.digest,
             prefix_hash=bytes(16),
         )
-        start = block.start_of(header)[:-16]
-        table = self.tables[layout.table_of(part)]
-        return ValueShape(part, table, start, block.HEADER_BYTES + payload_bytes)
-
-
-def keys_of(values: Sequence[Value]) -> list[BlockKey]:
-    """Returns the store's keys of values."""
-    if isinstance(values, ValueRun):
-        return values.packed.keys(values.first, values.stop)
-    return [value.key for value in values]
-
-
-def whole_blocks(values: Sequence[Value], count: int) -> int:
-    """Returns how many of the first `count` values make up whole blocks."""
-    if isinstance(values, ValueRun):
-        return values.whole(count)
-    while 0 < count < len(values) and not values[count].leads:
-        count -= 1
-    return count
-
-
-def counted_tokens(values: Sequence[Value]) -> int:
-    """Returns the tokens of these values' blocks, each block once over all its values."""
-    if isinstance(values, ValueRun):
-        return values.num_counted_tokens
-    return sum(value.num_tokens for value in values if value.counts)
-
-
-def block_at(values: Sequence[Value], index: int) -> int:
-    """Returns the number of the block that a value is of, without making the value."""
-    if isinstance(values, ValueRun):
-        return (values.first + index) // values.per_block
-    return values[index].number
-
-
-def end_token(values: Sequence[Value], block_tokens: int) -> int:
-    """Returns the prompt's tokens up to the end of the last value's block."""
-    if isinstance(values, ValueRun):
-        return values.blocks.stop * block_tokens
-    return values[-1].number * block_tokens + values[-1].num_tokens
 
 
 def bytes_of(
@@ -268,3 +195,75 @@ def bytes_of(
         for part in layout.owned_parts
         if layer_range is None or layout.range_of_part(part) == layer_range
     )
+
+
+def tables_of(
+    layout: Layout,
+    num_tokens: int,
+    block_ids: Sequence[int] | BlockTables,
+    num_blocks: int,
+    first_block: int = 0,
+) -> Tables:
+    """Returns the block tables of a prompt; a plain list of ids is the only one.
+
+    num_blocks: of the paged cache.
+    first_block: what belongs to the pool's blocks before it is not checked.
+    Raises LayoutError for tables that do not fit.
+    """
+    tables = _as_tuples(block_ids)
+    if len(tables) != layout.num_tables:
+        raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
+    need = -(-num_tokens // layout.engine_block_tokens)
+    first = first_block * layout.block_tokens // layout.engine_block_tokens
+    checked = []
+    for number, table in enumerate(tables):
+        if len(table) < need:
+            raise LayoutError(
+                f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
+            )
+        used = cast("tuple[int, ...]", table[first:need])
+        if not all(type(id) is int for id in used):
+            used = _as_ints(used)
+            table = (*table[:first], *used)
+        lowest = NO_BLOCK if layout.has_window(number) else 0
+        if used and not lowest <= min(used) <= max(used) < num_blocks:
+            raise LayoutError(
+                f"block ids {min(used)}..{max(used)} are not all in the cache of"
+                f" {num_blocks} blocks"
+            )
+        checked.append(table)
+    return cast("Tables", tuple(checked))
+
+
+def check_windows(layout: Layout, tables: BlockTables) -> None:
+    """Raises LayoutError where a block to be loaded reaches over a window's edge."""
+    per_block = layout.block_tokens // layout.engine_block_tokens
+    for table in tables:
+        num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
+        if num_gone % per_block:
+            raise LayoutError(
+                f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
+                f" must be the engine's, of {layout.engine_block_tokens}"
+            )
+
+
+def _as_tuples(block_ids: Iterable[object]) -> tuple[tuple[object, ...], ...]:
+    """Reads what was given once, because it may be an iterator."""
+    given = tuple(block_ids)
+    try:
+        is_one_table = not given or operator.index(cast("int", given[0])) is not None
+    except TypeError:
+        is_one_table = False
+    if is_one_table:
+        return (given,)
+    try:
+        return tuple(tuple(cast("Iterable[object]", table)) for table in given)
+    except TypeError as error:
+        raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
+
+
+def _as_ints(ids: Sequence[object]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, cast("Sequence[int]", ids)))
+    except TypeError as error:
+        raise LayoutError(f"block ids are ints: {error}") from error

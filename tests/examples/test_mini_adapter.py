@@ -95,7 +95,7 @@ def test_the_first_layers_are_stored_while_the_model_computes_the_next(
     monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # this model's are small
     p = open_instance("prefill", pd={"layer_ranges": 2})
     prompt, forward = prompt_of(64), p.model.forward
-    keys = [value.key for value in stored(p, prompt)]
+    keys = stored(p, prompt).keys
     store = open_store(url, read_settings(store=url))
 
     def held(chunks, cache, layer_written):
@@ -217,7 +217,7 @@ def test_a_wiped_pool_costs_d_a_prefill_and_nothing_else(open_instance, checkpoi
     params = hand_over(p, prompt_of(150))
     until_stored(p)
     store = open_store(url, read_settings(store=url))
-    store.remove([value.key for value in stored(p, prompt_of(150))])
+    store.remove(stored(p, prompt_of(150)).keys)
     store.close()
     asked = decode(d, prompt_of(150), params)
     assert_same(asked, *expect(checkpoints["llama"], prompt_of(150)))
@@ -229,22 +229,23 @@ def test_a_corrupt_value_is_computed_not_used(open_instance, checkpoints, url):
     p, d = open_instance("prefill"), open_instance("decode")
     params = hand_over(p, prompt_of(150))
     until_stored(p)
-    flip_a_bit(url, stored(p, prompt_of(150))[1])
+    flip_a_bit(url, stored(p, prompt_of(150))[1:2])
     asked = decode(d, prompt_of(150), params)
     assert_same(asked, *expect(checkpoints["llama"], prompt_of(150)))
     assert (asked.request.num_loaded, asked.request.num_fed) == (64, 86)
     assert asked.request.miss_reason == "corrupt"
 
 
-def flip_a_bit(url, value):
+def flip_a_bit(url, values):
     """Of the last byte of a stored value: of a V in its payload."""
     store = open_store(url, read_settings(store=url))
-    buffer = bytearray(value.size)
-    slots = Slots(memoryview(buffer), value.size, [0], [value.size])
-    assert store.get([value.key], slots) == 1
+    [size] = values.sizes
+    buffer = bytearray(size)
+    slots = Slots(memoryview(buffer), size, [0], [size])
+    assert store.get(values.keys, slots) == 1
     buffer[-1] ^= 1
-    store.remove([value.key])
-    assert store.put([value.key], slots) == 1
+    store.remove(values.keys)
+    assert store.put(values.keys, slots) == 1
     store.close()
 
 

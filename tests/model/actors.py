@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pdstore.errors import StoreError
-from pdstore.format.block import Header
+from pdstore.format.block import HEADER_BYTES, START_BYTES, Header
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
 from pdstore.format.layout import LayerSpec, Layout
@@ -30,13 +30,13 @@ from pdstore.worker.follower import Follow
 from pdstore.worker.job_run import JobRun
 from pdstore.worker.load_work import LoadWork
 from pdstore.worker.mark_work import MarkWork
-from pdstore.worker.mover import Ends
+from pdstore.worker.movers import Mover
+from pdstore.worker.reading import Ends
 from pdstore.worker.save_work import SaveWork
-from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
+from pdstore.worker.store_ends import StagedEnd
 from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
-from pdstore.worker.verified import Verified
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.rules import Rules
 from tests.model.watch import STALL_S, Watch
@@ -96,11 +96,11 @@ class BlindStore(WrapperStore):
         return super().match(keys) if is_marker else len(keys)
 
 
-class TrustingMover(StagedMover):
-    """Takes what it read for right."""
+class TrustingSwap(TorchSwap):
+    """Finds every value's checksum to be what is stored, and so every value right."""
 
-    def _verify(self, child, values, view, read, sums=None, num_there=None) -> Verified:
-        return read
+    def checksums(self, values: Sequence[memoryview]) -> list[int]:
+        return [int.from_bytes(value[START_BYTES:HEADER_BYTES], "little") for value in values]
 
 
 class SteppedLoad(LoadWork):
@@ -309,12 +309,12 @@ class Actors:
     def _prompt(self, rank: Rank, keys: PromptKeys | None = None) -> PromptBlocks:
         return PromptBlocks(rank.layout, keys or self.keys, [BLOCK_IDS])
 
-    def _mover(self, rank: Rank, store: Store) -> StagedMover:
-        kind = StagedMover if self.rules.verifies else TrustingMover
-        ends = Ends(rank.layout, rank.swap, store, self._metrics)
-        return kind(ends, rank.staging, Split(1))
+    def _mover(self, rank: Rank, store: Store) -> Mover:
+        swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)
+        ends = Ends(rank.layout, swap, store, self._metrics)
+        return Mover(ends, StagedEnd(ends, rank.staging, Split(1)))
 
-    def _mark(self, mover: StagedMover, key: BlockKey, marker: Header) -> None:
+    def _mark(self, mover: Mover, key: BlockKey, marker: Header) -> None:
         carry(JobRun(Direction.SAVE, MarkWork(mover, {key: marker}), num_bytes=0, seconds=60))
 
 

@@ -20,6 +20,7 @@ from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.native import DEFAULT_STREAM, NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import kv, native_kit
+from tests.support.arena_kit import place_of
 from tests.support.gpu_kit import gpu_instance, rig, spin
 from tests.support.swap_case import POISON, Case, host_memory, view_of
 
@@ -231,7 +232,7 @@ def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
     store = MemoryStore()
     payload = case.layout.largest_payload_bytes
     staging = Staging(store.allocate, payload, 64 << 20, swap.registrar, span_bytes=1 << 20)
-    staging.ready(60)
+    staging.memory.ready(60)
     part, step = case.layout.parts[0], staging.slot_bytes
     for slot in range(staging.num_slots):
         payload_view = staging.view[slot * step + 64 :][:payload]
@@ -239,7 +240,7 @@ def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
         assert piece.part == part
         swap.gather([piece])
     swap.close()
-    staging.close()
+    staging.memory.close()
 
 
 def test_what_cannot_be_pinned_is_an_error_and_leaves_no_error_behind(library):
@@ -270,7 +271,7 @@ def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(lib
     for mine, theirs in zip(p.caches, d.caches, strict=True):
         assert torch.equal(mine[ids].flatten(0, 1)[:333], theirs[ids].flatten(0, 1)[:333])
     key = keys.store_keys(p.layout.owned_parts)[2]
-    value = arena.borrow([key], [HEADER_BYTES + kv.BLOCK_BYTES]).places.value(0)
+    value = place_of(arena, key, HEADER_BYTES + kv.BLOCK_BYTES)
     value[1000] ^= 1
     result = d.pool.load(keys, ids).wait(20)
     assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)

@@ -9,14 +9,14 @@ import torch
 
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES, checksum
-from pdstore.format.keys import Kind
 from pdstore.format.layout import LayerSpec
 from pdstore.native.abi import CopyPath
-from pdstore.native.arena import ValueBatch, text_of
+from pdstore.native.arena import ValueBatch
 from pdstore.native.library import address_of
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import fresh_keys
-from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
+from pdstore.worker.swap.native import NativeSwap
+from tests.support.arena_kit import place_of
 from tests.support.native_kit import DEVICES
 from tests.support.swap_case import PLAIN, SIZES, Case, layout_of
 
@@ -56,9 +56,10 @@ class Rig:
         return [HEADER_BYTES + self.layout.payload_bytes(part, n) for part, _, n, _ in values]
 
     def batch(self, swap, keys, values) -> ValueBatch:
-        packed = swap.pack_unplaced(UnplacedCopy(*value) for value in values)
+        columns = zip(*values, strict=True)
+        packed = swap.pack_columns(*columns, [0] * len(values))
         return ValueBatch(
-            names=text_of(keys),
+            keys=keys,
             sizes=array("q", self.sizes(values)).tobytes(),
             starts=b"".join(bytes([i + 1]) * 56 for i in range(len(values))),
             engine=swap.engine,
@@ -80,11 +81,11 @@ class Rig:
     def fill(self, values):
         keys = fresh_keys(len(values))
         batch = self.batch(self.p, keys, values)
-        assert self.store.fill([Kind.BLOCK] * len(keys), [batch]).is_whole
+        assert self.store.fill([batch]).error is None
         return keys
 
     def value_at(self, key, size) -> memoryview:
-        return self.store.borrow([key], [size]).places.value(0)
+        return place_of(self.store, key, size)
 
     def num_right(self, keys, values) -> int | None:
         """Loads all values; None if one was seen to be wrong before the copies."""
@@ -92,7 +93,7 @@ class Rig:
         if taken is None:
             return None
         assert taken.copies.wait(30)
-        return taken.copies.num_right
+        return self.store.confirm(taken)[1]
 
 
 @pytest.fixture
@@ -164,10 +165,10 @@ def test_a_byte_that_changes_while_the_copy_is_under_way_is_seen(make, library, 
     library.delay(300_000)
     taken = rig.store.take(rig.batch(rig.d, keys, values))
     assert taken is not None
-    assert taken.copies.num_right == 0, "nothing is right before the end"
+    assert rig.store.confirm(taken)[1] == 0, "nothing is right before the end"
     value[-5] ^= 0x40
     assert taken.copies.wait(30)
-    assert taken.copies.num_right == 1
+    assert rig.store.confirm(taken)[1] == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,5 +199,5 @@ def test_a_sum_that_fails_fails_its_load_alone(make, library, device, call):
     with pytest.raises(SwapError) as failure:
         taken.copies.wait(30)
     assert failure.value.device_code == 719
-    assert taken.copies.num_right == 0
+    assert rig.store.confirm(taken)[1] == 0
     assert rig.num_right(keys, values) == len(values)

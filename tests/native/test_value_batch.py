@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
+import os
+import threading
 from array import array
 
 import pytest
 
-from pdstore.errors import LayoutError
+from pdstore.errors import LayoutError, StoreFull
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.keys import Kind
 from pdstore.format.layout import Layout
-from pdstore.native.arena import ValueBatch, text_of
+from pdstore.native.arena import ValueBatch
 from pdstore.store.arena.store import ArenaStore
-from pdstore.testing.values import fresh_keys
+from pdstore.testing.values import fresh_keys, get, put
 from pdstore.worker.swap.base import BlockCopy
-from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
-from tests.support.kv import LAYERS, caches_of, settings_of
+from pdstore.worker.swap.native import NativeSwap
+from tests.support.arena_kit import place_of
+from tests.support.kv import LAYERS, caches_of, eventually, settings_of
 
 TOKENS = 16
-KINDS = [Kind.BLOCK] * 2
-NOTHING = ([], 0, False)
 
 
 class Rig:
     """An arena, and a paged cache with an engine that copies between the two."""
 
-    def __init__(self, library, directory) -> None:
+    def __init__(self, library, directory, **options) -> None:
         self.layout = Layout.of(
             settings_of(block_tokens=TOKENS),
             dtype="float32",
@@ -37,14 +37,15 @@ class Rig:
         [self.part] = self.layout.owned_parts
         self.size = HEADER_BYTES + self.layout.payload_bytes(self.part, TOKENS)
         self.swap = NativeSwap(library, self.layout, caches_of(self.layout, 8))
-        self.store = ArenaStore(library, "test", directory=directory, size=8 << 20)
+        self.store = ArenaStore(library, "test", directory=directory, size=8 << 20, **options)
 
     def batch(self, keys, blocks, **changes) -> ValueBatch:
-        copies = [UnplacedCopy(self.part, [block], TOKENS, 0) for block in blocks]
-        packed = self.swap.pack_unplaced(copies)
+        count = len(blocks)
+        columns = [self.part] * count, [[block] for block in blocks], [TOKENS] * count
+        packed = self.swap.pack_columns(*columns, [0] * count, [0] * count)
         return ValueBatch(
             **{
-                "names": text_of(keys),
+                "keys": keys,
                 "sizes": array("q", [self.size] * len(blocks)).tobytes(),
                 "starts": b"".join(bytes([block]) * 56 for block in blocks),
                 "engine": self.swap.engine,
@@ -73,15 +74,15 @@ def rig(library, tmp_path):
 
 def stored(rig, blocks):
     keys = fresh_keys(len(blocks))
-    assert rig.store.fill(KINDS, [rig.batch(keys, blocks)]).num_bytes == rig.size * len(keys)
+    filled = rig.store.fill([rig.batch(keys, blocks)])
+    assert filled == ([0, 1], 2 * rig.size, None)
+    assert rig.store.counts().reserved == 0
     return keys
 
 
 def test_values_are_the_start_a_sum_and_what_the_cache_holds(rig):
     keys = stored(rig, [3, 5])
-    loan = rig.store.borrow(keys, [rig.size] * 2)
-    for i, block in enumerate((3, 5)):
-        value = loan.places.value(i)
+    for value, block in zip(get(rig.store, keys, [rig.size] * 2), (3, 5), strict=True):
         assert bytes(value[:56]) == bytes([block]) * 56
         assert bytes(value[HEADER_BYTES:]) == rig.payload_of(block)
 
@@ -90,19 +91,8 @@ def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     keys = stored(rig, [3, 5])
     taken = rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56))
     assert taken.copies.wait(10)
-    assert taken.copies.num_right == 2
-    assert rig.store.still_there(taken.loan) == 2
+    assert rig.store.confirm(taken) == (2, 2)
     assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
-
-
-def test_the_caller_rests_when_all_is_stored(rig):
-    keys = fresh_keys(2)
-    began = time.monotonic()
-    filled = rig.store.fill(KINDS, [rig.batch(keys, [3, 5])], 0.05)
-    assert time.monotonic() - began >= 0.05
-    assert filled == ([0, 1], 2 * rig.size, True)
-    assert rig.store.match(keys) == 2
-    assert rig.store.counts().reserved == 0
 
 
 def test_batches_are_stored_in_one_call_and_their_values_are_numbered_through(rig):
@@ -113,18 +103,17 @@ def test_batches_are_stored_in_one_call_and_their_values_are_numbered_through(ri
         rig.batch([keys[1]], [5]),
         rig.batch(others[1:], [2, 4]),
     ]
-    filled = rig.store.fill([Kind.BLOCK] * 5, batches)
-    assert filled == ([0, 3, 4], 3 * rig.size, True), "the others were stored before"
-    loan = rig.store.borrow(others, [rig.size] * 3)
-    for i, block in enumerate((1, 2, 4)):
-        assert bytes(loan.places.value(i)[HEADER_BYTES:]) == rig.payload_of(block)
+    filled = rig.store.fill(batches)
+    assert filled == ([0, 3, 4], 3 * rig.size, None), "the others were stored before"
+    for value, block in zip(get(rig.store, others, [rig.size] * 3), (1, 2, 4), strict=True):
+        assert value[HEADER_BYTES:] == rig.payload_of(block)
 
 
 def test_a_batch_without_room_stores_nothing_and_holds_nothing(rig):
     most = (8 << 20) // rig.size + 1
     keys = fresh_keys(2 + most)
     batches = [rig.batch(keys[:2], [3, 5]), rig.batch(keys[2:], [1] * most)]
-    assert rig.store.fill([Kind.BLOCK] * len(keys), batches) == NOTHING
+    assert isinstance(rig.store.fill(batches).error, StoreFull)
     assert rig.store.match(keys) == 0
     assert rig.store.counts().reserved == 0
 
@@ -133,7 +122,7 @@ def test_a_batch_that_cannot_be_copied_holds_nothing_either(rig):
     keys = fresh_keys(4)
     batches = [rig.batch(keys[:2], [3, 5]), rig.batch(keys[2:], [3, 99])]
     with pytest.raises(LayoutError, match="outside the cache"):
-        rig.store.fill(KINDS * 2, batches)
+        rig.store.fill(batches)
     assert rig.store.counts().reserved == 0
 
 
@@ -145,27 +134,80 @@ def test_a_value_of_another_header_stops_all_copies(rig):
 
 def test_a_damaged_value_is_not_among_those_that_are_right(rig):
     keys = stored(rig, [3, 5])
-    rig.store.borrow(keys, [rig.size] * 2).places.value(1)[200] ^= 1
+    place_of(rig.store, keys[1], rig.size)[200] ^= 1
     starts = bytes([3]) * 56 + bytes([5]) * 56
     taken = rig.store.take(rig.batch(keys, [6, 7], starts=starts))
     assert taken.copies.wait(10)
-    assert taken.copies.num_right == 1
+    assert rig.store.confirm(taken) == (2, 1)
 
 
 @pytest.mark.parametrize("wrong", [-8, 8])
 def test_a_size_that_is_not_that_of_its_copy_reserves_and_moves_nothing(rig, wrong):
     sizes = array("q", [rig.size, rig.size + wrong]).tobytes()
-    assert rig.store.fill(KINDS, [rig.batch(fresh_keys(2), [3, 5], sizes=sizes)]) == NOTHING
+    with pytest.raises(ValueError, match="argument"):
+        rig.store.fill([rig.batch(fresh_keys(2), [3, 5], sizes=sizes)])
     assert rig.store.counts().reserved == 0
 
 
 def test_fewer_ids_than_the_copies_name_move_nothing(rig):
     batch = rig.batch(fresh_keys(2), [3, 5])
-    assert rig.store.fill(KINDS, [batch._replace(ids=batch.ids[:8])]) == NOTHING
+    with pytest.raises(ValueError, match="argument"):
+        rig.store.fill([batch._replace(ids=batch.ids[:8])])
     assert rig.store.counts().reserved == 0
 
 
 def test_a_block_that_is_not_in_the_cache_is_an_error_and_leaves_nothing_reserved(rig):
     with pytest.raises(LayoutError, match="outside the cache"):
-        rig.store.fill(KINDS, [rig.batch(fresh_keys(2), [3, 99])])
+        rig.store.fill([rig.batch(fresh_keys(2), [3, 99])])
     assert rig.store.counts().reserved == 0
+
+
+@pytest.mark.parametrize("gone", range(2))
+def test_a_value_that_goes_under_its_copy_does_not_count(rig, gone):
+    keys = stored(rig, [3, 5])
+    taken = rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56))
+    rig.store.remove([keys[gone]])
+    put(rig.store, [keys[gone]], [bytes(rig.size)])
+    assert taken.copies.wait(10)
+    assert rig.store.confirm(taken)[0] == gone, "the same key again is another value"
+
+
+def test_values_that_are_taken_are_leased(library, tmp_path):
+    with contextlib.closing(Rig(library, tmp_path, fresh_s=0)) as rig:
+        keys = stored(rig, [3, 5])
+        starts = bytes([3]) * 56 + bytes([5]) * 56
+        taken = rig.store.take(rig.batch(keys, [6, 7], starts=starts))
+        others = fresh_keys(2 * (8 << 20) // rig.size)
+        with contextlib.suppress(StoreFull):
+            put(rig.store, others, [bytes(rig.size)] * len(others))
+        assert taken.copies.wait(10)
+        assert rig.store.confirm(taken)[0] == 2
+
+
+def test_what_a_dead_process_was_filling_comes_back_though_a_child_of_its_lives(
+    library, tmp_path, rig
+):
+    """The child has inherited the arena's file, whose lock says that its parent is alive."""
+    to_child, to_parent = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        mine = Rig(library, tmp_path)
+        library.delay(60_000_000)
+        batch = mine.batch(fresh_keys(2), [3, 5])
+        threading.Thread(target=mine.store.fill, args=[[batch]], daemon=True).start()
+        eventually(lambda: mine.store.counts().reserved == 2)
+        if os.fork() == 0:
+            os.write(to_parent[1], b"1")
+            os.read(to_child[0], 1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(to_parent[0], 1) == b"1"
+    try:
+        assert rig.store.counts().reserved == 2
+        with contextlib.suppress(StoreFull):  # more than there is: it looks for the dead
+            put(rig.store, fresh_keys(24), [bytes(1 << 19)] * 24)
+        assert rig.store.counts()[1:3] == (0, 2), "its death was seen"
+    finally:
+        os.write(to_child[1], b"1")
+        for end in (*to_child, *to_parent):
+            os.close(end)

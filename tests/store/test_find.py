@@ -6,9 +6,9 @@ import pytest
 
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
+from pdstore.store.arena.store import ArenaStore
 from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.find import find_optional
-from pdstore.store.in_place import InPlace
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import ErrorCodes, FindsKeys, SealingWriter, TellsChanges
@@ -58,7 +58,7 @@ def test_a_protocol_is_found_through_wrappers_that_change_no_answer_and_no_other
     assert find_optional(wrapped(WrapperStore(store)), protocol) is None
 
 
-@pytest.mark.parametrize("protocol", [TellsChanges, InPlace])
+@pytest.mark.parametrize("protocol", [TellsChanges, ArenaStore])
 def test_a_store_without_it_gets_none_from_wrappers(store, protocol):
     assert find_optional(store, protocol) is None
     assert find_optional(wrapped(store), protocol) is None

@@ -10,7 +10,7 @@ import torch
 from pdstore import LayerSpec, Layout
 from pdstore.errors import LayoutError
 from pdstore.format.layout import NO_BLOCK
-from pdstore.worker.block_tables import check_windows, tables_of
+from pdstore.worker.values import check_windows, tables_of
 from tests.support.kv import settings_of
 
 FULL = LayerSpec(2, 8)

@@ -290,7 +290,7 @@ class Copies(LosesAll):
         self.blocks: set[int] = set()
 
     def load(self, child, values, first_token, ready, loaded):
-        self.blocks |= {value.number for value in values}
+        self.blocks |= set(values.numbers)
         loaded(values, None)
 
 

@@ -20,8 +20,7 @@ from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 def raw(p, keys) -> dict:
     """The stored bytes of a prompt's values, by key."""
     values = PromptBlocks(p.layout, keys, [P_BLOCKS]).values(BlockRange(0, len(keys)))
-    names, sizes = [value.key for value in values], [value.size for value in values]
-    return dict(zip(names, get(p.store, names, sizes), strict=True))
+    return dict(zip(values.keys, get(p.store, values.keys, values.sizes), strict=True))
 
 
 def plant(store, key, data: bytes) -> None:

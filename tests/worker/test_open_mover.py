@@ -10,12 +10,10 @@ from pdstore import LayerSpec, Layout
 from pdstore.errors import ConfigError, LayoutError, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
-from pdstore.worker.in_place_mover import InPlaceMover
-from pdstore.worker.open_mover import open_mover
-from pdstore.worker.staged_mover import StagedMover
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.movers import open_mover
+from pdstore.worker.swap import open_swap
+from tests.support.arena_kit import SpiedArena
 from tests.support.kv import LAYERS, caches_of, settings_of
-from tests.worker.test_in_place_mover import Spied
 
 
 @pytest.fixture
@@ -27,24 +25,46 @@ def undo():
 def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
     settings = settings_of(**changes)
     layout = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
-    swap = TorchSwap(layout, caches_of(layout))
+    swap = open_swap(settings, layout, caches_of(layout))
+    undo.callback(swap.close)
     return open_mover(settings, layout, swap, store, metrics or Metrics(), 1 << 20, undo)
 
 
 def test_values_go_through_staging_where_the_store_has_no_memory_here(undo):
-    assert isinstance(mover_over(open_store("memory://", settings_of()), undo), StagedMover)
+    store, metrics = open_store("memory://", settings_of()), Metrics()
+    mover_over(store, undo, metrics=metrics)
+    assert slots(metrics) > 0
+
+
+def slots(metrics) -> float:
+    return metrics.registry.get_sample_value("pdstore_slots")
 
 
 def test_values_move_in_place_where_the_store_has_memory_here(undo, arena):
-    assert isinstance(mover_over(arena, undo, staging="64KiB"), InPlaceMover)
+    metrics = Metrics()
+    mover = mover_over(arena, undo, metrics=metrics, staging="64KiB")
+    assert (slots(metrics), mover.memory_bytes) == (0, len(arena.memory()))
 
 
-def test_a_store_that_is_away_at_the_start_is_served_through_staging(undo, arena, caplog):
-    class Away(Spied):
-        def memory(self):
-            raise StoreUnavailable("not yet")
+def test_values_of_an_arena_go_through_staging_where_copies_are_torchs(undo, arena):
+    metrics = Metrics()
+    mover_over(arena, undo, metrics=metrics, native="off")
+    assert slots(metrics) > 0
 
-    assert isinstance(mover_over(Away(arena), undo), StagedMover)
+
+def test_an_arena_that_is_away_at_the_start_is_served_through_staging(
+    undo, library, tmp_path, caplog, monkeypatch
+):
+    def away():
+        raise StoreUnavailable("not yet")
+
+    arena, metrics = (
+        undo.enter_context(contextlib.closing(SpiedArena(library, tmp_path))),
+        Metrics(),
+    )
+    monkeypatch.setattr(arena, "memory", away)
+    mover_over(arena, undo, metrics=metrics)
+    assert slots(metrics) > 0
     assert "through staging" in caplog.text
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pdstore.errors import ConfigError, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.native.library import address_of
-from pdstore.worker import pinned_memory
-from pdstore.worker.pinned_memory import PinnedMemory, spans_of
-from pdstore.worker.staging import Staging
+from pdstore.worker import staging as staging_module
+from pdstore.worker.staging import PinnedMemory, Staging, spans_of
 
 PAGE = 4096
 
@@ -47,6 +46,11 @@ class FakeRegistrar:
         return [a for v, a in self.calls if v == verb]
 
 
+def pinned_of(num_pages, registrar, pages_of_a_piece=1, **options) -> PinnedMemory:
+    view, size = memoryview(mmap.mmap(-1, num_pages * PAGE)), pages_of_a_piece * PAGE
+    return PinnedMemory(view, PAGE, registrar, span_bytes=size, **options)
+
+
 @given(
     slot_pages=st.integers(1, 40),
     num_slots=st.integers(1, 200),
@@ -71,7 +75,7 @@ def test_memory_that_is_not_whole_pages_is_refused():
 
 def test_all_of_it_is_registered_and_unregistered_in_the_opposite_order():
     registrar = FakeRegistrar()
-    pinned = PinnedMemory(registrar, spans_of(1 << 20, 64 * PAGE, PAGE, 4 * PAGE))
+    pinned = pinned_of(64, registrar, 4)
     pinned.ready(30)
     assert pinned.progress == 1
     assert len(registrar.verbs("register")) == 16
@@ -88,7 +92,7 @@ def test_pieces_are_made_present_side_by_side_before_they_are_registered():
             self.several.wait(30)
             super().populate(address, num_bytes)
 
-    pinned = PinnedMemory(Together(), spans_of(1 << 20, 64 * PAGE, PAGE, 4 * PAGE))
+    pinned = pinned_of(64, Together(), 4)
     pinned.ready(30)
     pinned.close()
 
@@ -96,7 +100,7 @@ def test_pieces_are_made_present_side_by_side_before_they_are_registered():
 @pytest.mark.parametrize("fail_at", [0, 7, 15])
 def test_when_a_piece_fails_the_others_are_undone_and_ready_says_why(fail_at):
     registrar = FakeRegistrar(fail_at)
-    pinned = PinnedMemory(registrar, spans_of(1 << 20, 64 * PAGE, PAGE, 4 * PAGE))
+    pinned = pinned_of(64, registrar, 4)
     with pytest.raises(SwapError, match="cudaHostRegister"):
         pinned.ready(30)
     assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
@@ -107,7 +111,7 @@ def test_when_a_piece_fails_the_others_are_undone_and_ready_says_why(fail_at):
 
 def test_ready_has_a_deadline_and_says_how_far_it_is():
     gate = threading.Event()
-    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    pinned = pinned_of(8, FakeRegistrar(gate=gate))
     with pytest.raises(TimeoutError, match="0 %"):
         pinned.ready(0.01)
     gate.set()
@@ -124,10 +128,9 @@ def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
             gate.set()
 
     handler = OpenGate()
-    monkeypatch.setattr(pinned_memory.log, "handlers", [handler])
-    monkeypatch.setattr(pinned_memory.log, "level", logging.INFO)
-    spans = spans_of(1 << 20, 8 * PAGE, PAGE, PAGE)
-    pinned = PinnedMemory(FakeRegistrar(gate=gate), spans, report_s=0.001)
+    monkeypatch.setattr(staging_module.log, "handlers", [handler])
+    monkeypatch.setattr(staging_module.log, "level", logging.INFO)
+    pinned = pinned_of(8, FakeRegistrar(gate=gate), report_s=0.001)
     pinned.ready(30)
     pinned.close()
     assert lines[0] == "staging is pinned to 0 % of 0.0 GiB"
@@ -138,18 +141,18 @@ def test_a_ring_says_how_far_it_is_pinned_and_why_it_cannot_be():
     registrar = FakeRegistrar(fail_at=2, gate=gate)
     allocate = lambda n: memoryview(mmap.mmap(-1, n))  # noqa: E731
     staging = Staging(allocate, 100, 20 * PAGE, registrar, span_bytes=6 * PAGE)
-    assert staging.progress == 0
+    assert staging.memory.progress == 0
     gate.set()
     with pytest.raises(SwapError, match="cudaHostRegister"):
-        staging.ready(30)
-    assert staging.progress == 0
-    assert Staging(allocate, 100, 20 * PAGE).progress == 1
+        staging.memory.ready(30)
+    assert staging.memory.progress == 0
+    assert Staging(allocate, 100, 20 * PAGE).memory.progress == 1
 
 
 def test_closing_in_the_middle_unregisters_what_was_registered():
     gate = threading.Event()
     registrar = FakeRegistrar(gate=gate)
-    pinned = PinnedMemory(registrar, spans_of(1 << 20, 8 * PAGE, PAGE, PAGE))
+    pinned = pinned_of(8, registrar)
     closer = threading.Thread(target=pinned.close)
     closer.start()
     gate.set()
@@ -164,7 +167,7 @@ def test_a_ring_is_pinned_from_its_first_slot_to_its_last():
     staging = Staging(
         lambda n: memoryview(mmap.mmap(-1, n)), payload, 20 * PAGE, registrar, span_bytes=6 * PAGE
     )
-    staging.ready(30)
+    staging.memory.ready(30)
     start = address_of(staging.view)
     assert sorted(registrar.verbs("register")) == [start + 6 * i * PAGE for i in range(4)]
-    staging.close()
+    staging.memory.close()

@@ -11,6 +11,7 @@ from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.testing.values import empty_slots
 from pdstore.worker.swap.native import NativeSwap
+from tests.support.arena_kit import place_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
 from tests.support.seal_key import write_seal_key
@@ -108,13 +109,13 @@ def test_a_byte_of_the_arena_that_changes_after_the_check_is_not_loaded(
     d = instance(POISON, seal_key_file=key_file(A))
     [key] = d.cache.keys(TOKENS[:64]).store_keys(d.layout.parts)
     size = block.HEADER_BYTES + BLOCK_BYTES + ENVELOPE_BYTES
-    value, start = store.borrow([key], [size]).places.value(0), NativeSwap.start_scatter
+    value, submit = place_of(store, key, size), NativeSwap.submit
 
-    def change_and_start(swap, copies, ready=None):
+    def change_and_submit(swap, *args, **kwargs):
         value[-30] ^= 0x40
-        return start(swap, copies, ready)
+        return submit(swap, *args, **kwargs)
 
-    monkeypatch.setattr(NativeSwap, "start_scatter", change_and_start)
+    monkeypatch.setattr(NativeSwap, "submit", change_and_submit)
     assert load(d, TOKENS).num_tokens == NUM_TOKENS
     assert_loaded(p, d, NUM_TOKENS)
 

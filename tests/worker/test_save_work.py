@@ -391,7 +391,7 @@ class Keeps:
 
     def save(self, child, sources, gathered):
         for source in sources:
-            self.stored |= {value.key for value in source.values}
+            self.stored |= set(source.values.keys)
             gathered()
 
 

@@ -13,7 +13,7 @@ from pdstore.format.envelope import ENVELOPE_BYTES
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.seal import seal_store
-from pdstore.worker.value_limit import check_values_fit
+from pdstore.worker.movers import check_values_fit
 from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, settings_of
 from tests.support.seal_key import write_seal_key
 

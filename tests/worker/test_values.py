@@ -7,7 +7,7 @@ import pytest
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
 from pdstore.worker.block_range import BlockRange
-from pdstore.worker.values import bytes_of, whole_blocks
+from pdstore.worker.values import bytes_of
 from tests.support.values_kit import FULL, SLIDING, prompt_of
 
 
@@ -18,15 +18,15 @@ def all_of(prompt, layer_range=None):
 def test_values_come_in_key_order_with_the_keys_of_the_store():
     prompt = prompt_of(kv_shards=2, layer_ranges=2)
     keys = prompt.keys.store_keys(prompt.layout.owned_parts)
-    assert [value.key for value in all_of(prompt)] == keys
-    assert [value.number for value in all_of(prompt)] == [n for n in range(4) for _ in range(4)]
+    assert all_of(prompt).keys == keys
+    assert all_of(prompt).numbers == [n for n in range(4) for _ in range(4)]
 
 
 def test_a_header_says_all_that_its_key_asks_for():
     prompt = prompt_of()
-    full, tail = all_of(prompt)[1], all_of(prompt)[-1]
-    payload_bytes = prompt.layout.payload_bytes(full.part, 64)
-    assert full.header == block.Header(
+    values = all_of(prompt)
+    payload_bytes = prompt.layout.payload_bytes(values.parts[1], 64)
+    assert block.header_of(values.starts[1]) == block.Header(
         flags=0,
         group=0,
         shard=0,
@@ -36,42 +36,51 @@ def test_a_header_says_all_that_its_key_asks_for():
         namespace=prompt.keys.namespace.digest,
         prefix_hash=prompt.keys.hash_of(1),
     )
-    assert full.size == payload_bytes + block.HEADER_BYTES
-    assert (tail.header.flags, tail.header.num_tokens, tail.num_tokens) == (block.FLAG_TAIL, 8, 8)
+    assert values.sizes[1] == payload_bytes + block.HEADER_BYTES
+    tail = block.header_of(values.starts[-1])
+    assert (tail.flags, tail.num_tokens, values.num_counted[-1]) == (block.FLAG_TAIL, 8, 8)
 
 
 def test_a_value_knows_its_engine_blocks():
     values = all_of(prompt_of())
-    assert list(values[1].block_ids) == [104, 105, 106, 107]
-    assert list(values[-1].block_ids) == [112]
+    assert list(values.block_ids[1]) == [104, 105, 106, 107]
+    assert list(values.block_ids[-1]) == [112]
 
 
 @pytest.mark.parametrize("blocks", [(0, 2), (1, 4), (3, 4), (2, 2)])
 def test_a_range_has_the_values_of_its_blocks(blocks):
     prompt = prompt_of(layer_ranges=2)
-    want = [value for value in all_of(prompt) if value.number in range(*blocks)]
-    assert list(prompt.values(BlockRange(*blocks))) == want
+    values = all_of(prompt)
+    want = [i for i, number in enumerate(values.numbers) if number in range(*blocks)]
+    assert prompt.values(BlockRange(*blocks)) == values.chosen(want)
 
 
 def test_layer_ranges_together_are_all_values():
     prompt = prompt_of(layer_ranges=2)
     halves = [all_of(prompt, number) for number in range(2)]
-    assert sorted(v.key for half in halves for v in half) == sorted(v.key for v in all_of(prompt))
-    assert all(prompt.layout.range_of_part(value.part) == 1 for value in halves[1])
+    assert sorted([*halves[0].keys, *halves[1].keys]) == sorted(all_of(prompt).keys)
+    assert all(prompt.layout.range_of_part(part) == 1 for part in halves[1].parts)
 
 
-def test_each_block_counts_once_and_leads_once_in_every_list():
+def test_each_block_counts_once():
     prompt = prompt_of(layer_ranges=2, kv_shards=2)
     first, second = (all_of(prompt, number) for number in range(2))
-    assert [v.counts for v in first] == [v.leads for v in first] == [True, False] * 4
-    assert [v.leads for v in second] == [True, False] * 4
-    assert not any(value.counts for value in second)
+    assert first.num_counted == [64, 0, 64, 0, 64, 0, 8, 0]
+    assert second.num_counted == [0] * 8
+
+
+def test_values_come_apart_into_their_blocks():
+    values = all_of(prompt_of(kv_shards=2))
+    blocks = list(values.blocks())
+    assert [block.numbers for block in blocks] == [[n] * 2 for n in range(4)]
+    assert [key for block in blocks for key in block.keys] == values.keys
+    assert not list(values[:0].blocks())
 
 
 def test_values_behind_a_window_are_left_out():
     tables = [range(16), [NO_BLOCK] * 8 + list(range(8))]
-    prompt = prompt_of(layers=(FULL, SLIDING), tables=tables)
-    assert [(v.number, v.part.group) for v in all_of(prompt)] == [
+    values = all_of(prompt_of(layers=(FULL, SLIDING), tables=tables))
+    assert [(n, part.group) for n, part in zip(values.numbers, values.parts, strict=True)] == [
         (0, 0),
         (1, 0),
         (2, 0),
@@ -79,6 +88,7 @@ def test_values_behind_a_window_are_left_out():
         (3, 0),
         (3, 1),
     ]
+    assert values.num_counted == [64, 64, 64, 0, 8, 0]
 
 
 @pytest.mark.parametrize("layers", [(FULL,) * 4, (FULL, SLIDING)])
@@ -89,13 +99,13 @@ def test_a_chain_names_the_same_values(layers, layer_range, first_block):
     prompt = prompt_of(layers=layers, tables=tables, layer_ranges=2)
     values = prompt.values(BlockRange(first_block, 4), layer_range)
     chain = prompt.chain(first_block, layer_range)
-    assert list(chain.keys) == [value.key for value in values]
-    assert list(chain.numbers) == [value.number for value in values]
+    assert chain.keys == values.keys
+    assert chain.numbers == values.numbers
 
 
 @pytest.mark.parametrize(("count", "whole"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (8, 8)])
 def test_whole_blocks_have_all_their_values(count, whole):
-    assert whole_blocks(all_of(prompt_of(kv_shards=2)), count) == whole
+    assert all_of(prompt_of(kv_shards=2)).num_whole(count) == whole
 
 
 @pytest.mark.parametrize("first_block", [0, 1, 3, 4])
@@ -103,5 +113,5 @@ def test_whole_blocks_have_all_their_values(count, whole):
 def test_bytes_are_those_of_the_payloads(first_block, layer_range):
     prompt = prompt_of(layer_ranges=2)
     values = prompt.values(BlockRange(first_block, 4), layer_range)
-    want = sum(value.size - block.HEADER_BYTES for value in values)
+    want = sum(size - block.HEADER_BYTES for size in values.sizes)
     assert bytes_of(prompt.layout, prompt.keys, first_block, layer_range) == want

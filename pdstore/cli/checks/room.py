@@ -11,7 +11,7 @@ from pdstore.format.layout import Layout
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.optional import Room, TellsRoom
-from pdstore.worker.value_limit import check_values_fit
+from pdstore.worker.movers import check_values_fit
 
 _CONNECTIONS = 64
 TOKENS = 4096

@@ -14,21 +14,19 @@ from pydantic import ByteSize
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
-from pdstore.native.arena import ArenaCounts, ArenaTimes, NativeArena, SlotArrays, ValueBatch, fill
+from pdstore.native.arena import (
+    ArenaCounts,
+    ArenaTimes,
+    Filled,
+    NativeArena,
+    Taken,
+    ValueBatch,
+)
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_too_long
 from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions
-from pdstore.store.arena.places import (
-    ArenaLoan,
-    check_sizes,
-    lent_here,
-    numbers_of,
-    reservation_of,
-    reserved_here,
-)
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
-from pdstore.store.in_place import Filled, Loan, Places, Reservation, Taken
 from pdstore.store.log_once import log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
@@ -38,14 +36,15 @@ log = logging.getLogger(__name__)
 REST_S = 5.0
 """Time for which a dead process's reserved memory is left alone: its GPU may still write there."""
 LOCK_TIMEOUT_S = 5.0
+_KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 
 
 class ArenaStore(Store):
     """`shm://name?size=64GiB&lease=10&dir=/dev/shm&slab=64MiB`, for the processes of one host.
 
     All values lie in one file, `<dir>/pdstore-<uid>-<name>`, which every process maps; there is
-    no server. The file stays when they end, with what it holds, until somebody removes it. It is
-    an `InPlace` store: P's GPU copies into the very bytes that D's GPU copies from.
+    no server. The file stays when they end, with what it holds, until somebody removes it. P's GPU
+    copies into the very bytes that D's GPU copies from (`fill`, `take`).
 
     Values lie in slabs of one slot size each; the value that was used longest ago goes first, and
     a slab goes to another size when all of it is older than that. Tails and markers are missing
@@ -117,9 +116,18 @@ class ArenaStore(Store):
 
     @property
     def span_bytes(self) -> int:
+        """The size of the pieces in which the memory may be registered with a device.
+
+        They lie side by side from the start of the memory, and no value lies in two of them.
+        """
         return self._arena.slab_bytes
 
     def memory(self) -> memoryview:
+        """The memory that all values lie in: page-aligned, the same one at every call.
+
+        Whoever copies to it or from it ends that before the store is closed: `close` unmaps it as
+        soon as no view of it is left.
+        """
         return self._enter()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
@@ -152,6 +160,10 @@ class ArenaStore(Store):
         return self._arena.put(address_of(memory), keys, *values)
 
     def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        """Stores a value of at most 4096 bytes as `put` does, before another thread wakes.
+
+        Never blocks: returns False, and has stored nothing, if somebody is in the way.
+        """
         memory, held = self._enter(), memoryview(bytearray(value))
         check_call([key])
         values = [key], _kinds([key]), [address_of(held)], [len(value)]
@@ -167,51 +179,35 @@ class ArenaStore(Store):
         self._enter()
         self._arena.clear(prefix_of(namespace))
 
-    def reserve(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Reservation:
+    def fill(self, batches: Sequence[ValueBatch]) -> Filled:
+        """Reserves places, gathers into them, seals and publishes, all in one call of the library.
+
+        Evicts as `put` does. Python's lock is free for all of that time.
+
+        batches: at least one. Each is published when its copies have ended, in the order given.
+        Returns what is stored now; the error of a batch without room, or if the arena's lock is
+        not free soon. Raises LayoutError or SwapError if the copies fail.
+        """
         memory = self._enter()
-        check_sizes(keys, sizes)
-        arrays, covered = SlotArrays(0), 0
-        if keys:
-            arrays, covered = self._arena.reserve(keys, _kinds(keys), sizes)
-        return reservation_of(memory, arrays, covered, sizes)
-
-    def publish(self, reservation: Reservation, count: int) -> int:
-        self._enter()
-        return self._arena.publish(reserved_here(reservation, count), count)
-
-    def abandon(self, reservation: Reservation) -> None:
-        self._enter()
-        self._arena.abandon(reserved_here(reservation, 0))
-
-    def borrow(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Loan:
-        memory = self._enter()
-        check_sizes(keys, sizes)
-        arrays, found = self._arena.borrow(keys, sizes) if keys else (SlotArrays(0), 0)
-        return ArenaLoan(Places(memory, arrays.offsets[:found], sizes[:found]), arrays)
-
-    def still_there(self, loan: Loan) -> int:
-        self._enter()
-        return self._arena.still_there(lent_here(loan), len(loan))
-
-    def release(self, loan: Loan) -> None:
-        lent_here(loan)
-
-    def fill(
-        self, kinds: Sequence[Kind], batches: Sequence[ValueBatch], rest_s: float = 0.0
-    ) -> Filled:
-        memory, numbers = self._enter(), numbers_of(kinds)
-        new, is_whole = fill(batches, self._arena, address_of(memory), numbers, rest_s)
-        sizes = memoryview(b"".join([batch.sizes for batch in batches])).cast("q")
-        return Filled(new, sum(map(sizes.__getitem__, new)), is_whole)
+        kinds = b"".join([_kinds(batch.keys) for batch in batches])
+        return self._arena.fill(batches, address_of(memory), kinds)
 
     def take(self, batch: ValueBatch) -> Taken | None:
-        memory = self._enter()
-        taken = batch.take(self._arena, address_of(memory))
-        if taken is None:
-            return None
-        arrays, copies = taken
-        sizes = memoryview(batch.sizes).cast("q")
-        return Taken(ArenaLoan(Places(memory, arrays.offsets[:], sizes), arrays), copies)
+        """Leases values and starts to scatter them from where they lie: all, or none.
+
+        None also if any value is missing or seen to be wrong, or if the lock is not free soon.
+        Others are verified after their copy, and may be evicted meanwhile: the caller waits for
+        the copies and then asks `confirm`. Raises LayoutError or SwapError if they cannot begin.
+        """
+        return self._arena.take(batch, address_of(self._enter()))
+
+    def confirm(self, taken: Taken) -> tuple[int, int]:
+        """Returns how many of the first values have stayed ever since, and were right when copied.
+
+        What counts in both is right. Call it when no copy of them is on its way any more.
+        """
+        self._enter()
+        return self._arena.confirm(taken.copies)
 
     def counts(self) -> ArenaCounts:
         """Counts the slots; it looks at all of them."""
@@ -274,8 +270,9 @@ def _without_library(url: StoreURL) -> ConfigError:
     )
 
 
-def _kinds(keys: Sequence[BlockKey]) -> bytes:
-    return numbers_of(map(kind_of, keys))
+def _kinds(keys: Sequence[str]) -> bytes:
+    """Returns the keys' kinds as the library takes them."""
+    return bytes([_KINDS[kind_of(BlockKey(key))] for key in keys])
 
 
 def _addresses(slots: Slots) -> list[int]:

@@ -8,6 +8,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,12 @@ from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Reg
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
-from pdstore.worker.packed_blocks import PackedBlocks
 from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
 from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
 
 log = logging.getLogger(__name__)
 
 _ITEM = struct.Struct("=Qiiii")
-_pack_into = _ITEM.pack_into
 _WAIT_S = 30.0
 FOLLOW_NOTHING = 0
 DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
@@ -38,15 +37,6 @@ class Packed(NamedTuple):
 
     items: bytes
     ids: bytes
-
-
-class UnplacedCopy(NamedTuple):
-    """A `BlockCopy` without its payload."""
-
-    part: Part
-    block_ids: Sequence[int]
-    num_tokens: int
-    first_token: int
 
 
 class RelaxedCudaApi(CudaApi):
@@ -144,44 +134,34 @@ class NativeSwap(Swap):
 
     def pack(self, direction: Direction, copies: Sequence[BlockCopy]) -> Packed:
         """Packs copies for `submit`, which may be called with them more than once."""
-        ids: list[int] = []
-        items = bytearray(_ITEM.size * len(copies))
-        loads = direction is Direction.LOAD
-        known = None
-        number = tokens = need = at = 0
-        for part, block_ids, num_tokens, first_token, payload in copies:
-            if part is not known or num_tokens != tokens:  # mostly as in the copy before
-                number, need = self._size_of(part, num_tokens)
-                known, tokens = part, num_tokens
+        if not copies:
+            return Packed(b"", b"")
+        parts, block_ids, num_tokens, first_tokens, payloads = zip(*copies, strict=True)
+        for part, tokens, payload in zip(parts, num_tokens, payloads, strict=True):
+            if part not in self._parts:
+                raise LayoutError(f"{part} is not owned by this rank")
+            need = self._layout.payload_bytes(part, tokens)
             if len(payload) != need:
                 raise LayoutError(f"a payload of {len(payload)} bytes, expected {need}")
-            first = first_token if loads else 0
-            _pack_into(items, at, address_of(payload), number, tokens, first, len(block_ids))
-            at += _ITEM.size
-            ids += block_ids
-        return Packed(bytes(items), array("q", ids).tobytes())
+        first = first_tokens if direction is Direction.LOAD else [0] * len(copies)
+        return self.pack_columns(parts, block_ids, num_tokens, first, map(address_of, payloads))
 
-    def pack_unplaced(self, copies: Iterable[UnplacedCopy]) -> Packed:
-        """Packs copies of parts that this rank owns, for a call that sets their payloads itself."""
-        ids: list[int] = []
-        items = []
-        for part, block_ids, num_tokens, first_token in copies:
-            number = self._parts[part]
-            items.append(_ITEM.pack(0, number, num_tokens, first_token, len(block_ids)))
-            ids += block_ids
-        return Packed(b"".join(items), array("q", ids).tobytes())
+    def pack_columns(
+        self,
+        parts: Sequence[Part],
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        first_tokens: Sequence[int],
+        payloads: Iterable[int],
+    ) -> Packed:
+        """Packs copies of which each column has a field; parts are of this rank.
 
-    def pack_items(self, packed: PackedBlocks, first: int, stop: int) -> bytes:
-        """Packs copies of some values of full blocks, as `pack_unplaced` does."""
-        block = b"".join(
-            [
-                _ITEM.pack(0, self._parts[shape.part], packed.cells, 0, packed.step)
-                for shape in packed.shapes
-            ]
-        )
-        at = first % len(packed.shapes) * _ITEM.size
-        size = (stop - first) * _ITEM.size
-        return (block * ((at + size) // len(block) + 1))[at : at + size]
+        payloads: addresses; 0 for a call that sets them itself.
+        """
+        numbers = map(self._parts.__getitem__, parts)
+        columns = payloads, numbers, num_tokens, first_tokens, map(len, block_ids)
+        items = b"".join(map(_ITEM.pack, *columns))
+        return Packed(items, array("q", chain.from_iterable(block_ids)).tobytes())
 
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
@@ -241,13 +221,6 @@ class NativeSwap(Swap):
 
     def close(self) -> None:
         self._engine.close()
-
-    def _size_of(self, part: Part, num_tokens: int) -> tuple[int, int]:
-        """The engine's number of a part, and the bytes of its payload."""
-        number = self._parts.get(part)
-        if number is None:
-            raise LayoutError(f"{part} is not owned by this rank")
-        return number, self._layout.payload_bytes(part, num_tokens)
 
     def _copy(
         self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None

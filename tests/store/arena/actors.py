@@ -52,23 +52,6 @@ def write(store: ArenaStore, keys: list[BlockKey]) -> None:
         put(store, keys, [VALUE_OF[key] for key in keys])
 
 
-def write_in_place(store: ArenaStore, keys: list[BlockKey]) -> None:
-    with contextlib.suppress(StoreFull):
-        reservation = store.reserve(keys, [SIZE_OF[key] for key in keys])
-        for place, i in enumerate(reservation.missing):
-            reservation.places.value(place)[:] = VALUE_OF[keys[i]]
-        store.publish(reservation, len(reservation) * 2 // 3)
-        store.abandon(reservation)
-
-
-def read_in_place(store: ArenaStore, keys: list[BlockKey]) -> None:
-    loan = store.borrow(keys, [SIZE_OF[key] for key in keys])
-    values = [bytes(loan.places.value(i)) for i in range(len(loan))]
-    for i in range(store.still_there(loan)):
-        if values[i] != VALUE_OF[keys[i]]:
-            os._exit(WRONG)
-
-
 def forget(store: ArenaStore, keys: list[BlockKey]) -> None:
     store.remove(keys)
 
@@ -78,7 +61,7 @@ def clear(store: ArenaStore, keys: list[BlockKey]) -> None:
         store.clear(NAMESPACE)
 
 
-ACTIONS = (read, write, write, write_in_place, read_in_place, forget, clear)
+ACTIONS = (read, read, write, write, write, forget, clear)
 
 
 def act(store: ArenaStore, order: random.Random) -> None:

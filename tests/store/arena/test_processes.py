@@ -15,6 +15,8 @@ import pytest
 
 from pdstore import KVPool, Layout, PrefixCacheManager
 from pdstore.errors import StoreFull, StoreTimeout
+from pdstore.format.keys import BlockKey
+from pdstore.testing.values import empty_slots
 from tests.store.arena import actors
 from tests.support.kv import LAYERS, caches_of, eventually, settings_of
 
@@ -41,16 +43,16 @@ def actor(*arguments: object):
 
 
 def all_slots_come_back(store) -> bool:
-    """True if the whole arena can be reserved again, in slots of a size that nobody used."""
+    """True if the whole arena can be filled again, with values of a size that nobody used."""
+    slots = empty_slots([store.span_bytes] * 8)
     end = time.monotonic() + 5
     while time.monotonic() < end:
         store.clear(actors.NAMESPACE)
-        keys = [f"all{i}" for i in range(8)]
+        keys = [BlockKey(f"pds1:{actors.NAMESPACE}:0:0:all{i}") for i in range(8)]
         with contextlib.suppress(StoreFull):  # not even one has come back
-            reservation = store.reserve(keys, [store.span_bytes] * 8)
-            store.abandon(reservation)
-            if reservation.num_keys == 8:
-                return True
+            store.put(keys, slots)
+        if store.match(keys) == 8:
+            return True
         time.sleep(0.02)  # what the dead had reserved rests
     return False
 
@@ -67,7 +69,6 @@ def test_processes_killed_anywhere_leave_only_misses(tmp_path, times):
             assert time.monotonic() < end
             keys = order.sample(actors.KEYS, 6)
             actors.read(store, keys)
-            actors.read_in_place(store, keys)
         assert (killer.stdout.read().strip(), killer.returncode) == ("done", 0)
         assert store.counts().reserved <= len(actors.KEYS)
         assert all_slots_come_back(store)
@@ -77,14 +78,13 @@ def test_processes_killed_anywhere_leave_only_misses(tmp_path, times):
 
 @pytest.fixture
 def stopped_holder(tmp_path):
-    """A store with a reservation, and a process that was stopped while it held the lock."""
+    """A store, and a process that was stopped while it held the lock."""
     with contextlib.ExitStack() as stack:
         store = actors.open_large(tmp_path, lock_timeout_s=0.2)
         stack.callback(store.close)
-        reservation = store.reserve(["mine"], [64])
         holder = stack.enter_context(actor("count_for_ever", tmp_path))
         stop_with_the_lock(store, holder)
-        yield store, holder, reservation
+        yield store, holder
 
 
 def stop_with_the_lock(store, holder) -> None:
@@ -103,24 +103,21 @@ def stop_with_the_lock(store, holder) -> None:
 
 
 def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder):
-    store, holder, reservation = stopped_holder
+    store, holder = stopped_holder
     start = time.monotonic()
     assert not store.put_at_once("of_another", b"x"), "it does not wait to put a marker"
     assert time.monotonic() - start < 0.1
     with pytest.raises(StoreTimeout, match="locked"):
         store.which_stored(actors.KEYS)
     assert time.monotonic() - start < 5
-    with pytest.raises(StoreTimeout):
-        store.abandon(reservation)
     holder.send_signal(signal.SIGCONT)
 
-    def has_all_back():
+    def goes_on():
         with contextlib.suppress(StoreTimeout):
-            assert store.match(actors.KEYS[:1]) == 1
-            return store.counts().reserved == 0  # also what was abandoned meanwhile
+            return store.match(actors.KEYS[:1]) == 1
         return False
 
-    eventually(has_all_back, 20)
+    eventually(goes_on, 20)
 
 
 def test_every_close_ends_in_time_though_a_stopped_process_holds_the_lock(tmp_path):
@@ -148,7 +145,7 @@ def test_every_close_ends_in_time_though_a_stopped_process_holds_the_lock(tmp_pa
 
 
 def test_a_killed_holder_of_the_lock_is_none(stopped_holder):
-    store, holder, _ = stopped_holder
+    store, holder = stopped_holder
     seen = store.wait_for_change(None, 0)
     holder.kill()
     holder.wait(10)

@@ -1,4 +1,4 @@
-"""NativeStagedMover: a share is read or written in one call of the library, or it is told why."""
+"""Values of files: a share is read or written in one call of the library, or it is told why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pdstore.native.library import load_library
 from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.file.store import FileStore
 from pdstore.store.instrumented import Instrumented
-from pdstore.worker import values
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -56,13 +55,12 @@ def pair(instance):
 
 
 @pytest.mark.parametrize("num_tokens", [64, 200, 320])
-def test_full_blocks_come_in_single_calls_and_a_tail_by_steps(pair, store, num_tokens):
+def test_all_values_are_read_and_verified_in_single_calls(pair, store, num_tokens):
     p, d = pair
     assert save(p, range(num_tokens)) == JobResult(num_tokens)
     assert load(d, range(num_tokens)) == JobResult(num_tokens)
     assert_loaded(p, d, num_tokens)
-    assert "get_right" in store.calls
-    assert ("get" in store.calls) == (num_tokens % 64 > 0)
+    assert set(store.calls) == {"put_sealed", "get_right"}
 
 
 @pytest.mark.parametrize("num_tokens", [64, 200, 320])
@@ -75,15 +73,6 @@ def test_all_values_are_sealed_and_written_in_single_calls(pair, store, num_toke
     assert [value.num_bytes for value in store.stored_values()] == again
     assert load(d, range(num_tokens)) == JobResult(num_tokens)
     assert_loaded(p, d, num_tokens)
-
-
-def test_no_value_of_a_full_block_is_made_for_a_save_or_a_load(pair, monkeypatch):
-    p, d = pair
-    made = []
-    monkeypatch.setattr(values, "Value", lambda *fields: made.append(fields))
-    assert save(p, range(320)) == JobResult(320)
-    assert load(d, range(320)) == JobResult(320)
-    assert made == []
 
 
 @pytest.mark.parametrize(("harm", "reason"), [("damage", Reason.CORRUPT), ("remove", Reason.LOST)])

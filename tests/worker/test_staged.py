@@ -1,4 +1,4 @@
-"""StagedMover: windows of slots, two at most, and the checksums of stores that sum."""
+"""Values through staging: windows of slots, two at most."""
 
 from __future__ import annotations
 

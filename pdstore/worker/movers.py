@@ -1,0 +1,229 @@
+"""Mover: carries values between the paged cache and the store, one share of a job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from pdstore.errors import ConfigError, StoreError
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.settings import Settings
+from pdstore.store.arena.store import ArenaStore
+from pdstore.store.base import Store
+from pdstore.store.checked import count_of
+from pdstore.store.circuit_breaker import problem_of
+from pdstore.store.find import find_optional
+from pdstore.store.optional import LimitsValues
+from pdstore.store.seal import seal_store
+from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.block_range import Split
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.reading import BAD, Ends, read_values
+from pdstore.worker.staging import PinnedMemory, Staging
+from pdstore.worker.store_ends import InPlaceEnd, Loaded, Source, StagedEnd, StoreEnd
+from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.values import PromptBlocks, Values, tables_of
+
+log = logging.getLogger(__name__)
+
+_REGISTER_S = 30.0
+_REGISTER_BYTES_PER_S = 1e9
+
+
+class Mover:
+    """Moves the values of a child job, on its worker's thread.
+
+    Values come and go whole blocks first to last. Nothing counts as loaded that was not verified.
+
+    ends: the paged cache, and the store.
+    way: how values come to the store and from it.
+    """
+
+    def __init__(self, ends: Ends, way: StoreEnd) -> None:
+        self.split = way.split  # how jobs are shared out to suit it
+        self._ends = ends
+        self._way = way
+
+    @property
+    def problem(self) -> str | None:
+        """The trouble of the store now, in a sentence; None while all is well."""
+        return problem_of(self._ends.store)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the host memory that values are copied through."""
+        return self._way.memory.num_bytes
+
+    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """Returns `ready` if copies can wait on it; else blocks until it fires, returns None."""
+        return self._ends.swap.to_follow(ready)
+
+    def checked(self, prompt: PromptBlocks) -> PromptBlocks:
+        """Returns the prompt with all its block tables checked. Raises LayoutError."""
+        num_tokens, num_blocks = prompt.keys.num_tokens, self._ends.swap.num_blocks
+        tables = tables_of(prompt.layout, num_tokens, prompt.tables, num_blocks)
+        return PromptBlocks(prompt.layout, prompt.keys, tables)
+
+    def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
+        """Returns how many of the first keys are in the store; renews their leases."""
+        with child.in_store_call():
+            return count_of(self._ends.store.match(keys), keys, self._ends.store)
+
+    def ready(self, timeout_s: float | None) -> None:
+        """Waits until the memory of copies is registered; jobs wait too, until their deadline.
+
+        timeout_s: None: 30 s and one more for each GB.
+        Raises why it cannot be registered, or TimeoutError.
+        """
+        if timeout_s is None:
+            timeout_s = _REGISTER_S + self.memory_bytes / _REGISTER_BYTES_PER_S
+        self._way.memory.ready(timeout_s)
+
+    def save(
+        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+    ) -> Reason | None:
+        """Stores values: gather, seal, put. Returns why not all of them, or None.
+
+        gathered: called for each source when it has been copied out of the paged cache.
+        """
+        return self._way.save(child, sources, gathered)
+
+    def load(
+        self,
+        child: ChildJob,
+        values: Values,
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> Reason | None:
+        """Loads values: get, verify, scatter. Returns why not all of them, or None.
+
+        The last copy may be under way still; `child` waits for it.
+        first_token: of the prompt; tokens before it are not written.
+        ready: the copies wait on it; the store is asked before. loaded: called after each copy.
+        """
+        rest = values
+        while rest:
+            read, rest = self._way.load_window(child, rest, first_token, ready, loaded)
+            if read.error is not None:
+                raise read.error
+            if read.reason is not None:
+                return read.reason
+        return None
+
+    def removes(self, reason: Reason) -> bool:
+        """True if values that cannot be used for this reason are removed."""
+        return reason in self._ends.removed
+
+    def remove_wrong(self, child: ChildJob, values: Values) -> None:
+        """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
+        rest = values
+        while rest:
+            with self._way.slots(child, rest.sizes) as slots:
+                asked = rest[: len(slots)]
+                if not asked:
+                    child.check()
+                    return
+                read = read_values(self._ends, child, asked, slots)
+            if read.error is not None:
+                raise read.error
+            rest = rest[min(read.num_read + 1, len(asked)) :]  # goes on behind what ended it
+
+    def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
+        """Stores header-only markers. Returns None if another process can see all of them."""
+        keys = list(markers)
+        sizes = [block.HEADER_BYTES] * len(keys)
+        with self._way.slots(child, sizes, len(keys)) as slots:
+            if not len(slots):
+                child.check()
+                return Reason.NO_SLOTS
+            for i, header in enumerate(markers.values()):
+                block.seal(slots.value(i), header)
+            with child.in_store_call():
+                self._ends.store.put(keys, slots)
+        return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
+
+    def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
+        """Stores a marker on the calling thread if that needs no wait; returns whether it did."""
+        value = bytearray(block.HEADER_BYTES)
+        block.seal(memoryview(value), marker)
+        return self._way.put_at_once(key, bytes(value))
+
+
+def open_mover(
+    settings: Settings,
+    layout: Layout,
+    swap: Swap,
+    store: Store,
+    metrics: Metrics,
+    range_bytes: int,
+    undo: contextlib.ExitStack,
+) -> Mover:
+    """Opens the mover that suits a store; `Mover.ready` waits until its memory is registered.
+
+    store: the values that are moved to it are encrypted where PDSTORE_SEAL_KEY_FILE says so.
+    undo: gets what closes that memory again.
+    Raises ConfigError for a bad seal key file, and for blocks that the store can never take; it or
+    LayoutError for staging that does not fit.
+    """
+    store = seal_store(store, settings)
+    check_values_fit(store, layout)
+    saves = settings.publish and settings.role != "decode"
+    # an instance that never saves cannot heal the value, and may have the wrong key itself
+    removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
+    ends = Ends(layout, swap, store, metrics, removed)
+    in_place = _in_place(ends, range_bytes, undo)
+    if in_place is not None:
+        return Mover(ends, in_place)
+    staging = Staging(
+        store.allocate, layout.largest_payload_bytes, int(settings.staging), swap.registrar
+    )
+    undo.callback(staging.memory.close)
+    metrics.slots.set(staging.num_slots)
+    metrics.slots_lent.set_function(lambda: staging.num_lent)
+    undo.callback(metrics.slots_lent.set_function, lambda: 0)
+    return Mover(ends, StagedEnd(ends, staging, Split(range_bytes)))
+
+
+def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPlaceEnd | None:
+    """Returns the way to an arena's own memory; None for other stores and without native copies."""
+    swap, store = ends.swap, ends.store
+    arena = find_optional(store, ArenaStore)
+    if arena is None or not isinstance(swap, NativeSwap):
+        return None
+    try:
+        view, span = arena.memory(), arena.span_bytes
+    except StoreError as error:
+        log.warning("its memory is not there now, so values go through staging: %s", error)
+        return None
+    memory = PinnedMemory(view, span, swap.registrar, span_bytes=span)
+    undo.callback(memory.close)
+    log.info("%s: values are copied in its own memory, without staging", store.label)
+    return InPlaceEnd(ends, swap, arena, memory, Split.native(range_bytes))
+
+
+def check_values_fit(store: Store, layout: Layout) -> None:
+    """Raises ConfigError, with what to set, if the store can never take a whole block of these."""
+    limits = find_optional(store, LimitsValues)
+    if limits is None:
+        return
+    num_bytes = block.HEADER_BYTES + layout.largest_payload_bytes + _added_bytes(store)
+    why = limits.why_too_long(num_bytes)
+    if why is not None:
+        raise ConfigError(
+            f"{why}; or store blocks of less than {layout.block_tokens} tokens"
+            " (PDSTORE_BLOCK_TOKENS, the same for P and D)"
+        )
+
+
+def _added_bytes(store: Store) -> int:
+    added = 0
+    while isinstance(store, WrapperStore):
+        added, store = added + store.added_bytes, store.wrapped
+    return added

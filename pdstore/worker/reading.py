@@ -1,0 +1,101 @@
+"""read_values: reads values from the store and says how many are right; removes what is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pdstore.errors import BadValue, StoreError
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason, reason_of
+from pdstore.store.base import Slots, Store
+from pdstore.store.checked import count_of, num_done_of
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.swap.base import Swap
+from pdstore.worker.values import Values
+
+log = logging.getLogger(__name__)
+
+BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
+"""Reasons why a value is good for nobody, so that whoever meets it removes it."""
+
+
+class Ends(NamedTuple):
+    """The ends between which values are moved, the paged cache and the store; and the counts.
+
+    removed: values that cannot be used for one of these reasons are removed.
+    """
+
+    layout: Layout
+    swap: Swap
+    store: Store
+    metrics: Metrics
+    removed: frozenset[Reason] = BAD
+
+    def count_tokens(self, verb: str, num_counted: Sequence[int]) -> None:
+        """Counts the tokens of some values, each block once (`Values.num_counted`)."""
+        self.metrics.tokens.labels(verb).inc(sum(num_counted))
+
+
+class Read(NamedTuple):
+    """The outcome of a read: how many of the first values are right, and why not more.
+
+    num_read: how many of the first values the store brought, right or wrong.
+    """
+
+    num_right: int
+    reason: Reason | None = None
+    error: StoreError | None = None
+    num_read: int = 0
+
+
+def read_values(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
+    """Reads values into host memory, verifies them, and removes all that are wrong."""
+    read = _get(ends, child, values, slots)
+    views = [slots.value(i) for i in range(read.num_right)]
+    sums = ends.swap.checksums(views)
+    wrong = {
+        i: block.verify(view, block.header_of(values.starts[i]), sums[i]) or Reason.CORRUPT
+        for i, view in enumerate(views)
+        if not block.is_right(view, values.starts[i], sums[i])
+    }
+    if read.reason is not None and len(views) < len(values):
+        wrong[len(views)] = read.reason
+    _remove(ends, child, {values.keys[i]: reason for i, reason in wrong.items()})
+    if wrong:
+        first, reason = next(iter(wrong.items()))
+        read = Read(first, reason)
+    return read._replace(num_read=len(views))
+
+
+def _get(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
+    """Reads values; those before an error of the store are good to be verified."""
+    keys = values.keys
+    with child.in_store_call():
+        try:
+            found = count_of(ends.store.get(keys, slots), keys, ends.store)
+        except BadValue as error:
+            return Read(num_done_of(error, keys), reason_of(error))
+        except StoreError as error:
+            return Read(num_done_of(error, keys), error=error)
+    return Read(found, None if found == len(keys) else Reason.LOST)
+
+
+def _remove(ends: Ends, child: ChildJob, wrong: Mapping[BlockKey, Reason]) -> None:
+    """Forgets values that must not be used, so that the next save heals them."""
+    bad = [key for key, reason in wrong.items() if reason in ends.removed]
+    if not bad:
+        return
+    more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+    log.warning(
+        "%s: %s is %s and is removed%s", ends.store.label, bad[0], wrong[bad[0]].value, more
+    )
+    with child.in_store_call():
+        try:
+            ends.store.remove(bad)
+        except StoreError as error:
+            log.warning("it could not be removed: %s", error)

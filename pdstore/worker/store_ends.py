@@ -1,0 +1,414 @@
+"""StoreEnd: how a mover's values come and go, through staging or in the memory of an arena."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from pdstore.errors import LayoutError, StoreError, StoreTimeout
+from pdstore.format import block
+from pdstore.format.keys import BlockKey
+from pdstore.format.layout import Layout
+from pdstore.native.arena import Taken, ValueBatch
+from pdstore.native.library import address_of
+from pdstore.outcome import Direction, Reason
+from pdstore.store.arena.store import ArenaStore
+from pdstore.store.base import Slots
+from pdstore.store.checked import count_of
+from pdstore.store.find import find_optional
+from pdstore.store.optional import SealingWriter, VerifyingReader
+from pdstore.threads import Deadline
+from pdstore.worker.block_range import Split
+from pdstore.worker.child_job import ChildJob
+from pdstore.worker.reading import Ends, Read, read_values
+from pdstore.worker.staging import PinnedMemory, Staging
+from pdstore.worker.swap.base import BlockCopy, ReadyEvent
+from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.values import Values
+
+_LOOK_S = 0.05
+_MOST_TRIES = 3
+
+Loaded: TypeAlias = Callable[[Values, Reason | None], None]
+"""Told after a copy: the values of whole blocks that are in place, and why those are not all."""
+
+
+class Source(NamedTuple):
+    """Values to save, and the event that their copies wait on."""
+
+    values: Values
+    ready: ReadyEvent | None
+
+
+class StoreEnd(ABC):
+    """The way between the paged cache and a store. Only a job's worker calls it.
+
+    split: how jobs are shared out to suit it.
+    memory: the host memory that copies use; they wait until it is ready.
+    """
+
+    split: Split
+    memory: PinnedMemory
+
+    @abstractmethod
+    def slots(
+        self, child: ChildJob, sizes: Sequence[int], least: int = 1
+    ) -> AbstractContextManager[Slots]:
+        """Lends host memory for some of the first values, at least for `least` of them, or none."""
+
+    @abstractmethod
+    def save(
+        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+    ) -> Reason | None:
+        """Saves as `Mover.save` does."""
+
+    @abstractmethod
+    def load_window(
+        self,
+        child: ChildJob,
+        values: Values,
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> tuple[Read, Values]:
+        """Loads some of the first values, whole blocks of them.
+
+        Returns the outcome, and the values that are left to be loaded.
+        """
+
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        """Stores a value on the calling thread if that needs no wait; returns whether it did."""
+        return False
+
+
+class StagedEnd(StoreEnd):
+    """Moves values through host slots that it borrows from staging.
+
+    A child job holds two windows at most, one that is filled and one whose copy is under way. It
+    waits for slots only while it holds none, so that no two jobs wait for each other.
+
+    split: values that are read, verified and copied together are about one range of it.
+    Raises LayoutError when a block's parts do not fit staging.
+    """
+
+    def __init__(self, ends: Ends, staging: Staging, split: Split) -> None:
+        self.split = split
+        self.memory = staging.memory
+        self._staging = staging
+        self._ends = ends
+        self._num_parts = len(ends.layout.owned_parts)
+        largest = staging.largest_loan // 2
+        if self._num_parts > largest:
+            raise LayoutError(
+                f"a block has {self._num_parts} parts on this rank and staging has"
+                f" {staging.num_slots} slots: raise PDSTORE_STAGING"
+            )
+        window = -(-split.range_bytes // staging.slot_bytes)
+        self._window = max(self._num_parts, min(window, largest))
+        self._base = address_of(staging.view) + block.HEADER_BYTES
+        self._native = ends.swap if isinstance(ends.swap, NativeSwap) else None
+        self._reader: VerifyingReader | None = None
+        self._writer: SealingWriter | None = None
+        if self._native is not None:
+            self._reader = find_optional(ends.store, VerifyingReader)
+            self._writer = find_optional(ends.store, SealingWriter)
+
+    @contextlib.contextmanager
+    def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:
+        with self._lend(child, len(sizes), least, child.deadline) as numbers:
+            yield self._slots(numbers, sizes)
+
+    def save(
+        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+    ) -> Reason | None:
+        for rest, ready in sources:
+            while rest:
+                with self.slots(child, rest.sizes) as slots:
+                    if not len(slots):
+                        child.check()
+                        return Reason.NO_SLOTS
+                    window, rest = rest[: len(slots)], rest[len(slots) :]
+                    with child.copying():
+                        self._start(Direction.SAVE, window, slots, 0, ready)()
+                    if not rest:
+                        gathered()
+                    if not self._put(child, window, slots):
+                        return Reason.STORE_ERROR
+        return None
+
+    def load_window(
+        self,
+        child: ChildJob,
+        values: Values,
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> tuple[Read, Values]:
+        with contextlib.ExitStack() as held:
+            numbers = self._lend_beside_a_copy(child, held, len(values))
+            if not numbers:
+                child.check()
+                return Read(0, Reason.NO_SLOTS), values
+            window = values[: values.num_whole(len(numbers))]
+            slots = self._slots(numbers, window.sizes)
+            read = self._read(child, window, slots)
+            usable = window[: window.num_whole(read.num_right)]
+            if usable:
+                child.begin_copy()
+                held.callback(child.end_copy)
+                wait = self._start(Direction.LOAD, usable, slots, first_token, ready)
+                child.follow(partial(_finish, held.pop_all(), wait, partial(loaded, usable, None)))
+                self._ends.count_tokens("loaded", usable.num_counted)
+        return read, values[len(window) :]
+
+    def _put(self, child: ChildJob, values: Values, slots: Slots) -> bool:
+        """Seals and stores values that were gathered; False if the store took not all of them."""
+        ends, keys = self._ends, values.keys
+        if self._writer is None or self._native is None:
+            self._seal(values, slots)
+        with child.in_store_call():
+            if self._writer is None or self._native is None:
+                answer = ends.store.put(keys, slots)
+            else:
+                starts, engine = b"".join(values.starts), self._native.engine
+                answer = self._writer.put_sealed(keys, slots, starts, engine)
+            accepted = count_of(answer, keys, ends.store)
+            ends.count_tokens("saved", values.num_counted[:accepted])
+        return accepted == len(values)
+
+    def _seal(self, values: Values, slots: Slots) -> None:
+        """Writes the headers, with their checksums, of values whose payloads are in place."""
+        views = [slots.value(i) for i in range(len(values))]
+        for start, view in zip(values.starts, views, strict=True):
+            block.write_start(view, start)
+        for view, computed in zip(views, self._ends.swap.checksums(views), strict=True):
+            block.write_checksum(view, computed)
+
+    def _read(self, child: ChildJob, values: Values, slots: Slots) -> Read:
+        """Fills the slots; in one call of the library, or in steps that find out what is wrong."""
+        if self._reader is not None and self._native is not None:
+            starts, engine = b"".join(values.starts), self._native.engine
+            with child.in_store_call(), contextlib.suppress(StoreError):  # the steps meet it too
+                answer = self._reader.get_right(values.keys, slots, starts, engine)
+                if count_of(answer, values.keys, self._ends.store) == len(values):
+                    return Read(len(values))
+        return read_values(self._ends, child, values, slots)
+
+    def _start(
+        self,
+        direction: Direction,
+        values: Values,
+        slots: Slots,
+        first_token: int,
+        ready: ReadyEvent | None,
+    ) -> Callable[[], None]:
+        """Starts the copies between the paged cache and the slots; returns what waits for them."""
+        before = _tokens_before(values, first_token, self._ends.layout)
+        if self._native is not None:
+            payloads = [self._base + number * slots.slot_bytes for number in slots.numbers]
+            packed = self._native.pack_columns(
+                values.parts, values.block_ids, values.num_cells, before, payloads[: len(values)]
+            )
+            handle = self._native.handle_of(ready)
+            return partial(
+                self._native.finish, self._native.submit(direction, packed, ready=handle)
+            )
+        payload_views = (slots.value(i)[block.HEADER_BYTES :] for i in range(len(values)))
+        columns = values.parts, values.block_ids, values.num_cells, before, payload_views
+        copies = [BlockCopy(*fields) for fields in zip(*columns, strict=True)]
+        if direction is Direction.LOAD:
+            return self._ends.swap.start_scatter(copies, ready)
+        return partial(self._ends.swap.gather, copies, ready)
+
+    def _lend_beside_a_copy(
+        self, child: ChildJob, held: contextlib.ExitStack, most: int
+    ) -> list[int]:
+        """Lends slots for whole blocks; without a wait while a copy that holds others goes on."""
+        if child.has_copy_under_way:
+            at_once = self._lend(child, most, self._num_parts, Deadline(0.0))
+            if numbers := held.enter_context(at_once):
+                return numbers
+            child.finish_copy()
+        return held.enter_context(self._lend(child, most, self._num_parts, child.deadline))
+
+    def _lend(
+        self, child: ChildJob, most: int, least: int, deadline: Deadline
+    ) -> AbstractContextManager[list[int]]:
+        return self._staging.loan(
+            child.direction,
+            min(most, self._window),
+            least=least,
+            deadline=deadline,
+            is_over=lambda: child.is_over,
+        )
+
+    def _slots(self, numbers: Sequence[int], sizes: Sequence[int]) -> Slots:
+        staging, count = self._staging, min(len(numbers), len(sizes))
+        return Slots(staging.view, staging.slot_bytes, numbers[:count], sizes[:count])
+
+
+class InPlaceEnd(StoreEnd):
+    """Gathers into the memory of an arena, and scatters from where its values lie.
+
+    A save stores several ranges in one call of the library, a load begins with one window in
+    another. Where a call cannot do all, what can be done is done block by block, and what is read
+    is copied to private memory to find out which value is wrong.
+
+    A value may be evicted while it is copied from. So after the copy the arena is asked which
+    values have stayed in their places, and which were right when they were copied: those count.
+
+    arena: the store of `ends`.
+    memory: the arena's, which is being registered with the device; jobs wait for that.
+    """
+
+    def __init__(
+        self, ends: Ends, swap: NativeSwap, arena: ArenaStore, memory: PinnedMemory, split: Split
+    ) -> None:
+        self.split = split
+        self.memory = memory
+        self._ends = ends
+        self._swap = swap
+        self._arena = arena
+        largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
+        self._window = max(len(ends.layout.owned_parts), -(-split.range_bytes // largest))
+
+    @contextlib.contextmanager
+    def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:
+        some = sizes[: max(least, self._window)]
+        view = memoryview(bytearray(len(some) * max(some)))
+        yield Slots(view, max(some), range(len(some)), some)
+
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        try:
+            return self._arena.put_at_once(key, value)
+        except StoreError:
+            return False
+
+    def save(
+        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+    ) -> Reason | None:
+        self._wait_for_memory(child)
+        if self._fill(child, sources) is not None:
+            for values, ready in sources:
+                for one in values.blocks():
+                    self._fill_one(child, Source(one, ready))
+        for _ in sources:
+            gathered()
+        return None
+
+    def load_window(
+        self,
+        child: ChildJob,
+        values: Values,
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> tuple[Read, Values]:
+        self._wait_for_memory(child)
+        window = values[: values.num_whole(min(self._window, len(values)))]
+        rest, read = values[len(window) :], Read(len(window))
+        for _ in range(_MOST_TRIES):
+            if not window or self._begins(child, window, first_token, ready, loaded):
+                return read, rest
+            with self.slots(child, window.sizes, len(window)) as slots:
+                found = read_values(self._ends, child, window, slots)
+            if found.num_right < len(window):
+                read = found
+                window = window[: window.num_whole(found.num_right)]
+        return Read(0, Reason.LOST), rest
+
+    def _wait_for_memory(self, child: ChildJob) -> None:
+        """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""
+        while not self.memory.is_ready(_LOOK_S):
+            child.check()
+
+    def _fill(self, child: ChildJob, sources: Sequence[Source]) -> StoreError | None:
+        """Stores all values in one call; returns why not all of them, or None."""
+        batches = [self._batch(source.values, 0, source.ready) for source in sources]
+        with child.copying(), child.in_store_call():
+            filled = self._arena.fill(batches)
+        counted = [number for values, _ in sources for number in values.num_counted]
+        self._ends.count_tokens("saved", [counted[i] for i in filled.indices])
+        return filled.error
+
+    def _fill_one(self, child: ChildJob, source: Source) -> None:
+        """Stores a block, however long the arena's lock is held. Raises why it cannot."""
+        while (error := self._fill(child, [source])) is not None:
+            if not isinstance(error, StoreTimeout):
+                raise error
+            with child.in_store_call():  # waits for the lock while no copy is held up
+                self._ends.store.match(source.values.keys)
+
+    def _begins(
+        self,
+        child: ChildJob,
+        values: Values,
+        first_token: int,
+        ready: ReadyEvent | None,
+        loaded: Loaded,
+    ) -> bool:
+        """Starts to scatter values, or returns False: not all are there, or one is wrong."""
+        batch = self._batch(values, first_token, ready)
+        with contextlib.ExitStack() as held:
+            child.begin_copy()
+            held.callback(child.end_copy)
+            with contextlib.ExitStack() as undo:  # a job that ended meanwhile waits for its copies
+                with child.in_store_call():
+                    taken = self._arena.take(batch)
+                    if taken is not None:
+                        undo.callback(self._swap.finish, taken.copies)
+                undo.pop_all()
+            if taken is None:
+                return False
+            wait = partial(self._swap.finish, taken.copies)
+            child.follow(
+                partial(
+                    _finish, held.pop_all(), wait, partial(self._confirm, taken, values, loaded)
+                )
+            )
+        return True
+
+    def _confirm(self, taken: Taken, values: Values, loaded: Loaded) -> None:
+        """After a copy: counts the values whose bytes were theirs all the time.
+
+        The one behind those that were right when they were copied is damaged if it has stayed.
+        """
+        num_there, num_right = self._arena.confirm(taken)
+        there = values[: values.num_whole(min(num_there, num_right))]
+        reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
+        loaded(there, None if len(there) == len(values) else reason)
+        self._ends.count_tokens("loaded", there.num_counted)
+
+    def _batch(self, values: Values, first_token: int, ready: ReadyEvent | None) -> ValueBatch:
+        before = _tokens_before(values, first_token, self._ends.layout)
+        columns = values.parts, values.block_ids, values.num_cells, before
+        packed = self._swap.pack_columns(*columns, [0] * len(values))
+        return ValueBatch(
+            keys=values.keys,
+            sizes=array("q", values.sizes).tobytes(),
+            starts=b"".join(values.starts),
+            engine=self._swap.engine,
+            items=packed.items,
+            ids=packed.ids,
+            ready=self._swap.handle_of(ready),
+        )
+
+
+def _finish(
+    held: contextlib.ExitStack, wait: Callable[[], None], copied: Callable[[], None]
+) -> None:
+    """Waits for copies, says that they are done, and gives back what they held."""
+    with held:
+        wait()
+        copied()
+
+
+def _tokens_before(values: Values, first_token: int, layout: Layout) -> list[int]:
+    """Returns how many tokens of each value's block come before `first_token`, if it is in it."""
+    first_block, before = divmod(first_token, layout.block_tokens)
+    return [before if number == first_block else 0 for number in values.numbers]

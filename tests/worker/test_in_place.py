@@ -1,0 +1,356 @@
+"""Values of an arena move in its own memory, a share in one call; only what stayed there counts."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pdstore import JobResult, LayerSpec
+from pdstore.errors import StoreTimeout
+from pdstore.format.block import HEADER_BYTES
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.store import open_store
+from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.instrumented import Instrumented
+from pdstore.testing.values import get, put
+from pdstore.worker.swap.native import NativeSwap
+from tests.support.arena_kit import SpiedArena, place_of
+from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
+
+SIZE = BLOCK_BYTES + HEADER_BYTES
+AT_ONCE = "pdstore.worker.block_range.RANGES_AT_ONCE"
+
+
+@pytest.fixture
+def store(library, tmp_path):
+    store = SpiedArena(library, tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def arena(store, library, tmp_path):
+    """The same arena, as another process sees it."""
+    arena = open_store(f"shm://test?dir={tmp_path}", settings_of())
+    yield arena
+    arena.close()
+
+
+def keys_of(p, num_tokens):
+    return p.cache.keys(range(num_tokens)).store_keys(p.layout.parts)
+
+
+def assert_same(p, d, num_tokens):
+    """Asserts that D has P's KV in the first tokens, which is all that counts."""
+    assert d.tokens(D_BLOCKS)[:num_tokens].equal(p.tokens(P_BLOCKS)[:num_tokens])
+
+
+def saved_tokens(p):
+    return p.pool.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": "saved"})
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200, 320])
+def test_what_p_saves_in_place_d_loads_in_place(instance, store, num_tokens, workers):
+    p, d = (instance(fill=f, workers=workers, range_bytes=2 * BLOCK_BYTES) for f in (None, POISON))
+    assert save(p, range(num_tokens)) == JobResult(num_tokens)
+    assert load(d, range(num_tokens)) == JobResult(num_tokens)
+    assert_loaded(p, d, num_tokens)
+    assert set(store.calls) == {"fill", "take", "confirm"}
+
+
+def test_no_staging_is_made_for_an_arena(instance):
+    p = instance(staging="64KiB")  # too little for any block
+    assert save(p, range(200)).num_tokens == 200
+
+
+def test_parts_of_two_groups_and_shards_and_a_first_token_come_back(instance):
+    layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
+    p, d = (instance(fill=f, kv_shards=2, layers=layers, range_bytes=1) for f in (None, POISON))
+    assert save(p, range(200)).num_tokens == 200
+    job = d.pool.load(d.cache.keys(range(200)), D_BLOCKS, first_token=80)
+    assert job.wait(10).num_tokens == 200
+    there = p.tokens(P_BLOCKS)[80:200]
+    assert d.tokens(D_BLOCKS)[80:200].equal(there)
+    assert (d.tokens(D_BLOCKS)[:80] == POISON).all()
+
+
+def test_a_handoff_is_done_when_all_is_there(instance):
+    p, d = instance(), instance(fill=POISON)
+    keys = p.cache.keys(range(200))
+    attempt, params = p.cache.announce(keys)
+    assert p.pool.save(keys, P_BLOCKS, handoff=attempt).wait(10).reason is None
+    found = eventually(d.cache.lookup(d.cache.keys(range(200)), params).poll)
+    assert found.num_tokens == 200
+    assert d.pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == 200
+    assert_loaded(p, d, 200)
+
+
+def test_ranges_are_stored_in_few_calls_and_counted_once(instance, store, monkeypatch):
+    monkeypatch.setattr(AT_ONCE, 3)
+    p = instance(range_bytes=1, layer_ranges=2)
+    assert save(p, range(64)).num_tokens == 64
+    calls = store.calls.count("fill")
+    assert save(p, range(320)).num_tokens == 320
+    assert store.calls.count("fill") - calls == 2, "five ranges, of which one is stored"
+    assert saved_tokens(p) == 320
+
+
+def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path):
+    """A process that copies by torch, through staging, finds the same bytes in the same arena."""
+    p, other = instance(), open_store(f"shm://other?size=8MiB&dir={tmp_path}", settings_of())
+    save(p, range(200))
+    staged = instance(over=other, native="off")
+    for mine, theirs in zip(p.caches, staged.caches, strict=True):
+        theirs.copy_(mine)
+    save(staged, range(200))
+    for key in keys_of(p, 200):
+        size = HEADER_BYTES + (BLOCK_BYTES if ":partial:" not in key else BLOCK_BYTES // 8)
+        assert get(store, [key], [size]) == get(other, [key], [size])
+    d = instance(fill=POISON, native="off")
+    assert load(d, range(200)).num_tokens == 200
+    assert_loaded(p, d, 200)
+    other.close()
+
+
+def test_bytes_are_counted(instance, store):
+    metrics = Metrics()
+    p = instance(over=Instrumented(CircuitBreaker(store), metrics), workers=2)
+    assert save(p, range(200)) == JobResult(200)
+    assert load(p, range(200)) == JobResult(200)
+    value = metrics.registry.get_sample_value
+    saved, loaded = (value("pdstore_bytes_total", {"direction": way}) for way in ("save", "load"))
+    assert saved == loaded > 3 * BLOCK_BYTES
+
+
+def test_what_a_call_did_not_store_is_stored_block_by_block(instance, store, monkeypatch):
+    """The first call stores one range; then the arena's lock is not free in time, twice."""
+    fill, sizes = store.fill, []
+
+    def fill_some(batches):
+        sizes.append([batch.num_values for batch in batches])
+        if len(sizes) in (2, 3):
+            return fill(batches[:1])._replace(indices=[], error=StoreTimeout("locked"))
+        late = StoreTimeout("locked") if len(sizes) == 1 else None
+        return fill(batches[:1])._replace(error=late)
+
+    monkeypatch.setattr(store, "fill", fill_some)
+    p, d = instance(range_bytes=1), instance(fill=POISON)
+    assert save(p, range(320)) == JobResult(320)
+    assert sizes == [[1] * 5, *[[1]] * 7]
+    assert load(d, range(320)) == JobResult(320)
+    assert_loaded(p, d, 320)
+
+
+def test_what_a_handoff_lost_is_saved_again_range_by_range(instance, store, arena, monkeypatch):
+    p = instance(range_bytes=1)
+    handoff, _ = p.cache.announce(p.cache.keys(range(320)))
+    fill, sizes, leased = store.fill, [], []
+
+    def lose_the_first(batches):
+        sizes.append([batch.num_values for batch in batches])
+        filled = fill(batches)
+        if len(sizes) == 1:
+            arena.remove(keys_of(p, 320)[:1])
+        return filled
+
+    match = store.match
+    monkeypatch.setattr(store, "fill", lose_the_first)
+    monkeypatch.setattr(store, "match", lambda keys: leased.append(list(keys)) or match(keys))
+    assert save(p, range(320), handoff=handoff).num_tokens == 320
+    assert sizes == [[1] * 5, *[[1]] * 5]
+    assert [keys_of(p, 320)[4]] in leased, "a range is leased although one before it is lost"
+
+
+@pytest.mark.parametrize("at", [0, 5, HEADER_BYTES, BLOCK_BYTES])
+def test_a_damaged_value_is_a_miss_and_is_removed(instance, arena, at):
+    p, d = instance(), instance(fill=POISON)
+    save(p, range(200))
+    key = keys_of(p, 200)[1]
+    place_of(arena, key, SIZE)[at] ^= 1
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.CORRUPT)
+    assert_same(p, d, 64)
+    assert arena.match([key]) == 0
+
+
+def test_a_value_of_another_key_is_never_copied(instance, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    places = [place_of(arena, key, SIZE) for key in keys_of(p, 200)[:2]]
+    places[1][:] = places[0]
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.FOREIGN)
+    assert (d.tokens(D_BLOCKS)[64:] == POISON).all()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_byte_that_another_process_changes_after_the_call_is_not_loaded(
+    instance, store, arena, library, number
+):
+    """The device's copy is held back until the byte has changed."""
+    p = instance()
+    d = instance(fill=POISON, workers=2, swap=lambda *of: NativeSwap(library, *of))
+    save(p, range(128))
+    key = keys_of(p, 128)[number]
+    value = place_of(arena, key, SIZE)
+
+    def change():
+        store.after.clear()
+        value[-5] ^= 0x40
+
+    store.after["take"] = change
+    library.delay(300_000)
+    assert load(d, range(128)) == JobResult(64 * number, Reason.CORRUPT)
+    assert_same(p, d, 64 * number)
+    assert arena.match([key]) == 0, "it was still wrong when it was looked at again"
+
+
+def test_a_byte_that_was_wrong_only_while_it_was_copied_leaves_the_value(
+    instance, store, arena, library
+):
+    p = instance()
+    d = instance(fill=POISON, swap=lambda *of: NativeSwap(library, *of))
+    save(p, range(64))
+    value = place_of(arena, keys_of(p, 64)[0], SIZE)
+
+    def flip():
+        value[-5] ^= 0x40
+
+    store.before["take"] = store.before["confirm"] = flip
+    assert load(d, range(64)) == JobResult(0, Reason.CORRUPT)
+    store.before.clear()
+    assert load(d, range(64)) == JobResult(64)
+    assert_loaded(p, d, 64)
+
+
+def test_a_value_that_is_missing_leaves_those_before_it(instance, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    arena.remove([keys_of(p, 200)[2]])
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (128, Reason.LOST)
+    assert_loaded(p, d, 128)
+
+
+def test_a_value_of_another_length_is_a_miss_and_those_before_it_count(instance, arena):
+    p, d = instance(), instance(fill=POISON)
+    save(p, range(200))
+    key = keys_of(p, 200)[2]
+    arena.remove([key])
+    put(arena, [key], [bytes(5000)])
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
+    assert_loaded(p, d, 128)
+
+
+def test_a_value_that_went_away_during_the_copy_does_not_count(instance, store, arena):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(200))
+    store.before["confirm"] = lambda: arena.remove([keys_of(p, 200)[1]])
+    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (64, Reason.LOST)
+
+
+def test_nothing_counts_behind_a_value_that_went_away_during_the_copy(instance, store, arena):
+    """Of nine ranges one worker loads the last two; a block of one goes before its copy is over."""
+    more = {"workers": 2, "num_blocks": 80, "range_bytes": 2 * BLOCK_BYTES}
+    p, d = (instance(fill=f, **more) for f in (None, POISON))
+    keys, blocks = p.cache.keys(range(17 * 64)), list(range(68))
+    assert p.pool.save(keys, blocks).wait(10).reason is None
+    names = keys.store_keys(p.layout.parts)
+
+    def lose():
+        if store.calls.count("confirm") == 8:
+            arena.remove([names[15]])
+
+    store.before["confirm"] = lose
+    result = d.pool.load(keys, blocks).wait(10)
+    assert (result.num_tokens, result.reason) == (15 * 64, Reason.LOST)
+
+
+@pytest.mark.parametrize("before", ["take", "confirm"])
+def test_memory_that_another_value_took_over_does_not_count_and_is_not_removed(
+    instance, store, arena, caplog, before
+):
+    p, d = instance(), instance(fill=POISON, workers=2)
+    save(p, range(64))
+    others = [name for n in range(100) for name in keys_of(p, 64 * (n + 2))[-1:]]
+
+    def replace():
+        store.before.clear()
+        arena.remove(keys_of(p, 64))
+        for other in others:
+            put(arena, [other], [b"\xee" * SIZE])
+
+    store.before[before] = replace
+    result = d.pool.load(d.cache.keys(range(64)), D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (0, Reason.LOST)
+    assert "is removed" not in caplog.text
+
+
+def test_a_full_arena_ends_the_save_and_says_how_much_is_durable(tmp_path, library):
+    arena = open_store(f"shm://small?size=1MiB&dir={tmp_path}&lease=600", settings_of())
+    metrics = Metrics()
+    p = Instance(Instrumented(arena, metrics), num_blocks=200)
+    job = p.pool.save(p.cache.keys(range(3000)), list(range(190)))
+    result = job.wait(10)
+    assert result.reason is Reason.STORE_FULL
+    assert 0 < result.num_tokens < 3000
+    assert get(arena, p.cache.keys(range(64)).store_keys(p.layout.parts), [SIZE])
+    assert arena.counts().reserved == 0
+    full = {"verb": "put", "outcome": "StoreFull"}
+    assert metrics.registry.get_sample_value("pdstore_store_calls_total", full) >= 1
+    p.close()
+    arena.close()
+
+
+def test_a_cancelled_save_gives_its_places_back(instance, arena):
+    class Event:
+        reached, fired = threading.Event(), threading.Event()
+
+        def synchronize(self):
+            self.reached.set()
+            assert self.fired.wait(10)
+
+    p, event = instance(), Event()
+    job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS, ready=event)
+    assert event.reached.wait(10)
+    job.cancel()
+    event.fired.set()
+    p.pool.close()
+    assert job.result.reason is Reason.CANCELLED
+    assert arena.counts().reserved == 0
+
+
+def test_a_save_that_is_cancelled_in_a_call_begins_no_other(instance, store, arena, monkeypatch):
+    """The share that is being copied is stored: its blocks are held until the end of the call."""
+    monkeypatch.setattr(AT_ONCE, 1)
+    p, jobs = instance(workers=2, range_bytes=1), []
+
+    def cancel():
+        eventually(lambda: jobs)
+        jobs[0].cancel()
+
+    store.before["fill"] = cancel
+    jobs.append(p.pool.save(p.cache.keys(range(200)), P_BLOCKS))
+    assert jobs[0].wait(10).reason is Reason.CANCELLED
+    assert store.calls.count("fill") == 1
+    assert arena.counts().reserved == 0
+    assert 0 < arena.match(keys_of(p, 200)) < len(keys_of(p, 200))
+
+
+def test_a_load_that_is_cancelled_in_the_call_ends_after_its_copies(instance, store, library):
+    p = instance()
+    d = instance(fill=POISON, swap=lambda *of: NativeSwap(library, *of))
+    save(p, range(200))
+    jobs = []
+    store.before["take"] = lambda: eventually(lambda: jobs)
+    store.after["take"] = lambda: jobs[0].cancel()
+    library.delay(20_000)
+    jobs.append(d.pool.load(d.cache.keys(range(200)), D_BLOCKS))
+    assert jobs[0].wait(10).reason is Reason.CANCELLED
+    assert_same(p, d, 64)  # the copies that had begun are over
