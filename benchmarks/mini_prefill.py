@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.checkpoint import Shape, make_model
+from benchmarks.report import Report
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.request import Finish, Request, Token
-from pdstore.cli.report import Report
 from pdstore.settings import read_settings
 
 WAYS = {
@@ -103,7 +103,7 @@ def open_engine(size: Size, device: str, directory: Path, way: str) -> Engine:
         store=f"file://{directory / way}",
         role="prefill",
         weights="random",
-        save_deadline_s=60,
+        deadline_s=60,
         **WAYS[way],
     )
     return Engine(

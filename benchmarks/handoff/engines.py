@@ -56,7 +56,7 @@ class Setup:
 
         load: PDSTORE_LOAD. block: tokens of a block of vLLM.
         """
-        common = {"store": url, "weights": "bench", "save_deadline_s": 60, "load_deadline_s": 60}
+        common = {"store": url, "weights": "bench", "deadline_s": 60}
         common |= {"load": load}
         self.pairs[name] = (
             self._start(f"{name}-p", common | {"role": "prefill"}, 0, block),
