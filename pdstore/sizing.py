@@ -266,7 +266,7 @@ class _Counts:
 
 
 class Plan(NamedTuple):
-    """What to print: the model, the GPUs of P, prompts' tokens, and a store's GB/s to judge."""
+    """A table to print: the model, the GPUs of P, prompts' tokens, and a store's GB/s to judge."""
 
     shape: ModelShape
     machine: Machine

@@ -85,7 +85,6 @@ RUN_BY = {
     "kubectl apply -k *": "scripts/check_deploy.sh",
     "benchmarks/device_*": GPU,
     "NAME=* benchmarks/device_*": GPU,
-    "python -m benchmarks.mini_prefill": GPU,
     "*python -m benchmarks.vllm_cpu *": (
         f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
     ),
