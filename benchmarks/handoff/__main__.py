@@ -35,9 +35,9 @@ from benchmarks.handoff.floor import measure_floor
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run
+from benchmarks.report import machine
 from examples.demo.pools import open_pool
 from examples.demo.processes import Processes
-from pdstore.cli.report import machine
 
 SMALL: dict[str, Any] = {
     **{"stores": ["file"], "tokens": [1024, 4096], "rounds": 3, "layers": 4, "hidden": 256},
