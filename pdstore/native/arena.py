@@ -53,7 +53,7 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
 class ArenaTimes(NamedTuple):
     """Times of an open arena, in seconds.
 
-    lease_s: of a lease that a match or a borrow gives.
+    lease_s: of a lease that a match or a load gives.
     fresh_s: after its publication a value is not evicted for so long.
     short_lived_s: life of tails and markers after their last use.
     rest_s: for so long nobody gets what a dead process had reserved.

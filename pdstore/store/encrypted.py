@@ -34,8 +34,8 @@ class Encrypted(WrapperStore):
     pools apart, and must be read by instances with any seal key.
 
     Values pass through memory of the other store (`Store.allocate`), a batch at a time; each call
-    under way holds `batch_bytes` of it, or one value. Values in an `InPlace` store's memory are
-    so copied, too.
+    under way holds `batch_bytes` of it, or one value. Values in an arena's own memory are
+    copied so, too.
     """
 
     passes = (FindsKeys, TellsChanges, ErrorCodes, LimitsValues, TellsRoom)
