@@ -33,8 +33,7 @@ from pdstore.worker.save_ledger import SaveLedger
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.start_line import log_start
 from pdstore.worker.swap import open_swap
-from pdstore.worker.swap.base import ReadyEvent, Swap
-from pdstore.worker.swap.caches import LayerCache
+from pdstore.worker.swap.base import LayerCache, ReadyEvent, Swap
 from pdstore.worker.values import PromptBlocks, bytes_of, check_windows, tables_of
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part

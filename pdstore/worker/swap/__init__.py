@@ -1,6 +1,42 @@
 """Block copies between an engine's paged cache and host memory, with or without a pool."""
 
-from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
-from pdstore.worker.swap.open import open_swap
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdstore.format.layout import Layout
+from pdstore.native.library import load_library
+from pdstore.settings import Settings
+from pdstore.worker.swap.base import (
+    BlockCopy,
+    BlockCopyPlan,
+    LayerCache,
+    ReadyEvent,
+    Registrar,
+    Swap,
+    caches_as_bytes,
+    pages_as_cells,
+)
+from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.swap.torch import TorchSwap
 
 __all__ = ["BlockCopy", "BlockCopyPlan", "ReadyEvent", "Registrar", "Swap", "open_swap"]
+
+
+def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache]) -> Swap:
+    """Opens the native engine where PDSTORE_NATIVE and the machine allow it, else torch.
+
+    kv_caches: one entry for each of `layout.held_layers`, as `TorchSwap` takes them; kept until
+      `close`.
+    Raises ConfigError if the native library is required and missing, LayoutError for tensors that
+    do not fit the layout, DeviceError or SwapError if the device refuses what the engine needs.
+    """
+    kv_caches, layout = pages_as_cells(layout, kv_caches), layout.cells
+    device = caches_as_bytes(layout, kv_caches)[layout.held_layers[0]][0].device
+    library = None
+    if device.type in ("cpu", "cuda"):
+        library = load_library(settings, for_gpu=device.type == "cuda")
+    if library is None:
+        return TorchSwap(layout, kv_caches)
+    throughput = settings.native_mode == "throughput"
+    return NativeSwap(library, layout, kv_caches, throughput=throughput)

@@ -21,8 +21,15 @@ from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Reg
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
-from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Registrar, Swap
-from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
+from pdstore.worker.swap.base import (
+    BlockCopy,
+    BlockCopyPlan,
+    LayerCache,
+    ReadyEvent,
+    Registrar,
+    Swap,
+    caches_as_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -106,15 +113,16 @@ class NativeSwap(Swap):
         return ready if is_cuda else super().to_follow(ready)
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        self._copy(Direction.SAVE, copies, ready)
+        self.finish(self.start(Direction.SAVE, copies, ready=self.handle_of(ready)))
 
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        self._copy(Direction.LOAD, copies, ready)
+        self.finish(self.start(Direction.LOAD, copies, ready=self.handle_of(ready)))
 
     def start_scatter(
         self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
     ) -> Callable[[], None]:
-        return partial(self.finish, self._begin(Direction.LOAD, copies, ready))
+        ticket = self.start(Direction.LOAD, copies, ready=self.handle_of(ready))
+        return partial(self.finish, ticket)
 
     def start(
         self,
@@ -221,16 +229,6 @@ class NativeSwap(Swap):
 
     def close(self) -> None:
         self._engine.close()
-
-    def _copy(
-        self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
-    ) -> None:
-        self.finish(self._begin(direction, copies, ready))
-
-    def _begin(
-        self, direction: Direction, copies: Sequence[BlockCopy], ready: ReadyEvent | None
-    ) -> Ticket:
-        return self.start(direction, copies, ready=self.handle_of(ready))
 
     def handle_of(self, ready: ReadyEvent | None) -> int:
         """Returns a CUDA event's handle; blocks for any other event and returns 0."""

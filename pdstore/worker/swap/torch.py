@@ -10,8 +10,14 @@ from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
 from pdstore.outcome import Direction
-from pdstore.worker.swap.base import BlockCopy, BlockCopyPlan, ReadyEvent, Swap
-from pdstore.worker.swap.caches import LayerCache, caches_as_bytes
+from pdstore.worker.swap.base import (
+    BlockCopy,
+    BlockCopyPlan,
+    LayerCache,
+    ReadyEvent,
+    Swap,
+    caches_as_bytes,
+)
 
 
 class TorchSwap(Swap):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError
-from pdstore.worker.swap.caches import caches_as_bytes, pages_as_cells
+from pdstore.worker.swap.base import caches_as_bytes, pages_as_cells
 from tests.support.kv import caches_of
 from tests.worker.swap.test_torch import layout_of
 
