@@ -204,15 +204,10 @@ class Follower:
     A look is one call of the store for all loads if the store can look for many keys (`FindsKeys`).
     It follows each change if the store tells of changes (`TellsChanges`). Any other store is
     polled, ever less often while nothing appears.
-
-    stall_s: a load ends when nothing more is stored for so long.
-    split: how blocks are shared out among the workers.
     """
 
-    def __init__(self, store: Store, stall_s: float, split: Split) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._stall_s = stall_s
-        self._split = split
         self._finder = find_optional(store, FindsKeys)
         self._arrivals: deque[Follow] = deque()
         self._follows: list[Follow] = []
@@ -222,29 +217,8 @@ class Follower:
         self._listener = None if teller is None else ChangeListener(teller, self._changed)
         self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
 
-    def add(
-        self,
-        job: Job,
-        work: LoadWork,
-        prompt: PromptBlocks,
-        first_block: int,
-        handoff: HandoffId,
-        wake: Callable[[], None],
-    ) -> None:
-        """Takes a load that follows a hand-off. From any thread.
-
-        wake: tells the queue that the load has more to do, or nothing more.
-        """
-        follow = Follow(
-            job,
-            work,
-            prompt,
-            first_block,
-            handoff,
-            stall_s=self._stall_s,
-            split=self._split,
-            wake=wake,
-        )
+    def add(self, follow: Follow) -> None:
+        """Takes a load that follows a hand-off. From any thread."""
         self._arrivals.append(follow)
         self._thread.wake()
 

@@ -1,4 +1,4 @@
-"""What P tells D of a hand-off beside its blocks: that P lives, has begun, or will not go on."""
+"""Heartbeat and Markers: tell D, beside the blocks, that P lives, has begun, or will not go on."""
 
 from __future__ import annotations
 

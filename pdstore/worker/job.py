@@ -42,7 +42,7 @@ class Shortfall(NamedTuple):
 
 
 class Work:
-    """What a job does, in shares that several workers can carry at once.
+    """The content of a job, in shares that several workers can carry at once.
 
     Its job reads the properties and calls `next_share` under `lock`, and calls `finish` without it,
     once, after the last share. After a shortfall no further share is begun. This class has no
@@ -176,7 +176,7 @@ class Job:
 
     @property
     def num_ready(self) -> int:
-        """How many more workers would find something to do: one for each share or for the end."""
+        """Workers that would find something more to do: one for each share, or one for the end."""
         with self._lock:
             return self._num_ready()
 
@@ -297,7 +297,9 @@ class ChildJob:
             work = job._work if is_last else None
             job._is_finishing = is_last
             if work is None:
-                self._leave()
+                job._num_children -= 1
+                if not job._num_children:
+                    job._busy_s += time.monotonic() - job._busy_since
                 return
         shortfall = work.finish(self, job._shortfall)
         del work
@@ -389,13 +391,6 @@ class ChildJob:
             del share, work
             if not self._goes_on(job):
                 return
-
-    def _leave(self) -> None:
-        """Counts this worker out; under the job's lock."""
-        job = self._job
-        job._num_children -= 1
-        if not job._num_children:
-            job._busy_s += time.monotonic() - job._busy_since
 
 
 Share = Callable[[ChildJob], Reason | None]

@@ -22,7 +22,7 @@ from functools import partial
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import JobDeadline, JobError, PoolClosed, QueueFull, StoreError, StoreTimeout
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, Showing
 from pdstore.outcome import Direction, Reason
 from pdstore.threads import Deadline, Ticker, Worker
 from pdstore.worker.job import ChildJob, Job, Urgency
@@ -83,7 +83,8 @@ class JobQueue:
         self._is_closed = False
         self._closed = threading.Event()
         self._pid = os.getpid()
-        self._show_gauges()
+        for gauge, number in self._gauges():
+            gauge.set_function(number)
         self._workers: list[Worker] = []
         self._clock = Ticker("pdstore-deadlines", self._end_late_jobs)
         with contextlib.ExitStack() as undo:
@@ -176,7 +177,8 @@ class JobQueue:
         self._end_all()
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(limit.remaining_s())
-        self._hide_gauges()
+        for gauge, _ in self._gauges():  # metrics outlive a pool
+            gauge.set_function(lambda: 0)
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
 
@@ -198,7 +200,7 @@ class JobQueue:
             if self._is_closed or (self._is_closing and not is_marker):
                 return PoolClosed("the pool was closed")
             waiting = self._waiting[job.direction]
-            is_too_big = waiting and self._bytes_of(waiting) + job.num_bytes > self._max_bytes
+            is_too_big = waiting and _bytes_of(waiting) + job.num_bytes > self._max_bytes
             if (len(waiting) >= self._max_jobs or is_too_big) and not is_marker:
                 return QueueFull(f"{len(waiting)} {job.direction.value} jobs wait already")
             self._alive[job] = None
@@ -231,7 +233,7 @@ class JobQueue:
             insort(self._ready[job.direction], entry)
         self._has_ready.notify(num_ready)
 
-    def _withdraw(self, job: Job) -> None:
+    def _remove_entry(self, job: Job) -> None:
         entry = self._entries.pop(job, None)
         if entry is not None:
             ready = self._ready[job.direction]
@@ -268,7 +270,7 @@ class JobQueue:
             job = ready[0][-1]
             if job.num_ready:
                 return job
-            self._withdraw(job)
+            self._remove_entry(job)
         return None
 
     def _goes_on(self, job: Job) -> bool:
@@ -289,7 +291,7 @@ class JobQueue:
         with self._has_ready:
             self._alive.pop(job, None)
             self._waiting[job.direction].pop(job, None)
-            self._withdraw(job)
+            self._remove_entry(job)
             self._timed.discard(job)
             if not self._alive:
                 self._is_idle.notify_all()
@@ -315,27 +317,17 @@ class JobQueue:
             job.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause
 
-    def _show_gauges(self) -> None:
-        """Shows what the queue holds. The metrics' thread reads it without the lock."""
-        self._metrics.jobs_alive.set_function(lambda: self.num_alive)
-        self._metrics.hung_store_calls.set_function(lambda: self.num_hung)
+    def _gauges(self) -> list[tuple[Showing, Callable[[], int]]]:
+        """Returns what shows the queue's numbers. The metrics read them without the lock."""
+        gauges: list[tuple[Showing, Callable[[], int]]] = [
+            (self._metrics.jobs_alive, lambda: self.num_alive),
+            (self._metrics.hung_store_calls, lambda: self.num_hung),
+        ]
         for way, waiting in self._waiting.items():
-            self._metrics.queue_jobs.labels(way.value).set_function(partial(len, waiting))
-            num_bytes = partial(self._bytes_of, waiting)
-            self._metrics.queue_bytes.labels(way.value).set_function(num_bytes)
-
-    def _hide_gauges(self) -> None:
-        """Shows zeros from now on: metrics outlive a pool."""
-        gauges = [self._metrics.jobs_alive, self._metrics.hung_store_calls]
-        for way in Direction:
-            gauges.append(self._metrics.queue_jobs.labels(way.value))
-            gauges.append(self._metrics.queue_bytes.labels(way.value))
-        for gauge in gauges:
-            gauge.set_function(lambda: 0)
-
-    @staticmethod
-    def _bytes_of(jobs: dict[Job, None]) -> int:
-        return sum(job.num_bytes for job in list(jobs))
+            num_bytes = partial(_bytes_of, waiting)
+            gauges.append((self._metrics.queue_jobs.labels(way.value), partial(len, waiting)))
+            gauges.append((self._metrics.queue_bytes.labels(way.value), num_bytes))
+        return gauges
 
 
 class _Turn:
@@ -352,3 +344,7 @@ class _Turn:
     def fail(self, error: Exception) -> None:
         self._ended(self._child)
         self._child.fail(error)
+
+
+def _bytes_of(jobs: dict[Job, None]) -> int:
+    return sum(job.num_bytes for job in list(jobs))

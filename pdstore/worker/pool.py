@@ -23,10 +23,10 @@ from pdstore.store.connect import connect_store
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.block_tables import check_windows, tables_of
-from pdstore.worker.follow import Follower
+from pdstore.worker.follow import Follow, Follower
 from pdstore.worker.heartbeat import Heartbeat, Markers
 from pdstore.worker.job import Job, Urgency
-from pdstore.worker.job_queue import MAX_BYTES, MAX_JOBS, STOP_S, JobQueue
+from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
 from pdstore.worker.load import LoadWork
 from pdstore.worker.open_mover import open_mover
 from pdstore.worker.save import OpenSave, RunningSaves, SaveWork
@@ -51,7 +51,7 @@ class KVPool:
     store: the caller's, who closes it; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
     range_bytes: about how much a block range has; see `JobQueue` for what a worker moves in a turn.
-    max_jobs, max_bytes: of the saves, and of the loads, that no worker has begun. More are dropped.
+    max_jobs: saves, and loads, that no worker has begun yet. More are dropped and counted.
     Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
     StoreError when the store is required and does not answer.
     """
@@ -68,7 +68,6 @@ class KVPool:
         swap: Swap | None = None,
         range_bytes: int = RANGE_BYTES,
         max_jobs: int = MAX_JOBS,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -85,18 +84,13 @@ class KVPool:
             self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
             undo.callback(swap.close)  # before the memory that it copies to is unpinned
             self._log_start(store)
-            self._queue = JobQueue(
-                settings.workers,
-                DevicePin(swap.device, swap.device_api),
-                self.metrics,
-                max_jobs=max_jobs,
-                max_bytes=max_bytes,
-            )
+            pin = DevicePin(swap.device, swap.device_api)
+            self._queue = JobQueue(settings.workers, pin, self.metrics, max_jobs=max_jobs)
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # first: a call that waits for an arena's lock ends with it
                 undo.callback(store.close)
             self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
-            self._follower = Follower(store, settings.handoff_wait_s, self._mover.split)
+            self._follower = Follower(store)
             undo.callback(self._follower.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close, 0.0)
@@ -284,8 +278,17 @@ class KVPool:
             return self._queue.submit(job)
         self._queue.submit(job)
         if not job.done:  # else it was refused
-            wake = partial(self._queue.wake, job)
-            self._follower.add(job, work, prompt, first_block, follow, wake)
+            following = Follow(
+                job,
+                work,
+                prompt,
+                first_block,
+                follow,
+                stall_s=wait_s,
+                split=self._mover.split,
+                wake=partial(self._queue.wake, job),
+            )
+            self._follower.add(following)
         return job
 
     def _note_end(self, handoff: HandoffId, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""What P tells D beside its blocks: beats while it saves, `started`, and `failed`."""
+"""Heartbeat and Markers: beats while P saves, at most one a period; `started` and `failed`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from pdstore.errors import JobError, StoreFull, StoreUnavailable
 from pdstore.outcome import JobResult, Reason
 from pdstore.testing.threads import start_background
 from pdstore.threads import Worker
-from pdstore.worker.job import Work
 from tests.support.jobs import Shares, ended, job_of
 
 
@@ -387,14 +386,6 @@ def test_the_end_of_a_job_counts_the_progress_of_then():
     assert job.result.reason is Reason.CANCELLED
 
 
-def test_work_without_shares_is_for_one_worker():
-    job = job_of(Work())
-    child = job.begin_child(lambda job: False)
-    assert job.begin_child(lambda job: False) is None
-    child.run()
-    assert job.result == JobResult(0)
-
-
 def test_the_last_word_is_that_of_the_end():
     class Mended(Shares):
         def finish(self, child, shortfall):
@@ -439,17 +430,6 @@ def test_a_copy_that_fails_lets_the_job_end(job, child):
         job.end(Reason.CANCELLED)
         raise OSError
     assert job.done
-
-
-def test_a_copy_is_waited_for_when_the_next_one_follows_and_at_the_end(child):
-    waited = []
-    child.follow(lambda: waited.append(1))
-    assert (child.has_copy_under_way, waited) == (True, [])
-    child.follow(lambda: waited.append(2))
-    assert (child.has_copy_under_way, waited) == (True, [1])
-    child.finish_copy()
-    child.finish_copy()
-    assert (child.has_copy_under_way, waited) == (False, [1, 2])
 
 
 def test_a_copy_that_fails_is_not_waited_for_twice(child):
