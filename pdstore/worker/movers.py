@@ -22,7 +22,7 @@ from pdstore.store.optional import LimitsValues
 from pdstore.store.seal import seal_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.block_range import Split
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
 from pdstore.worker.store_ends import InPlaceEnd, Loaded, Source, StagedEnd, StoreEnd

@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Slots, Store
 from pdstore.store.checked import count_of, num_done_of
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.values import Values
 

@@ -24,7 +24,7 @@ from pdstore.store.find import find_optional
 from pdstore.store.optional import SealingWriter, VerifyingReader
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import Ends, Read, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent
