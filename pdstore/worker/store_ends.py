@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 class StoreEnd(ABC):
-    """The way between the paged cache and a store. Only a job's worker calls it.
+    """The way between the paged cache and a store. Jobs' workers call it.
 
     split: how jobs are shared out to suit it.
     memory: the host memory that copies use; they wait until it is ready.
@@ -82,7 +82,7 @@ class StoreEnd(ABC):
         """
 
     def put_at_once(self, key: BlockKey, value: bytes) -> bool:
-        """Stores a value on the calling thread if that needs no wait; returns whether it did."""
+        """Stores a value on any calling thread if that needs no wait; returns whether it did."""
         return False
 
 

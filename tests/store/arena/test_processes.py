@@ -52,6 +52,7 @@ def all_slots_come_back(store) -> bool:
         with contextlib.suppress(StoreFull):  # not even one has come back
             store.put(keys, slots)
         if store.match(keys) == 8:
+            store.clear(actors.NAMESPACE)
             return True
         time.sleep(0.02)  # what the dead had reserved rests
     return False
