@@ -27,8 +27,7 @@ MAX_LINES_OF_A_FUNCTION = 40
 MAX_FILES = {
     "pdstore/adapters/vllm": 23,  # shall be 10
     "pdstore/scheduler": 17,
-    "pdstore/store": 20,
-    "pdstore/worker": 24,
+    "pdstore/store": 19,
 }
 """Files of the folders that have more than `MAX_FILES_OF_A_FOLDER`. A change may lower a number."""
 MAX_FILES_OF_A_FOLDER = 15
@@ -36,19 +35,19 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 26_040,
-    "files": 192,
-    "small modules": 34,
-    "statements": 16_060,
-    "classes": 312,
-    "protocols": 22,
-    "packed assignments": 83,
-    "modules in circles": 6,
-    "overloaded method names": 17,
-    "lines of native sources": 5_760,
-    "lines of tests": 45_040,
+    "lines": 24_890,
+    "files": 174,
+    "small modules": 28,
+    "statements": 15_380,
+    "classes": 297,
+    "protocols": 19,
+    "packed assignments": 67,
+    "modules in circles": 4,
+    "overloaded method names": 16,
+    "lines of native sources": 5_730,
+    "lines of tests": 44_320,
     "nightly marks": 38,
-    "lines of benchmarks, examples and integrations": 16_560,
+    "lines of benchmarks, examples and integrations": 16_540,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

@@ -137,7 +137,7 @@ class Filled(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Copies of values that `NativeArena.take` has begun, and the values' bytes."""
+    """Copies of values that `NativeArena.start_scatter` has begun, and the values' bytes."""
 
     copies: Ticket
     num_bytes: int
@@ -155,12 +155,14 @@ class NativeArena:
         self._label = label
         self._handle = c_void_p()
         self.library = library
-        self._calls, self._short_calls = library.calls, library.short_calls
+        self._calls = library.calls
+        self._short_calls = library.short_calls
         options = ArenaOptions(*[int(seconds * 1e9) for seconds in times])
         info = ArenaInfo()
         code = self._calls.pds_arena_open(fd, byref(options), byref(self._handle), byref(info))
         self._check(code)
-        self.data_at, self.data_bytes = int(info.data_at), int(info.data_bytes)
+        self.data_at = int(info.data_at)
+        self.data_bytes = int(info.data_bytes)
         self.slab_bytes = int(info.slab_bytes)
         _forget_in_forked_children()
         _open_arenas.add(self)
@@ -177,7 +179,7 @@ class NativeArena:
         if self._handle:
             self._calls.pds_arena_free(self._handle)
 
-    def match(self, keys: Sequence[str]) -> int:
+    def match_keys(self, keys: Sequence[str]) -> int:
         """Leases the values of the first keys that are stored; returns how many."""
         found = c_int64()
         self._check(self._short("match", len(keys), text_of(keys), len(keys), byref(found)))
@@ -282,7 +284,7 @@ class NativeArena:
         why = None if code == Code.OK else self._error(code)
         return Filled(indices, sum([sizes[i] for i in indices]), why)
 
-    def take(self, batch: ValueBatch, memory: int) -> Taken | None:
+    def start_scatter(self, batch: ValueBatch, memory: int) -> Taken | None:
         """Leases values and starts to scatter them; the caller waits for the copies.
 
         memory: the address where this process maps the arena's values.
@@ -300,7 +302,7 @@ class NativeArena:
     def confirm(self, copies: Ticket) -> tuple[int, int]:
         """Returns how many of the first values have stayed, and were right when copied.
 
-        copies: begun by `take`, and over. Values that have not stayed may have been another's.
+        copies: of `start_scatter`, and over.
         """
         there, right = c_int64(), c_int64()
         out = byref(there), byref(right)

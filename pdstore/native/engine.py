@@ -48,7 +48,8 @@ class Engine:
         parts: Sequence[ctypes.Structure],
         regions: Sequence[ctypes.Structure],
     ) -> None:
-        self._library, self._calls = library, library.calls
+        self._library = library
+        self._calls = library.calls
         self._lock = threading.Condition()  # no call may be running when the handle ends
         self._num_lent = 0
         self._pid = os.getpid()
@@ -205,7 +206,9 @@ class Ticket:
     """A started copy. Dropping the ticket does not stop the copy."""
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
-        self._calls, self._short_calls, self._handle = library.calls, library.short_calls, handle
+        self._calls = library.calls
+        self._short_calls = library.short_calls
+        self._handle = handle
         self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:

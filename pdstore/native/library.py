@@ -122,7 +122,8 @@ class LibraryLoader:
         find: Callable[..., Path] = find_library,
         find_built: Callable[[], Path | None] = find_built,
     ) -> None:
-        self._find, self._find_built = find, find_built
+        self._find = find
+        self._find_built = find_built
         self._has_looked = False
         self._loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
         self._missing: dict[bool, str] = {}  # why there is none: another try would fail as slowly

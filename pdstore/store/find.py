@@ -14,7 +14,7 @@ P = TypeVar("P")
 _VERBS: Mapping[str, str] = {
     "which_stored": "match",
     "get_right": "get",
-    "take": "get",
+    "start_scatter": "get",
     "put_sealed": "put",
     "put_at_once": "put",
     "fill": "put",

@@ -359,7 +359,7 @@ class InPlaceEnd(StoreEnd):
             held.callback(child.end_copy)
             with contextlib.ExitStack() as undo:  # a job that ended meanwhile waits for its copies
                 with child.in_store_call():
-                    taken = self._arena.take(batch)
+                    taken = self._arena.start_scatter(batch)
                     if taken is not None:
                         undo.callback(self._swap.finish, taken.copies)
                 undo.pop_all()

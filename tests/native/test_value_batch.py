@@ -21,6 +21,7 @@ from tests.support.arena_kit import place_of
 from tests.support.kv import LAYERS, caches_of, eventually, settings_of
 
 TOKENS = 16
+STARTS = bytes([3]) * 56 + bytes([5]) * 56
 
 
 class Rig:
@@ -89,7 +90,9 @@ def test_values_are_the_start_a_sum_and_what_the_cache_holds(rig):
 
 def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     keys = stored(rig, [3, 5])
-    taken = rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56))
+    taken = rig.store.start_scatter(
+        rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56)
+    )
     assert taken.copies.wait(10)
     assert rig.store.confirm(taken) == (2, 2)
     assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
@@ -128,15 +131,14 @@ def test_a_batch_that_cannot_be_copied_holds_nothing_either(rig):
 
 def test_a_value_of_another_header_stops_all_copies(rig):
     keys, before = stored(rig, [3, 5]), rig.payload_of(6)
-    assert rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 112)) is None
+    assert rig.store.start_scatter(rig.batch(keys, [6, 7], starts=bytes([3]) * 112)) is None
     assert rig.payload_of(6) == before
 
 
 def test_a_damaged_value_is_not_among_those_that_are_right(rig):
     keys = stored(rig, [3, 5])
     place_of(rig.store, keys[1], rig.size)[200] ^= 1
-    starts = bytes([3]) * 56 + bytes([5]) * 56
-    taken = rig.store.take(rig.batch(keys, [6, 7], starts=starts))
+    taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
     assert taken.copies.wait(10)
     assert rig.store.confirm(taken) == (2, 1)
 
@@ -165,7 +167,9 @@ def test_a_block_that_is_not_in_the_cache_is_an_error_and_leaves_nothing_reserve
 @pytest.mark.parametrize("gone", range(2))
 def test_a_value_that_goes_under_its_copy_does_not_count(rig, gone):
     keys = stored(rig, [3, 5])
-    taken = rig.store.take(rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56))
+    taken = rig.store.start_scatter(
+        rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56)
+    )
     rig.store.remove([keys[gone]])
     put(rig.store, [keys[gone]], [bytes(rig.size)])
     assert taken.copies.wait(10)
@@ -175,8 +179,7 @@ def test_a_value_that_goes_under_its_copy_does_not_count(rig, gone):
 def test_values_that_are_taken_are_leased(library, tmp_path):
     with contextlib.closing(Rig(library, tmp_path, fresh_s=0)) as rig:
         keys = stored(rig, [3, 5])
-        starts = bytes([3]) * 56 + bytes([5]) * 56
-        taken = rig.store.take(rig.batch(keys, [6, 7], starts=starts))
+        taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
         others = fresh_keys(2 * (8 << 20) // rig.size)
         with contextlib.suppress(StoreFull):
             put(rig.store, others, [bytes(rig.size)] * len(others))

@@ -30,8 +30,8 @@ class SpiedArena(ArenaStore):
     def fill(self, batches):
         return self._call("fill", batches)
 
-    def take(self, batch):
-        return self._call("take", batch)
+    def start_scatter(self, batch):
+        return self._call("start_scatter", batch)
 
     def confirm(self, taken):
         return self._call("confirm", taken)

@@ -59,7 +59,7 @@ def test_what_p_saves_in_place_d_loads_in_place(instance, store, num_tokens, wor
     assert save(p, range(num_tokens)) == JobResult(num_tokens)
     assert load(d, range(num_tokens)) == JobResult(num_tokens)
     assert_loaded(p, d, num_tokens)
-    assert set(store.calls) == {"fill", "take", "confirm"}
+    assert set(store.calls) == {"fill", "start_scatter", "confirm"}
 
 
 def test_no_staging_is_made_for_an_arena(instance):
@@ -202,7 +202,7 @@ def test_a_byte_that_another_process_changes_after_the_call_is_not_loaded(
         store.after.clear()
         value[-5] ^= 0x40
 
-    store.after["take"] = change
+    store.after["start_scatter"] = change
     library.delay(300_000)
     assert load(d, range(128)) == JobResult(64 * number, Reason.CORRUPT)
     assert_same(p, d, 64 * number)
@@ -220,7 +220,7 @@ def test_a_byte_that_was_wrong_only_while_it_was_copied_leaves_the_value(
     def flip():
         value[-5] ^= 0x40
 
-    store.before["take"] = store.before["confirm"] = flip
+    store.before["start_scatter"] = store.before["confirm"] = flip
     assert load(d, range(64)) == JobResult(0, Reason.CORRUPT)
     store.before.clear()
     assert load(d, range(64)) == JobResult(64)
@@ -272,7 +272,7 @@ def test_nothing_counts_behind_a_value_that_went_away_during_the_copy(instance, 
     assert (result.num_tokens, result.reason) == (15 * 64, Reason.LOST)
 
 
-@pytest.mark.parametrize("before", ["take", "confirm"])
+@pytest.mark.parametrize("before", ["start_scatter", "confirm"])
 def test_memory_that_another_value_took_over_does_not_count_and_is_not_removed(
     instance, store, arena, caplog, before
 ):
@@ -348,8 +348,8 @@ def test_a_load_that_is_cancelled_in_the_call_ends_after_its_copies(instance, st
     d = instance(fill=POISON, swap=lambda *of: NativeSwap(library, *of))
     save(p, range(200))
     jobs = []
-    store.before["take"] = lambda: eventually(lambda: jobs)
-    store.after["take"] = lambda: jobs[0].cancel()
+    store.before["start_scatter"] = lambda: eventually(lambda: jobs)
+    store.after["start_scatter"] = lambda: jobs[0].cancel()
     library.delay(20_000)
     jobs.append(d.pool.load(d.cache.keys(range(200)), D_BLOCKS))
     assert jobs[0].wait(10).reason is Reason.CANCELLED

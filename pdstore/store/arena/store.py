@@ -44,7 +44,7 @@ class ArenaStore(Store):
 
     All values lie in one file, `<dir>/pdstore-<uid>-<name>`, which every process maps; there is
     no server. The file stays when they end, with what it holds, until somebody removes it. P's GPU
-    copies into the very bytes that D's GPU copies from (`fill`, `take`).
+    copies into the very bytes that D's GPU copies from (`fill`, `start_scatter`).
 
     Values lie in slabs of one slot size each; the value that was used longest ago goes first, and
     a slab goes to another size when all of it is older than that. Tails and markers are missing
@@ -133,7 +133,7 @@ class ArenaStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._enter()
         check_call(keys)
-        return self._arena.match(keys) if keys else 0
+        return self._arena.match_keys(keys) if keys else 0
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._enter()
@@ -192,14 +192,14 @@ class ArenaStore(Store):
         kinds = b"".join([_kinds(batch.keys) for batch in batches])
         return self._arena.fill(batches, address_of(memory), kinds)
 
-    def take(self, batch: ValueBatch) -> Taken | None:
+    def start_scatter(self, batch: ValueBatch) -> Taken | None:
         """Leases values and starts to scatter them from where they lie: all, or none.
 
         None also if any value is missing or seen to be wrong, or if the lock is not free soon.
         Others are verified after their copy, and may be evicted meanwhile: the caller waits for
         the copies and then asks `confirm`. Raises LayoutError or SwapError if they cannot begin.
         """
-        return self._arena.take(batch, address_of(self._enter()))
+        return self._arena.start_scatter(batch, address_of(self._enter()))
 
     def confirm(self, taken: Taken) -> tuple[int, int]:
         """Returns how many of the first values have stayed ever since, and were right when copied.

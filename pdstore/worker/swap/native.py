@@ -80,7 +80,8 @@ class NativeSwap(Swap):
         self._layout = layout
         self._caches = caches_as_bytes(layout, kv_caches)
         one = self._caches[layout.held_layers[0]][0]
-        self.device, self.num_blocks = one.device, one.shape[0]
+        self.device = one.device
+        self.num_blocks = one.shape[0]
         self._library = library
         self._ordinal = CPU if self.device.type == "cpu" else self.device.index
         if self.device.type == "cuda":

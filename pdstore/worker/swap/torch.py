@@ -33,7 +33,8 @@ class TorchSwap(Swap):
         self._layout = layout
         self._caches = caches_as_bytes(layout, kv_caches)
         one = self._caches[layout.held_layers[0]][0]
-        self.device, self.num_blocks = one.device, one.shape[0]
+        self.device = one.device
+        self.num_blocks = one.shape[0]
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.to_follow(ready)
