@@ -36,10 +36,10 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 26_040,
+    "lines": 26_050,
     "files": 192,
     "small modules": 34,
-    "statements": 16_060,
+    "statements": 16_070,
     "classes": 312,
     "protocols": 22,
     "packed assignments": 83,
