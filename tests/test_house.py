@@ -46,7 +46,7 @@ BUDGET = {
     "modules in circles": 6,
     "overloaded method names": 17,
     "lines of native sources": 5_760,
-    "lines of tests": 45_040,
+    "lines of tests": 45_050,
     "nightly marks": 38,
     "lines of benchmarks, examples and integrations": 16_560,
 }
