@@ -95,8 +95,10 @@ class JobQueue:
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
         """Queues a job, behind those in `after`. A refused one comes back ended, with a reason."""
-        if self.is_in_child:
-            job.fail(PoolClosed("the pool belongs to the parent process: open one after the fork"))
+        try:
+            self.check_process()
+        except PoolClosed as error:
+            job.fail(error)
             return job
         refusal = self._admit(job)
         if refusal is not None:
@@ -125,6 +127,11 @@ class JobQueue:
     def is_in_child(self) -> bool:
         """True in the child of a fork, where any lock of the pool may be held for ever."""
         return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises PoolClosed in the child of a fork."""
+        if self.is_in_child:
+            raise PoolClosed("the pool belongs to the parent process: open one after the fork")
 
     @property
     def num_alive(self) -> int:

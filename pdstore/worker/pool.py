@@ -110,8 +110,9 @@ class KVPool:
         """Waits until all saves so far are durable, but for those that their owner cancelled.
 
         Raises SaveFailed once all have ended, for the first that failed since the last flush;
-        TimeoutError if one still runs after the time.
+        TimeoutError if one still runs after the time; PoolClosed in the child of a fork.
         """
+        self._queue.check_process()
         self._saves.flush(timeout_s)
 
     def save(

@@ -7,6 +7,9 @@ import signal
 import threading
 import time
 
+import pytest
+
+from pdstore.errors import PoolClosed
 from pdstore.outcome import Reason
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.threads import start_background
@@ -132,6 +135,8 @@ def test_a_forked_child_may_call_everything_while_the_parents_jobs_run(instance,
         running[0].cancel()
         assert p.pool.load(keys, D_BLOCKS).result.reason is Reason.CLOSED
         assert p.pool.save(keys, P_BLOCKS).result.reason is Reason.CLOSED
+        with pytest.raises(PoolClosed):
+            p.pool.flush(1.0)
         p.pool.close()
 
     join = start_background(work, work)

@@ -78,8 +78,11 @@ def test_a_load_that_could_not_be_started_is_a_failure_of_all_its_blocks(loads):
 
 def test_a_load_of_a_request_that_has_ended_is_cancelled(loads, keys):
     job = job_of()
+    child = job.begin_child(lambda job: False)
+    child.begin_copy()
     loads.put(LoadSpec("a", keys, [IDS], 0, 200), job)
     assert loads.take({"a"}) == set(), "its blocks are written until it has ended"
+    child.end_copy()
     assert job.done
 
 
