@@ -13,12 +13,13 @@ LMCACHE = PACKAGE.parent / "integrations" / "lmcache" / "pdstore_lmcache"
 """LMCache's adapter: a distribution of its own, and a room like any for these rules."""
 FLOORS = (
     ("errors",),
-    ("outcome", "settings", "environment", "device_pin", "threads"),
+    ("outcome", "settings", "environment", "device_pin", "threads", "sizing"),
     ("telemetry",),
     ("metrics", "async_runner"),
     ("format", "native"),
     ("store",),
     ("scheduler", "worker", "status"),
+    ("self_test",),
     ("adapters", "pdstore_lmcache", "testing", "cli", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

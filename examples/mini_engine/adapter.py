@@ -20,8 +20,8 @@ from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request, State
 from examples.mini_engine.tracker import Tracker
+from pdstore.self_test import self_test
 from pdstore.status.reporting import Reporting
-from pdstore.worker.self_test import self_test
 
 log = logging.getLogger(__name__)
 

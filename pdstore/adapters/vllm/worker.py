@@ -29,10 +29,10 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK, BlockTables
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
+from pdstore.self_test import self_test
 from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
-from pdstore.worker.self_test import self_test
 
 log = logging.getLogger("vllm.pdstore")
 
