@@ -44,8 +44,8 @@ from pdstore.store.base import Slots, Store
 from pdstore.telemetry.journal import Journal
 from pdstore.telemetry.request_record import RequestRecord, RequestTimer
 from pdstore.worker.job import Job
-from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
+from pdstore.worker.save import OpenSave
 from pdstore.worker.swap import (
     BlockCopy,
     BlockCopyPlan,

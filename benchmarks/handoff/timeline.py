@@ -18,7 +18,7 @@ WATCHED = {
     "pdstore.scheduler.prefix_cache:PrefixCacheManager.lookup": "lookup begins",
     "pdstore.scheduler.lookup:Lookup.finish": "lookup ends",
     "pdstore.worker.pool:KVPool.begin_save": "begin save",
-    "pdstore.worker.open_save:OpenSave.layers_done": "layers done",
+    "pdstore.worker.save:OpenSave.layers_done": "layers done",
     "pdstore.worker.pool:KVPool.load": "begin load",
     "pdstore.worker.mover:Mover.save": "save",
     "pdstore.worker.native_mover:NativeMover.save": "save",
@@ -31,7 +31,7 @@ WATCHED = {
     "pdstore.worker.swap.native:NativeSwap.start": "start copy",
     "pdstore.worker.swap.native:NativeSwap.checksums": "sum",
     "pdstore.native.engine:Ticket.wait": "wait for copy",
-    "pdstore.worker.job:Job.settle": "job ends",
+    "pdstore.worker.job:Job.end": "job ends",
     "examples.mini_engine.model:Model.forward": "forward",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "step",
 }

@@ -14,7 +14,7 @@ from pdstore.store.base import Slots
 from pdstore.store.checked import count_of, is_count
 from pdstore.store.in_place import InPlace, Loan, Reservation
 from pdstore.worker.block_range import Split
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Ends, Loaded, Mover, Source
 from pdstore.worker.swap.base import ReadyEvent

@@ -1,48 +1,133 @@
-"""Job: one save or load in flight, as its owner sees it."""
+"""Job: one save or load in flight, what it does, and the workers that are at it.
+
+Decision: one job, one lock. It guards the shares of the job's work, the copies that run and the
+end. So "is anything left to do" and "may a copy begin" have one answer each, and no thread can act
+between two looks at it. The lock is held for a few lines of Python; no store call, copy or watcher
+runs under it. Nothing here may be called from a signal handler, which might wait for a lock of its
+own thread.
+"""
 
 from __future__ import annotations
 
-import collections
+import contextlib
+import enum
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
-from pdstore.errors import JobCancelled
-from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.threads import Latch, call_each
+from pdstore.errors import JobCancelled, JobError, StoreError
+from pdstore.outcome import Direction, JobResult, Reason, reason_of
+from pdstore.threads import Deadline, call_each
 
-End = Callable[[Reason, Exception], None]
+log = logging.getLogger(__name__)
+
+
+class Urgency(enum.IntEnum):
+    """Which jobs workers begin first."""
+
+    MARKER = 0  # a few bytes that another instance waits for; no bound refuses it
+    HANDOFF = 1  # another instance waits for all of it
+    ORDINARY = 2
+
+
+class Shortfall(NamedTuple):
+    """Why a job did less than all of its work, and the exception behind the reason."""
+
+    reason: Reason
+    error: Exception | None = None
+
+
+class Work:
+    """The content of a job, in shares that several workers can carry at once.
+
+    Its job reads the properties and calls `next_share` under `lock`, and calls `finish` without it,
+    once, after the last share. After a shortfall no further share is begun. This class has no
+    shares: all is in `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    @property
+    def progress(self) -> int:
+        """Leading tokens of the prompt that are where they should be by now."""
+        return 0
+
+    @property
+    def num_ready(self) -> int:
+        """Shares that can be begun now."""
+        return 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if all shares are begun and no more will become ready."""
+        return True
+
+    def next_share(self) -> Share:
+        """Returns one of the shares that are ready, which a worker begins."""
+        raise NotImplementedError
+
+    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        """Does what follows the last share. Returns why the job did less than all, or None.
+
+        shortfall: the first one, if there was one: then shares are left, and the work may be open
+          still. May raise as a share may.
+        """
+        return shortfall
 
 
 class Job:
     """One save or load in flight. `KVPool` makes it; any thread may ask, wait and cancel.
 
     A job ends exactly once: when its work is done or has failed, at its deadline, by `cancel`, or
-    when the pool closes. After the end nothing reads or writes the paged cache for it any more.
-    All methods may be called from a signal handler too.
+    when the pool closes. An end that comes during block copies takes effect when the last of them
+    is over, and no copy begins after it. So after the end nothing reads or writes the paged cache
+    for the job any more, however late the store answers.
 
     began: monotonic seconds; no call of the store is earlier.
-    end: ends the work; `JobRun.end`.
+    seconds: time limit, from when the job may run.
     """
 
-    def __init__(self, direction: Direction, end: End) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        work: Work,
+        *,
+        seconds: float,
+        num_bytes: int = 0,
+        urgency: Urgency = Urgency.ORDINARY,
+    ) -> None:
         self.direction = direction
+        self.num_bytes = num_bytes
+        self.urgency = urgency
         self.began = time.monotonic()
-        self._end = end
+        self.deadline = Deadline(seconds)
+        self._seconds = seconds
         self._pid = os.getpid()
-        self._latch = Latch()
-        self._settling = threading.Lock()
-        self._result: JobResult | None = None
-        self._watchers: collections.deque[Callable[[Job], None]] = collections.deque()
+        self._lock = work.lock
+        self._work: Work | None = work  # None from the end on
+        self._shortfall: Shortfall | None = None
+        self._num_children = 0
+        self._is_finishing = False
+        self._busy_s = 0.0
+        self._busy_since = 0.0  # while there are children
+        self._num_copies = 0
+        self._is_ending = False
+        self._end: Shortfall | None = None
         self._captured = False
         self._store_calls: tuple[float, float] | None = None
+        self._watchers: list[Callable[[Job], None]] = []
+        self._result: JobResult | None = None
+        self._has_ended = threading.Event()
 
     @property
     def done(self) -> bool:
         """The job has ended; `result` says how."""
-        return self._latch.is_set
+        return self._result is not None
 
     @property
     def captured(self) -> bool:
@@ -52,13 +137,12 @@ class Job:
     @property
     def durable(self) -> bool:
         """Of a save: another process can load all of it."""
-        result = self.result
-        return result is not None and result.reason is None
+        return self._result is not None and self._result.reason is None
 
     @property
     def result(self) -> JobResult | None:
         """The outcome; None before the job has ended."""
-        return self._result if self.done else None
+        return self._result
 
     @property
     def in_store(self) -> tuple[float, float] | None:
@@ -67,9 +151,9 @@ class Job:
 
     def wait(self, timeout_s: float) -> JobResult:
         """Waits for the end. Raises TimeoutError if the job still runs after the time."""
-        if not self._latch.wait(timeout_s):
+        self._has_ended.wait(max(0.0, timeout_s))
+        if self._result is None:
             raise TimeoutError(f"the {self.direction.value} still runs after {timeout_s} s")
-        assert self._result is not None
         return self._result
 
     def cancel(self) -> None:
@@ -78,34 +162,248 @@ class Job:
         In the child of a fork it does nothing: the job is the parent's.
         """
         if os.getpid() == self._pid:
-            self._end(Reason.CANCELLED, JobCancelled("cancelled by its owner"))
+            self.end(Reason.CANCELLED, JobCancelled("cancelled by its owner"))
 
     def on_end(self, watcher: Callable[[Job], None]) -> None:
         """Calls `watcher(job)` once when the job has ended, or now if it has; on any thread."""
-        self._watchers.append(watcher)
-        if self.done:  # perhaps since the line above
-            self._tell_watchers()
+        with self._lock:
+            if self._result is None:
+                self._watchers.append(watcher)
+                return
+        call_each([partial(watcher, self)])
+
+    # What follows is for the queue and its workers.
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that would find something more to do: one for each share, or one for the end."""
+        with self._lock:
+            return self._num_ready()
+
+    def start_clock(self) -> None:
+        """Starts the time limit: waiting for other jobs does not count."""
+        self.deadline = Deadline(self._seconds)
+
+    def begin_child(self, goes_on: Callable[[Job], bool]) -> ChildJob | None:
+        """Puts one more worker to the job; None if there is nothing to do for it.
+
+        goes_on: asked after each share; True if the worker takes the next one of this job, too.
+        """
+        with self._lock:
+            if not self._num_ready():
+                return None
+            if not self._num_children:
+                self._busy_since = time.monotonic()
+            self._num_children += 1
+            return ChildJob(self, goes_on)
+
+    def end(self, reason: Reason | None, error: Exception | None = None) -> None:
+        """Ends the job unless it has ended; during block copies, right after them."""
+        with self._lock:
+            if not self._is_ending:
+                self._is_ending = True
+                self._end = None if reason is None else Shortfall(reason, error)
+            is_due = self._num_copies == 0
+        if is_due:
+            self._settle()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the job with an exception."""
+        reason = reason_of(error)
+        if reason is Reason.FAULT and not self._is_ending:
+            log.error("a %s failed: %r", self.direction.value, error)
+        self.end(reason, error)
+
+    def _num_ready(self) -> int:
+        if self._is_ending or self._is_finishing:
+            return 0
+        return self._num_shares() or int(not self._num_children and self._is_at_end())
+
+    def _num_shares(self) -> int:
+        return 0 if self._work is None or self._shortfall else self._work.num_ready
+
+    def _is_at_end(self) -> bool:
+        return self._work is None or self._shortfall is not None or self._work.is_at_end
+
+    def _settle(self) -> None:
+        """Tells the end, whose cause is known; only the first call counts."""
+        with self._lock:
+            work, self._work = self._work, None
+            if work is None:
+                return
+            progress = work.progress
+            if self._num_children:
+                self._busy_s += time.monotonic() - self._busy_since
+        del work  # what it holds is released before anyone hears that the job is done
+        reason, error = self._end or (None, None)
+        if error is not None:
+            _release_frames(error)
+        with self._lock:
+            self._result = JobResult(progress, reason, error, self._busy_s)
+            watchers, self._watchers = self._watchers, []
+        self._has_ended.set()
+        call_each([partial(watcher, self) for watcher in watchers])
+
+
+class ChildJob:
+    """One worker's time at a job, in which it carries one share after the other.
+
+    Only that worker's thread calls it; `is_hung` is for any thread. It may leave one block copy
+    under way while it fills slots for the next (`follow`), and waits for it before it leaves.
+    """
+
+    def __init__(self, job: Job, goes_on: Callable[[Job], bool]) -> None:
+        self._job = job
+        self._goes_on = goes_on
+        self._is_in_store = False
+        self._under_way: Callable[[], None] | None = None
+
+    @property
+    def direction(self) -> Direction:
+        return self._job.direction
+
+    @property
+    def deadline(self) -> Deadline:
+        return self._job.deadline
+
+    @property
+    def is_over(self) -> bool:
+        """True if the job has ended or is about to: nothing may be begun for it."""
+        return self._job._is_ending
+
+    @property
+    def is_hung(self) -> bool:
+        """True while its worker is still in a store call although the job's time is up."""
+        return self._is_in_store and self._job.done and self.deadline.is_over()
+
+    @property
+    def has_copy_under_way(self) -> bool:
+        return self._under_way is not None
+
+    def run(self) -> None:
+        """Carries shares until none is left or another job's turn comes.
+
+        Whoever finds nothing left and nobody else at work does the end. Raises what is no error of
+        the store; then the worker still counts as being at the job, so that no other one does the
+        end before `fail` is called.
+        """
+        job = self._job
+        try:
+            self._carry_shares()
+        finally:
+            self.finish_copy()
+        with job._lock:
+            is_last = job._num_children == 1 and job._is_at_end() and not job._is_ending
+            work = job._work if is_last else None
+            job._is_finishing = is_last
+            if work is None:
+                job._num_children -= 1
+                if not job._num_children:
+                    job._busy_s += time.monotonic() - job._busy_since
+                return
+        shortfall = work.finish(self, job._shortfall)
+        del work
+        job.end(*(shortfall or (None, None)))
+
+    def fail(self, error: Exception) -> None:
+        """Ends the whole job: `run` raised something that is no error of the store."""
+        self._job.fail(error)
+
+    def check(self) -> None:
+        """Raises JobError when the job has ended: then only give back what is held."""
+        if self._job._is_ending:
+            raise JobError("the job has ended")
 
     def set_captured(self) -> None:
-        """The run says: the source blocks are copied."""
-        self._captured = True
+        """Says that the job's source blocks are copied, or are not needed any more."""
+        self._job._captured = True
 
-    def note_store_call(self, begin: float, end: float) -> None:
-        """The run says when a store call began and ended. Of two at once, one may be left out."""
-        first, last = self._store_calls or (begin, end)
-        self._store_calls = (min(first, begin), max(last, end))
+    def begin_copy(self) -> None:
+        """Before the paged cache is touched. Raises JobError when the job has ended."""
+        with self._job._lock:
+            self.check()
+            self._job._num_copies += 1
 
-    def settle(self, result: JobResult) -> None:
-        """The run says how the job ended; only the first call counts."""
-        if self._settling.acquire(blocking=False):
-            self._result = result
-            self._latch.set()
-            self._tell_watchers()
+    def end_copy(self) -> None:
+        """After each `begin_copy`: the paged cache is not touched any more."""
+        job = self._job
+        with job._lock:
+            job._num_copies -= 1
+            is_due = job._is_ending and job._num_copies == 0
+        if is_due:
+            job._settle()
 
-    def _tell_watchers(self) -> None:
-        while self._watchers:
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Surrounds what touches the paged cache. Raises JobError when the job has ended."""
+        self.begin_copy()
+        try:
+            yield
+        finally:
+            self.end_copy()
+
+    @contextlib.contextmanager
+    def in_store_call(self) -> Iterator[None]:
+        """Surrounds a call of the store. Raises JobError before or after it if the job ended."""
+        job = self._job
+        self.check()
+        begin = time.monotonic()
+        self._is_in_store = True
+        try:
+            yield
+        finally:
+            self._is_in_store = False
+            end = time.monotonic()
+            with job._lock:
+                first, last = job._store_calls or (begin, end)
+                job._store_calls = (min(first, begin), max(last, end))
+        self.check()
+
+    def follow(self, finish: Callable[[], None]) -> None:
+        """Leaves a copy under way, after waiting for the one before it.
+
+        finish: waits for the copy, gives back its slots and its `begin_copy`.
+        """
+        self.finish_copy(finish)
+
+    def finish_copy(self, following: Callable[[], None] | None = None) -> None:
+        """Waits for the copy that is under way, if there is one."""
+        finish, self._under_way = self._under_way, following
+        if finish is not None:
+            finish()
+
+    def _carry_shares(self) -> None:
+        job = self._job
+        while True:
+            with job._lock:
+                work = job._work
+                if job._is_ending or work is None or not job._num_shares():
+                    return
+                share = work.next_share()
+            shortfall: Shortfall | None = None
             try:
-                watcher = self._watchers.popleft()
-            except IndexError:  # another thread was faster
+                reason = share(self)
+                shortfall = None if reason is None else Shortfall(reason)
+            except StoreError as error:
+                shortfall = Shortfall(reason_of(error), error)
+            with job._lock:
+                job._shortfall = job._shortfall or shortfall
+            del share, work
+            if not self._goes_on(job):
                 return
-            call_each([partial(watcher, self)])
+
+
+Share = Callable[[ChildJob], Reason | None]
+"""Moves some blocks on a worker thread. Returns why not all of them, or None; may raise."""
+
+
+def _release_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error and its causes: their frames hold slots and tensors."""
+    seen: set[int] = set()
+    rest: list[BaseException | None] = [error]
+    while rest:
+        each = rest.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            rest += (each.__cause__, each.__context__)

@@ -1,123 +1,130 @@
-"""JobQueue: which job's work each worker does next, and until when.
+"""JobQueue: which job each worker does next, and until when.
 
-Locking. The condition guards the collections; no job is run, ended or told under it, and no I/O is
-done. Job runs' locks may be taken under it, never the other way round. A signal handler may call
-everything here while its own thread is inside. So a job is added first, and only then the queue is
-asked whether it is closed; and collections are copied before they are looped over.
+Decision: one lock, a sorted list of ready jobs for each direction, and workers that are all alike.
+No job is run or ended under the lock, and no I/O is done. A job's own lock may be taken under it,
+never the other way round. Of equally urgent jobs the one whose time is up first comes first; a
+job's time limit grows with its bytes. So a small job passes a large one that came shortly before,
+and none starves. Nothing here may be called from a signal handler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import os
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdstore.device_pin import DevicePin
-from pdstore.errors import JobDeadline, JobError, PoolClosed, StoreError, StoreTimeout
-from pdstore.metrics import Metrics
+from pdstore.errors import JobDeadline, JobError, PoolClosed, QueueFull, StoreError, StoreTimeout
+from pdstore.metrics import Metrics, Showing
 from pdstore.outcome import Direction, Reason
-from pdstore.settings import Settings
-from pdstore.threads import Deadline, Latch, Ticker, Worker
-from pdstore.worker.child_job import ChildJob
-from pdstore.worker.countdown import Countdown
-from pdstore.worker.ended_jobs import EndedJobs
-from pdstore.worker.idle_workers import IdleWorkers
-from pdstore.worker.job import Job
-from pdstore.worker.job_run import JobRun, Urgency
-from pdstore.worker.queue_gauges import QueueGauges
-from pdstore.worker.ready_jobs import ReadyJobs
-from pdstore.worker.waiting_jobs import WaitingJobs
+from pdstore.threads import Deadline, Ticker, Worker
+from pdstore.worker.job import ChildJob, Job, Urgency
 
 log = logging.getLogger(__name__)
 
+MAX_JOBS = 1024
+MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
 STOP_S = 1.0
 """Time for the markers of what a close has cut, and for the threads to end."""
-_LOOK_S = 0.05
+
+_Entry = tuple[Urgency, float, int, Job]
+"""A ready job, in the order in which jobs are begun: when its time is up, and its number."""
 
 
 class JobQueue:
     """Runs jobs on worker threads, with bounds on the queues, on time and on the close.
 
-    A worker takes a share of about 32 MiB, of a save into an arena of up to 256, and then looks
-    again whose turn it is. Markers come first, then the jobs of hand-offs, then the others. Of
-    equals, every other worker takes the oldest job and the rest take the one with the fewest shares
-    left: a small job passes large ones, and no job starves. A worker is kept for each direction;
-    the others take the direction that fewer of them serve.
+    A worker carries a share of about 32 MiB, of a save into an arena of up to 256, and then looks
+    again whose turn it is. Markers come first, then the jobs of hand-offs, then the others; of
+    equally urgent ones the direction that fewer workers serve. One direction never has all workers.
 
     A deadline ends the job; its worker stays out of service until the store call has really
     returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
 
+    max_jobs, max_bytes: of the jobs of one direction that no worker has begun. Markers count, but
+      are never too many: another instance waits for them, and they are small.
     Raises DeviceError when a worker cannot be put on its device.
     """
 
-    def __init__(self, settings: Settings, pin: DevicePin, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        pin: DevicePin,
+        metrics: Metrics,
+        *,
+        max_jobs: int = MAX_JOBS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
         self._metrics = metrics
+        self._max_jobs = max_jobs
+        self._max_bytes = max_bytes
+        self._most_busy = max(1, num_workers - 1)  # workers that one direction may have
         lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._idle = IdleWorkers(lock)
-        self._ready = ReadyJobs()
-        self._waiting = WaitingJobs(settings)
-        self._alive: dict[JobRun, None] = {}
+        self._has_ready = threading.Condition(lock)  # workers wait for it
+        self._is_idle = threading.Condition(lock)  # `close` waits for it
+        self._alive: dict[Job, None] = {}
+        self._waiting: dict[Direction, dict[Job, None]] = {d: {} for d in Direction}
+        self._ready: dict[Direction, list[_Entry]] = {d: [] for d in Direction}
+        self._entries: dict[Job, _Entry] = {}
+        self._numbers = itertools.count()
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()
-        self._deadlines: dict[JobRun, float] = {}
-        self._next_deadline = float("inf")
-        self._is_closing = self._is_closed = False
-        self._closer: int | None = None
-        self._closed = Latch()
+        self._timed: set[Job] = set()  # they wait for no other job, so their time runs
+        self._next_deadline = math.inf
+        self._is_closing = False
+        self._is_closed = False
+        self._closed = threading.Event()
         self._pid = os.getpid()
-        self._gauges = QueueGauges(
-            metrics,
-            num_alive=lambda: self.num_alive,
-            num_hung=lambda: self.num_hung,
-            waiting=self._waiting,
-        )
+        for gauge, number in self._gauges():
+            gauge.set_function(number)
         self._workers: list[Worker] = []
-        self._ended = EndedJobs(metrics, lambda: self._clock.wake())
         self._clock = Ticker("pdstore-deadlines", self._end_late_jobs)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, 0.0)
-            for i in range(settings.workers):
-                self._workers.append(Worker(f"pdstore-worker-{i}", partial(self._take, i), pin))
+            for i in range(num_workers):
+                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_turn, pin))
             undo.pop_all()
 
-    def submit(self, run: JobRun, after: Sequence[Job] = ()) -> Job:
+    def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
         """Queues a job, behind those in `after`. A refused one comes back ended, with a reason."""
-        if self._is_in_child:
-            run.fail(PoolClosed("the pool belongs to the parent process: open one after the fork"))
-            return run.job
-        run.job.on_end(lambda _: self._forget(run))
-        refusal = self._admit(run)
+        if self.is_in_child:
+            job.fail(PoolClosed("the pool belongs to the parent process: open one after the fork"))
+            return job
+        refusal = self._admit(job)
         if refusal is not None:
-            run.fail(refusal)
-            return run.job
-        waiting = Countdown(len(after), partial(self._enqueue, run))
-        for earlier in after:
-            earlier.on_end(waiting.count)
-        return run.job
+            return self.reject(job, refusal)
+        job.on_end(self._forget)
+        self._enqueue_after(list(after), job)
+        return job
 
-    def reject(self, run: JobRun, error: JobError | StoreError) -> Job:
+    def reject(self, job: Job, error: JobError | StoreError) -> Job:
         """Ends a job that was not taken, and counts it."""
-        if not self._is_in_child:
-            run.job.on_end(lambda _: self._forget(run))
-        run.fail(error)
-        return run.job
+        if not self.is_in_child:
+            job.on_end(self._count_end)
+        job.fail(error)
+        return job
 
-    def wake(self, run: JobRun) -> None:
+    def wake(self, job: Job) -> None:
         """Restarts a job's time limit; wakes workers if it has new shares, or for its end."""
-        if self._is_in_child:
+        if self.is_in_child:
             return
-        with self._changed:
-            if run in self._deadlines:  # it waits for no other job
-                run.start_clock()
-                self._deadlines[run] = run.deadline.at
-                if run.has_more:
-                    self._make_ready(run)
+        with self._has_ready:
+            if job in self._timed:
+                job.start_clock()
+                self._offer(job)
+
+    @property
+    def is_in_child(self) -> bool:
+        """True in the child of a fork, where any lock of the pool may be held for ever."""
+        return os.getpid() != self._pid
 
     @property
     def num_alive(self) -> int:
@@ -127,10 +134,10 @@ class JobQueue:
     @property
     def num_hung(self) -> int:
         """Store calls that go on although their job's time is up."""
-        if self._is_in_child:
+        if self.is_in_child:
             return 0
-        with self._changed:
-            return sum(child.is_hung for child in self._children.copy())
+        with self._has_ready:
+            return sum(child.is_hung for child in self._children)
 
     @property
     def problem(self) -> str | None:
@@ -142,153 +149,193 @@ class JobQueue:
         """Lets jobs run for up to `drain_s`, ends the rest, stops the threads in a second more.
 
         Twice is fine. Hand-offs that are cut are marked as failed before the threads stop. A second
-        caller waits for the first; a signal handler that interrupts the first returns at once.
-        Returns whether this was the first call; never in the child of a fork.
+        caller waits for the first. Returns whether this was the first call; never in the child of a
+        fork.
         """
-        if self._is_in_child or self._closer == threading.get_ident():
+        if self.is_in_child:
             return False
-        with self._changed:
-            is_first, self._is_closing = not self._is_closing, True
+        with self._has_ready:
+            is_first = not self._is_closing
+            self._is_closing = True
         if not is_first:
             self._closed.wait(drain_s + STOP_S)
             return False
-        self._closer = threading.get_ident()
         try:
             self._close(drain_s)
         finally:
-            self._closer = None
             self._closed.set()
         return True
 
     def _close(self, drain_s: float) -> None:
         self._wait_until_idle(drain_s)
-        for run in list(self._alive):
-            run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+        self._end_all()
         limit = Deadline(STOP_S)
         self._wait_until_idle(STOP_S / 2)  # markers that say so
-        with self._changed:
+        with self._has_ready:
             self._is_closed = True
-            self._idle.wake_all()
-        for run in list(self._alive):
-            run.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+            self._has_ready.notify_all()
+        self._end_all()
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(limit.remaining_s())
-        self._ended.count()
-        self._gauges.clear()
+        for gauge, _ in self._gauges():  # metrics outlive a pool
+            gauge.set_function(lambda: 0)
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
 
+    def _end_all(self) -> None:
+        for job in list(self._alive):
+            job.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+
     def _wait_until_idle(self, seconds: float) -> None:
-        limit = Deadline(seconds)
-        with self._changed:
-            while self._alive and not limit.is_over():
-                # a handler may have ended the last job after the look at it: look again
-                self._changed.wait(min(_LOOK_S, limit.remaining_s()))
+        with self._is_idle:
+            self._is_idle.wait_for(lambda: not self._alive, seconds)
 
-    @property
-    def _is_in_child(self) -> bool:
-        """True in the child of a fork, where any lock here may be held for ever."""
-        return os.getpid() != self._pid
-
-    def _admit(self, run: JobRun) -> JobError | StoreError | None:
+    def _admit(self, job: Job) -> JobError | StoreError | None:
         """Adds a job to those that wait. Returns why it cannot be taken, or None."""
         num_hung = self.num_hung
         if num_hung > MAX_HUNG_CALLS:
             return StoreTimeout(f"{num_hung} store calls hang; waiting for one to return")
-        is_marker = run.urgency is Urgency.MARKER
-        with self._changed:
-            self._alive[run] = None
-            full = self._waiting.add(run)
+        is_marker = job.urgency is Urgency.MARKER
+        with self._has_ready:
             if self._is_closed or (self._is_closing and not is_marker):
                 return PoolClosed("the pool was closed")
-        return full
+            waiting = self._waiting[job.direction]
+            is_too_big = waiting and _bytes_of(waiting) + job.num_bytes > self._max_bytes
+            if (len(waiting) >= self._max_jobs or is_too_big) and not is_marker:
+                return QueueFull(f"{len(waiting)} {job.direction.value} jobs wait already")
+            self._alive[job] = None
+            waiting[job] = None
+        return None
 
-    def _enqueue(self, run: JobRun) -> None:
-        run.start_clock()
-        with self._changed:
-            if run not in self._alive:
+    def _enqueue_after(self, earlier: list[Job], job: Job, _ended: Job | None = None) -> None:
+        """Queues a job when all of the earlier ones have ended."""
+        while earlier and earlier[-1].done:
+            earlier.pop()
+        if earlier:
+            earlier[-1].on_end(partial(self._enqueue_after, earlier[:-1], job))
+            return
+        job.start_clock()
+        with self._has_ready:
+            if job not in self._alive:
                 return
-            self._deadlines[run] = run.deadline.at
-            is_next = run.deadline.at < self._next_deadline
-            if run.has_more:
-                self._make_ready(run)
+            self._timed.add(job)
+            is_next = job.deadline.at < self._next_deadline
+            self._offer(job)
         if is_next:
             self._clock.wake()
 
-    def _make_ready(self, run: JobRun) -> None:
+    def _offer(self, job: Job) -> None:
         """Shows a job to the workers, and wakes one for each of its shares or for its end."""
-        self._ready.add(run)
-        self._idle.wake(run.direction, max(1, run.num_left))
+        num_ready = job.num_ready
+        if num_ready and job not in self._entries:
+            entry = (job.urgency, job.deadline.at, next(self._numbers), job)
+            self._entries[job] = entry
+            insort(self._ready[job.direction], entry)
+        self._has_ready.notify(num_ready)
 
-    def _take(self, worker: int) -> _Turn | None:
+    def _remove_entry(self, job: Job) -> None:
+        entry = self._entries.pop(job, None)
+        if entry is not None:
+            ready = self._ready[job.direction]
+            del ready[bisect_left(ready, entry)]
+
+    def _next_turn(self) -> _Turn | None:
         """Returns the next work of a worker; None at the end."""
-        with self._changed:
-            while True:
-                child = self._next_child(worker)
-                if child is not None:
-                    self._num_busy[child.direction] += 1
+        with self._has_ready:
+            while not self._is_closed:
+                job = self._choose()
+                child = None if job is None else job.begin_child(self._goes_on)
+                if job is not None and child is not None:
+                    self._waiting[job.direction].pop(job, None)
+                    self._num_busy[job.direction] += 1
                     self._children.add(child)
                     return _Turn(child, self._turn_ended)
-                if self._is_closed:
-                    return None
-                self._idle.wait(worker)
-
-    def _next_child(self, worker: int) -> ChildJob | None:
-        while (run := self._ready.choose(worker, self._num_busy)) is not None:
-            child = run.take(partial(self._goes_on, worker))
-            if not run.has_more:
-                self._ready.discard(run)
-            if child is not None:
-                self._waiting.discard(run)
-                return child
+                if job is None:
+                    self._has_ready.wait()
         return None
 
-    def _goes_on(self, worker: int, run: JobRun) -> bool:
+    def _choose(self) -> Job | None:
+        """Returns the job whose turn it is on a worker that is free; None if there is none."""
+        firsts = (self._first(way) for way in Direction if self._num_busy[way] < self._most_busy)
+        return min(
+            (job for job in firsts if job is not None),
+            key=lambda job: (job.urgency, self._num_busy[job.direction]),
+            default=None,
+        )
+
+    def _first(self, direction: Direction) -> Job | None:
+        """Returns the first job of a direction that has something for one more worker."""
+        ready = self._ready[direction]
+        while ready:
+            job = ready[0][-1]
+            if job.num_ready:
+                return job
+            self._remove_entry(job)
+        return None
+
+    def _goes_on(self, job: Job) -> bool:
         """True if it is still this job's turn on the worker that has just carried a share of it."""
-        with self._changed:
-            self._num_busy[run.direction] -= 1
-            chosen = self._ready.choose(worker, self._num_busy)
-            self._num_busy[run.direction] += 1
-            if not run.has_more:
-                self._ready.discard(run)
-        return chosen is run
+        with self._has_ready:
+            self._num_busy[job.direction] -= 1
+            chosen = self._choose()
+            self._num_busy[job.direction] += 1
+        return chosen is job
 
     def _turn_ended(self, child: ChildJob) -> None:
-        with self._changed:
+        with self._has_ready:
             self._num_busy[child.direction] -= 1
             self._children.discard(child)
 
-    def _forget(self, run: JobRun) -> None:
+    def _forget(self, job: Job) -> None:
         """Follows the end of a job, whoever ended it."""
-        with self._changed:
-            self._alive.pop(run, None)
-            self._waiting.discard(run)
-            self._ready.discard(run)
-            self._deadlines.pop(run, None)
-            self._changed.notify_all()
-        self._ended.add(run)
+        with self._has_ready:
+            self._alive.pop(job, None)
+            self._waiting[job.direction].pop(job, None)
+            self._remove_entry(job)
+            self._timed.discard(job)
+            if not self._alive:
+                self._is_idle.notify_all()
+        self._count_end(job)
+
+    def _count_end(self, job: Job) -> None:
+        result = job.result
+        assert result is not None
+        seconds = time.monotonic() - job.began
+        self._metrics.job_ended(job.direction, result.reason, seconds, result.error)
 
     def _end_late_jobs(self) -> float | None:
-        self._ended.count()
         now = time.monotonic()
-        with self._changed:
-            late = [run for run, at in self._deadlines.items() if at <= now]
-            for run in late:
-                del self._deadlines[run]
+        with self._has_ready:
+            late = [job for job in self._timed if job.deadline.at <= now]
+            self._timed.difference_update(late)
             # a planned turn stays: one for nothing costs less than a wake for each job to come
-            planned = self._next_deadline if self._next_deadline > now else float("inf")
-            self._next_deadline = min(self._deadlines.values(), default=planned)
-            pause = None if self._next_deadline == float("inf") else self._next_deadline - now
-        for run in late:
-            run.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
+            planned = self._next_deadline if self._next_deadline > now else math.inf
+            deadlines = (job.deadline.at for job in self._timed)
+            self._next_deadline = min(deadlines, default=planned)
+            pause = None if self._next_deadline == math.inf else self._next_deadline - now
+        for job in late:
+            job.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause
+
+    def _gauges(self) -> list[tuple[Showing, Callable[[], int]]]:
+        """Returns what shows the queue's numbers. The metrics read them without the lock."""
+        gauges: list[tuple[Showing, Callable[[], int]]] = [
+            (self._metrics.jobs_alive, lambda: self.num_alive),
+            (self._metrics.hung_store_calls, lambda: self.num_hung),
+        ]
+        for way, waiting in self._waiting.items():
+            num_bytes = partial(_bytes_of, waiting)
+            gauges.append((self._metrics.queue_jobs.labels(way.value), partial(len, waiting)))
+            gauges.append((self._metrics.queue_bytes.labels(way.value), num_bytes))
+        return gauges
 
 
 class _Turn:
     """A child job's time on a worker."""
 
     def __init__(self, child: ChildJob, ended: Callable[[ChildJob], None]) -> None:
-        self._child, self._ended = child, ended
+        self._child = child
+        self._ended = ended
 
     def run(self) -> None:
         self._child.run()
@@ -297,3 +344,7 @@ class _Turn:
     def fail(self, error: Exception) -> None:
         self._ended(self._child)
         self._child.fail(error)
+
+
+def _bytes_of(jobs: dict[Job, None]) -> int:
+    return sum(job.num_bytes for job in list(jobs))

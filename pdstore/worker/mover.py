@@ -19,7 +19,7 @@ from pdstore.store.checked import count_of, num_done_of
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.worker.block_range import Split
 from pdstore.worker.block_tables import tables_of
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent, Swap
 from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import PromptBlocks, Value, counted_tokens, whole_blocks

@@ -13,9 +13,8 @@ from pdstore.native.value_batch import ValueBatch
 from pdstore.outcome import Reason
 from pdstore.store.in_place import NativeInPlace, Taken
 from pdstore.worker.block_range import RANGE_BYTES, Split
-from pdstore.worker.child_job import ChildJob
 from pdstore.worker.in_place_mover import InPlaceMover
-from pdstore.worker.job_run import Urgency
+from pdstore.worker.job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
 from pdstore.worker.mover import Ends, Loaded, Source
 from pdstore.worker.swap.base import ReadyEvent
@@ -23,10 +22,6 @@ from pdstore.worker.swap.native import NativeSwap, UnplacedCopy
 from pdstore.worker.value_run import ValueRun
 from pdstore.worker.values import Value
 from pdstore.worker.verified import Verified
-
-_REST_S = 0.001
-"""A worker sleeps for so long after the last shares of a hand-off: P answers at about that time,
-and would wait for Python's lock."""
 
 
 class NativeMover(InPlaceMover):
@@ -37,7 +32,6 @@ class NativeMover(InPlaceMover):
 
     swap, in_place: the swap and the store of `ends`.
     memory: as `InPlaceMover` takes it.
-    num_workers: that move values at a time.
     range_bytes: about how much one batch of a call moves.
     """
 
@@ -47,12 +41,11 @@ class NativeMover(InPlaceMover):
         swap: NativeSwap,
         in_place: NativeInPlace,
         memory: MappedMemory,
-        num_workers: int,
         range_bytes: int = RANGE_BYTES,
     ) -> None:
         super().__init__(ends, in_place, memory, Split.native(range_bytes))
-        self._native_swap, self._native = swap, in_place
-        self._num_workers = num_workers
+        self._native_swap = swap
+        self._native = in_place
 
     def save(
         self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
@@ -60,9 +53,8 @@ class NativeMover(InPlaceMover):
         self._wait_for_memory(child)
         batches = [self._batch(source.values, 0, source.ready) for source in sources]
         kinds = [kind for source in sources for kind in _kinds_of(source.values)]
-        is_end = child.urgency is Urgency.HANDOFF and child.num_left < self._num_workers
         with child.copying(), child.in_store_call():
-            filled = self._native.fill(kinds, batches, _REST_S if is_end else 0.0)
+            filled = self._native.fill(kinds, batches, 0.0)
         start = 0
         for values, _ in sources:
             end = start + len(values)

@@ -18,7 +18,7 @@ from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
 from pdstore.store.optional import SealingWriter, VerifyingReader
 from pdstore.worker.block_range import Split
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.mover import BAD, Ends
 from pdstore.worker.staged_mover import Arrived, StagedMover
 from pdstore.worker.staging import Staging

@@ -52,7 +52,7 @@ def open_mover(
     saves = settings.publish and settings.role != "decode"
     # an instance that never saves cannot heal the value, and may have the wrong key itself
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
-    mover = _in_place(ends, settings.workers, range_bytes, undo)
+    mover = _in_place(ends, range_bytes, undo)
     if mover is not None:
         return mover
     staging = Staging(
@@ -69,9 +69,7 @@ def open_mover(
     return StagedMover(ends, staging, split, removed)
 
 
-def _in_place(
-    ends: Ends, num_workers: int, range_bytes: int, undo: contextlib.ExitStack
-) -> Mover | None:
+def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> Mover | None:
     swap, store = ends.swap, ends.store
     in_place = find_optional(store, InPlace)
     if in_place is None:
@@ -85,5 +83,5 @@ def _in_place(
     log.info("%s: values are copied in its own memory, without staging", store.label)
     native = find_optional(store, NativeInPlace)
     if native is not None and isinstance(swap, NativeSwap):
-        return NativeMover(ends, swap, native, memory, num_workers, range_bytes)
+        return NativeMover(ends, swap, native, memory, range_bytes)
     return InPlaceMover(ends, in_place, memory, Split(range_bytes))

@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from pdstore.device_pin import DevicePin
-from pdstore.errors import LayoutError, ReadOnly
+from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction
-from pdstore.settings import Settings
+from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.block_tables import check_windows, tables_of
-from pdstore.worker.caller_stream import behind_caller
-from pdstore.worker.follower import Follower
-from pdstore.worker.heartbeat import Heartbeat
-from pdstore.worker.job import Job
-from pdstore.worker.job_queue import STOP_S, JobQueue
-from pdstore.worker.job_run import JobRun, Urgency
-from pdstore.worker.load_work import LoadWork
-from pdstore.worker.markers import Markers
+from pdstore.worker.follow import Follow, Follower
+from pdstore.worker.heartbeat import Heartbeat, Markers
+from pdstore.worker.job import Job, Urgency
+from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
+from pdstore.worker.load import LoadWork
 from pdstore.worker.open_mover import open_mover
-from pdstore.worker.open_save import OpenSave
-from pdstore.worker.save_ledger import SaveLedger
-from pdstore.worker.save_work import SaveWork
-from pdstore.worker.start_line import log_start
+from pdstore.worker.save import OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import ReadyEvent, Swap
 from pdstore.worker.swap.caches import LayerCache
 from pdstore.worker.values import PromptBlocks, bytes_of
 
+log = logging.getLogger(__name__)
+
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
 
 
 class KVPool:
-    """Saves prompts' KV blocks to the pool and loads them from it. Any thread may call it.
+    """Saves prompts' KV blocks to the pool and loads them from it.
+
+    Any thread may call it, but no signal handler: the thread that it interrupts may hold a lock.
 
     layout, kv_caches: as `TorchSwap` takes them. Host memory is pinned beside the rest of the
       engine's start: `ready` waits for the end of it, before graphs are captured.
@@ -50,6 +51,7 @@ class KVPool:
     store: the caller's, who closes it; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
     range_bytes: about how much a block range has; see `JobQueue` for what a worker moves in a turn.
+    max_jobs: saves, and loads, that no worker has begun yet. More are dropped and counted.
     Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
     StoreError when the store is required and does not answer.
     """
@@ -65,11 +67,13 @@ class KVPool:
         store: Store | None = None,
         swap: Swap | None = None,
         range_bytes: int = RANGE_BYTES,
+        max_jobs: int = MAX_JOBS,
     ) -> None:
-        self.layout, self.namespace = layout, namespace
+        self.layout = layout
+        self.namespace = namespace
         self.metrics = metrics or Metrics()
         self._settings = settings
-        self._saves = SaveLedger()
+        self._saves = RunningSaves()
         owns_store = store is None
         with contextlib.ExitStack() as undo:
             self._swap = swap = swap or open_swap(settings, layout, kv_caches)
@@ -79,13 +83,14 @@ class KVPool:
                 undo.callback(store.close)
             self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
             undo.callback(swap.close)  # before the memory that it copies to is unpinned
-            log_start(settings, namespace, store, swap, self._mover)
-            self._queue = JobQueue(settings, DevicePin(swap.device, swap.device_api), self.metrics)
+            self._log_start(store)
+            pin = DevicePin(swap.device, swap.device_api)
+            self._queue = JobQueue(settings.workers, pin, self.metrics, max_jobs=max_jobs)
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # first: a call that waits for an arena's lock ends with it
                 undo.callback(store.close)
             self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
-            self._follower = Follower(store, settings.handoff_wait_s, self._mover.split)
+            self._follower = Follower(store)
             undo.callback(self._follower.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close, 0.0)
@@ -167,24 +172,25 @@ class KVPool:
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
-        run = JobRun(
+        job = Job(
             Direction.SAVE,
             work,
             num_bytes=num_bytes,
             seconds=self._settings.deadline_s + most_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
         )
-        self._saves.add(run.job)
+        if not self._queue.is_in_child:
+            self._saves.add(job)
         if not self._settings.publish:
-            self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))
+            self._queue.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
         else:
-            job = self._queue.submit(run, after)
+            self._queue.submit(job, after)
             if handoff is not None:
                 self._heartbeat.begin(handoff)
                 job.on_end(partial(self._note_end, handoff))
-        order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, run)
+        order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
         marks = [partial(self._markers.start_here, *start) for start in starts]
-        return OpenSave(run.job, work, prompt, self._mover.split, order, wake, marks)
+        return OpenSave(job, work, prompt, self._mover.split, order, wake, marks)
 
     def load(
         self,
@@ -259,7 +265,7 @@ class KVPool:
     ) -> Job:
         num_bytes = bytes_of(self.layout, prompt.keys, first_block)
         wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
-        run = JobRun(
+        job = Job(
             Direction.LOAD,
             work,
             num_bytes=num_bytes,
@@ -269,11 +275,20 @@ class KVPool:
         if follow is None:
             work.release(self._mover.split.ranges(first_block, len(prompt.keys), num_bytes))
             work.close()
-            return self._queue.submit(run)
-        job = self._queue.submit(run)
+            return self._queue.submit(job)
+        self._queue.submit(job)
         if not job.done:  # else it was refused
-            wake = partial(self._queue.wake, run)
-            self._follower.add(job, work, prompt, first_block, follow, wake)
+            following = Follow(
+                job,
+                work,
+                prompt,
+                first_block,
+                follow,
+                stall_s=wait_s,
+                split=self._mover.split,
+                wake=partial(self._queue.wake, job),
+            )
+            self._follower.add(following)
         return job
 
     def _note_end(self, handoff: HandoffId, job: Job) -> None:
@@ -296,3 +311,42 @@ class KVPool:
         num_blocks = self._swap.num_blocks
         tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
         return PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables), first_block
+
+    def _log_start(self, store: Store) -> None:
+        """Logs all that an operator compares between two instances in one line, and how it copies.
+
+        Memory is the host's that values are copied through.
+        """
+        out, back = self._swap.plan(Direction.SAVE), self._swap.plan(Direction.LOAD)
+        log.info(
+            "pool %s, namespace %s, role %s, block copies by %s, %d MiB of host memory,"
+            " %d workers%s",
+            store.label,
+            self.namespace.hex,
+            self._settings.role,
+            ", ".join(sorted({plan.path for plan in out + back})),
+            self._mover.memory_bytes >> 20,
+            self._settings.workers,
+            empty_settings(self._settings),
+        )
+        for one, other in zip(out, back, strict=True):
+            paths = one.path
+            if other.path != one.path:
+                paths = f"{one.path} to the host, {other.path} back"
+            log.info("%s, %d tokens: %s, %s", one.part, one.num_tokens, paths, one.why)
+
+
+def behind_caller(swap: Swap) -> ReadyEvent | None:
+    """Returns an event behind what the caller's stream has queued; None where there is no stream.
+
+    Raises SwapError while that stream is being captured into a graph.
+    """
+    device = swap.device
+    if device.type != "cuda":
+        return None
+    with swap.relaxed(), torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise SwapError("KVPool cannot be called while its stream is being captured")
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream())
+        return event

@@ -16,7 +16,7 @@ from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob
 from pdstore.worker.mover import BAD, Ends, Loaded, Mover, Source
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import ReadyEvent

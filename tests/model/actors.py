@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,15 +22,13 @@ from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.beats import Beats
 from pdstore.worker.block_range import Split
-from pdstore.worker.child_job import ChildJob
-from pdstore.worker.follower import Follow
-from pdstore.worker.job_run import JobRun
-from pdstore.worker.load_work import LoadWork
-from pdstore.worker.mark_work import MarkWork
+from pdstore.worker.follow import Follow
+from pdstore.worker.heartbeat import Beats, MarkWork
+from pdstore.worker.job import ChildJob, Job
+from pdstore.worker.load import LoadWork
 from pdstore.worker.mover import Ends
-from pdstore.worker.save_work import SaveWork
+from pdstore.worker.save import SaveWork
 from pdstore.worker.staged_mover import StagedMover
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.torch import TorchSwap
@@ -43,8 +42,8 @@ from tests.support.kv import POISON, settings_of
 Act = Callable[[set[BlockKey]], None]
 INSTANCE = "2" * 32
 BLOCK_IDS = [2, 0, 1]
-SHARED = {"_waiting", "_released", "_tally", "_cut", "_gaps", "num_ready", "is_open", "is_at_end"}
-"""State that a load's worker and its follower share."""
+SHARED = {"_waiting", "_released", "_are_all", "_cut", "_gaps", "num_ready", "is_at_end"}
+"""State that a load's worker and its follower share, under the lock of the load's work."""
 
 
 class Taken(NamedTuple):
@@ -62,8 +61,8 @@ class Shape:
     follows: D loads while P saves.
     relayed: D has P's answer; else it waits for the marker that P has started.
     num_beats: the most that P puts while it saves; without any D does not know who P is.
-    num_steps: of D's worker behind a call of the store, at each of which its follower may act. Then
-      what is put is seen at once, and time stands still: those are tried without it.
+    num_steps: of D's worker behind a `get`, each a taking of the lock, before which its follower
+      may act. Then what is put is seen at once, and time stands still: those are tried without it.
     """
 
     num_tokens: int = 2
@@ -101,26 +100,66 @@ class TrustingMover(StagedMover):
         return read
 
 
+class SteppedLock:
+    """A lock before each taking of which something else happens, while there is something."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.meanwhile: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self._step()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def reopen(self) -> None:
+        """Gives the lock up for a moment."""
+        self._lock.release()
+        try:
+            self._step()
+        finally:
+            self._lock.acquire()
+
+    def _step(self) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()  # takes the lock itself
+            self.meanwhile = meanwhile
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock.locked()
+
+
 class SteppedLoad(LoadWork):
-    """A load that does something else before each look at what its worker and follower share."""
+    """A load that does something else before each time that its worker takes the lock.
 
-    meanwhile: Callable[[], None] | None = None
+    What its worker and its follower share is not touched without it: so these are all the moments
+    at which one can find what the other has done.
+    """
 
-    def __getattribute__(self, name: str) -> object:
-        meanwhile = object.__getattribute__(self, "meanwhile")
-        if meanwhile is not None and name in SHARED:
-            meanwhile()
+    lock: SteppedLock  # type: ignore[assignment]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lock = SteppedLock()
+
+    def __getattribute__(self, name: str) -> Any:
+        lock = object.__getattribute__(self, "__dict__").get("lock")
+        assert not (name in SHARED and isinstance(lock, SteppedLock) and not lock.is_held), name
         return object.__getattribute__(self, name)
 
 
-class TornRun(JobRun):
-    """Finds the end of its work by two looks, between which a follower may act."""
+class TornLoad(SteppedLoad):
+    """Finds its end by two looks, between which its follower may act."""
 
-    def _is_at_end(self) -> bool:
-        work = self._work
-        if work is None or self._shortfall is not None:
-            return True
-        return work.num_ready == 0 and not work.is_open
+    @property
+    def is_at_end(self) -> bool:
+        is_empty = self.num_ready == 0
+        self.lock.reopen()
+        return is_empty and (self._are_all or bool(self._gaps))
 
 
 class Steps:
@@ -198,12 +237,12 @@ class Actors:
             started = self._handoff.started_marker(self.namespace, self.namespace.num_shards, 0)
             self._mark(mover, self._started, started)
         work = SaveWork(mover, self._prompt(rank), 0, self._handoff)
-        run = JobRun(Direction.SAVE, work, num_bytes=1, seconds=60)
+        job = Job(Direction.SAVE, work, num_bytes=1, seconds=60)
         last = self.shape.num_ranges - 1
         for n in range(last + 1):
             pieces = Split(1).ranges(0, len(self.keys), 2)
             work.release(pieces, None, layer_range=n if last else None, is_last=n == last)
-        result = carry(run)
+        result = carry(job)
         assert result is not None
         if result.reason is not None and self.rules.tells_failure:
             self._mark(mover, self.failed, self._handoff.marker(self.namespace, 0, 1, 0))
@@ -256,30 +295,31 @@ class Actors:
 
     def _load(self, store: ReplayStore, found: Match) -> JobResult:
         prompt = self._prompt(self._decode_rank, found.keys)
-        kind_of_work = SteppedLoad if self.shape.num_steps else LoadWork
-        work = kind_of_work(self._mover(self._decode_rank, store), prompt, 0, None)
-        kind = JobRun if self.rules.asks_once else TornRun
-        run = kind(Direction.LOAD, work, num_bytes=1, seconds=60)
+        kind = LoadWork
+        if self.shape.num_steps:
+            kind = SteppedLoad if self.rules.asks_once else TornLoad
+        work = kind(self._mover(self._decode_rank, store), prompt, 0, None)
+        job = Job(Direction.LOAD, work, num_bytes=1, seconds=60)
         if found.follow is None:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
         else:
-            self._follow(store, run, work, prompt, found.follow)
-        result = carry(run)
+            self._follow(store, job, work, prompt, found.follow)
+        result = carry(job)
         assert result is not None
         return result
 
     def _follow(
         self,
         store: ReplayStore,
-        run: JobRun,
+        job: Job,
         work: LoadWork,
         prompt: PromptBlocks,
         handoff: HandoffId,
     ) -> None:
         watch = Watch(store, self.rules)
         follow = Follow(
-            run.job,
+            job,
             work,
             prompt,
             0,
@@ -291,19 +331,21 @@ class Actors:
         )
 
         def act(stored: set[BlockKey]) -> None:
-            follow.look(store, stored, watch.clock.now)
+            follow.asked(store, stored, watch.clock.now)
 
         steps = Steps(store, follow.wanted, act) if self.shape.num_steps else None
         while not follow.is_over:
             wanted = follow.wanted()
             with contextlib.suppress(StoreError):
                 for stored in watch.looks(wanted):
-                    follow.look(store, stored, watch.clock.now)
+                    follow.asked(store, stored, watch.clock.now)
                     if follow.is_over or follow.wanted() != wanted:
                         break
-            work.meanwhile = steps
-            carry(run)
-            work.meanwhile = None
+            if isinstance(work, SteppedLoad):
+                work.lock.meanwhile = steps
+            carry(job)
+            if isinstance(work, SteppedLoad):
+                work.lock.meanwhile = None
 
     def _prompt(self, rank: Rank, keys: PromptKeys | None = None) -> PromptBlocks:
         return PromptBlocks(rank.layout, keys or self.keys, [BLOCK_IDS])
@@ -314,14 +356,14 @@ class Actors:
         return kind(ends, rank.staging, Split(1))
 
     def _mark(self, mover: StagedMover, key: BlockKey, marker: Header) -> None:
-        carry(JobRun(Direction.SAVE, MarkWork(mover, {key: marker}), num_bytes=0, seconds=60))
+        carry(Job(Direction.SAVE, MarkWork(mover, {key: marker}), seconds=60))
 
 
-def carry(run: JobRun) -> JobResult | None:
+def carry(job: Job) -> JobResult | None:
     """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
-    while (child := run.take(lambda _: True)) is not None:
+    while (child := job.begin_child(lambda _: True)) is not None:
         call_child(child)
-    return run.job.result
+    return job.result
 
 
 def call_child(child: ChildJob) -> None:

@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable
 
 from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.worker.child_job import ChildJob
-from pdstore.worker.job_run import JobRun, Urgency
-from pdstore.worker.work import Share, Shortfall, Work
+from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Urgency, Work
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 Body = Callable[[ChildJob], Reason | None]
@@ -18,6 +16,7 @@ class Shares(Work):
     """Work made of functions: the shares, and one for the end. The functions set its progress."""
 
     def __init__(self, *shares: Share, last: Body | None = None) -> None:
+        super().__init__()
         self.shares, self.last = list(shares), last
         self.tokens, self.is_closed = 0, True
 
@@ -33,7 +32,7 @@ class Shares(Work):
     def is_at_end(self) -> bool:
         return self.is_closed and not self.shares
 
-    def take(self) -> Share:
+    def next_share(self) -> Share:
         return self.shares.pop(0)
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
@@ -41,22 +40,31 @@ class Shares(Work):
         return shortfall if reason is None else Shortfall(reason)
 
 
-def run_of(
+def job_of(
     body: Body | Work = lambda child: None,
     direction: Direction = LOAD,
     seconds: float = 30.0,
     num_bytes: int = 1,
     urgency: Urgency = Urgency.ORDINARY,
-) -> JobRun:
+) -> Job:
     work = body if isinstance(body, Work) else Shares(last=body)
-    return JobRun(direction, work, num_bytes=num_bytes, seconds=seconds, urgency=urgency)
+    return Job(direction, work, num_bytes=num_bytes, seconds=seconds, urgency=urgency)
 
 
-def carried(run: JobRun) -> JobResult | None:
+def ended(result: JobResult, direction: Direction = LOAD) -> Job:
+    """Returns a job that has ended with this result."""
+    work = Shares()
+    work.tokens = result.num_tokens
+    job = job_of(work, direction)
+    job.end(result.reason, result.error)
+    return job
+
+
+def carried(job: Job) -> JobResult | None:
     """Does what a worker does for a job now. Returns how the job ended; None if it goes on."""
-    while (child := run.take(lambda _: True)) is not None:
+    while (child := job.begin_child(lambda _: True)) is not None:
         child.run()
-    return run.job.result
+    return job.result
 
 
 class Gate:
@@ -88,6 +96,6 @@ def held(
     direction: Direction = LOAD,
     seconds: float = 30.0,
     num_bytes: int = 1,
-) -> JobRun:
+) -> Job:
     """Starts a job that stays inside its store call until the gate opens."""
-    return run_of(gate.pass_through, direction, seconds, num_bytes)
+    return job_of(gate.pass_through, direction, seconds, num_bytes)

@@ -11,6 +11,7 @@ from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Se
 from pdstore.format.layout import Pipeline
 from pdstore.settings import read_settings
 from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.job_queue import MAX_JOBS
 from pdstore.worker.swap.base import Swap
 
 LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(2, 8))
@@ -55,6 +56,7 @@ class Instance:
         num_blocks: int = 64,
         pipeline: Pipeline | None = None,
         swap: Callable[[Layout, list], Swap] | None = None,
+        max_jobs: int = MAX_JOBS,
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -76,6 +78,7 @@ class Instance:
             self.namespace,
             store=store,
             range_bytes=range_bytes,
+            max_jobs=max_jobs,
             swap=None if swap is None else swap(self.layout, self.caches),
         )
 

@@ -1,22 +1,29 @@
-"""Heartbeat: beats while a hand-off is saved, at most one a period, and none else."""
+"""Heartbeat and Markers: beats while P saves, at most one a period; `started` and `failed`."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
 from pdstore import HandoffId
 from pdstore.errors import StoreUnavailable
+from pdstore.format import block
 from pdstore.format.handoff import RING, beat_key, is_beat
 from pdstore.format.layout import Pipeline
+from pdstore.outcome import Reason
+from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.heartbeat import Heartbeat
+from pdstore.testing.values import get
+from pdstore.worker.heartbeat import Beats, Heartbeat
 from tests.support.kv import eventually
+from tests.support.pool_kit import P_BLOCKS
 
 PERIOD_S = 0.02
 INSTANCE = "cd" * 16
 ONE, OTHER = HandoffId.new(INSTANCE), HandoffId.new(INSTANCE)
+NAMED = HandoffId("1" * 32)
 
 
 class Recorder(WrapperStore):
@@ -125,3 +132,115 @@ def test_a_save_that_ends_soon_costs_no_beat(instance, recorder):
     assert p.pool.save(keys, range(20), handoff=handoff).wait(10).reason is None
     stored = [beat_key(p.namespace, handoff.instance, n) for n in range(RING)]
     assert not any(p.store.which_stored(stored))
+
+
+class Unsteady(MemoryStore):
+    """Raises in the calls that it is told to, before or after it has done them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails = ""
+
+    def put(self, keys, slots):
+        if self.fails == "put":
+            raise StoreUnavailable("on purpose")
+        done = super().put(keys, slots)
+        if self.fails == "answer":
+            raise StoreUnavailable("on purpose")
+        return done
+
+    def remove(self, keys):
+        if self.fails == "remove":
+            raise StoreUnavailable("on purpose")
+        super().remove(keys)
+
+
+@pytest.mark.parametrize("fails", ["put", "answer", "remove"])
+def test_every_beat_after_an_error_changes_the_ring(p, fails):
+    store = Unsteady()
+    beats = Beats(store, p.namespace, INSTANCE)
+    keys = [beat_key(p.namespace, INSTANCE, n) for n in range(RING)]
+    for _ in range(5):
+        beats.put_next()
+    store.fails = fails
+    beats.put_next()
+    store.fails = ""
+    for _ in range(3 * RING):
+        before = store.which_stored(keys)
+        beats.put_next()
+        assert store.which_stored(keys) != before
+
+
+def begun(p):
+    """A save whose first layers are done, and its hand-off."""
+    keys = p.cache.keys(range(200))
+    handoff, _ = p.cache.announce(keys)
+    starts = [(handoff, keys.num_tokens)]
+    save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, starts=starts)
+    save.layers_done(len(p.layout.layers))
+    return save, handoff
+
+
+def test_an_arena_takes_started_on_the_calling_thread(instance, arena):
+    p, threads = instance(over=arena), []
+    put = arena.put_at_once
+    arena.put_at_once = lambda *a: threads.append(threading.current_thread()) or put(*a)
+    save, handoff = begun(p)
+    assert threads == [threading.current_thread()]
+    assert arena.match([handoff.started(p.namespace)]) == 1
+    assert save.job.wait(10).reason is None
+
+
+@pytest.mark.parametrize("answer", [False, StoreUnavailable("away")])
+def test_a_worker_puts_what_cannot_be_put_at_once(instance, arena, answer):
+    def refuse(*_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    p = instance(over=arena)
+    arena.put_at_once = refuse
+    save, handoff = begun(p)
+    assert eventually(lambda: arena.match([handoff.started(p.namespace)]))
+    assert save.job.wait(10).reason is None
+
+
+def test_a_store_without_that_call_gets_started_from_a_worker(instance, store):
+    p = instance()
+    save, handoff = begun(p)
+    assert eventually(lambda: store.match([handoff.started(p.namespace)]))
+    assert save.job.wait(10).reason is None
+
+
+def test_an_instance_that_does_not_publish_tells_nobody(instance, arena):
+    p = instance(over=arena, publish=False)
+    save, handoff = begun(p)
+    save.job.wait(10)
+    assert arena.match([handoff.started(p.namespace)]) == 0
+    assert p.pool.start_handoff(handoff, 200).wait(10).reason is not None
+    assert p.pool.abort_handoff(handoff).wait(10).reason is not None
+
+
+@pytest.mark.parametrize(("verb", "num_tokens"), [("started", 200), ("failed", 0)])
+def test_a_marker_is_a_header_that_names_the_handoff(instance, store, verb, num_tokens):
+    p = instance()
+    job = p.pool.start_handoff(NAMED, 200) if verb == "started" else p.pool.abort_handoff(NAMED)
+    assert job.wait(10).reason is None
+    key = getattr(NAMED, verb)(p.namespace)
+    header = block.read_header(memoryview(get(store, [key], [block.HEADER_BYTES])[0]))
+    assert header == NAMED.marker(p.namespace, 0, 1, num_tokens)
+
+
+def test_a_marker_that_nobody_can_see_is_lost(instance, store):
+    class Forgetful(WrapperStore):
+        def put(self, keys, slots):
+            return len(keys)
+
+    p = instance(over=Forgetful(store))
+    assert p.pool.abort_handoff(NAMED).wait(10).reason is Reason.LOST
+
+
+def test_a_read_only_instance_marks_nothing(instance, store):
+    p = instance(publish=False)
+    assert p.pool.abort_handoff(NAMED).wait(10).reason is Reason.READ_ONLY
+    assert store.match([NAMED.failed(p.namespace)]) == 0

@@ -1,34 +1,66 @@
-"""Job: it ends once, and whoever waits or watches hears of it."""
+"""Job: it ends once, whoever waits hears of it, and nothing touches the paged cache after it."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
+import time
+import weakref
 
 import pytest
 
-from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.errors import JobError, StoreFull, StoreUnavailable
+from pdstore.outcome import JobResult, Reason
 from pdstore.testing.threads import start_background
-from pdstore.worker.job import Job
+from pdstore.threads import Worker
+from tests.support.jobs import Shares, ended, job_of
 
 
-def job_of(ends: list | None = None) -> Job:
-    return Job(Direction.LOAD, lambda *end: None if ends is None else ends.append(end))
-
-
-def test_only_the_first_result_counts():
-    job = job_of()
-    job.settle(JobResult(1))
-    job.settle(JobResult(2))
-    assert job.result == JobResult(1)
+def test_only_the_first_end_counts():
+    work = Shares()
+    job = job_of(work)
+    work.tokens = 1
+    job.end(Reason.LOST)
+    work.tokens = 2
+    job.end(None)
+    assert job.result == JobResult(1, Reason.LOST)
 
 
 def test_its_time_in_the_store_is_from_the_first_begin_to_the_last_end():
-    job = job_of()
+    job = job_of(Shares(lambda child: None, lambda child: None))
     assert job.in_store is None
-    for begin, end in ((2.0, 3.0), (1.0, 4.0), (2.5, 3.5)):  # of workers that call at once
-        job.note_store_call(begin, end)
-    assert job.in_store == (1.0, 4.0)
+    first, second = (job.begin_child(lambda job: True) for _ in range(2))
+    before = time.monotonic()
+    with first.in_store_call():
+        with second.in_store_call():
+            inside = time.monotonic()
+        assert before <= job.in_store[0] <= inside <= job.in_store[1]
+        within = job.in_store
+    assert job.in_store[0] < within[0]
+    assert job.in_store[1] > within[1]
+
+
+def test_its_time_at_work_counts_once_however_many_are_at_it_and_pauses_do_not():
+    inside, go_on = threading.Barrier(3), threading.Event()
+
+    def share(child):
+        inside.wait(10)
+        assert go_on.wait(10)
+
+    work = Shares(share, share)
+    work.is_closed = False
+    job = job_of(work)
+    join = start_background(*[lambda: carry(job)] * 2)
+    inside.wait(10)
+    time.sleep(0.05)
+    go_on.set()
+    join(10)
+    time.sleep(0.1)  # a pause
+    work.is_closed = True
+    carry(job)
+    assert 0.05 <= job.result.busy_s < 0.1
 
 
 def test_waiting_for_a_job_is_bounded():
@@ -39,24 +71,24 @@ def test_waiting_for_a_job_is_bounded():
 def test_all_who_wait_hear_of_the_end():
     job, heard = job_of(), []
     join = start_background(*[lambda: heard.append(job.wait(10))] * 4)
-    job.settle(JobResult(5))
+    job.end(Reason.LOST)
     join(10)
-    assert heard == [JobResult(5)] * 4
+    assert heard == [JobResult(0, Reason.LOST)] * 4
 
 
 def test_a_watcher_is_called_once_and_finds_the_job_done():
     job, heard = job_of(), []
     job.on_end(lambda job: heard.append(job.result))
-    job.settle(JobResult(3))
+    job.end(None)
     job.on_end(lambda job: heard.append(job.result))
-    assert heard == [JobResult(3)] * 2
+    assert heard == [JobResult(0)] * 2
 
 
 def test_a_watcher_that_fails_keeps_no_other_from_hearing(caplog):
     job, heard = job_of(), []
     job.on_end(lambda job: 1 // 0)
     job.on_end(heard.append)
-    job.settle(JobResult(0))
+    job.end(None)
     assert heard == [job]
     assert "failed" in caplog.text
 
@@ -71,42 +103,341 @@ def test_watchers_that_come_while_the_job_ends_are_called_once_each():
             for i in range(5):
                 job.on_end(lambda _, i=i: heard.append(i))
 
-        def settle(job=job, start=start):
+        def end(job=job, start=start):
             start.wait(10)
-            job.settle(JobResult(0))
+            job.end(None)
 
-        start_background(watch, settle)(10)
+        start_background(watch, end)(10)
         assert sorted(heard) == [0, 1, 2, 3, 4]
 
 
 def test_a_save_is_captured_when_it_says_so_or_when_it_has_ended():
-    said, ended = job_of(), job_of()
+    said = job_of()
     assert not said.captured
-    said.set_captured()
-    ended.settle(JobResult(0, Reason.CANCELLED))
+    said.begin_child(lambda job: False).set_captured()
     assert said.captured
-    assert ended.captured
+    assert not said.done
+    assert ended(JobResult(0, Reason.CANCELLED)).captured
 
 
 @pytest.mark.parametrize(("reason", "durable"), [(None, True), (Reason.LOST, False)])
 def test_a_save_is_durable_when_nothing_is_missing(reason, durable):
-    job = job_of()
-    assert not job.durable
-    job.settle(JobResult(0, reason))
-    assert job.durable is durable
-
-
-def test_cancel_ends_the_work_with_a_reason():
-    ends: list = []
-    job_of(ends).cancel()
-    assert ends[0][0] is Reason.CANCELLED
+    assert not job_of().durable
+    assert ended(JobResult(0, reason)).durable is durable
 
 
 def test_a_forked_child_cancels_nothing():
-    ends: list = []
-    job = job_of(ends)
+    job = job_of()
     pid = os.fork()
     if pid == 0:
         job.cancel()
-        os._exit(len(ends))
+        os._exit(job.done)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def carry(job, goes_on=lambda job: True) -> None:
+    """Does what a worker does with a job: takes a child job and runs it."""
+    children = [job.begin_child(goes_on)]
+    worker = Worker("carrier", lambda: children.pop() if children else None)
+    assert worker.join(10)
+
+
+def test_a_worker_carries_all_shares_then_the_end():
+    done: list = []
+    work = Shares(
+        *[lambda child, i=i: done.append(i) for i in range(3)], last=lambda c: done.append("end")
+    )
+    job = job_of(work)
+    carry(job)
+    assert done == [0, 1, 2, "end"]
+    assert job.result == JobResult(0)
+
+
+def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
+    done: list = []
+    work = Shares(*[lambda child, i=i: done.append(i) for i in range(2)])
+    job = job_of(work)
+    carry(job, lambda job: False)
+    assert done == [0]
+    assert not job.done
+    assert job.num_ready
+    carry(job, lambda job: False)
+    assert done == [0, 1]
+    assert job.result == JobResult(0)
+
+
+def test_the_last_of_several_workers_does_the_end():
+    first_inside, go_on, ends = threading.Event(), threading.Event(), []
+
+    def slow(child):
+        first_inside.set()
+        assert go_on.wait(10)
+
+    job = job_of(Shares(slow, lambda child: None, last=lambda child: ends.append(1)))
+    join = start_background(lambda: carry(job))
+    assert first_inside.wait(10)
+    carry(job)
+    assert not job.num_ready
+    assert ends == []
+    go_on.set()
+    join(10)
+    assert ends == [1]
+    assert job.done
+
+
+def test_many_workers_do_each_share_and_the_end_once():
+    for _ in range(50):
+        done: list = []
+        work = Shares(*[done.append] * 7, last=lambda child, done=done: done.append("end"))
+        job = job_of(work)
+        start = threading.Barrier(4)
+
+        def worker(job=job, start=start):
+            start.wait(10)
+            while job.num_ready:
+                child = job.begin_child(lambda job: True)
+                if child is not None:
+                    child.run()
+
+        start_background(*[worker] * 4)(10)
+        assert job.done
+        assert len(done) == 8
+        assert done[-1] == "end"
+
+
+def test_behind_a_shortfall_no_share_is_begun_and_the_end_is_told_of_it():
+    done: list = []
+    job = job_of(Shares(lambda child: Reason.LOST, done.append))
+    carry(job)
+    assert done == []
+    assert job.result == JobResult(0, Reason.LOST)
+
+
+def test_an_error_of_the_store_is_a_shortfall_and_kept():
+    def fails(child):
+        raise StoreFull("no room")
+
+    ended: list = []
+    job = job_of(Shares(fails, last=lambda child: ended.append(1)))
+    carry(job)
+    assert ended == [1]
+    assert job.result.reason is Reason.STORE_FULL
+    assert isinstance(job.result.error, StoreFull)
+
+
+def test_a_bug_ends_the_job_at_once_as_a_fault():
+    ended: list = []
+    job = job_of(Shares(lambda child: 1 // 0, last=lambda child: ended.append(1)))
+    carry(job)
+    assert ended == []
+    assert job.result.reason is Reason.FAULT
+
+
+def test_no_other_worker_finishes_a_job_whose_fault_is_not_told_yet():
+    """Between the exception and `fail` all shares are taken and nobody seems to be at work."""
+    job = job_of(Shares(lambda child: 1 // 0))
+    child = job.begin_child(lambda job: True)
+    with pytest.raises(ZeroDivisionError):
+        child.run()
+    assert not job.num_ready
+    child.fail(ZeroDivisionError())
+    assert job.result.reason is Reason.FAULT
+
+
+def test_open_work_waits_for_more_shares():
+    work = Shares(lambda child: None)
+    work.is_closed = False
+    job = job_of(work)
+    carry(job)
+    assert not job.done
+    assert not job.num_ready
+    work.is_closed = True
+    assert job.num_ready
+    carry(job)
+    assert job.done
+
+
+def test_a_block_copy_is_never_cut_short():
+    inside: list = []
+
+    def body(child):
+        with child.copying():
+            job.cancel()
+            inside.append(job.done)
+        child.check()
+
+    job = job_of(body)
+    carry(job)
+    assert inside == [False]
+    assert job.result.reason is Reason.CANCELLED
+
+
+def test_an_end_waits_for_the_last_of_several_copies():
+    job = job_of(Shares(lambda child: None, lambda child: None))
+    first, second = job.begin_child(lambda job: True), job.begin_child(lambda job: True)
+    first.begin_copy()
+    second.begin_copy()
+    job.cancel()
+    first.end_copy()
+    assert not job.done
+    second.end_copy()
+    assert job.done
+
+
+def test_nothing_touches_the_cache_after_the_end():
+    job = job_of()
+    child = job.begin_child(lambda job: True)
+    job.cancel()
+    with pytest.raises(JobError), child.copying():
+        pytest.fail("a copy began")
+    with pytest.raises(JobError), child.in_store_call():
+        pytest.fail("a store call began")
+
+
+def test_an_end_and_a_copy_that_begin_at_once_never_overlap():
+    for _ in range(300):
+        job = job_of(Shares(lambda child: None))
+        child, start, seen = job.begin_child(lambda job: True), threading.Barrier(2), []
+
+        def copy(job=job, child=child, start=start, seen=seen):
+            start.wait(10)
+            try:
+                with child.copying():
+                    seen.append(job.done)
+                    seen.append(job.done)
+            except JobError:
+                pass
+
+        def cancel(job=job, start=start):
+            start.wait(10)
+            job.cancel()
+
+        start_background(copy, cancel)(10)
+        assert True not in seen
+        assert job.done
+
+
+def test_a_copy_under_way_is_waited_for_before_the_child_job_leaves():
+    order: list = []
+
+    def share(name):
+        def body(child):
+            order.append(f"fill {name}")
+            child.follow(lambda: order.append(f"copied {name}"))
+
+        return body
+
+    job = job_of(Shares(share("a"), share("b"), last=lambda child: order.append("end")))
+    carry(job)
+    assert order == ["fill a", "fill b", "copied a", "copied b", "end"]
+
+
+def test_a_copy_under_way_is_waited_for_when_the_next_share_fails():
+    order: list = []
+    job = job_of(
+        Shares(lambda child: child.follow(lambda: order.append("copied")), lambda c: 1 // 0)
+    )
+    carry(job)
+    assert order == ["copied"]
+
+
+def test_what_a_job_holds_is_released_before_it_is_done():
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    gone = weakref.ref(tensor)
+    seen: list = []
+    job = job_of(lambda child, tensor=tensor: None)
+    job.on_end(lambda job: seen.append(gone()))
+    del tensor
+    carry(job)
+    assert seen == [None]
+
+
+def test_an_error_in_a_result_holds_no_frames():
+    """A traceback's frames hold the slots and tensors of whoever raised; causes have some too."""
+
+    class Slot:
+        pass
+
+    gone: list = []
+
+    def fails(child):
+        slot = Slot()
+        gone.append(weakref.ref(slot))
+        try:
+            raise OSError("inner")
+        except OSError as error:
+            raise StoreUnavailable("outer") from error
+
+    job = job_of(Shares(fails))
+    carry(job)
+    gc.collect()
+    assert job.result.error.__cause__ is not None
+    assert gone[0]() is None
+
+
+def test_the_end_of_a_job_counts_the_progress_of_then():
+    work = Shares(lambda child: setattr(work, "tokens", 64) or job.cancel())
+    job = job_of(work)
+    carry(job)
+    assert job.result.num_tokens == 64
+    assert job.result.reason is Reason.CANCELLED
+
+
+def test_the_last_word_is_that_of_the_end():
+    class Mended(Shares):
+        def finish(self, child, shortfall):
+            assert shortfall.reason is Reason.LOST
+
+    job = job_of(Mended(lambda child: Reason.LOST))
+    carry(job)
+    assert job.result == JobResult(0)
+
+
+@pytest.fixture
+def job():
+    return job_of()
+
+
+@pytest.fixture
+def child(job):
+    return job.begin_child(lambda job: False)
+
+
+def test_an_answer_that_comes_after_the_end_is_not_used(job, child):
+    with pytest.raises(JobError), child.in_store_call():
+        job.end(Reason.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends", "hangs"),
+    [(0.0, True, True), (0.0, False, False), (30.0, True, False)],
+)
+def test_a_call_hangs_when_its_job_has_ended_because_the_time_is_up(seconds, ends, hangs):
+    job = job_of(seconds=seconds)
+    child = job.begin_child(lambda job: False)
+    with contextlib.suppress(JobError), child.in_store_call():
+        if ends:
+            job.end(Reason.DEADLINE)
+        assert child.is_hung is hangs
+    assert not child.is_hung
+
+
+def test_a_copy_that_fails_lets_the_job_end(job, child):
+    with contextlib.suppress(OSError), child.copying():
+        job.end(Reason.CANCELLED)
+        raise OSError
+    assert job.done
+
+
+def test_a_copy_that_fails_is_not_waited_for_twice(child):
+    def fails() -> None:
+        raise OSError
+
+    child.follow(fails)
+    with pytest.raises(OSError):
+        child.follow(lambda: None)
+    child.finish_copy()
+    assert not child.has_copy_under_way

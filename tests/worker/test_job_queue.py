@@ -13,21 +13,20 @@ from pdstore.errors import DeviceError, QueueFull, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.testing.threads import start_background
+from pdstore.worker.job import Urgency
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
-from pdstore.worker.job_run import Urgency
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
-from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, run_of
-from tests.support.kv import eventually, settings_of
+from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, job_of
+from tests.support.kv import eventually
 
 
 @pytest.fixture
 def make():
     made = []
 
-    def make(**changes) -> JobQueue:
-        settings = settings_of(**{"workers": 3, "drain_s": 0.0, **changes})
-        made.append(JobQueue(settings, DevicePin(CPU), Metrics()))
+    def make(workers=3, metrics=None, **limits) -> JobQueue:
+        made.append(JobQueue(workers, DevicePin(CPU), metrics or Metrics(), **limits))
         return made[-1]
 
     yield make
@@ -45,11 +44,11 @@ def gate():
 def test_a_job_ends_with_what_its_body_did(make):
     work = Shares()
     work.tokens = 7
-    assert make().submit(run_of(work)).wait(5) == JobResult(7)
+    assert make().submit(job_of(work)).wait(5) == JobResult(7)
 
 
 def test_a_reason_is_no_error(make):
-    result = make().submit(run_of(lambda child: Reason.CORRUPT)).wait(5)
+    result = make().submit(job_of(lambda child: Reason.CORRUPT)).wait(5)
     assert (result.reason, result.error) == (Reason.CORRUPT, None)
 
 
@@ -59,15 +58,15 @@ def test_an_exception_is_a_reason_and_kept(make):
         raise StoreUnavailable("gone")
 
     work = Shares(last=body)
-    result = make().submit(run_of(work)).wait(5)
+    result = make().submit(job_of(work)).wait(5)
     assert (result.num_tokens, result.reason) == (64, Reason.STORE_DOWN)
     assert isinstance(result.error, StoreUnavailable)
 
 
 def test_a_bug_in_a_body_is_a_fault_and_the_worker_goes_on(make):
     queue = make()
-    assert queue.submit(run_of(lambda child: 1 // 0)).wait(5).reason is Reason.FAULT
-    assert queue.submit(run_of()).wait(5).reason is None
+    assert queue.submit(job_of(lambda child: 1 // 0)).wait(5).reason is Reason.FAULT
+    assert queue.submit(job_of()).wait(5).reason is None
 
 
 def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
@@ -83,34 +82,34 @@ def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
 def test_a_queued_job_ends_at_its_deadline_too(make, gate):
     queue = make(workers=2)
     queue.submit(held(gate, SAVE))
-    waiting = queue.submit(run_of(direction=SAVE, seconds=0.02))
+    eventually(lambda: gate.num_inside)
+    waiting = queue.submit(job_of(direction=SAVE, seconds=0.02))
     assert waiting.wait(5).reason is Reason.DEADLINE
     assert queue.num_hung == 0
 
 
 @pytest.fixture
 def one_worker(make):
-    """A queue with one worker free, which serves both directions; the result of `go` is awaited."""
-    queue, gate, own = make(workers=3), Gate(), Gate()
+    """A queue whose two workers are held, one in each direction; then one of them does all.
 
-    def hold(child):
-        is_free = threading.current_thread().name.endswith("-2")
-        (own if is_free else gate).pass_through(child)
+    The result of `go` is awaited: it submits jobs and lets the worker of the loads do them.
+    """
+    queue, own = make(workers=3), Gate()
+    gates = Gate(), Gate()
+    for direction, gate in ((SAVE, gates[0]), (LOAD, gates[1]), (LOAD, own)):
+        queue.submit(held(gate, direction))
+        eventually(lambda gate=gate: gate.num_inside)
 
-    for direction, count in ((LOAD, 1), (LOAD, 2), (SAVE, 3)):
-        queue.submit(run_of(hold, direction))
-        eventually(lambda count=count: gate.num_inside + own.num_inside == count)
-
-    def go(*runs):
-        """Submits jobs while the worker is busy, then lets it do them; waits for all."""
-        jobs = [queue.submit(run) for run in runs]
+    def go(*jobs):
+        for job in jobs:
+            queue.submit(job)
         own.open()
         for job in jobs:
             assert job.wait(10).reason is None
 
     yield go
-    gate.open()
-    own.open()
+    for gate in (*gates, own):
+        gate.open()
 
 
 def noting(order, name, direction=SAVE, num_shares=0, **more):
@@ -120,10 +119,11 @@ def noting(order, name, direction=SAVE, num_shares=0, **more):
         order.append(name)
 
     work = Shares(*[note] * num_shares) if num_shares else Shares(last=note)
-    return run_of(work, direction, **more)
+    return job_of(work, direction, **more)
 
 
-def test_of_equals_loads_go_first(one_worker):
+def test_of_equals_the_direction_that_fewer_workers_serve_goes_first(one_worker):
+    """One of each is held; so the worker that is free begins with a load, and then it is even."""
     order = []
     one_worker(*[noting(order, d, d) for d in (SAVE, LOAD) * 3])
     assert order == [LOAD] * 3 + [SAVE] * 3
@@ -142,7 +142,7 @@ def test_markers_overtake_hand_offs_and_those_all_others(one_worker):
 
 def test_a_marker_waits_for_one_share_of_a_large_job_at_most(make):
     queue, gate, order = make(workers=2), Gate(), []
-    first = run_of(Shares(gate.pass_through, *[lambda child: order.append("large")] * 3), SAVE)
+    first = job_of(Shares(gate.pass_through, *[lambda child: order.append("large")] * 3), SAVE)
     large = queue.submit(first)
     eventually(lambda: gate.num_inside)
     marker = queue.submit(noting(order, "marker", urgency=Urgency.MARKER))
@@ -152,32 +152,35 @@ def test_a_marker_waits_for_one_share_of_a_large_job_at_most(make):
     assert order == ["marker", "large", "large", "large"]
 
 
-def test_a_small_job_passes_a_large_one_on_every_other_worker(make):
+def test_a_small_job_passes_a_large_one_whose_time_is_up_later(make):
     queue, gate, order = make(workers=2), Gate(), []
     busy = queue.submit(held(gate, SAVE))
     eventually(lambda: gate.num_inside)
-    jobs = [queue.submit(noting(order, f"{n} shares", num_shares=n)) for n in (4, 3, 1)]
+    sizes = [(4, 40.0), (3, 30.0), (1, 10.0)]
+    jobs = [noting(order, n, num_shares=n, seconds=seconds) for n, seconds in sizes]
+    for job in jobs:
+        queue.submit(job)
     gate.open()
     for job in (busy, *jobs):
         assert job.wait(10).reason is None
-    assert order == ["1 shares"] + ["3 shares"] * 3 + ["4 shares"] * 4
+    assert order == [1] + [3] * 3 + [4] * 4
 
 
-def test_the_oldest_job_is_never_passed_on_the_other_workers(make):
+def test_jobs_of_one_size_begin_in_the_order_in_which_they_came(make):
     queue, gate, order = make(workers=2), Gate(), []
     busy = queue.submit(held(gate, LOAD))
     eventually(lambda: gate.num_inside)
-    jobs = [queue.submit(noting(order, n, LOAD, num_shares=n)) for n in (4, 3, 1)]
+    jobs = [queue.submit(noting(order, n, LOAD, num_shares=2)) for n in range(3)]
     gate.open()
     for job in (busy, *jobs):
         assert job.wait(10).reason is None
-    assert order == [4, 4, 4, 4, 3, 3, 3, 1]
+    assert order == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_the_shares_of_one_job_run_on_all_workers_of_its_direction(make, direction):
     queue, gate = make(workers=6), Gate()
-    job = queue.submit(run_of(Shares(*[gate.pass_through] * 12), direction))
+    job = queue.submit(job_of(Shares(*[gate.pass_through] * 12), direction))
     eventually(lambda: gate.num_inside == 5)
     gate.open()
     assert job.wait(10).reason is None
@@ -186,10 +189,10 @@ def test_the_shares_of_one_job_run_on_all_workers_of_its_direction(make, directi
 
 def test_two_directions_share_the_workers(make):
     queue, load_gate, save_gate = make(workers=6), Gate(), Gate()
-    first = queue.submit(run_of(Shares(*[load_gate.pass_through] * 5), LOAD))
+    first = queue.submit(job_of(Shares(*[load_gate.pass_through] * 5), LOAD))
     eventually(lambda: load_gate.num_inside == 5)
-    second = queue.submit(run_of(Shares(*[save_gate.pass_through] * 12), SAVE))
-    third = queue.submit(run_of(Shares(*[save_gate.pass_through] * 12), LOAD))
+    second = queue.submit(job_of(Shares(*[save_gate.pass_through] * 12), SAVE))
+    third = queue.submit(job_of(Shares(*[save_gate.pass_through] * 12), LOAD))
     eventually(lambda: save_gate.num_inside == 1)
     load_gate.open()
     eventually(lambda: save_gate.num_inside == 6)
@@ -205,16 +208,16 @@ def test_one_direction_never_stops_the_other(make, gate, busy):
     for _ in range(8):
         queue.submit(held(gate, busy))
     other = SAVE if busy is LOAD else LOAD
-    assert queue.submit(run_of(direction=other)).wait(5).reason is None
+    assert queue.submit(job_of(direction=other)).wait(5).reason is None
 
 
 def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make):
-    for changes, num_bytes in (({"queue_jobs": 2}, 1), ({"queue_bytes": 200}, 100)):
+    for changes, num_bytes in (({"max_jobs": 2}, 1), ({"max_bytes": 200}, 100)):
         queue, gate = make(workers=2, **changes), Gate()
         running = queue.submit(held(gate))
         eventually(lambda gate=gate: gate.num_inside)
         queued = [queue.submit(held(gate, num_bytes=num_bytes)) for _ in range(2)]
-        refused = queue.submit(run_of(num_bytes=num_bytes))
+        refused = queue.submit(job_of(num_bytes=num_bytes))
         assert refused.result.reason is Reason.QUEUE_FULL
         assert not running.done
         assert not any(job.done for job in queued)
@@ -226,10 +229,10 @@ def test_too_many_hung_calls_refuse_new_jobs_until_one_returns(make):
     queue = make(workers=6)
     for job in [queue.submit(held(g, seconds=0.4)) for g in gates]:
         job.wait(5)
-    assert queue.submit(run_of()).result.reason is Reason.STORE_SLOW
+    assert queue.submit(job_of()).result.reason is Reason.STORE_SLOW
     gates[0].open()
     eventually(lambda: queue.num_hung <= MAX_HUNG_CALLS)
-    assert queue.submit(run_of()).wait(5).reason is None
+    assert queue.submit(job_of()).wait(5).reason is None
     for g in gates:
         g.open()
 
@@ -241,9 +244,9 @@ def test_a_job_follows_those_it_is_after(make, gate):
         gate.pass_through(child)
         order.append(1)
 
-    first = queue.submit(run_of(first_body))
-    failed = queue.submit(run_of(lambda child: Reason.LOST))
-    last = queue.submit(run_of(lambda child: order.append(2)), after=[first, failed])
+    first = queue.submit(job_of(first_body))
+    failed = queue.submit(job_of(lambda child: Reason.LOST))
+    last = queue.submit(job_of(lambda child: order.append(2)), after=[first, failed])
     assert not last.done
     gate.open()
     assert last.wait(5).reason is None
@@ -253,7 +256,7 @@ def test_a_job_follows_those_it_is_after(make, gate):
 def test_the_clock_of_a_job_that_waits_for_others_starts_when_it_may_run(make, gate):
     queue = make()
     first = queue.submit(held(gate))
-    last = queue.submit(run_of(seconds=0.4), after=[first])
+    last = queue.submit(job_of(seconds=0.4), after=[first])
     with pytest.raises(TimeoutError):
         last.wait(0.5)
     gate.open()
@@ -278,14 +281,14 @@ def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
     assert time.monotonic() - start < 5
     assert [job.result.reason for job in jobs] == [Reason.CLOSED] * 6
     assert sorted(map(id, ends)) == sorted(map(id, jobs))
-    assert queue.submit(run_of()).result.reason is Reason.CLOSED
+    assert queue.submit(job_of()).result.reason is Reason.CLOSED
     queue.close(0.05)
 
 
 def test_no_thread_is_left_after_close(make):
     before = set(threading.enumerate())
     queue = make()
-    queue.submit(run_of()).wait(5)
+    queue.submit(job_of()).wait(5)
     queue.close(1.0)
     assert set(threading.enumerate()) <= before
 
@@ -297,13 +300,13 @@ def test_cancelled_jobs_in_a_store_call_do_not_count_as_hung(make, gate):
     for job in jobs:
         job.cancel()
     assert queue.num_hung == 0
-    assert queue.submit(run_of()).wait(5).reason is None
+    assert queue.submit(job_of()).wait(5).reason is None
 
 
 def test_jobs_that_wait_for_others_count_in_the_bounds(make, gate):
-    queue = make(queue_jobs=3)
+    queue = make(max_jobs=3)
     first = queue.submit(held(gate))
-    jobs = [queue.submit(run_of(), after=[first]) for _ in range(10)]
+    jobs = [queue.submit(job_of(), after=[first]) for _ in range(10)]
     refused = [job for job in jobs if job.done]
     assert len(refused) >= 7
     assert {job.result.reason for job in refused} == {Reason.QUEUE_FULL}
@@ -312,13 +315,13 @@ def test_jobs_that_wait_for_others_count_in_the_bounds(make, gate):
 def test_a_watcher_that_fails_keeps_no_other_from_hearing_and_no_worker_from_working(make, caplog):
     queue, heard = make(workers=2), []
     for _ in range(3):
-        run = run_of(lambda child: 1 // 0)
-        run.job.on_end(lambda job: 1 // 0)
-        run.job.on_end(heard.append)
-        queue.submit(run).wait(5)
+        job = job_of(lambda child: 1 // 0)
+        job.on_end(lambda job: 1 // 0)
+        job.on_end(heard.append)
+        queue.submit(job).wait(5)
     eventually(lambda: len(heard) == 3)
     assert "failed" in caplog.text
-    assert queue.submit(run_of()).wait(5).reason is None
+    assert queue.submit(job_of()).wait(5).reason is None
 
 
 def test_a_pin_that_fails_leaves_no_thread():
@@ -329,17 +332,17 @@ def test_a_pin_that_fails_leaves_no_thread():
 
     before = set(threading.enumerate())
     with pytest.raises(DeviceError):
-        JobQueue(settings_of(workers=8), DevicePin(torch.device("cuda:1"), Gone()), Metrics())
+        JobQueue(8, DevicePin(torch.device("cuda:1"), Gone()), Metrics())
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_pin_that_fails_at_a_job_leaves_none_counted_as_running():
     api = FakeApi()
-    queue = JobQueue(settings_of(workers=2), DevicePin(torch.device("cuda:1"), api), Metrics())
+    queue = JobQueue(2, DevicePin(torch.device("cuda:1"), api), Metrics())
     api.failures.append("stream")
-    assert queue.submit(run_of()).wait(5).reason is Reason.FAULT
+    assert queue.submit(job_of()).wait(5).reason is Reason.FAULT
     eventually(lambda: (queue.num_alive, queue.num_hung) == (0, 0))
-    assert queue.submit(run_of()).wait(5).reason is None
+    assert queue.submit(job_of()).wait(5).reason is None
     queue.close(1.0)
 
 
@@ -359,23 +362,23 @@ class HeldWhileCounted(Shares):
 
 def test_a_child_forked_while_a_thread_holds_the_locks_is_refused_at_once(make, gate):
     queue, work = make(workers=2), HeldWhileCounted(gate)
-    run = run_of(work)
-    join = start_background(lambda: queue.submit(run))
+    job = job_of(work)
+    join = start_background(lambda: queue.submit(job))
     eventually(lambda: work.is_held)
 
     def calls_everything() -> bool:
-        run.job.cancel()
-        queue.wake(run)
-        refused = queue.submit(run_of()), queue.reject(run_of(), QueueFull("full"))
+        job.cancel()
+        queue.wake(job)
+        refused = queue.submit(job_of()), queue.reject(job_of(), QueueFull("full"))
         assert queue.num_hung == 0
         assert not queue.close(1.0)
         return [each.result.reason for each in refused] == [Reason.CLOSED, Reason.QUEUE_FULL]
 
     assert exit_code_of(calls_everything) == 0
-    assert not run.job.done
+    assert not job.done
     gate.open()
     join(10)
-    assert run.job.wait(10).reason is None
+    assert job.wait(10).reason is None
 
 
 def test_many_submitters_and_cancellers_end_every_job_once(make):
@@ -383,7 +386,7 @@ def test_many_submitters_and_cancellers_end_every_job_once(make):
 
     def work(seed):
         for i in range(200):
-            job = queue.submit(run_of(direction=LOAD if (seed + i) % 2 else SAVE))
+            job = queue.submit(job_of(direction=LOAD if (seed + i) % 2 else SAVE))
             job.on_end(ends.append)
             if i % 3 == 0:
                 job.cancel()
@@ -395,3 +398,40 @@ def test_many_submitters_and_cancellers_end_every_job_once(make):
         thread.join(30)
     eventually(lambda: queue.num_alive == 0 and len(ends) >= 1200)
     assert len({id(j) for j in ends}) == len(ends) == 1200
+
+
+def test_what_the_queue_holds_is_shown_until_its_end(make, gate):
+    metrics = Metrics()
+    queue = make(workers=2, metrics=metrics)
+
+    def shown(name, direction=None):
+        labels = {"direction": direction} if direction else {}
+        return metrics.registry.get_sample_value(f"pdstore_{name}", labels)
+
+    queue.submit(held(gate, LOAD))
+    eventually(lambda: gate.num_inside)
+    for num_bytes in (5, 7):
+        queue.submit(job_of(direction=LOAD, num_bytes=num_bytes))
+    assert (shown("jobs_alive"), shown("hung_store_calls")) == (3, 0)
+    assert (shown("queue_jobs", "load"), shown("queue_bytes", "load")) == (2, 12)
+    assert shown("queue_jobs", "save") == 0
+    queue.close(0.0)
+    assert shown("jobs_alive") == shown("queue_jobs", "load") == 0
+    gate.open()
+
+
+def test_every_end_is_counted_once(make):
+    metrics = Metrics()
+    queue = make(metrics=metrics)
+    jobs = [queue.submit(job_of()) for _ in range(50)]
+    jobs.append(queue.reject(job_of(direction=SAVE), QueueFull("full")))
+    for job in jobs:
+        job.wait(10)
+    eventually(lambda: queue.num_alive == 0)
+
+    def count(direction, outcome):
+        labels = {"direction": direction, "outcome": outcome}
+        return metrics.registry.get_sample_value("pdstore_jobs_total", labels)
+
+    assert eventually(lambda: count("load", "ok") == 50)
+    assert count("save", "queue_full") == 1

@@ -146,25 +146,6 @@ def test_what_a_handoff_lost_is_saved_again_range_by_range(instance, store, aren
     assert [keys_of(p, 320)[4]] in leased, "a range is leased although one before it is lost"
 
 
-def test_a_worker_rests_after_the_last_shares_of_a_handoff_alone(instance, store, monkeypatch):
-    """Before that other shares wait for it; then P is about to answer."""
-    monkeypatch.setattr(AT_ONCE, 1)
-    rests, fill = [], store.fill
-
-    def noted(kinds, batches, rest_s=0.0):
-        rests.append(rest_s)
-        return fill(kinds, batches, rest_s)
-
-    store.fill = noted
-    p = instance(workers=2, range_bytes=1)
-    assert save(p, range(1000, 1320)).num_tokens == 320
-    assert not any(rests), "nobody waits for this one"
-    handoff, _ = p.cache.announce(p.cache.keys(range(320)))
-    assert save(p, range(320), handoff=handoff).num_tokens == 320
-    assert rests[len(rests) // 2] == 0.0
-    assert 0.0 < rests[-1] <= 0.01
-
-
 def test_no_value_of_a_full_block_is_made_for_a_load(instance, monkeypatch):
     p, d = (instance(fill=fill, layer_ranges=2) for fill in (None, POISON))
     save(p, range(320))

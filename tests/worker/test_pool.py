@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 
 import pytest
 import torch
 
 from pdstore import KVPool, LayerSpec, Layout
-from pdstore.errors import LayoutError
+from pdstore.errors import LayoutError, SwapError
 from pdstore.format.handoff import HandoffId
 from pdstore.format.namespace import Part
 from pdstore.outcome import Reason
-from tests.support.kv import LAYERS, POISON, caches_of, settings_of
+from pdstore.store import open_store
+from pdstore.worker.pool import behind_caller
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support.kv import LAYERS, POISON, Instance, caches_of, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 
@@ -221,3 +225,50 @@ def test_a_handoff_needs_its_own_name(p):
     first, second = (p.cache.announce(keys)[0] for _ in range(2))
     assert isinstance(first, HandoffId)
     assert first != second
+
+
+@pytest.mark.parametrize(
+    ("empty", "more"),
+    [
+        ([], ""),
+        (
+            ["PDSTORE_SALT", "PDSTORE_ROLE", "PDSTORE_WEIGHTS"],
+            "; empty, so as if not set: PDSTORE_WEIGHTS, PDSTORE_SALT",  # the role is an argument
+        ),
+    ],
+)
+def test_a_pool_says_with_what_it_starts_and_which_settings_are_empty(
+    caplog, monkeypatch, empty, more
+):
+    for name in empty:
+        monkeypatch.setenv(name, "")
+    caplog.set_level(logging.INFO)
+    store = open_store("memory://", settings_of())
+    instance = Instance(store, role="prefill", workers=4, staging="8MiB", native="off")
+    instance.close()
+    store.close()
+    line = next(r.getMessage() for r in caplog.records if "block copies by" in r.getMessage())
+    assert line == (
+        f"pool memory://, namespace {instance.cache.namespace.hex}, role prefill,"
+        f" block copies by TORCH, 7 MiB of host memory, 4 workers{more}"
+    )
+
+
+def a_swap(device="cpu"):
+    settings = settings_of()
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
+    return TorchSwap(layout, [cache.to(device) for cache in caches_of(layout)])
+
+
+def test_the_cpu_has_no_stream_to_follow():
+    assert behind_caller(a_swap()) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_stream_under_capture_is_refused():
+    swap, x = a_swap("cuda:0"), torch.zeros(8, device="cuda:0")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x += 1
+        with pytest.raises(SwapError, match="captured"):
+            behind_caller(swap)

@@ -1,4 +1,4 @@
-"""The end of a pool: close, the child of a fork, signal handlers."""
+"""The end of a pool: close, and the child of a fork."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 import time
-
-import pytest
 
 from pdstore.outcome import Reason
 from pdstore.store.wrappers import WrapperStore
@@ -142,72 +140,3 @@ def test_a_forked_child_may_call_everything_while_the_parents_jobs_run(instance,
     finally:
         stop.set()
         join(20)
-
-
-@pytest.fixture
-def alarm():
-    """Calls a handler again and again, in the middle of whatever the main thread does."""
-    before = signal.getsignal(signal.SIGALRM)
-
-    def alarm(handler, every_s):
-        def handle(*_):
-            handler()
-            # Set again only now: on a busy machine handlers would interrupt each other without end.
-            if not stopped:
-                signal.setitimer(signal.ITIMER_REAL, every_s)
-
-        stopped: list[bool] = []
-        signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, every_s)
-        return lambda: stopped.append(True)
-
-    yield alarm
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_a_signal_handler_may_save_load_and_cancel(instance, alarm):
-    p = instance()
-    keys = p.cache.keys(range(128))
-    assert p.pool.save(keys, P_BLOCKS).wait(10).reason is None
-    jobs, num_handled = [], []
-
-    def handler():
-        num_handled.append(1)
-        for job in jobs[-2:]:
-            job.cancel()
-        jobs.append(p.pool.load(keys, D_BLOCKS))
-
-    stop = alarm(handler, 0.0005)
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        jobs.append(p.pool.load(keys, D_BLOCKS))
-        p.pool.save(keys, P_BLOCKS).cancel()
-        if len(jobs) % 50 == 0:
-            jobs[-1].wait(10)
-    stop()
-    assert len(num_handled) > 10
-    for job in jobs:
-        assert job.wait(10).reason in (None, Reason.CANCELLED, Reason.QUEUE_FULL)
-    eventually(lambda: p.pool.num_jobs == 0)
-
-
-@pytest.mark.parametrize("delay_s", [0.0005, 0.001, 0.002, 0.004])
-def test_a_signal_handler_may_close_the_pool(instance, alarm, delay_s):
-    p = instance(drain_s=0.2)
-    keys, jobs, closed = p.cache.keys(range(64)), [], []
-
-    def handler():
-        if not closed:
-            closed.append(1)
-            p.pool.close()
-
-    stop = alarm(handler, delay_s)
-    while not closed:
-        jobs += [p.pool.save(keys, P_BLOCKS), p.pool.load(keys, D_BLOCKS)]
-        jobs[-1].cancel()
-    stop()
-    for job in jobs:
-        job.wait(5)
-    eventually(lambda: p.pool.num_jobs == 0)

@@ -10,6 +10,7 @@ from pdstore.errors import SaveFailed, StoreFull, SwapError
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
+from pdstore.testing.threads import run_together
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support.kv import Instance, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, load, save
@@ -120,4 +121,29 @@ def test_a_flush_of_an_instance_that_does_not_write_says_so():
     save(p, range(100))
     with pytest.raises(SaveFailed, match="read_only"):
         p.pool.flush(30)
+    p.close()
+
+
+def test_of_two_flushes_at_once_one_is_told_of_a_failure():
+    p = Instance(MemoryStore(), publish=False)
+    for _ in range(50):
+        save(p, range(100))
+        told: list = []
+
+        def flush(told=told):
+            try:
+                p.pool.flush(30)
+            except SaveFailed as error:
+                told.append(error)
+
+        run_together(flush, flush)
+        assert len(told) == 1
+    p.close()
+
+
+def test_a_cancelled_save_is_no_failure():
+    p = Instance(MemoryStore())
+    opened = p.pool.begin_save(p.cache.keys(range(100)), D_BLOCKS)
+    opened.job.cancel()
+    p.pool.flush(30)
     p.close()

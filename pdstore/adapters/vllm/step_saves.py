@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdstore.format.layout import Layout
-from pdstore.worker.open_save import OpenSave
+from pdstore.worker.save import OpenSave
 
 
 class StepSaves:

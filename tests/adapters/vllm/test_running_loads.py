@@ -7,8 +7,7 @@ import pytest
 from pdstore.adapters.vllm.messages import LoadSpec
 from pdstore.adapters.vllm.running_loads import RunningLoads
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction
-from pdstore.worker.job import Job, JobResult
+from tests.support.jobs import Shares, job_of
 
 IDS = list(range(1, 14))
 
@@ -26,10 +25,12 @@ def near(loads):
 
 def started(loads, keys, name="a", brought=None, counts_on=200):
     """Starts a load; it has ended if it `brought` tokens."""
-    job = Job(Direction.LOAD, lambda *_: None)
+    work = Shares()
+    work.tokens = 200 if brought is None else brought
+    job = job_of(work)
     loads.put(LoadSpec(name, keys, [IDS], 0, counts_on), job)
     if brought is not None:
-        job.settle(JobResult(brought))
+        job.end(None)
     return job
 
 
@@ -41,7 +42,7 @@ def keys():
 def test_a_load_is_told_when_it_has_ended(loads, keys):
     job = started(loads, keys)
     assert loads.take() == set()
-    job.settle(JobResult(200))
+    job.end(None)
     assert loads.take() == {"a"}
     assert loads.take() == set()
     assert loads.take_outcomes() == (set(), {"a": (200, 0.0)})
@@ -76,11 +77,10 @@ def test_a_load_that_could_not_be_started_is_a_failure_of_all_its_blocks(loads):
 
 
 def test_a_load_of_a_request_that_has_ended_is_cancelled(loads, keys):
-    ends = []
-    job = Job(Direction.LOAD, lambda *reason: ends.append(reason))
+    job = job_of()
     loads.put(LoadSpec("a", keys, [IDS], 0, 200), job)
     assert loads.take({"a"}) == set(), "its blocks are written until it has ended"
-    assert ends
+    assert job.done
 
 
 @pytest.mark.parametrize(("has_keys", "faults"), [(True, 1), (False, None)])

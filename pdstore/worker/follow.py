@@ -1,4 +1,4 @@
-"""Follower: sees what P has stored of hand-offs, and releases it to the loads that follow them."""
+"""Follower: finds what P has stored of hand-offs, and releases it to the loads that follow them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Deadline, Ticker
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
-from pdstore.worker.load_work import LoadWork
+from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks, bytes_of
 
 _WINDOW = 128
@@ -36,7 +36,8 @@ class _Lane:
     """One layer range of a prompt: how far it is stored, and how far that is released."""
 
     def __init__(self, prompt: PromptBlocks, first_block: int, layer_range: int) -> None:
-        self._prompt, self._layer_range = prompt, layer_range
+        self._prompt = prompt
+        self._layer_range = layer_range
         self._keys, self._numbers = prompt.chain(first_block, layer_range)
         self._at = 0
         self._released = first_block
@@ -98,8 +99,11 @@ class Follow:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         namespace = prompt.keys.namespace
-        self.job, self._work, self._wake = job, work, wake
-        self._handoff, self._namespace = handoff, namespace
+        self.job = job
+        self._work = work
+        self._wake = wake
+        self._handoff = handoff
+        self._namespace = namespace
         self._failed = handoff.failed(namespace)
         self._done = [handoff.done(namespace, n) for n in range(namespace.num_shards)]
         self._clock = clock
@@ -108,7 +112,8 @@ class Follow:
         self._has_asked = handoff.instance is not None
         if handoff.instance is not None:
             self._pulse = Pulse(namespace, handoff.instance, clock=clock)
-        self._stall_s, self._split = stall_s, split
+        self._stall_s = stall_s
+        self._split = split
         self._lanes = [_Lane(prompt, first_block, n) for n in prompt.layout.held_ranges]
         for n in prompt.layout.held_ranges:
             work.release([], n)  # no token counts before all of its layer ranges are loaded
@@ -123,11 +128,12 @@ class Follow:
         beats = self._pulse.ring if self._pulse is not None else []
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
-    def hear(self, store: Store, stored: AbstractSet[BlockKey], heard_at: float) -> bool:
-        """Releases what is stored; ends the load if P says that it was all. Whether it moved.
+    def appeared(self, store: Store, stored: AbstractSet[BlockKey], at: float) -> bool:
+        """Releases what is stored; ends the load if P says that it was all.
 
         stored: keys that are in the store; those of `wanted` count.
-        heard_at: a time at which they were there, in seconds of the clock.
+        at: a time at which they were there, in seconds of the clock.
+        Returns whether anything was released.
         """
         cut, moved = self._cut(stored), False
         try:
@@ -139,7 +145,7 @@ class Follow:
         for lane in self._lanes:
             moved |= lane.release(self._work, self._split)
         if moved:
-            self._note_life(heard_at)
+            self._note_life(at)
         is_complete = all(lane.is_complete for lane in self._lanes)
         if is_complete or cut is not None:
             self._work.close(None if is_complete else cut)
@@ -147,10 +153,10 @@ class Follow:
             self._wake()
         return moved
 
-    def look(self, store: Store, stored: AbstractSet[BlockKey], asked_at: float) -> bool:
-        """Does as `hear` after a look for all of `wanted`; ends the load if P says nothing."""
+    def asked(self, store: Store, stored: AbstractSet[BlockKey], asked_at: float) -> bool:
+        """Does as `appeared` once all of `wanted` was asked for; ends the load if P is silent."""
         self._learn_instance(store, asked_at)
-        moved = self.hear(store, stored, asked_at)
+        moved = self.appeared(store, stored, asked_at)
         silence = self._silence(stored, asked_at)
         if silence is not None and self._work.is_open:
             self._work.close(silence)
@@ -177,11 +183,11 @@ class Follow:
         self._done = [key for key in self._done if key not in stored]
         return None if self._done else Reason.ABSENT  # stored, and lost
 
-    def _note_life(self, heard_at: float) -> None:
+    def _note_life(self, at: float) -> None:
         """Takes note that P has stored something."""
-        self._moved_at = heard_at
+        self._moved_at = at
         if self._pulse is not None:
-            self._pulse.add_beat(heard_at)
+            self._pulse.add_beat(at)
 
     def _silence(self, stored: AbstractSet[BlockKey], asked_at: float) -> Reason | None:
         """Returns why nothing more is expected of P, which says nothing; None if it is."""
@@ -198,45 +204,21 @@ class Follower:
     A look is one call of the store for all loads if the store can look for many keys (`FindsKeys`).
     It follows each change if the store tells of changes (`TellsChanges`). Any other store is
     polled, ever less often while nothing appears.
-
-    stall_s: a load ends when nothing more is stored for so long.
-    split: how blocks are shared out among the workers.
     """
 
-    def __init__(self, store: Store, stall_s: float, split: Split) -> None:
-        self._store, self._stall_s, self._split = store, stall_s, split
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._finder = find_optional(store, FindsKeys)
         self._arrivals: deque[Follow] = deque()
         self._follows: list[Follow] = []
         self._pause_s = _FIRST_PAUSE_S
         teller = find_optional(store, TellsChanges)
         self._plan = LookPlan(self._wanted, teller, round_s=_TOLD_PAUSE_S)
-        self._listener = None if teller is None else ChangeListener(teller, self._hear)
+        self._listener = None if teller is None else ChangeListener(teller, self._changed)
         self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
 
-    def add(
-        self,
-        job: Job,
-        work: LoadWork,
-        prompt: PromptBlocks,
-        first_block: int,
-        handoff: HandoffId,
-        wake: Callable[[], None],
-    ) -> None:
-        """Takes a load that follows a hand-off. From any thread.
-
-        wake: tells the queue that the load has more to do, or nothing more.
-        """
-        follow = Follow(
-            job,
-            work,
-            prompt,
-            first_block,
-            handoff,
-            stall_s=self._stall_s,
-            split=self._split,
-            wake=wake,
-        )
+    def add(self, follow: Follow) -> None:
+        """Takes a load that follows a hand-off. From any thread."""
         self._arrivals.append(follow)
         self._thread.wake()
 
@@ -247,7 +229,7 @@ class Follower:
             self._listener.close(limit.remaining_s())
         self._thread.stop(limit.remaining_s())
 
-    def _hear(self, news: News) -> None:
+    def _changed(self, news: News) -> None:
         self._plan.tell(news)
         self._thread.turn()
 
@@ -272,14 +254,14 @@ class Follower:
         """Takes note of what was named and looks for more. Returns whether any load moved."""
         named, now = self._plan.named(), time.monotonic()
         concerned = [f for f in self._follows if not named.isdisjoint(f.wanted())]
-        moved = any([follow.hear(self._store, named, now) for follow in concerned])
+        moved = any([follow.appeared(self._store, named, now) for follow in concerned])
         try:
             heard = self._plan.note(self._stored(self._plan.next()))
         except StoreError:  # the loads end when nothing appears in time
             return moved
         if heard is not None:
             now = heard.began_at
-            moved |= any([f.look(self._store, heard.found, now) for f in self._follows])
+            moved |= any([f.asked(self._store, heard.found, now) for f in self._follows])
         return moved
 
     def _wanted(self, _: bool) -> list[BlockKey]:

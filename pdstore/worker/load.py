@@ -6,23 +6,22 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 from pdstore.errors import StoreError
 from pdstore.outcome import Reason, reason_of
 from pdstore.worker.block_range import BlockRange
-from pdstore.worker.child_job import ChildJob
+from pdstore.worker.job import ChildJob, Share, Shortfall, Work
 from pdstore.worker.mover import Mover
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import PromptBlocks, Value, block_at, end_token
-from pdstore.worker.work import Share, Shortfall, Work
 
 
 class _Piece:
     """Blocks of one layer range (None: of all layers), and how far they are loaded."""
 
     def __init__(self, blocks: BlockRange, layer_range: int | None) -> None:
-        self.blocks, self.layer_range = blocks, layer_range
+        self.blocks = blocks
+        self.layer_range = layer_range
         self.num_loaded = 0  # values, without a gap before them
         self.reached = 0  # tokens of the prompt
 
@@ -41,73 +40,72 @@ class LoadWork(Work):
     def __init__(
         self, mover: Mover, prompt: PromptBlocks, first_token: int, ready: ReadyEvent | None
     ) -> None:
-        self._mover, self._prompt = mover, prompt
-        self._first_token, self._ready = first_token, ready
+        super().__init__()
+        self._mover = mover
+        self._prompt = prompt
+        self._first_token = first_token
+        self._ready = ready
         self._waiting: deque[_Piece] = deque()
         self._released: defaultdict[int | None, list[_Piece]] = defaultdict(list)
-        self._tally = (0, False)  # pieces released, and whether those are all: one value
-        self._num_taken = 0
+        self._are_all = False  # no more is released
         self._cut: Reason | None = None
         self._gaps: list[tuple[_Piece, Shortfall]] = []
 
     @property
     def progress(self) -> int:
-        ends = map(self._tokens_of, list(self._released.values()))
+        ends = map(self._tokens_of, self._released.values())
         return self._prompt.usable_end(min(ends, default=self._first_token), self._first_token)
 
     @property
     def num_ready(self) -> int:
         if not self._gaps:
             return len(self._waiting)
-        return sum(self._is_wanted(piece) for piece in list(self._waiting))
+        return sum(map(self._is_wanted, self._waiting))
 
     @property
     def is_at_end(self) -> bool:
-        if self._gaps:
-            return self.num_ready == 0
-        return self._tally == (self._num_taken, True)
+        return self.num_ready == 0 and (self._are_all or bool(self._gaps))
 
     @property
     def is_open(self) -> bool:
-        """True while it matters whether more is released."""
-        return not (self._tally[1] or self._gaps)
+        """True while it matters whether more is released. Takes the lock itself."""
+        with self.lock:
+            return not (self._are_all or self._gaps)
 
     def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
         """Says that some blocks may be loaded; those of a layer range in the prompt's order.
 
-        One thread at a time calls this and `close`. After `close` neither does anything.
+        After `close` neither this nor another `close` does anything.
         """
-        num_released, are_all = self._tally
-        if are_all:
-            return
         pieces = [_Piece(blocks, layer_range) for blocks in ranges]
-        self._tally = (num_released + len(pieces), False)
-        self._released[layer_range] += pieces
-        self._waiting += pieces
+        with self.lock:
+            if not self._are_all:
+                self._released[layer_range] += pieces
+                self._waiting += pieces
 
     def close(self, cut: Reason | None = None) -> None:
         """Says that no more is released; `cut`: why that is not all of the prompt."""
-        num_released, are_all = self._tally
-        if not are_all:
-            self._cut = cut
-            self._tally = (num_released, True)
+        with self.lock:
+            if not self._are_all:
+                self._cut = cut
+                self._are_all = True
 
-    def take(self) -> Share:
-        while self._waiting:
-            piece = self._waiting.popleft()
-            self._num_taken += 1
-            if self._is_wanted(piece):
-                return partial(self._load, piece)
-        return _nothing  # another worker has found a gap since the run counted the shares
+    def next_share(self) -> Share:
+        while not self._is_wanted(piece := self._waiting.popleft()):
+            pass
+        return partial(self._load, piece)
 
     def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be the first."""
-        if self._gaps:
-            if any(self._mover.removes(gap.reason) for _, gap in self._gaps):
-                self._remove_wrong(child)
-            return min(self._gaps, key=lambda gap: self._block_at(gap[0]))[1]
-        if shortfall is None and self._cut is not None:
-            shortfall = Shortfall(self._cut)
+        with self.lock:
+            gaps, cut = list(self._gaps), self._cut
+            released = [piece for pieces in self._released.values() for piece in pieces]
+        if gaps:
+            if any(self._mover.removes(gap.reason) for _, gap in gaps):
+                self._remove_wrong(child, released)
+            return min(gaps, key=lambda gap: self._block_at(gap[0]))[1]
+        if shortfall is None and cut is not None:
+            shortfall = Shortfall(cut)
         return shortfall
 
     def _is_wanted(self, piece: _Piece) -> bool:
@@ -122,7 +120,8 @@ class LoadWork(Work):
         self._ready = self._mover.to_follow(self._ready)
         values = self._prompt.values(piece.blocks, piece.layer_range)
         if not values:  # a window has moved on
-            piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
+            with self.lock:
+                piece.reached = self._end_of(piece)
             return None
         loaded = partial(self._note_loaded, piece, values)
         gap: Shortfall | None = None
@@ -133,14 +132,14 @@ class LoadWork(Work):
             gap = Shortfall(reason_of(error), error)
         if gap is not None:
             child.finish_copy()  # the gap begins behind it, and what comes before is still wanted
-            self._gaps.append((piece, gap))
+            with self.lock:
+                self._gaps.append((piece, gap))
         return None  # what lies before the gap in other layer ranges is loaded all the same
 
-    def _remove_wrong(self, child: ChildJob) -> None:
-        released = chain.from_iterable(self._released.values())
+    def _remove_wrong(self, child: ChildJob, released: Sequence[_Piece]) -> None:
         with contextlib.suppress(StoreError):  # the load has its reason already
             for piece in released:
-                if piece.reached < self._prompt.keys.end_of(piece.blocks.stop):
+                if piece.reached < self._end_of(piece):
                     values = self._prompt.values(piece.blocks, piece.layer_range)
                     self._mover.remove_wrong(child, values)
 
@@ -151,23 +150,23 @@ class LoadWork(Work):
 
         wanted: all values of the piece. why: the reason why the copy fell short.
         """
-        if values and block_at(values, 0) == block_at(wanted, piece.num_loaded):
-            piece.num_loaded += len(values)
-            piece.reached = end_token(values, self._prompt.layout.block_tokens)
-        if piece.num_loaded == len(wanted):
-            piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
-        if why is not None:
-            self._gaps.append((piece, Shortfall(why)))
+        with self.lock:
+            if values and block_at(values, 0) == block_at(wanted, piece.num_loaded):
+                piece.num_loaded += len(values)
+                piece.reached = end_token(values, self._prompt.layout.block_tokens)
+            if piece.num_loaded == len(wanted):
+                piece.reached = self._end_of(piece)
+            if why is not None:
+                self._gaps.append((piece, Shortfall(why)))
 
     def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
         """The tokens before the first gap in one layer range."""
-        tokens, keys = self._first_token, self._prompt.keys
-        for piece in list(pieces):
+        tokens = self._first_token
+        for piece in pieces:
             tokens = max(tokens, piece.reached)
-            if piece.reached < keys.end_of(piece.blocks.stop):
+            if piece.reached < self._end_of(piece):
                 break
         return tokens
 
-
-def _nothing(child: ChildJob) -> None:
-    pass
+    def _end_of(self, piece: _Piece) -> int:
+        return self._prompt.keys.end_of(piece.blocks.stop)

@@ -1,4 +1,4 @@
-"""LoadWork: a load in ranges over several workers brings what one worker would bring."""
+"""Loads: a load in ranges over several workers brings what one worker would bring."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
 from pdstore.worker.block_range import RANGE_BYTES, BlockRange
-from pdstore.worker.load_work import LoadWork
+from pdstore.worker.load import LoadWork
 from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import PromptBlocks
 from tests.support.interrupt import acts_at_line
-from tests.support.jobs import carried, run_of
+from tests.support.jobs import carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
@@ -260,34 +260,14 @@ def test_nothing_counts_behind_a_copy_that_failed(store):
     d.close()
 
 
-class LosesAll:
-    """A mover whose store has lost every value."""
-
-    def to_follow(self, ready):
-        return ready
-
-    def load(self, child, values, first_token, ready, loaded):
-        return Reason.LOST
-
-
-def test_a_share_that_a_gap_has_made_useless_does_nothing(p):
-    """Another worker finds the gap between the count of the shares and the take of one."""
-    keys = p.cache.keys(range(128))
-    work = LoadWork(LosesAll(), PromptBlocks(p.layout, keys, [P_BLOCKS]), 0, None)
-    work.release([BlockRange(0, 1), BlockRange(1, 2)])
-    child = run_of(work).take(lambda run: False)
-    before = work.take()
-    assert work.num_ready == 1
-    before(child)
-    assert work.take()(child) is None
-    assert work.num_ready == 0
-
-
-class Copies(LosesAll):
+class Copies:
     """A mover that has every value, and notes the blocks that it was asked for."""
 
     def __init__(self):
         self.blocks: set[int] = set()
+
+    def to_follow(self, ready):
+        return ready
 
     def load(self, child, values, first_token, ready, loaded):
         self.blocks |= {value.number for value in values}
@@ -303,12 +283,14 @@ def loads_with(p, begin, act):
     for number in count():
         mover, keys = Copies(), p.cache.keys(range(128))
         work = LoadWork(mover, PromptBlocks(p.layout, keys, [P_BLOCKS]), 0, None)
-        run = run_of(work)
+        job = job_of(work)
         begin(work)
-        has_acted = acts_at_line(partial(carried, run), number, partial(act, work))
+        has_acted = acts_at_line(
+            partial(carried, job), number, partial(act, work), is_locked=work.lock.locked
+        )
         if not has_acted:
             act(work)
-        yield carried(run), mover.blocks
+        yield carried(job), mover.blocks
         if not has_acted:
             return
 

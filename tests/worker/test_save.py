@@ -1,4 +1,4 @@
-"""SaveWork: durable means that another process can load it, and D is told only then."""
+"""Saves: durable means that another process can load it, and D is told only then."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from itertools import count
 import pytest
 import torch
 
-from pdstore import Job, JobResult, KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys
+from pdstore import JobResult, KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys
 from pdstore.errors import LayoutError, StoreFull
 from pdstore.format.block import HEADER_BYTES
-from pdstore.outcome import Direction, Reason
+from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put
 from pdstore.worker.block_range import BlockRange, Split
-from pdstore.worker.save_work import SaveWork
+from pdstore.worker.save import SaveWork
 from pdstore.worker.values import PromptBlocks
 from tests.support.interrupt import acts_at_line
-from tests.support.jobs import carried, run_of
+from tests.support.jobs import SAVE, carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -180,13 +180,13 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
                 return 0
             return super().put(keys, slots)
 
-    limits = {"deadline": {"deadline_s": 0.3}, "queue_full": {"queue_jobs": 1}}
+    limits = {"deadline": {"deadline_s": 0.3}, "queue_full": {"max_jobs": 1}}
     p = instance(over=Store(store), **limits.get(why, {}))
     d = instance(fill=POISON, handoff_wait_s=30.0)
     keys = p.cache.keys(range(100))
     attempt, params = p.cache.announce(keys)
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
-    gate = Job(Direction.SAVE, lambda reason, error: None)
+    gate = job_of()
     if why == "queue_full":
         p.pool.save(p.cache.keys(range(50)), P_BLOCKS, after=[gate])
     ready = NotReady() if why == "fault" else None
@@ -196,7 +196,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     assert job.wait(10).reason is not None
     found = lookup.wait(5)
     assert found.reason in (Reason.HANDOFF_FAILED, None)
-    gate.settle(JobResult(0))
+    gate.end(None)
 
 
 def test_two_ranks_mark_their_own_shards_only(instance, store):
@@ -401,13 +401,13 @@ def test_the_last_layers_released_while_a_worker_leaves_are_saved(instance):
     for number in count():
         mover, keys = Keeps(), p.cache.keys(range(64))
         work = SaveWork(mover, PromptBlocks(p.layout, keys, [P_BLOCKS]), 0)
-        run, released = run_of(work, Direction.SAVE), [BlockRange(0, 1)]
+        job, released = job_of(work, SAVE), [BlockRange(0, 1)]
         work.release(released, None, layer_range=0, is_last=False)
         last = partial(work.release, released, None, layer_range=1)
-        has_acted = acts_at_line(partial(carried, run), number, last)
+        has_acted = acts_at_line(partial(carried, job), number, last, is_locked=work.lock.locked)
         if not has_acted:
             last()
-        assert carried(run) == JobResult(64), f"released before line {number}"
+        assert carried(job) == JobResult(64), f"released before line {number}"
         if not has_acted:
             break
     assert number > 30

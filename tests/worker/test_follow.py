@@ -12,11 +12,11 @@ from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
 from pdstore.worker.block_range import Split
-from pdstore.worker.follower import Follow
-from pdstore.worker.load_work import LoadWork
+from pdstore.worker.follow import Follow
+from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks
 from tests.support.clock import Clock
-from tests.support.jobs import carried, run_of
+from tests.support.jobs import carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
 
@@ -245,9 +245,9 @@ def follow_by_hand(one, keys, **more):
     """Returns a follow of ONE without a thread, its work, its job, and a list of its wakes."""
     prompt = PromptBlocks(one.layout, keys, [D_BLOCKS])
     work, wakes = LoadWork(None, prompt, 0, None), []
-    run = run_of(work)
+    job = job_of(work)
     more = {"stall_s": 60.0, "split": Split(1), "wake": lambda: wakes.append(1), **more}
-    return Follow(run.job, work, prompt, 0, ONE, **more), work, run, wakes
+    return Follow(job, work, prompt, 0, ONE, **more), work, job, wakes
 
 
 def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):
@@ -256,10 +256,10 @@ def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):
     follow, work, _, wakes = follow_by_hand(p, keys)
     failed, missing = ONE.failed(p.namespace), set(follow.wanted()[-3:])
     failing.keys = {follow.wanted()[-1]}
-    assert follow.hear(failing, missing | {failed}, 0.0)
+    assert follow.appeared(failing, missing | {failed}, 0.0)
     assert (work.num_ready, wakes, work.is_open) == (2, [1], True)
     failing.keys.clear()
-    follow.hear(failing, missing | {failed}, 0.0)
+    follow.appeared(failing, missing | {failed}, 0.0)
     assert (work.num_ready, len(wakes), work.is_open) == (3, 2, False)
 
 
@@ -268,10 +268,10 @@ def test_who_p_is_is_asked_again_after_an_error(p, store):
     instance, clock = HandoffId("1" * 32, "2" * 32), Clock(0.0)
     p.pool.start_handoff(instance, 64).wait(10)
     failing, keys = Failing(store), p.cache.keys(range(64))
-    follow, work, run, _ = follow_by_hand(p, keys, clock=clock)
+    follow, work, job, _ = follow_by_hand(p, keys, clock=clock)
     failing.keys = {ONE.started(p.namespace)}
     while work.is_open and clock.now < 10.0:
         clock.now += 0.2
-        follow.look(failing, set(), clock.now)
+        follow.asked(failing, set(), clock.now)
         failing.keys.clear()
-    assert carried(run).reason is Reason.HANDOFF_DEAD
+    assert carried(job).reason is Reason.HANDOFF_DEAD

@@ -1,0 +1,343 @@
+"""Saves: what a save does, how its layers are released to it, and the flush that waits for all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pdstore.errors import SaveFailed, StoreError
+from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import BlockKey
+from pdstore.outcome import JobResult, Reason
+from pdstore.threads import Deadline
+from pdstore.worker.block_range import BlockRange, Split
+from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
+from pdstore.worker.mover import Mover, Source
+from pdstore.worker.swap.base import ReadyEvent
+from pdstore.worker.values import PromptBlocks, bytes_of, keys_of
+
+_MOST_ROUNDS = 3
+
+
+class _Piece(NamedTuple):
+    """Blocks of one layer range (None: of all layers) and the event that their copies follow."""
+
+    blocks: BlockRange
+    layer_range: int | None
+    ready: ReadyEvent | None
+
+
+class SaveWork(Work):
+    """Saves blocks; then one match of all of them says how many another process can load.
+
+    A plain save skips what is stored and matches its own blocks. With a hand-off the match is of
+    the whole prompt: what the store lost meanwhile is saved again, and D is told at the end.
+
+    first_block: the blocks before it are stored or on their way already.
+    handoff: publish the whole prompt under this name.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        prompt: PromptBlocks,
+        first_block: int,
+        handoff: HandoffId | None = None,
+    ) -> None:
+        super().__init__()
+        self._mover = mover
+        self._prompt = prompt
+        self._handoff = handoff
+        self.first_block = first_block
+        self._waiting: deque[_Piece] = deque()
+        self._are_all = False  # the last piece is released
+        self._num_copying = 0  # pieces released that are not copied yet
+        self._progress = 0
+        self._ready: ReadyEvent | None = None
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    @property
+    def num_ready(self) -> int:
+        return -(-len(self._waiting) // self._mover.split.at_once)
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._are_all and not self._waiting
+
+    def release(
+        self,
+        ranges: Sequence[BlockRange],
+        ready: ReadyEvent | None,
+        *,
+        layer_range: int | None = None,
+        is_last: bool = True,
+    ) -> None:
+        """Says that some layers of the blocks may be read once `ready` has fired."""
+        with self.lock:
+            self._ready = ready
+            self._are_all = is_last
+            self._num_copying += len(ranges)
+            self._waiting += [_Piece(blocks, layer_range, ready) for blocks in ranges]
+
+    def next_share(self) -> Share:
+        count = min(self._mover.split.at_once, len(self._waiting))
+        return partial(self._save, [self._waiting.popleft() for _ in range(count)])
+
+    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        if self._handoff is not None:
+            return self._publish(child, self._handoff, shortfall)
+        child.set_captured()
+        missing = self._first_missing(child, self.first_block, shortfall)
+        return None if missing is None else shortfall or Shortfall(Reason.LOST)
+
+    def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
+        sources = [source for piece in pieces if (source := self._source(piece, child)).values]
+        for _ in range(len(sources), len(pieces)):
+            self._note_copied(child)
+        if not sources:
+            return None
+        reason = self._mover.save(child, sources, partial(self._note_copied, child))
+        if reason is None and self._handoff is not None:
+            for values, _ in sources:  # a lease: D comes for them, also when all is late
+                self._mover.num_matched(child, keys_of(values))
+        return reason
+
+    def _source(self, piece: _Piece, child: ChildJob) -> Source:
+        """Returns what is to be saved of a piece."""
+        ready = self._mover.to_follow(piece.ready)
+        values = self._prompt.values(piece.blocks, piece.layer_range)
+        if self._handoff is None:
+            values = values[self._mover.num_matched(child, keys_of(values)) :]
+        return Source(values, ready)
+
+    def _note_copied(self, child: ChildJob) -> None:
+        """Counts a piece that is out of the paged cache; a hand-off's may be needed again."""
+        with self.lock:
+            self._num_copying -= 1
+            is_captured = self._are_all and not self._num_copying and self._handoff is None
+        if is_captured:
+            child.set_captured()
+
+    def _publish(
+        self, child: ChildJob, handoff: HandoffId, shortfall: Shortfall | None
+    ) -> Shortfall | None:
+        """Saves what the store lost meanwhile; tells D when all is durable."""
+        for saves_left in reversed(range(_MOST_ROUNDS)):
+            missing = self._first_missing(child, 0, shortfall)
+            if missing is None:
+                return self._mark_stored(child, handoff)
+            # layers that are not released may not be computed: they are not there to be saved again
+            if shortfall is not None and (shortfall.error is not None or not self._are_all):
+                return shortfall
+            if saves_left:
+                reason = self._save_again(child, missing)
+                shortfall = None if reason is None else Shortfall(reason)
+        return shortfall or Shortfall(Reason.LOST)
+
+    def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
+        """Saves what the store lost of the blocks from `first_block` on, range by range."""
+        prompt, ready = self._mover.checked(self._prompt), self._mover.to_follow(self._ready)
+        num_bytes = bytes_of(prompt.layout, prompt.keys, first_block)
+        for blocks in self._mover.split.ranges(first_block, len(prompt.keys), num_bytes):
+            source = Source(prompt.values(blocks), ready)
+            reason = self._mover.save(child, [source], lambda: None)
+            if reason is not None:
+                return reason
+        return None
+
+    def _first_missing(
+        self, child: ChildJob, first_block: int, shortfall: Shortfall | None
+    ) -> int | None:
+        """Matches the blocks from `first_block` on; says in `progress` how far they go.
+
+        Returns the first block that is not whole in the store; None if all are. A store that fails
+        at this too does not hide why the save fell short.
+        """
+        chain, keys = self._prompt.chain(first_block), self._prompt.keys
+        try:
+            stored = self._mover.num_matched(child, chain.keys)
+        except StoreError:
+            if shortfall is None:
+                raise
+            stored = 0
+        missing = chain.numbers[stored] if stored < len(chain.keys) else None
+        self._progress = keys.num_tokens if missing is None else keys.end_of(missing)
+        return missing
+
+    def _mark_stored(self, child: ChildJob, handoff: HandoffId) -> Shortfall | None:
+        """Tells D that this rank's shards are durable, once all pipeline stages of them are.
+
+        Each stage marks its own end first and then looks for the others', so the last one sees all.
+        """
+        layout, namespace = self._prompt.layout, self._prompt.keys.namespace
+        shards, stages = layout.owned_shards, range(layout.num_stages)
+        if layout.pipeline is not None:
+            own = {n: handoff.stage_done(namespace, n, layout.pipeline.stage) for n in shards}
+            if (reason := self._mark(child, handoff, own)) is not None:
+                return Shortfall(reason)
+            ends = [handoff.stage_done(namespace, n, stage) for n in shards for stage in stages]
+            if self._mover.num_matched(child, ends) < len(ends):
+                return None
+        reason = self._mark(child, handoff, {n: handoff.done(namespace, n) for n in shards})
+        return None if reason is None else Shortfall(reason)
+
+    def _mark(
+        self, child: ChildJob, handoff: HandoffId, keys: Mapping[int, BlockKey]
+    ) -> Reason | None:
+        """Puts markers under the keys of some shards."""
+        namespace, num_shards = self._prompt.keys.namespace, self._prompt.layout.grid_shards
+        return self._mover.mark(
+            child,
+            {
+                key: handoff.marker(namespace, shard, num_shards, self._progress)
+                for shard, key in keys.items()
+            },
+        )
+
+
+class OpenSave:
+    """A save whose layers become readable in order. Made by `KVPool.begin_save`.
+
+    One thread at a time calls `layers_done`. Layer ranges are saved when the last layer of one is
+    said to be done and they hold enough together, else with the ranges behind them.
+
+    Where the layers are only queued on a device, all ranges begin when the calling thread has no
+    more to queue, each behind its own event: workers that begin sooner would take Python's lock
+    from that thread, and the device is behind it anyway.
+
+    split: how blocks are shared out, and when layer ranges are saved early.
+    order: records an event behind what the calling thread's stream has queued; None without one.
+    wake: tells the queue that the model goes on, and that there may be more to do.
+    at_begin: called once each, when the first layers are done.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        work: SaveWork,
+        prompt: PromptBlocks,
+        split: Split,
+        order: Callable[[], ReadyEvent | None],
+        wake: Callable[[], None],
+        at_begin: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        self.job = job
+        self._work = work
+        self._prompt = prompt
+        self._split = split
+        self._order = order
+        self._wake = wake
+        self._at_begin = at_begin
+        self._held = prompt.layout.held_ranges
+        self._num_whole = 0  # of the layer ranges held
+        self._num_queued = 0
+        self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []
+
+    def layers_done(
+        self, num_layers: int, ready: ReadyEvent | None = None, *, goes_on: bool = False
+    ) -> None:
+        """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
+
+        ready: an event after which they do; None: after what the calling thread's current stream
+          has queued. It is cheap to call for every layer: nothing happens before a range is whole.
+        goes_on: the thread has more to queue on the device, so workers wait. When all layers are
+          told, a call without it lets them begin.
+        Raises SwapError while the stream is being captured into a graph.
+        """
+        num_whole = self._prompt.layout.num_whole_ranges(num_layers)
+        if num_whole > self._num_whole:
+            if not self._waits_for_more(num_whole):
+                self._queue(num_whole, ready or self._order())
+            self._num_whole = num_whole
+        if self._queued and not goes_on and self._num_queued == len(self._held):
+            self._release_queued()
+
+    def _queue(self, num_whole: int, ready: ReadyEvent | None) -> None:
+        at_begin, self._at_begin = self._at_begin, ()
+        for call in at_begin:
+            call()
+        self._queued.append((self._held[self._num_queued : num_whole], ready))
+        self._num_queued = num_whole
+        if ready is None:
+            self._release_queued()
+        else:
+            self._wake()  # the model goes on
+
+    def _waits_for_more(self, num_whole: int) -> bool:
+        """True if the ranges that are whole but not queued are too small to be saved alone."""
+        if num_whole == len(self._held):
+            return False
+        waiting = self._held[self._num_queued : num_whole]
+        return sum(map(self._bytes_of, waiting)) < self._split.early_bytes
+
+    def _bytes_of(self, layer_range: int | None) -> int:
+        layout, keys = self._prompt.layout, self._prompt.keys
+        return bytes_of(layout, keys, self._work.first_block, layer_range)
+
+    def _release_queued(self) -> None:
+        first, stop = self._work.first_block, len(self._prompt.keys)
+        for numbers, ready in self._queued:
+            are_all = numbers == self._held
+            for number in [None] if are_all else numbers:
+                self._work.release(
+                    self._split.ranges(first, stop, self._bytes_of(number)),
+                    ready,
+                    layer_range=number,
+                    is_last=are_all or number == self._held[-1],
+                )
+        self._queued.clear()
+        self._wake()
+
+
+class RunningSaves:
+    """The saves that have not ended, and the first failure that nobody was told of."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[Job, None] = {}
+        self._failure: JobResult | None = None
+
+    def add(self, job: Job) -> None:
+        """Adds a save."""
+        with self._lock:
+            self._jobs[job] = None
+        job.on_end(self._save_ended)
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits for the end of all saves that were added before.
+
+        Raises SaveFailed for the first that failed since the last flush, TimeoutError if one still
+        runs after the time.
+        """
+        limit = Deadline(timeout_s)
+        with self._lock:
+            jobs = list(self._jobs)
+        for job in jobs:
+            try:
+                job.wait(limit.remaining_s())
+            except TimeoutError:  # which names the time that was left
+                raise TimeoutError(f"a save still runs after {timeout_s} s") from None
+            self._save_ended(job)  # `add` hears of it a moment later
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            reason = failure.reason.value if failure.reason else "unknown"
+            raise SaveFailed(
+                f"a save ended with {reason}; {failure.num_tokens} leading tokens are durable"
+            ) from failure.error
+
+    def _save_ended(self, job: Job) -> None:
+        """Takes note of an end once, whoever calls first: the job or who waits for it."""
+        with self._lock:
+            if job not in self._jobs:
+                return
+            del self._jobs[job]
+            result = job.result
+            if result is not None and result.reason not in (None, Reason.CANCELLED):
+                self._failure = self._failure or result
