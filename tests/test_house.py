@@ -26,9 +26,8 @@ MAX_LINES_OF_AN_INTEGRATION = 980
 MAX_LINES_OF_A_FUNCTION = 40
 MAX_FILES = {
     "pdstore/adapters/vllm": 23,  # shall be 10
-    "pdstore/scheduler": 17,
-    "pdstore/store": 20,
-    "pdstore/worker": 41,
+    "pdstore/store": 19,
+    "pdstore/worker": 24,
 }
 """Files of the folders that have more than `MAX_FILES_OF_A_FOLDER`. A change may lower a number."""
 MAX_FILES_OF_A_FOLDER = 15
@@ -36,19 +35,19 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 26_500,
-    "files": 209,
-    "small modules": 46,
-    "statements": 16_350,
-    "classes": 320,
+    "lines": 25_500,
+    "files": 180,
+    "small modules": 30,
+    "statements": 15_650,
+    "classes": 304,
     "protocols": 22,
-    "packed assignments": 106,
-    "modules in circles": 9,
-    "overloaded method names": 17,
+    "packed assignments": 59,
+    "modules in circles": 6,
+    "overloaded method names": 12,
     "lines of native sources": 5_760,
-    "lines of tests": 45_650,
+    "lines of tests": 44_300,
     "nightly marks": 38,
-    "lines of benchmarks, examples and integrations": 16_600,
+    "lines of benchmarks, examples and integrations": 16_560,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

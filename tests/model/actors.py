@@ -319,6 +319,7 @@ class Actors:
     ) -> None:
         watch = Watch(store, self.rules)
         follow = Follow(
+            store,
             job,
             work,
             prompt,
@@ -331,14 +332,14 @@ class Actors:
         )
 
         def act(stored: set[BlockKey]) -> None:
-            follow.asked(store, stored, watch.clock.now)
+            follow.look_ended(stored, watch.clock.now)
 
         steps = Steps(store, follow.wanted, act) if self.shape.num_steps else None
         while not follow.is_over:
             wanted = follow.wanted()
             with contextlib.suppress(StoreError):
                 for stored in watch.looks(wanted):
-                    follow.asked(store, stored, watch.clock.now)
+                    follow.look_ended(stored, watch.clock.now)
                     if follow.is_over or follow.wanted() != wanted:
                         break
             if isinstance(work, SteppedLoad):
