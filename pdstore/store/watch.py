@@ -95,7 +95,7 @@ class Waiter(ABC):
 
         stored: those that are stored, among others' keys.
         asked_at: when the look began, in monotonic seconds.
-        Returns the seconds after which it has to be called though none of its keys has come or
+        Returns the seconds within which it has to be called though none of its keys has come or
         gone; None when it waits no more.
         """
 
@@ -298,7 +298,10 @@ class KeyWatch:
         has_moved = keys != self._wishes[waiter].keys
         if has_moved:
             self._pace.hurry()
-        self._wishes[waiter] = _Wish(keys, 0.0 if has_moved else time.monotonic() + pause_s)
+        due_at = 0.0  # at the next look
+        if pause_s > 0 and not has_moved:  # waiters with equal pauses are due at once
+            due_at = (time.monotonic() // pause_s + 1) * pause_s
+        self._wishes[waiter] = _Wish(keys, due_at)
 
     def _timed(self, call: Callable[[], T]) -> T:
         """Calls the store, or one that may call it."""

@@ -147,7 +147,7 @@ def test_all_who_wait_are_one_look_and_each_key_is_asked_for_once(watch):
 
 def test_a_waiter_without_news_is_called_when_it_is_due_and_with_news_at_once(watch):
     store = Looked()
-    watched, patient, soon = watch(store), Waits("a", "b", pause_s=600.0), Waits("c")
+    watched, patient, soon = watch(store), Waits("a", "b", pause_s=1e9), Waits("c")
     watched.add(patient)
     watched.add(soon)
     eventually(lambda: len(soon.told) > 3)
@@ -176,7 +176,7 @@ def test_nobody_is_asked_while_nobody_waits(watch):
 
 def test_a_store_that_tells_is_looked_at_when_it_changes(watch):
     store = Telling()
-    watched, wait = watch(store, pace=Pace(last_s=600.0, growth=1e6)), Waits("a", pause_s=600.0)
+    watched, wait = watch(store, pace=Pace(last_s=600.0, growth=1e6)), Waits("a", pause_s=1e9)
     watched.add(wait)
     eventually(lambda: store.num_waits > 1 and len(store.looks) > 1)  # now it rests
     put(store, "a")
@@ -234,7 +234,7 @@ def test_a_call_that_takes_too_long_is_told(watch):
 
 
 def test_the_end_is_told_to_those_who_wait_and_who_come_late(watch):
-    watched, early, late = watch(Looked()), Waits("a", pause_s=600.0), Waits("b")
+    watched, early, late = watch(Looked()), Waits("a", pause_s=1e9), Waits("b")
     watched.add(early)
     watched.close()
     watched.close()
