@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdstore.scheduler.break_even import BreakEven, Mode, Outcome
+from pdstore.scheduler.break_even import BreakEven, Mode
 
 TOKEN_BYTES = 32 * 8 * 128 * 2 * 2
 """KV of a token of an 8B Llama in bf16."""
@@ -51,6 +51,7 @@ class Machine:
         self._chance, self._jitter = random.Random(seed), jitter
         self._break_even = BreakEven(mode, 64, clock=lambda: self.now_s)
         self._num_named = 0
+        self._num_tokens = 0  # of each prompt of the wave
         self._rate = self._tokens_per_s
         self._loads: dict[int, float] = {}  # tokens that are still to come
         self._starting: deque[Load] = deque()
@@ -59,15 +60,18 @@ class Machine:
         self._step: list[tuple[int, int, int]] = []
         self._step_began = self._step_ends = 0.0
 
-    def wave(self, at_once: int, num_tokens: int) -> list[Outcome]:
-        """Requests that arrive together; returns their outcomes when all have their prompt."""
-        outcomes: list[Outcome] = []
+    def wave(self, at_once: int, num_tokens: int) -> list[float]:
+        """Requests that arrive together; returns the seconds that each took to its prompt's KV."""
+        began_s = self.now_s
+        took_s: list[float] = []
         self._rate = self._tokens_per_s * self._factor()
+        self._num_tokens = num_tokens
         for _ in range(at_once):
             self._arrive(num_tokens)
-        while len(outcomes) < at_once:
-            outcomes += self._advance()
-        return outcomes
+        while len(took_s) < at_once:
+            num_ended = self._advance()
+            took_s += [self.now_s - began_s] * num_ended
+        return took_s
 
     def rest(self, seconds: float) -> None:
         self.now_s += seconds
@@ -82,8 +86,11 @@ class Machine:
         else:
             self._queue.append(Job(name, 0, num_tokens))
 
-    def _advance(self) -> list[Outcome]:
-        """Goes on to the next event: a step's end, a load's beginning or its end."""
+    def _advance(self) -> int:
+        """Goes on to the next event: a step's end, a load's beginning or its end.
+
+        Returns how many prompts are whole by it.
+        """
         if not self._step and self._queue:
             self._begin_step()
         at = min(self._next_times())
@@ -97,7 +104,7 @@ class Machine:
             self._loads[load.name] = load.num_tokens
         if self._step and self._step_ends <= self.now_s:
             return self._end_step()
-        return []
+        return 0
 
     def _next_times(self) -> Sequence[float]:
         times = [self._starting[0].begins_at] if self._starting else []
@@ -129,9 +136,13 @@ class Machine:
                 self._queue.popleft()
         self._step_began, self._step_ends = self.now_s, self.now_s + seconds * self._factor()
 
-    def _end_step(self) -> list[Outcome]:
+    def _end_step(self) -> int:
         step, self._step = self._step, []
-        return self._break_even.computed(step, self.now_s - self._step_began)
+        self._break_even.computed(step, self.now_s - self._step_began)
+        ended = [name for name, _, stop in step if stop == self._num_tokens]
+        for name in ended:
+            self._break_even.forget(name)
+        return len(ended)
 
     def _factor(self) -> float:
         return max(0.5, self._chance.gauss(1.0, self._jitter))

@@ -1,21 +1,56 @@
-"""BreakEven: decides which part of a prompt is loaded and which is computed."""
+"""BreakEven: decides which part of a prompt is loaded and which is computed.
+
+Decision: two moving averages, of what a token costs to load and to compute, and one comparison of
+what there is to load with what there is to compute. Costs by size and by position, windows of time
+and split loads won nothing beyond 5 % of the better way in 82 of 84 rows of `benchmarks.decide`.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from pdstore.metrics import Metrics
-from pdstore.scheduler.rates import Clock, LoadRate, PrefillRate
 
 Mode: TypeAlias = Literal["auto", "always", "never"]
 Way: TypeAlias = Literal["load", "compute", "both", "none"]
+Clock: TypeAlias = Callable[[], float]
 
+_KEEP = 0.8  # of an average's weight at each new measurement
+_STALE_S = 30.0
+_FEWEST_TOKENS = 16  # of a prompt in a step: fewer tell what a step costs, not what a token does
 _SPLITS = 8
 _PREFER_LOADING = 1.02
-_MOST_WRONG = 3.0  # how much too high an estimate from other positions of a prompt may be
+_MOST_WRONG = 3.0  # how much too high the cost of a token may look that the end of a prompt shows
+
+
+class CostAverage:
+    """Seconds for each token as measured lately: the older a measurement, the lighter.
+
+    stale_s: measurements that are older than the latest one by so much count no more.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic, stale_s: float = math.inf) -> None:
+        self._clock = clock
+        self._stale_s = stale_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._at = clock()
+
+    def add_sample(self, num_tokens: float, seconds: float) -> None:
+        """Takes up a measurement."""
+        now = self._clock()
+        keep = _KEEP if now - self._at <= self._stale_s else 0.0
+        self._tokens = self._tokens * keep + num_tokens
+        self._seconds = self._seconds * keep + seconds
+        self._at = now
+
+    def estimate_s(self, num_tokens: float) -> float | None:
+        """Returns the seconds that so many tokens take; None before any measurement."""
+        return self._seconds / self._tokens * num_tokens if self._tokens > 0 else None
 
 
 class Decision(NamedTuple):
@@ -44,40 +79,35 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _Prompt:
-    """A prompt whose KV is not all there: `at` is the first token that has to be computed.
+    """A prompt whose KV is not all there.
 
-    follows: its load waits for P.
-    busy_s: seconds that its load was at work, once that is known.
+    at: the first token that has to be computed.
+    num_loading: tokens that are being loaded.
+    num_beside: the most tokens that were being loaded at once, as seen at the load's two ends.
+    follows: the load waits for P.
+    busy_s: seconds that the load was at work, once that is known.
     """
 
     num_tokens: int
     at: int
     decision: Decision
     decided_at: float
-    num_loading: int = 0
-    follows: bool = False
+    num_loading: int
+    num_beside: int
+    follows: bool
     busy_s: float | None = None
-
-
-class _Backlog(NamedTuple):
-    """Seconds of computing for other prompts: those that are ready now, and those that load."""
-
-    ready_s: float
-    after_loads_s: float
+    num_computed: int = 0
 
 
 class BreakEven:
     """Compares loading with computing for each prompt, by the rates of this instance.
 
-    The engine computes prompts one after the other, and loads run beside that. So a load that ends
-    before the engine has time for the prompt costs nothing; a longer one may be worth its front.
-
     - `auto` loads as long as nothing is known of the store. As long as nothing is known of the
       prefill, it leaves the last eighth of a hit to be computed, to learn that; and it computes a
-      prompt once, of a length that it has not computed before, if that may be quicker.
+      prompt once that is over twice as long as any computed before, if that may be quicker.
     - While it computes everything, one request in `probe_every` loads an eighth of what was found,
       to notice a store that has become fast.
-    - `always` and `never` decide without estimates, and measure all the same.
+    - `never` estimates nothing, and `always` has no outcomes either.
 
     may_split: the front of what was found may be loaded alone; a sliding window forbids it, because
       only the blocks before its end were looked for.
@@ -95,11 +125,18 @@ class BreakEven:
         probe_every: int = 128,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._mode, self._block_tokens, self._clock = mode, block_tokens, clock
-        self._metrics, self._num_parts = metrics, _SPLITS if may_split else 1
-        self._probe_every, self._num_computed = probe_every, 0
-        self._loads, self._prefill = LoadRate(clock), PrefillRate(clock)
+        self._mode = mode
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._metrics = metrics
+        self._may_split = may_split
+        self._probe_every = probe_every
+        self._num_computed = 0  # prompts in a row
+        self._load_cost = CostAverage(clock, _STALE_S)
+        self._compute_cost = CostAverage(clock)
         self._prompts: dict[Hashable, _Prompt] = {}
+        self._first_load_end: float | None = None
+        self._most_computed = 0  # tokens of one prompt
         self._learning: Hashable = None  # the prompt that is computed to learn what that costs
         self._last_computed: Hashable = None  # the prompt that was counted last
 
@@ -111,22 +148,25 @@ class BreakEven:
         name: of the request; asked again, it is decided anew. A load counts as begun from now on,
           until `load_ended`.
         follows: the load would follow a hand-off. `worked` says then how much of its time it did
-          not wait for P; without that it tells no rate.
+          not wait for P; without that it tells no cost.
         """
+        if self._mode == "always":
+            return Decision(max(start, found), _way(start, found, found), None, None)
         self.forget(name)
-        backlog = self._backlog()
-        load_s = self._total_s(start, max(start, found), num_tokens, backlog)
-        compute_s = self._total_s(start, start, num_tokens, backlog)
-        wanted = start
-        way: Way = "none"
-        if found > start:
-            wanted = self._choose(name, start, found, num_tokens, backlog)
-            way = "compute" if wanted == start else "load" if wanted == found else "both"
-        decision = Decision(wanted, way, load_s, compute_s)
-        prompt = _Prompt(num_tokens, wanted, decision, self._clock(), wanted - start, follows)
-        self._prompts[name] = prompt
-        if prompt.num_loading:
-            self._loads.started(prompt.num_loading, follows=follows)
+        load_s = compute_s = end = None
+        if self._mode == "auto":
+            load_s = self._load_cost.estimate_s(self._num_loading() + max(0, found - start))
+            backlog = sum(prompt.num_tokens - prompt.at for prompt in self._prompts.values())
+            compute_s = self._compute_cost.estimate_s(backlog + num_tokens - start)
+            end = self._to_learn(name, start, found, num_tokens)
+            if end is None:
+                end = self._quicker(name, start, found, load_s, compute_s)
+        end = start if end is None else end
+        decision = Decision(end, _way(start, end, found), load_s, compute_s)
+        num_beside = self._num_loading() + end - start
+        self._prompts[name] = _Prompt(
+            num_tokens, end, decision, self._clock(), end - start, num_beside, follows
+        )
         return decision
 
     def worked(self, name: Hashable, busy_s: float) -> None:
@@ -139,8 +179,9 @@ class BreakEven:
         """The load has ended, and so many leading tokens of the prompt are there."""
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.num_loading:
-            self._note_load(prompt, max(0, prompt.at - num_present))
-            prompt.num_loading, prompt.at = 0, num_present
+            self._measure_load(prompt, prompt.num_loading - max(0, prompt.at - num_present))
+            prompt.num_loading = 0
+            prompt.at = num_present
 
     def computed(
         self, chunks: Iterable[tuple[Hashable, int, int]], seconds: float
@@ -149,126 +190,95 @@ class BreakEven:
 
         Returns the outcomes of the prompts whose KV is all there now.
         """
+        if self._mode == "always":
+            return []
         chunks = list(chunks)
-        self._prefill.note_step([(start, stop) for _, start, stop in chunks], seconds)
+        sizes = [stop - start for _, start, stop in chunks]
+        num_tokens = sum(size for size in sizes if size >= _FEWEST_TOKENS)
+        if num_tokens:
+            self._compute_cost.add_sample(num_tokens, seconds)
         ended = []
-        for name, _, stop in chunks:
+        for name, start, stop in chunks:
             prompt = self._prompts.get(name)
-            if prompt is not None:
-                prompt.at = max(prompt.at, stop)
-                if prompt.at >= prompt.num_tokens:
-                    ended.append(self._end(name))
+            if prompt is None:
+                continue
+            prompt.num_computed += stop - start
+            prompt.at = max(prompt.at, stop)
+            if prompt.at >= prompt.num_tokens:
+                ended.append(self._end(name))
         return ended
 
     def forget(self, name: Hashable) -> None:
         """Forgets a prompt: its request has ended, however far it came."""
-        if name in self._prompts:
-            self._pop(name)
+        self._prompts.pop(name, None)
 
-    def _note_load(self, prompt: _Prompt, num_missing: int) -> None:
-        num_tokens = prompt.num_loading
-        brought = max(0, num_tokens - num_missing)
-        if not prompt.follows:
-            self._loads.ended(num_tokens, brought)
-        elif prompt.busy_s is not None:
-            self._loads.followed(num_tokens, brought, prompt.busy_s)
+    def _num_loading(self) -> int:
+        """Returns how many tokens the store has to bring; a load that follows waits for P."""
+        return sum(p.num_loading for p in self._prompts.values() if not p.follows)
+
+    def _measure_load(self, prompt: _Prompt, num_brought: int) -> None:
+        """Takes up a load: in its time the store brought what was loaded beside it, too.
+
+        The loads that began before any had ended made connections and wrote memory for the first
+        time: they are not counted.
+        """
+        now = self._clock()
+        if prompt.follows:
+            num_tokens, seconds = prompt.num_loading, prompt.busy_s
         else:
-            self._loads.dropped(num_tokens, follows=True)
-
-    def _pop(self, name: Hashable) -> _Prompt:
-        """Forgets a prompt, and the load that was begun or could not even begin."""
-        prompt = self._prompts.pop(name)
-        if prompt.num_loading:
-            self._loads.dropped(prompt.num_loading, follows=prompt.follows)
-        return prompt
+            num_tokens = max(prompt.num_beside, self._num_loading())
+            seconds = now - prompt.decided_at
+        is_warm = self._first_load_end is not None and prompt.decided_at >= self._first_load_end
+        if num_brought > 0 and seconds and is_warm:
+            self._load_cost.add_sample(num_tokens * num_brought / prompt.num_loading, seconds)
+        if self._first_load_end is None:
+            self._first_load_end = now
 
     def _end(self, name: Hashable) -> Outcome:
-        prompt = self._pop(name)
+        prompt = self._prompts.pop(name)
+        self._most_computed = max(self._most_computed, prompt.num_computed)
         took_s = self._clock() - prompt.decided_at
         _, way, load_s, compute_s = prompt.decision
         if way != "none" and self._metrics is not None:
             self._metrics.decided(way, load_s, compute_s, took_s)
         return Outcome(name, prompt.decision, took_s)
 
-    def _backlog(self) -> _Backlog:
-        ready_s = after_loads_s = 0.0
-        for prompt in self._prompts.values():
-            seconds = self._prefill.seconds_beside(prompt.at, prompt.num_tokens) or 0.0
-            if prompt.num_loading:
-                after_loads_s += seconds
-            else:
-                ready_s += seconds
-        return _Backlog(ready_s, after_loads_s)
-
-    def _choose(
-        self, name: Hashable, start: int, found: int, num_tokens: int, backlog: _Backlog
-    ) -> int:
-        if self._mode != "auto":
-            return found if self._mode == "always" else start
-        if self._loads.seconds(0) is None:
-            return found
-        to_learn = self._end_to_learn(start, found, num_tokens)
-        if to_learn is not None:
-            self._learning = name
-            return to_learn
-        if self._prefill.seconds(start, num_tokens) is None:
-            return found
-        totals = {
-            end: self._total_s(start, end, num_tokens, backlog) or 0.0
-            for end in self._ends(start, found)
-        }
-        best = min(totals, key=lambda end: (totals[end], -end))
-        if totals[found] <= _PREFER_LOADING * totals[best]:
-            best = found
-        return self._probed(name, best, start, found)
-
-    def _end_to_learn(self, start: int, found: int, num_tokens: int) -> int | None:
-        """Returns the end of a load that leaves enough to compute to learn its rate, or None."""
-        if self._learning in self._prompts or self._prefill.is_known(start, num_tokens):
+    def _to_learn(self, name: Hashable, start: int, found: int, num_tokens: int) -> int | None:
+        """Returns the end of a load that leaves enough to compute to learn its cost, or None."""
+        load_s = self._load_cost.estimate_s(found - start)
+        num_new = num_tokens - start
+        is_known = 2 * self._most_computed >= num_new or found <= start
+        if load_s is None or is_known or self._learning in self._prompts:
             return None
-        compute_s = self._prefill.seconds(start, num_tokens)
-        if compute_s is None:
-            return max(end for end in self._ends(start, found) if end < found)
-        load_s = self._loads.seconds(found - start) or 0.0
-        return start if compute_s < _MOST_WRONG * load_s else None
+        compute_s = self._compute_cost.estimate_s(num_new)
+        if compute_s is not None and compute_s >= _MOST_WRONG * load_s:
+            return None
+        self._learning = name
+        return self._part(start, found, _SPLITS - 1, start) if compute_s is None else start
 
-    def _probed(self, name: Hashable, best: int, start: int, found: int) -> int:
-        """Returns what to load instead of nothing, once in a while."""
-        if best != start:
+    def _quicker(
+        self, name: Hashable, start: int, found: int, load_s: float | None, compute_s: float | None
+    ) -> int:
+        """Returns the end of the load that is quicker than computing; once in a while of a part."""
+        if found <= start:
+            return start
+        if load_s is None or compute_s is None or load_s <= _PREFER_LOADING * compute_s:
             self._num_computed = 0
-            return best
+            return found
         if name != self._last_computed:  # an engine without room asks for the same one again
             self._last_computed = name
             self._num_computed = self._num_computed % self._probe_every + 1
-        if self._num_computed < self._probe_every:
-            return best
-        return next((end for end in self._ends(start, found) if end > start), found)
+        is_probe = self._num_computed >= self._probe_every
+        return self._part(start, found, 1, found) if is_probe else start
 
-    def _ends(self, start: int, found: int) -> list[int]:
-        """Returns the ends of a load to choose from, in rising order."""
-        step = (found - start) / self._num_parts
-        ends = {self._whole_blocks(round(start + i * step)) for i in range(1, self._num_parts)}
-        return sorted({start, found} | {end for end in ends if start < end < found})
+    def _part(self, start: int, found: int, eighths: int, otherwise: int) -> int:
+        """Returns the end of so many eighths of what was found, in whole blocks."""
+        end = start + (found - start) * eighths // _SPLITS
+        end -= end % self._block_tokens
+        return end if self._may_split and start < end < found else otherwise
 
-    def _total_s(self, start: int, end: int, num_tokens: int, backlog: _Backlog) -> float | None:
-        """Estimated seconds until the KV is there if start..end is loaded and the rest computed.
 
-        Loads share the store, so a load ends with those before it, and what these leave to compute
-        comes first. A prompt that is computed holds up those whose load ends meanwhile: that counts
-        as its own time.
-        """
-        compute_s = self._prefill.seconds(min(end, num_tokens - 1), num_tokens)
-        if compute_s is None:
-            return None
-        if end <= start:
-            total_s = backlog.ready_s + compute_s
-            if 0.0 < (self._loads.seconds(0) or 0.0) < total_s:
-                total_s += backlog.after_loads_s + self._prefill.step_s
-            return total_s
-        load_s = self._loads.seconds(end - start)
-        if load_s is None:
-            return None
-        return max(load_s, backlog.ready_s) + backlog.after_loads_s + compute_s
-
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return num_tokens - num_tokens % self._block_tokens
+def _way(start: int, end: int, found: int) -> Way:
+    if found <= start:
+        return "none"
+    return "compute" if end <= start else "load" if end == found else "both"

@@ -1,17 +1,27 @@
-"""Lookup: a match on its way from the scheduler to the store, and the Match that it ends with."""
+"""Lookup: a question of the scheduler to the store, the Match that answers it, and who asks."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import PromptKeys
-from pdstore.outcome import Reason
-from pdstore.threads import Deadline, Latch
+from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.namespace import Part
+from pdstore.outcome import Reason, reason_of
+from pdstore.store.base import Store
+from pdstore.store.checked import count_of
+from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for its marker
+_MOST_GAPS = 8
+_SHORT = 8
+"""Blocks of a prompt that is asked for as a whole at once."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
 class Lookup:
     """A match on its way. It ends once: with an answer, by `cancel`, or when its time is up.
 
-    Any thread may ask, and a signal handler too.
+    Any thread may ask, but no signal handler: it takes locks.
 
     keys: the prompt.
     handoff: the hand-off whose markers it waits for; None for the pool as it is now.
@@ -83,14 +93,16 @@ class Lookup:
         follows: bool = False,
         load_s: float | None = None,
     ) -> None:
-        self.keys, self.handoff, self.follows = keys, handoff, follows
+        self.keys = keys
+        self.handoff = handoff
+        self.follows = follows
         self.load_s = load_s
         self.started_at = time.monotonic()
         self.marker_deadline = Deadline(wait_s)
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
         self._count = count
         self._answers: list[Match] = []  # the first one counts
-        self._ended = Latch()
+        self._ended = threading.Event()
 
     def poll(self) -> Match | None:
         """Returns the match; None while there is none, at most until the deadline. Never blocks."""
@@ -109,8 +121,7 @@ class Lookup:
 
     def cancel(self) -> None:
         """Ends the lookup, because its request needs no answer any more."""
-        if not self._answers:
-            self.finish(Match.miss(self.keys, Reason.CANCELLED))
+        self.finish(Match.miss(self.keys, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:
         """Ends the lookup with this match unless it has ended."""
@@ -129,3 +140,121 @@ class Lookup:
     def is_over(self) -> bool:
         """True if the lookup has ended; ends it if its time is up."""
         return self.poll() is not None
+
+
+class LookupQueue:
+    """Answers lookups of the pool as it is now, one after the other on its own thread.
+
+    Any thread may add one.
+
+    find: asks the store; whatever it raises ends that one lookup as a fault.
+    patience_s: how long a call of the store may take before it counts as stuck.
+    """
+
+    def __init__(self, find: Callable[[PromptKeys], Match], patience_s: float) -> None:
+        self._find = find
+        self._patience_s = patience_s
+        self._call_deadline: Deadline | None = None  # while a call runs
+        self._lookups: deque[Lookup] = deque()
+        self._thread = Ticker("pdstore-lookups", self._turn)
+
+    def add(self, lookup: Lookup) -> None:
+        self._lookups.append(lookup)
+        self._thread.wake()
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True while a store call takes too long: a new lookup would wait in vain."""
+        deadline = self._call_deadline
+        return deadline is not None and deadline.is_over()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stops the thread and ends the lookups that it did not answer."""
+        self._thread.stop(timeout_s)
+        while (lookup := self._next()) is not None:
+            lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
+
+    def _turn(self) -> None:
+        while (lookup := self._next()) is not None:
+            if lookup.is_over():
+                continue
+            self._call_deadline = Deadline(self._patience_s)
+            fault = Match.miss(lookup.keys, Reason.FAULT)
+            found = call_or(partial(self._find, lookup.keys), fault)
+            self._call_deadline = None
+            lookup.finish(found)
+
+    def _next(self) -> Lookup | None:
+        try:
+            return self._lookups.popleft()
+        except IndexError:
+            return None
+
+
+def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match:
+    """Returns how much of the prompt the store has; an error of the store is a miss.
+
+    because: the known reason why the prompt may be incomplete.
+    """
+    try:
+        num_blocks = num_usable(store, keys)
+    except StoreError as error:
+        return Match.miss(keys, reason_of(error), error.with_traceback(None))
+    num_tokens = keys.end_of(num_blocks)
+    if num_tokens == keys.num_tokens:
+        return Match(keys, num_tokens, None)
+    return Match(keys.prefix(num_tokens), num_tokens, because or Reason.ABSENT)
+
+
+def num_usable(store: Store, keys: PromptKeys) -> int:
+    """Returns how many leading blocks can be loaded and computed on from. Raises StoreError.
+
+    A KV group with a sliding window needs only the blocks that the next token sees: those in the
+    window before the end. A gap in them makes the prompt end before the gap.
+    """
+    parts, windows = keys.namespace.parts, keys.namespace.windows
+    if not windows:
+        # most prompts are new to the pool, and to name all of a long one takes a while
+        if len(keys) > _SHORT and not _has_first_block(store, keys):
+            return 0
+        return _match(store, keys.store_keys(parts)) // len(parts)
+    whole = [part for part in parts if part.group not in windows]
+    count = _match(store, keys.store_keys(whole)) // len(whole) if whole else len(keys)
+    for _ in range(_MOST_GAPS):
+        gap = _last_gap(store, keys.prefix(keys.end_of(count)))
+        if gap is None:
+            return count
+        count = gap
+    return _match(store, keys.prefix(keys.end_of(count)).store_keys(parts)) // len(parts)
+
+
+def _match(store: Store, keys: Sequence[BlockKey]) -> int:
+    return count_of(store.match(keys), keys, store)
+
+
+def _has_first_block(store: Store, keys: PromptKeys) -> bool:
+    first = keys.prefix(keys.end_of(1)).store_keys(keys.namespace.parts)
+    return _match(store, first) == len(first)
+
+
+def _last_gap(store: Store, keys: PromptKeys) -> int | None:
+    """Returns the last block in the windows before the end of `keys` that is not stored whole."""
+    windows = keys.namespace.windows
+    wanted = [
+        (number, key)
+        for part in keys.namespace.parts
+        if part.group in windows
+        for number, key in _window_of(keys, part, windows[part.group])
+    ]
+    wanted.sort(key=lambda pair: -pair[0])
+    found = _match(store, [key for _, key in wanted])
+    return None if found == len(wanted) else wanted[found][0]
+
+
+def _window_of(keys: PromptKeys, part: Part, window: int) -> list[tuple[int, BlockKey]]:
+    """Returns the numbers and keys of the blocks that hold the last `window` tokens."""
+    first = max(0, keys.num_tokens - window) // keys.block_tokens
+    return list(enumerate(keys.store_keys([part], first), first))

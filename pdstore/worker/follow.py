@@ -1,10 +1,9 @@
-"""Follower: finds what P has stored of hand-offs, and releases it to the loads that follow them."""
+"""Follow: finds what P has stored of a hand-off, and releases it to the load that follows it."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from pdstore.errors import StoreError
@@ -12,13 +11,9 @@ from pdstore.format.handoff import HandoffId, Pulse
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.store.base import Store
-from pdstore.store.change_listener import ChangeListener, News
-from pdstore.store.checked import count_of, stored_among
+from pdstore.store.checked import count_of
 from pdstore.store.connect import read_marker
-from pdstore.store.find import find_optional
-from pdstore.store.look_plan import LookPlan
-from pdstore.store.optional import FindsKeys, TellsChanges
-from pdstore.threads import Deadline, Ticker
+from pdstore.store.watch import Waiter
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
@@ -26,10 +21,8 @@ from pdstore.worker.values import PromptBlocks, bytes_of
 
 _WINDOW = 128
 """Keys that one call matches; each is leased, so it is no more than will be loaded soon."""
-_FIRST_PAUSE_S = 0.002
-_LAST_PAUSE_S = 0.02
+_PAUSE_S = 0.02  # between two looks where the store tells of changes: it may not hear of all
 _ASK_AFTER_S = 0.1
-_TOLD_PAUSE_S = 0.02  # where the store tells of changes: it may not hear of other hosts'
 
 
 class _Lane:
@@ -74,8 +67,8 @@ class _Lane:
         return True
 
 
-class Follow:
-    """One load that follows a hand-off.
+class Follow(Waiter):
+    """One load that follows a hand-off, as `KeyWatch` takes it.
 
     It ends when all is loaded, when P has stored all or failed, or when P has died: then what is
     missing will not come.
@@ -87,6 +80,7 @@ class Follow:
 
     def __init__(
         self,
+        store: Store,
         job: Job,
         work: LoadWork,
         prompt: PromptBlocks,
@@ -100,6 +94,7 @@ class Follow:
     ) -> None:
         namespace = prompt.keys.namespace
         self.job = job
+        self._store = store
         self._work = work
         self._wake = wake
         self._handoff = handoff
@@ -128,47 +123,46 @@ class Follow:
         beats = self._pulse.ring if self._pulse is not None else []
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
-    def appeared(self, store: Store, stored: AbstractSet[BlockKey], at: float) -> bool:
-        """Releases what is stored; ends the load if P says that it was all.
+    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
+        """Releases what is stored; ends the load if P says that it was all, or says nothing."""
+        if self.is_over:
+            return None
+        self._learn_instance(asked_at)
+        self._release(stored, asked_at)
+        silence = self._silence(stored, asked_at)
+        if silence is not None and self._work.is_open:
+            self._work.close(silence)
+            self._wake()
+        return None if self.is_over else _PAUSE_S
 
-        stored: keys that are in the store; those of `wanted` count.
-        at: a time at which they were there, in seconds of the clock.
-        Returns whether anything was released.
-        """
+    def look_failed(self, error: Exception) -> float | None:
+        """Goes on: the load ends when nothing appears in time."""
+        return None if self.is_over else _PAUSE_S
+
+    def _release(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
         cut, moved = self._cut(stored), False
         try:
             for lane in self._lanes:
                 if cut is not None or lane.missing in stored:
-                    moved |= lane.advance(store)
+                    moved |= lane.advance(self._store)
         except StoreError:  # what was found before it is loaded, the rest is asked for again
             cut = None
         for lane in self._lanes:
             moved |= lane.release(self._work, self._split)
         if moved:
-            self._note_life(at)
+            self._note_life(asked_at)
         is_complete = all(lane.is_complete for lane in self._lanes)
         if is_complete or cut is not None:
             self._work.close(None if is_complete else cut)
         if moved or not self._work.is_open:
             self._wake()
-        return moved
 
-    def asked(self, store: Store, stored: AbstractSet[BlockKey], asked_at: float) -> bool:
-        """Does as `appeared` once all of `wanted` was asked for; ends the load if P is silent."""
-        self._learn_instance(store, asked_at)
-        moved = self.appeared(store, stored, asked_at)
-        silence = self._silence(stored, asked_at)
-        if silence is not None and self._work.is_open:
-            self._work.close(silence)
-            self._wake()
-        return moved
-
-    def _learn_instance(self, store: Store, asked_at: float) -> None:
+    def _learn_instance(self, asked_at: float) -> None:
         """Asks once who is P, if a router named the hand-off and nothing came for a moment."""
         if self._has_asked or asked_at - self._moved_at < _ASK_AFTER_S:
             return
         try:
-            started = read_marker(store, self._handoff.started(self._namespace))
+            started = read_marker(self._store, self._handoff.started(self._namespace))
         except StoreError:  # it is asked again
             return
         self._has_asked = True
@@ -196,79 +190,3 @@ class Follow:
             if self._pulse.is_silent():
                 return Reason.HANDOFF_DEAD
         return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None
-
-
-class Follower:
-    """Looks for the next missing values of all following loads, on a thread of its own.
-
-    A look is one call of the store for all loads if the store can look for many keys (`FindsKeys`).
-    It follows each change if the store tells of changes (`TellsChanges`). Any other store is
-    polled, ever less often while nothing appears.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._finder = find_optional(store, FindsKeys)
-        self._arrivals: deque[Follow] = deque()
-        self._follows: list[Follow] = []
-        self._pause_s = _FIRST_PAUSE_S
-        teller = find_optional(store, TellsChanges)
-        self._plan = LookPlan(self._wanted, teller, round_s=_TOLD_PAUSE_S)
-        self._listener = None if teller is None else ChangeListener(teller, self._changed)
-        self._thread = Ticker("pdstore-follower", self._turn)  # the last: it uses all of these
-
-    def add(self, follow: Follow) -> None:
-        """Takes a load that follows a hand-off. From any thread."""
-        self._arrivals.append(follow)
-        self._thread.wake()
-
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Stops the threads; the loads end as their jobs do."""
-        limit = Deadline(timeout_s)
-        if self._listener is not None:
-            self._listener.close(limit.remaining_s())
-        self._thread.stop(limit.remaining_s())
-
-    def _changed(self, news: News) -> None:
-        self._plan.tell(news)
-        self._thread.turn()
-
-    def _turn(self) -> float | None:
-        while self._arrivals:
-            self._follows.append(self._arrivals.popleft())
-            self._pause_s = _FIRST_PAUSE_S
-            self._plan.tell(None)
-        self._follows = [follow for follow in self._follows if not follow.is_over]
-        if self._listener is not None:
-            self._listener.listen() if self._follows else self._listener.rest()
-        if not self._follows:
-            return None
-        moved = self._look()
-        if self._listener is not None:
-            remaining_s = self._plan.remaining_s
-            return _TOLD_PAUSE_S if remaining_s is None else remaining_s
-        self._pause_s = _FIRST_PAUSE_S if moved else min(1.5 * self._pause_s, _LAST_PAUSE_S)
-        return 0.0 if moved else self._pause_s
-
-    def _look(self) -> bool:
-        """Takes note of what was named and looks for more. Returns whether any load moved."""
-        named, now = self._plan.named(), time.monotonic()
-        concerned = [f for f in self._follows if not named.isdisjoint(f.wanted())]
-        moved = any([follow.appeared(self._store, named, now) for follow in concerned])
-        try:
-            heard = self._plan.note(self._stored(self._plan.next()))
-        except StoreError:  # the loads end when nothing appears in time
-            return moved
-        if heard is not None:
-            now = heard.began_at
-            moved |= any([f.asked(self._store, heard.found, now) for f in self._follows])
-        return moved
-
-    def _wanted(self, _: bool) -> list[BlockKey]:
-        return list(dict.fromkeys(key for follow in self._follows for key in follow.wanted()))
-
-    def _stored(self, wanted: Sequence[BlockKey]) -> set[BlockKey]:
-        """Returns those of the keys that are stored."""
-        if self._finder is not None and wanted:
-            return stored_among(self._finder.which_stored(wanted), wanted, self._store)
-        return {key for key in wanted if count_of(self._store.match([key]), [key], self._store)}

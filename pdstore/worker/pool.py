@@ -20,9 +20,10 @@ from pdstore.outcome import Direction
 from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
+from pdstore.store.watch import KeyWatch
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import RANGE_BYTES
-from pdstore.worker.follow import Follow, Follower
+from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import Heartbeat, Markers
 from pdstore.worker.job import Job, Urgency
 from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
@@ -88,8 +89,9 @@ class KVPool:
             if owns_store:  # first: a call that waits for an arena's lock ends with it
                 undo.callback(store.close)
             self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
-            self._follower = Follower(store)
-            undo.callback(self._follower.close, 0.0)
+            self._store = store
+            self._watch = KeyWatch(store, name="pdstore-follower")
+            undo.callback(self._watch.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close, 0.0)
             self._resources = undo.pop_all()
@@ -255,7 +257,7 @@ class KVPool:
         """
         limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):
-            for thread in (self._heartbeat, self._follower):
+            for thread in (self._heartbeat, self._watch):
                 thread.close(limit.remaining_s())
             self._resources.close()
 
@@ -278,6 +280,7 @@ class KVPool:
         self._queue.submit(job)
         if not job.done:  # else it was refused
             following = Follow(
+                self._store,
                 job,
                 work,
                 prompt,
@@ -287,7 +290,7 @@ class KVPool:
                 split=self._mover.split,
                 wake=partial(self._queue.wake, job),
             )
-            self._follower.add(following)
+            self._watch.add(following)
         return job
 
     def _note_end(self, handoff: HandoffId, job: Job) -> None:

@@ -18,10 +18,8 @@ from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason, reason_of
-from pdstore.scheduler.lookup import Lookup, Match
-from pdstore.scheduler.marker_wait import MarkerWait, Verdict
-from pdstore.scheduler.matching import find
-from pdstore.scheduler.pulses import Pulses
+from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
+from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.block_range import Split
@@ -274,24 +272,25 @@ class Actors:
 
     def _look_up(self, store: ReplayStore, handoff: Handoff) -> Match:
         lookup = Lookup(self.keys, handoff, 60.0, lambda _: None, follows=self.shape.follows)
-        watch, verdict = Watch(store, self.rules), None
-        wait = MarkerWait(lookup, handoff, self.namespace, clock=watch.clock)
-        pulses, dead = Pulses(self.namespace, clock=watch.clock), []
-        pulses.add(wait)
+        watch = Watch(store, self.rules)
+        verdicts: list[Verdict | Exception] = []
+        wait = HandoffWait(
+            lookup, self.namespace, lambda _, why: verdicts.append(why), clock=watch.clock
+        )
         try:
-            while not (verdict or watch.is_late or dead):
-                wanted = wait.wanted(with_failed=True) + pulses.wanted()
+            while not (verdicts or watch.is_late):
+                wanted = wait.wanted()
                 for stored in watch.looks(wanted):
-                    verdict = wait.take(stored)
-                    dead = pulses.note(stored, watch.clock.now)
-                    if verdict or dead or wait.wanted(with_failed=True) + pulses.wanted() != wanted:
+                    wait.look_ended(stored, watch.clock.now)
+                    if verdicts or wait.wanted() != wanted:
                         break
         except StoreError as error:
             return Match.miss(self.keys, reason_of(error))
+        verdict = verdicts[0] if verdicts else Verdict.LATE
         if verdict is Verdict.BEGUN:
             return Match.following(self.keys, handoff)
-        late = Reason.HANDOFF_DEAD if dead else Reason.HANDOFF_LATE
         because = {Verdict.DONE: None, Verdict.FAILED: Reason.HANDOFF_FAILED}
+        late = Reason.HANDOFF_DEAD if verdict is Verdict.DEAD else Reason.HANDOFF_LATE
         return find(store, self.keys, because.get(verdict, late))
 
     def _load(self, store: ReplayStore, found: Match) -> JobResult:
@@ -320,6 +319,7 @@ class Actors:
     ) -> None:
         watch = Watch(store, self.rules)
         follow = Follow(
+            store,
             job,
             work,
             prompt,
@@ -332,14 +332,14 @@ class Actors:
         )
 
         def act(stored: set[BlockKey]) -> None:
-            follow.asked(store, stored, watch.clock.now)
+            follow.look_ended(stored, watch.clock.now)
 
         steps = Steps(store, follow.wanted, act) if self.shape.num_steps else None
         while not follow.is_over:
             wanted = follow.wanted()
             with contextlib.suppress(StoreError):
                 for stored in watch.looks(wanted):
-                    follow.asked(store, stored, watch.clock.now)
+                    follow.look_ended(stored, watch.clock.now)
                     if follow.is_over or follow.wanted() != wanted:
                         break
             if isinstance(work, SteppedLoad):

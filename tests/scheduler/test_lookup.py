@@ -1,4 +1,4 @@
-"""Lookup: ends once, in time, with the first answer; from any thread and any signal handler."""
+"""Lookup: ends once, in time, with the first answer; from any thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
 from pdstore.scheduler.lookup import Lookup, Match, handed_over
-from tests.support.interrupt import ends_though_interrupted
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 KEYS = PromptKeys(NAMESPACE).extend(range(10))
@@ -96,19 +95,6 @@ def test_of_many_threads_one_ends_the_lookup():
         for thread in threads:
             thread.join(10)
         assert counted == [lookup.poll()]
-
-
-def test_a_signal_handler_may_end_and_ask_whatever_it_interrupts():
-    counted = []
-    lookup = lookup_of(counted=counted)
-
-    def end():
-        lookup.poll()
-        lookup.cancel()
-        lookup.wait(30.0)
-
-    assert ends_though_interrupted(end, end)
-    assert counted == [lookup.poll()]
 
 
 @pytest.mark.parametrize(

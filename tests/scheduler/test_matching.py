@@ -10,7 +10,7 @@ from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
-from pdstore.scheduler.matching import find, num_usable
+from pdstore.scheduler.lookup import find, num_usable
 from pdstore.store.base import Slots, Store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import count
 
 import pytest
 
@@ -16,7 +15,6 @@ from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.testing.faulty import Faulty
 from tests.support.forked import exit_code_of
-from tests.support.interrupt import acts_at_line, ends_though_interrupted
 from tests.support.kv import Instance, eventually, settings_of
 
 BLOCKS = list(range(20))
@@ -355,45 +353,6 @@ def test_clear_says_when_the_store_did_not_do_it(instance, store, caplog):
     faulty.error_rate = 0.0
     assert find(d, range(100)).num_tokens == 100
     assert d.cache.clear() is True
-
-
-def test_a_signal_handler_may_look_up_cancel_and_close_whatever_it_interrupts(store):
-    one = Instance(store, handoff_wait_s=30.0)
-    keys = one.cache.keys(range(9))
-    manager = PrefixCacheManager(one.settings, one.namespace, store=store)
-
-    def use():
-        lookup = manager.lookup(keys, {"pdstore": {"attempt": "0" * 32}})
-        manager.lookup(keys).cancel()
-        lookup.poll()
-        lookup.cancel()
-
-    assert ends_though_interrupted(use, use)
-    assert ends_though_interrupted(use, manager.close, timeout_s=30)
-    assert manager.lookup(keys).poll().reason is Reason.CLOSED
-    one.close()
-
-
-@pytest.mark.parametrize("params", [None, {"pdstore": {"attempt": "0" * 32}}])
-def test_a_lookup_that_a_close_interrupts_has_its_answer(store, params):
-    """A signal handler closes the manager at any line of the lookup; nobody answers after that."""
-    one = Instance(store, handoff_wait_s=30.0)
-    keys = one.cache.keys(range(9))
-    for number in count():
-        manager = PrefixCacheManager(one.settings, one.namespace, store=store)
-        lookups: list = []
-        has_met = acts_at_line(
-            lambda manager=manager, lookups=lookups: lookups.append(manager.lookup(keys, params)),
-            number,
-            manager.close,
-            within="/scheduler/prefix_cache.py",
-        )
-        if not has_met:
-            manager.close()
-            break
-        assert lookups[0].poll() is not None, f"closed before line {number}"
-    assert number > 5
-    one.close()
 
 
 def test_in_the_child_of_a_fork_every_verb_ends_at_once(instance):

@@ -241,25 +241,25 @@ class Failing(WrapperStore):
             raise StoreUnavailable("on purpose")
 
 
-def follow_by_hand(one, keys, **more):
+def follow_by_hand(one, store, keys, **more):
     """Returns a follow of ONE without a thread, its work, its job, and a list of its wakes."""
     prompt = PromptBlocks(one.layout, keys, [D_BLOCKS])
     work, wakes = LoadWork(None, prompt, 0, None), []
     job = job_of(work)
     more = {"stall_s": 60.0, "split": Split(1), "wake": lambda: wakes.append(1), **more}
-    return Follow(job, work, prompt, 0, ONE, **more), work, job, wakes
+    return Follow(store, job, work, prompt, 0, ONE, **more), work, job, wakes
 
 
 def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):
     keys, failing = p.cache.keys(range(64)), Failing(store)
     p.pool.save(keys, P_BLOCKS).wait(10)
-    follow, work, _, wakes = follow_by_hand(p, keys)
+    follow, work, _, wakes = follow_by_hand(p, failing, keys)
     failed, missing = ONE.failed(p.namespace), set(follow.wanted()[-3:])
     failing.keys = {follow.wanted()[-1]}
-    assert follow.appeared(failing, missing | {failed}, 0.0)
+    follow.look_ended(missing | {failed}, 0.0)
     assert (work.num_ready, wakes, work.is_open) == (2, [1], True)
     failing.keys.clear()
-    follow.appeared(failing, missing | {failed}, 0.0)
+    follow.look_ended(missing | {failed}, 0.0)
     assert (work.num_ready, len(wakes), work.is_open) == (3, 2, False)
 
 
@@ -268,10 +268,10 @@ def test_who_p_is_is_asked_again_after_an_error(p, store):
     instance, clock = HandoffId("1" * 32, "2" * 32), Clock(0.0)
     p.pool.start_handoff(instance, 64).wait(10)
     failing, keys = Failing(store), p.cache.keys(range(64))
-    follow, work, job, _ = follow_by_hand(p, keys, clock=clock)
+    follow, work, job, _ = follow_by_hand(p, failing, keys, clock=clock)
     failing.keys = {ONE.started(p.namespace)}
     while work.is_open and clock.now < 10.0:
         clock.now += 0.2
-        follow.asked(failing, set(), clock.now)
+        follow.look_ended(set(), clock.now)
         failing.keys.clear()
     assert carried(job).reason is Reason.HANDOFF_DEAD

@@ -10,13 +10,11 @@ from functools import partial
 from pdstore.errors import StoreError
 from pdstore.format.keys import PromptKeys
 from pdstore.outcome import Reason
-from pdstore.scheduler.lookup import Lookup, Match
-from pdstore.scheduler.lookup_queue import LookupQueue
-from pdstore.scheduler.matching import find
-from pdstore.scheduler.pace import Pace
+from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.store.base import Store
 from pdstore.store.find import find_optional
 from pdstore.store.optional import TellsChanges
+from pdstore.store.watch import Pace
 from pdstore.threads import Latch
 
 _TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of other hosts

@@ -322,7 +322,7 @@ def test_a_load_after_a_preemption_is_no_wait_of_the_client(scheduler_of, saved)
 
 def test_a_preempted_prompt_holds_up_no_other(scheduler_of, monkeypatch):
     """Nobody tells when it is computed again."""
-    both, asked, forgotten = scheduler_of(), request(), []
+    both, asked, forgotten = scheduler_of(load="never"), request(), []
     monkeypatch.setattr(BreakEven, "forget", lambda self, name: forgotten.append(name))
     found(both, asked)
     assert forgotten == ["r"], "before it was decided"

@@ -1,4 +1,4 @@
-"""PoolIdentity: one id for all who use a pool, and no wrong alarm when a pool is replaced."""
+"""Mismatches: one id for all who use a pool, no false alarm, and no flood of warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdstore.format.keys import POOL_ID_KEY
-from pdstore.scheduler.pool_identity import PoolIdentity
+from pdstore.scheduler.mismatch import MismatchLog, PoolIdentity
 from pdstore.store.base import Slots
 from pdstore.store.connect import read_pool_id
 from pdstore.store.memory import MemoryStore
@@ -44,10 +44,9 @@ def test_the_store_is_asked_again_only_after_its_time(store):
         identity.refresh()
     before = lasting.current
     store.remove([POOL_ID_KEY])
-    for identity in (lasting, fleeting):
-        identity.refresh()
+    assert lasting.refresh() > 0
+    fleeting.refresh()
     assert lasting.current == before
-    assert lasting.remaining_s > 0
     assert fleeting.current == read_pool_id(store) != before
 
 
@@ -124,3 +123,18 @@ def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
     assert healed != bytes(16)
     assert read_pool_id(store) == healed
     assert read_pool_id(MemoryStore()) != first
+
+
+def test_ever_other_messages_do_not_flood_the_log(caplog):
+    mismatches = MismatchLog(silence_s=60.0, pause_s=60.0)
+    for i in range(100):
+        mismatches.warn(f"message {i}")
+    assert [record.getMessage() for record in caplog.records] == ["message 0"]
+
+
+def test_messages_are_forgotten_in_the_end(caplog):
+    mismatches = MismatchLog(silence_s=60.0, pause_s=0.0)
+    for i in range(65):
+        mismatches.warn(f"message {i}")
+    mismatches.warn("message 0")
+    assert caplog.text.count("message 0\n") == 2

@@ -1,0 +1,331 @@
+"""HandoffWatch: waits for the markers of all of an instance's hand-offs, and answers their lookups.
+
+Locking: there is none. `add` and `close` come from any thread; a wait belongs to the watch's one.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from functools import partial
+
+from pdstore.format.handoff import Handoff, Pulse
+from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.namespace import Namespace
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason, reason_of
+from pdstore.scheduler.break_even import CostAverage
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.store.base import Store
+from pdstore.store.watch import KeyWatch, Pace, Waiter
+from pdstore.threads import call_or
+
+_PAUSE_S = 0.1  # between two calls without news: how late a lookup that ended may be noticed
+_SOON_S = 0.01  # of a wait that time may end, by an estimate or a doubt
+_DOUBT_S = 0.02  # from the first look to the last one for a sign of a doubtful hand-off
+_MARGIN = 1.25  # on the load, since a client waits for a D that begins late
+_LATE_S = 0.05  # `started` comes late in a short prompt, and then a look and a step of D's engine
+_PATIENCE_S = 60.0  # for the key that shows how long P has computed
+
+
+class Verdict(enum.Enum):
+    """Ways in which a wait for markers ends."""
+
+    DONE = "P has stored the whole prompt"
+    FAILED = "some of it will not come"
+    BEGUN = "P stores it now, and will have computed it soon: enough for a lookup that follows"
+    DEAD = "P has stopped beating"
+    LATE = "its time is up"
+    OTHER_POOL = "P uses another pool"
+    ANSWERED = "its lookup was cancelled, or its time is long up"
+
+
+_REASONS = {
+    Verdict.FAILED: Reason.HANDOFF_FAILED,
+    Verdict.DEAD: Reason.HANDOFF_DEAD,
+    Verdict.LATE: Reason.HANDOFF_LATE,
+    Verdict.OTHER_POOL: Reason.OTHER_POOL,
+}
+"""Why a prompt may not be whole."""
+
+
+class HandoffProgress:
+    """Tells when D should take engine blocks for a hand-off that P has begun to compute.
+
+    That is when what P still computes takes no longer than the load: earlier, D's blocks would only
+    wait. One key shows that P comes to its end, the first layer range of the last block. D begins
+    when that is stored, or at the time that the cost of a token tells, or at once if either time is
+    not known.
+
+    cost: of P's prefill, as all hand-offs have shown so far; `look_ended` adds to it.
+    load_s: seconds that the load will take; None if that is not known.
+    started_at: when P was seen to have started, in seconds of the looks.
+    key: None for a prompt of sliding windows alone, which is followed at once.
+    """
+
+    def __init__(
+        self, keys: PromptKeys, cost: CostAverage, load_s: float | None, started_at: float
+    ) -> None:
+        namespace = keys.namespace
+        parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]
+        last = keys.store_keys(parts, len(keys) - 1) if parts and len(keys) else [None]
+        self.key = last[0]
+        self.load_s = load_s
+        self._num_tokens = keys.num_tokens
+        self._cost = cost
+        self._started_at = started_at
+        self._was_missing = False
+        self._is_stored = False
+
+    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
+        """Takes note of the key. What was there at the first look tells no cost."""
+        if self._is_stored or self.key not in stored:
+            self._was_missing = True
+            return
+        self._is_stored = True
+        if self._was_missing:
+            self._cost.add_sample(self._num_tokens, asked_at - self._started_at)
+
+    def is_over(self, now: float) -> bool:
+        """Returns whether there is nothing more to look for."""
+        return self.key is None or self._is_stored or now - self._started_at > _PATIENCE_S
+
+    def remaining_s(self, now: float) -> float | None:
+        """Returns the seconds that P still computes; None if that is not known."""
+        total_s = None if self.key is None else self._cost.estimate_s(self._num_tokens)
+        return None if total_s is None else total_s - (now - self._started_at)
+
+    def why_begin(self, now: float) -> str | None:
+        """Returns why D should begin now: `unknown`, `estimate` or `last_block`; None to wait."""
+        if self._is_stored:
+            return "last_block"
+        remaining_s = self.remaining_s(now)
+        if remaining_s is None or self.load_s is None:
+            return "unknown"
+        return "estimate" if remaining_s <= _MARGIN * self.load_s + _LATE_S else None
+
+
+class HandoffWait(Waiter):
+    """One lookup's wait for P's markers, as `KeyWatch` takes it. Asks no store itself.
+
+    A lookup that follows ends as soon as P has answered, or, where P and D were asked at once, when
+    P will have computed the prompt soon. After that the wait goes on to learn how long P computes.
+
+    lookup: of a hand-off.
+    end: called once, with the verdict that ends the lookup, or the error of the store.
+    is_elsewhere: asks whether P uses another pool; called once, first.
+    cost: of P's prefill, for a lookup that follows.
+    clock: monotonic seconds, in which looks are told.
+    progress: P's, from `started` on; None before that, and if P has answered.
+    """
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        namespace: Namespace,
+        end: Callable[[HandoffWait, Verdict | Exception], None],
+        *,
+        is_elsewhere: Callable[[], bool] = lambda: False,
+        cost: CostAverage | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert lookup.handoff is not None
+        self.lookup = lookup
+        self.handoff: Handoff = lookup.handoff
+        self.progress: HandoffProgress | None = None
+        self.looked_at = 0.0
+        self._end = end
+        self._is_elsewhere: Callable[[], bool] | None = is_elsewhere
+        self._cost = cost or CostAverage(clock)
+        self._is_ended = False
+        name = self.handoff.id
+        self._failed = name.failed(namespace)
+        self._started = name.started(namespace)
+        self._done = [name.done(namespace, n) for n in range(namespace.num_shards)]
+        self._num_asked = 1  # of `_done`: as long as one is missing, the others need no look
+        self._is_doubtful = self.handoff.last_save is not None
+        self._doubtful_until = float("inf")
+        self._pulse: Pulse | None = None
+        if name.instance is not None:  # alive now: its answer has just come
+            self._pulse = Pulse(namespace, name.instance, clock=clock)
+
+    def wanted(self) -> list[BlockKey]:
+        """Returns the keys to look for next."""
+        shown_by = self.progress.key if self.progress is not None else None
+        if self._is_ended:
+            return [] if shown_by is None else [shown_by]
+        signs = [self._failed]
+        if self.progress is not None:
+            signs += [] if shown_by is None else [shown_by]
+        elif self.lookup.follows or self._is_doubtful:
+            signs.append(self._started)
+        beats = self._pulse.ring if self._pulse is not None else []
+        return [*self._done[: self._num_asked], *signs, *beats]
+
+    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
+        """Takes note of what is stored; ends the lookup when that, or the time, says so."""
+        self.looked_at = asked_at
+        if self.progress is not None:
+            self.progress.look_ended(stored, asked_at)
+        if not self._is_ended:
+            verdict = self._judge(stored, asked_at)
+            if verdict is None:
+                return self._pause_s()
+            self._is_ended = True
+            self._end(self, verdict)
+            if verdict is not Verdict.BEGUN:
+                return None
+        is_learning = self.progress is not None and not self.progress.is_over(asked_at)
+        return _PAUSE_S if is_learning else None
+
+    def look_failed(self, error: Exception) -> float | None:
+        """Ends the lookup with the store's error."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._end(self, error)
+        return None
+
+    def _pause_s(self) -> float:
+        if self._is_doubtful or self.progress is not None:
+            return _SOON_S
+        return min(_PAUSE_S, self.lookup.marker_deadline.remaining_s())
+
+    def _judge(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
+        """Returns why the wait is over, or None."""
+        if self.lookup.is_answered:
+            return Verdict.ANSWERED
+        is_elsewhere, self._is_elsewhere = self._is_elsewhere, None
+        if is_elsewhere is not None and is_elsewhere():
+            return Verdict.OTHER_POOL
+        verdict = self._judge_markers(stored, asked_at)
+        if verdict is not None:
+            return verdict
+        if self._pulse is not None:
+            self._pulse.update(stored, asked_at)
+            if self._pulse.is_silent():
+                return Verdict.DEAD
+        if self.lookup.marker_deadline.is_over():
+            return Verdict.LATE if self.progress is None else Verdict.BEGUN
+        return None
+
+    def _judge_markers(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
+        has_news = self._done[0] in stored
+        if has_news:
+            self._done = [key for key in self._done if key not in stored]
+            self._num_asked = len(self._done)
+        if not self._done:
+            return Verdict.DONE
+        has_started = self._started in stored
+        self._is_doubtful &= not (has_news or has_started)
+        self._doubtful_until = min(self._doubtful_until, asked_at + _DOUBT_S)
+        if self._failed in stored or (self._is_doubtful and asked_at > self._doubtful_until):
+            return Verdict.FAILED
+        if self._is_doubtful or not self.lookup.follows:
+            return None
+        if self.handoff.num_tokens is not None:  # P has answered, so it has begun
+            return None if has_news else Verdict.BEGUN  # the other shards' `done` may be there too
+        if self.progress is None and has_started:
+            self.progress = HandoffProgress(
+                self.lookup.keys, self._cost, self.lookup.load_s, asked_at
+            )
+        is_time = self.progress is not None and self.progress.why_begin(asked_at) is not None
+        return Verdict.BEGUN if is_time else None
+
+
+class HandoffWatch:
+    """Ends each lookup when P's markers are all there, P has failed or died, or its time is up.
+
+    find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
+    patience_s: how long a call of the store may take before it counts as stuck.
+    is_elsewhere: tells whether a hand-off's P uses another pool; may ask the store.
+    cost_of_p: of a token of P's prefill; it learns from what is watched.
+    pace: of the looks; None for the one that suits the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        metrics: Metrics,
+        find: Callable[[PromptKeys, Reason | None], Match],
+        *,
+        patience_s: float,
+        is_elsewhere: Callable[[Handoff], bool],
+        cost_of_p: CostAverage | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._namespace = namespace
+        self._metrics = metrics
+        self._find = find
+        self._is_elsewhere = is_elsewhere
+        self._cost_of_p = cost_of_p or CostAverage()
+        self._waiting: set[Lookup] = set()
+        self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s, pace=pace)
+
+    def add(self, lookup: Lookup) -> None:
+        """Takes a lookup with a hand-off. From any thread."""
+        assert lookup.handoff is not None
+        self._waiting.add(lookup)
+        wait = HandoffWait(
+            lookup,
+            self._namespace,
+            self._end,
+            is_elsewhere=partial(self._is_elsewhere, lookup.handoff),
+            cost=self._cost_of_p,
+        )
+        self._watch.add(wait)
+
+    def __len__(self) -> int:
+        """Number of lookups that wait, as of the last look."""
+        return len(self._waiting)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True while a store call takes too long: a new lookup would wait in vain."""
+        return self._watch.is_stuck
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stops the threads and ends the lookups that wait."""
+        self._watch.close(timeout_s)
+
+    def _end(self, wait: HandoffWait, why: Verdict | Exception) -> None:
+        lookup = wait.lookup
+        self._waiting.discard(lookup)
+        if isinstance(why, Exception):
+            reason = reason_of(why)
+            error = None if reason is Reason.CLOSED else why
+            lookup.finish(Match.miss(lookup.keys, reason, error))
+        elif why is Verdict.OTHER_POOL:
+            lookup.finish(Match.miss(lookup.keys, Reason.OTHER_POOL))
+        elif why is Verdict.BEGUN:
+            self._count_follow(wait)
+            lookup.finish(Match.following(lookup.keys, wait.handoff))
+        else:
+            self._match(lookup, why)
+
+    def _match(self, lookup: Lookup, why: Verdict) -> None:
+        """Ends a lookup with what is stored now."""
+        if why in (Verdict.DONE, Verdict.LATE):
+            waited_s = time.monotonic() - lookup.started_at
+            self._metrics.handoff_wait_seconds.observe(waited_s)
+        if lookup.is_over():
+            return
+        is_unheard = why in (Verdict.LATE, Verdict.DEAD)
+        if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):
+            why = Verdict.OTHER_POOL  # the store did not answer when the lookup came
+        fault = Match.miss(lookup.keys, Reason.FAULT)
+        lookup.finish(call_or(partial(self._find, lookup.keys, _REASONS.get(why)), fault))
+
+    def _count_follow(self, wait: HandoffWait) -> None:
+        """Counts a load that begins while P computes, and both estimates."""
+        progress = wait.progress
+        if progress is None:
+            return
+        because = progress.why_begin(wait.looked_at) or "deadline"
+        self._metrics.follows.labels(because).inc()
+        estimates = ("compute", progress.remaining_s(wait.looked_at)), ("load", progress.load_s)
+        for what, seconds in estimates:
+            if seconds is not None:
+                self._metrics.follow_estimate_seconds.labels(what).observe(max(0.0, seconds))

@@ -1,0 +1,239 @@
+"""Mismatches: how an instance notices that another one does not fit it, and tells people so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from pdstore.errors import StoreError
+from pdstore.format.handoff import Handoff
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Json, Namespace
+from pdstore.outcome import Reason
+from pdstore.scheduler.lookup import Match
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+from pdstore.store.connect import read_pool_id
+from pdstore.threads import Deadline, Ticker, call_or
+
+log = logging.getLogger(__name__)
+
+_MOST_MESSAGES = 64
+_OF_ONE_PROCESS = (
+    "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
+    " process alone"
+)
+_ONE_PLACE = "the same PDSTORE_STORE; if it is the same, {} is another place for each of them"
+_DECODE_AT_PREFILL = (
+    "a request with a hand-off of another instance is to be decoded here, where it is prefilled"
+    " again: start the decode instance with PDSTORE_ROLE=decode, and name it as such to the router"
+)
+_PREFILL_AT_DECODE = (
+    "a request is to be prefilled here for another instance, which PDSTORE_ROLE=decode never saves:"
+    " start the prefill instance with PDSTORE_ROLE=prefill, and name it as such to the router"
+)
+_NOTHING = (
+    "the pool has nothing of a prompt that nobody hands over: it is computed here. Look at the"
+    " prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the router, which"
+    " has to {}"
+)
+_EVICTED = (
+    "P published a hand-off of which {} has not all any more: its blocks were evicted or removed"
+    " since. Look at the pool's size and at its eviction policy"
+)
+_OTHER_TOKENS = (
+    "P had {} tokens, this instance {}, not the same ones: tokenizer or chat template differ (or"
+    " adapter, images, cache_salt): give both instances the same --tokenizer and --chat-template"
+)
+_OTHER_WEIGHTS = (
+    "the weights' files of the prefill instance {} are {}, those here are {}, although"
+    " PDSTORE_WEIGHTS is {} on both: if the weights differ too, answers are wrong. Give each"
+    " checkpoint a PDSTORE_WEIGHTS of its own, or unset it on both: then the files decide"
+)
+
+
+class MismatchLog:
+    """Logs a message once in `silence_s` seconds, and any message at most every `pause_s`."""
+
+    def __init__(self, silence_s: float = 600.0, pause_s: float = 1.0) -> None:
+        self._silence_s = silence_s
+        self._pause_s = pause_s
+        self._said: OrderedDict[str, Deadline] = OrderedDict()
+        self._next = Deadline(0.0)
+
+    def warn(self, message: str, about: str | None = None) -> None:
+        """Logs a message; of all that are `about` one thing only the first."""
+        last = self._said.get(about or message)
+        if (last is not None and not last.is_over()) or not self._next.is_over():
+            return
+        self._next = Deadline(self._pause_s)
+        self._said[about or message] = Deadline(self._silence_s)
+        while len(self._said) > _MOST_MESSAGES:
+            self._said.popitem(last=False)
+        log.warning(message)
+
+
+class PoolIdentity:
+    """Keeps the id of the pool behind a store, and asks for it again every `age_s` seconds.
+
+    A store that came back empty is another pool, and may come back more than once. Others notice
+    that later, and may have ids in between that were never seen here. So for twice that time after
+    a change no instance counts as one on another pool.
+    Any thread may call it.
+    """
+
+    def __init__(self, store: Store, age_s: float = 10.0) -> None:
+        self._store = store
+        self._age_s = age_s
+        self.current: bytes | None = None
+        self._change_deadline = Deadline(0.0)
+        self._deadline = Deadline(0.0)
+
+    def refresh(self) -> float:
+        """Asks the store when it is time to; whatever it raises leaves things as they are.
+
+        Returns the seconds until it is time again.
+        """
+        if self._deadline.is_over():
+            self._ask()
+        return self._deadline.remaining_s()
+
+    def may_be(self, pool_id: str | None) -> bool:
+        """True if an instance with this `pool_id` uses this pool, or may do so.
+
+        Does not ask the store. Any thread may call it.
+        """
+        current = self.current
+        if pool_id is None or current is None or not self._change_deadline.is_over():
+            return True
+        return pool_id == current.hex()
+
+    def is_same(self, pool_id: str | None) -> bool:
+        """Does as `may_be`, but asks the store first where that says no.
+
+        A store that tells no id is no reason to say no.
+        """
+        if self.may_be(pool_id):
+            return True
+        is_known = self._ask()
+        return self.may_be(pool_id) if is_known else True
+
+    def _ask(self) -> bool:
+        """Asks the store. Returns False, and leaves things as they are, if it tells no id."""
+        self._deadline = Deadline(self._age_s)
+        pool_id = call_or(self._read, None)
+        if pool_id is None:
+            return False
+        if pool_id != self.current:
+            self._change_deadline = Deadline(0.0 if self.current is None else 2 * self._age_s)
+            self.current = pool_id
+        return True
+
+    def _read(self) -> bytes | None:
+        try:
+            return read_pool_id(self._store)
+        except StoreError:  # the calls that need the store report it
+            return None
+
+
+class Mismatches:
+    """Compares this instance with the others that hand prompts over, and warns of differences.
+
+    pool: the pool behind the store.
+    weights_files: a digest of the weights' files, once a thread has read them; None where nothing
+      is to be compared.
+    router_duty, weights_of: as `PrefixCacheManager` takes them.
+    Any thread may call it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        store: Store,
+        *,
+        router_duty: str,
+        weights_of: Callable[[Settings], str] | None,
+    ) -> None:
+        self.pool = PoolIdentity(store)
+        self._pool_thread = Ticker("pdstore-pool-id", self.pool.refresh)
+        self.weights_files: str | None = None
+        self._settings = settings
+        self._namespace = namespace
+        self._label = store.label
+        self._router_duty = router_duty
+        self._log = MismatchLog()
+        self._other_weights = MismatchLog(silence_s=float("inf"))  # one warning for each peer
+        self._reader: Ticker | None = None
+        if settings.weights and weights_of is not None:
+            self._weights_of = weights_of
+            self._reader = Ticker("pdstore-weights", self._read_weights)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stops the threads."""
+        if self._reader is not None:
+            self._reader.stop(0.1)  # it may read for minutes, and holds nothing
+        self._pool_thread.stop(timeout_s)
+
+    def check_roles(self, params: Mapping[str, Json] | None, *, is_prefill: bool) -> None:
+        """Warns of a request that came to the wrong instance.
+
+        is_prefill: the engine prefills it here for another instance; else it looks it up.
+        """
+        asked = Handoff.of(params) if is_prefill else None
+        if asked is not None and asked.num_tokens is not None:
+            self._log.warn(_DECODE_AT_PREFILL)
+        asks_prefill = (params or {}).get("do_remote_decode") is True
+        if not is_prefill and self._settings.role == "decode" and asks_prefill:
+            self._log.warn(_PREFILL_AT_DECODE)
+
+    def fits(self, handoff: Handoff, keys: PromptKeys, num_tokens: int) -> bool:
+        """Returns whether P's KV can be used here. Warns if not, and of what may be wrong in it.
+
+        keys: of the prompt, which had `num_tokens` before it was cut to P's.
+        """
+        if handoff.namespace not in (None, self._namespace.hex):
+            differences = self._namespace.differences(handoff.fields)
+            self._log.warn(
+                f"the prefill instance's KV does not fit this one: {'; '.join(differences)}:"
+                " start P and D with the same"
+            )
+            return False
+        if not handoff.is_of(keys):
+            message = _OTHER_TOKENS.format(handoff.num_tokens, num_tokens)
+            self._log.warn(message, about=_OTHER_TOKENS)
+        theirs, ours = handoff.weights_files, self.weights_files
+        if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one is a commit
+            peer, named = handoff.id.instance or "", self._settings.weights
+            message = _OTHER_WEIGHTS.format(peer[:8], theirs, ours, named)
+            self._other_weights.warn(message, about=peer)
+        return True
+
+    def is_elsewhere(self, handoff: Handoff) -> bool:
+        """Returns whether P uses another pool, with a warning if so. May ask the store."""
+        if self.pool.is_same(handoff.pool_id):
+            return False
+        ours, label = self.pool.current or b"", self._label
+        remedy = _OF_ONE_PROCESS if label.startswith("memory://") else _ONE_PLACE.format(label)
+        self._log.warn(
+            f"the prefill instance's pool is {(handoff.pool_id or '')[:8]}, this one's is"
+            f" {ours.hex()[:8]} at {label}: give both {remedy}"
+        )
+        return True
+
+    def check_absence(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
+        """Warns of a prompt that should be in the pool; an ordinary one need not be."""
+        if found.reason is not Reason.ABSENT:
+            return
+        if handoff is not None and handoff.num_tokens is not None and handoff.is_of(keys):
+            self._log.warn(_EVICTED.format(self._label))
+        elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
+            self._log.warn(_NOTHING.format(self._router_duty))
+
+    def _read_weights(self) -> None:
+        with contextlib.suppress(ValueError, OSError):  # no files here: nothing to compare
+            by_files = self._settings.model_copy(update={"weights": None})
+            parts = self._weights_of(by_files).split("+")
+            self.weights_files = "+".join(part[:24] for part in parts)

@@ -1,0 +1,271 @@
+"""Hand-offs that a manager waits for: ended by markers, failure or time, each for itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdstore import PrefixCacheManager
+from pdstore.errors import StoreUnavailable
+from pdstore.format.handoff import SILENCE_S, HandoffId, beat_key
+from pdstore.format.namespace import Namespace, Part
+from pdstore.outcome import Reason
+from pdstore.scheduler.lookup import Lookup
+from pdstore.store.base import Slots
+from tests.store.test_watch import KeyByKey, Looked, Telling
+from tests.support.kv import eventually, settings_of
+
+NAMESPACE = Namespace({"n": 1}, (Part(0, 0), Part(0, 1)), block_tokens=4, num_shards=2)
+STORES = [Looked, KeyByKey, Telling]
+
+
+class Rig:
+    """A manager over a store, and all that tests ask of it."""
+
+    def __init__(self, store, **changes):
+        self.store = store
+        settings = settings_of(**{"handoff_wait_s": 30.0, "lookup_wait_s": 1.0, **changes})
+        self.cache = PrefixCacheManager(settings, NAMESPACE, store=store)
+        self.keys = self.cache.keys(range(10))
+        self.long = self.cache.keys(range(400))
+        self.last = self.long.store_keys([Part(0, 0)])[-1]
+
+    def lookup(self, handoff: HandoffId, *, follows=False, keys=None, **said) -> Lookup:
+        said = {"attempt": handoff.hex, **said}
+        if handoff.instance:
+            said["instance"] = handoff.instance
+        start = self.cache.follow if follows else self.cache.lookup
+        return start(keys or self.keys, {"pdstore": said})
+
+    def start_both(self) -> Lookup:
+        """Asks for a long prompt that loads at once; P has started with it."""
+        handoff = HandoffId.new()
+        lookup = self.lookup(handoff, follows=True, keys=self.long)
+        self.put(handoff.started(NAMESPACE))
+        return lookup
+
+    def learn(self, seconds: float):
+        """Lets a hand-off show that P computes for so long, and that a load takes no time."""
+        self.cache.note_load(400, 1e-6)
+        assert self.start_both().wait(10).follow
+        eventually(lambda: any(self.last in keys for keys in list(self.store.looks)))
+        time.sleep(seconds)
+        self.put(self.last)
+        eventually(self.is_quiet)
+        self.store.remove([self.last])
+
+    def is_quiet(self) -> bool:
+        before = len(self.store.looks)
+        time.sleep(0.1)
+        return len(self.store.looks) == before
+
+    def sample(self, name: str, **labels) -> float:
+        return self.cache.metrics.registry.get_sample_value(f"pdstore_{name}", labels) or 0.0
+
+    def put(self, *keys):
+        n = len(keys)
+        self.store.put(list(keys), Slots(memoryview(bytearray(64)), 64, [0] * n, [8] * n))
+
+    def put_done(self, handoff: HandoffId):
+        self.put(handoff.done(NAMESPACE, 0), handoff.done(NAMESPACE, 1))
+
+    def put_blocks(self):
+        self.put(*self.keys.store_keys(NAMESPACE.parts))
+
+
+@pytest.fixture
+def rig():
+    rigs = []
+
+    def rig(store=None, **changes) -> Rig:
+        rigs.append(Rig(store or Looked(), **changes))
+        return rigs[-1]
+
+    yield rig
+    for each in rigs:
+        each.cache.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_lookup_ends_when_every_shard_is_done_and_not_before(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    one.put_blocks()
+    lookup = one.lookup(handoff)
+    one.put(handoff.done(NAMESPACE, 0))
+    time.sleep(0.05)  # a window in which a wrong wait would answer
+    assert lookup.poll() is None
+    one.put(handoff.done(NAMESPACE, 1))
+    assert (lookup.wait(10).num_tokens, lookup.wait(10).reason) == (10, None)
+    assert one.sample("handoff_wait_seconds_count") == 1
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_p_that_failed_ends_the_wait_with_what_is_there(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    one.put(*one.keys.store_keys(NAMESPACE.parts)[:4])
+    lookup = one.lookup(handoff)
+    one.put(handoff.failed(NAMESPACE))
+    assert (lookup.wait(10).num_tokens, lookup.wait(10).reason) == (8, Reason.HANDOFF_FAILED)
+
+
+@pytest.mark.parametrize("store", [Looked, Telling])
+def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    waiting, following = one.lookup(handoff), one.lookup(handoff, follows=True)
+    one.put(handoff.started(NAMESPACE))
+    found = following.wait(10)
+    assert (found.num_tokens, found.reason, found.follow) == (10, None, handoff)
+    assert waiting.poll() is None
+    one.put_done(handoff)
+    assert waiting.wait(10).follow is None
+
+
+def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(rig):
+    one = rig()
+    one.learn(0.8)
+    assert one.sample("follows_total", because="unknown") == 1
+    estimated = one.start_both()
+    with pytest.raises(TimeoutError):
+        estimated.wait(0.4)
+    assert estimated.wait(10).follow
+    assert one.sample("follows_total", because="estimate") == 1
+    early = one.start_both()
+    with pytest.raises(TimeoutError):
+        early.wait(0.2)
+    one.put(one.last)
+    assert early.wait(10).follow
+    assert one.sample("follows_total", because="last_block") == 1
+    assert one.sample("follow_estimate_seconds_count", what="compute") >= 2
+
+
+def test_a_p_that_computes_longer_than_d_may_wait_is_followed_from_then_on(rig):
+    one = rig(handoff_wait_s=0.3)
+    one.learn(1.0)
+    assert one.start_both().wait(10).follow
+    assert one.sample("follows_total", because="deadline") == 1
+
+
+@pytest.mark.parametrize(("ending", "reason"), [("done", None), ("failed", Reason.HANDOFF_FAILED)])
+def test_a_lookup_that_follows_is_matched_when_nothing_more_will_come(rig, ending, reason):
+    one, handoff = rig(), HandoffId.new()
+    one.put(*one.keys.store_keys(NAMESPACE.parts)[: None if ending == "done" else -2])
+    lookup = one.lookup(handoff, follows=True)
+    one.put_done(handoff) if ending == "done" else one.put(handoff.failed(NAMESPACE))
+    found = lookup.wait(10)
+    assert (found.reason, found.follow) == (reason, None)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_p_that_has_answered_is_followed_when_one_rank_is_done_and_another_is_not(rig, store):
+    one, handoff = rig(store()), HandoffId.new()
+    one.put(handoff.done(NAMESPACE, 0))
+    assert one.lookup(handoff, follows=True, num_tokens=10).wait(10).follow == handoff
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_p_whose_last_save_fell_short_and_shows_no_sign_is_waited_for_30_ms(rig, store):
+    one, start = rig(store()), time.monotonic()
+    assert one.lookup(HandoffId.new(), last_save="store_full").wait(10).reason
+    assert 0.02 <= time.monotonic() - start < 1.0
+
+
+def test_a_p_whose_last_save_fell_short_and_that_has_started_is_waited_for(rig):
+    one, handoff = rig(), HandoffId.new()
+    one.put_blocks()
+    one.put(handoff.started(NAMESPACE))
+    lookup = one.lookup(handoff, last_save="store_full")
+    with pytest.raises(TimeoutError):
+        lookup.wait(0.2)
+    one.put_done(handoff)
+    assert lookup.wait(10).reason is None
+
+
+def test_without_markers_the_wait_ends_at_its_time(rig):
+    one = rig(handoff_wait_s=0.1)
+    assert one.lookup(HandoffId.new()).wait(10).reason is Reason.HANDOFF_LATE
+    eventually(lambda: one.cache.num_waiting == 0)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_p_that_does_not_beat_is_dead(rig, store):
+    found = rig(store()).lookup(HandoffId.new("d" * 32)).wait(10)
+    assert found.reason is Reason.HANDOFF_DEAD
+
+
+def test_a_p_that_beats_is_waited_for_until_it_stops(rig):
+    one, begin = rig(), time.monotonic()
+    lookup, number = one.lookup(HandoffId.new("a" * 32)), 0
+    while time.monotonic() < begin + 2 * SILENCE_S:
+        one.put(beat_key(NAMESPACE, "a" * 32, number))
+        one.store.remove([beat_key(NAMESPACE, "a" * 32, number - 2)])
+        number += 1
+        time.sleep(0.2)
+    assert lookup.poll() is None
+    assert lookup.wait(10).reason is Reason.HANDOFF_DEAD
+
+
+def test_a_p_that_never_said_its_name_is_waited_for(rig):
+    lookup = rig().lookup(HandoffId.new())
+    with pytest.raises(TimeoutError):
+        lookup.wait(SILENCE_S + 0.5)
+
+
+def test_all_waits_are_one_look_for_markers_only(rig):
+    one = rig()
+    handoffs = [HandoffId.new() for _ in range(50)]
+    for handoff in [*handoffs, handoffs[0]]:
+        one.lookup(handoff)
+    first_shards = {handoff.done(NAMESPACE, 0) for handoff in handoffs}
+    look = eventually(lambda: next((s for s in one.store.looks if first_shards <= set(s)), None))
+    assert len(look) == len(set(look)) == 100
+    assert all(":handoff:" in key for keys in one.store.looks for key in keys)
+
+
+def test_a_store_that_errs_ends_the_waits_at_once(rig):
+    one = rig()
+    lookups = [one.lookup(HandoffId.new()) for _ in range(3)]
+    one.store.error = StoreUnavailable("away")
+    assert [lookup.wait(10).reason for lookup in lookups] == [Reason.STORE_DOWN] * 3
+
+
+def test_whatever_a_store_raises_about_one_handoff_delays_no_other(rig):
+    one, bad, good = rig(), HandoffId.new(), HandoffId.new()
+    one.put_blocks()
+    waiting = one.lookup(good)
+    one.store.about, one.store.error = bad.hex, ValueError("a bug")
+    assert one.lookup(bad).wait(0.9).reason is Reason.FAULT
+    one.put_done(good)
+    assert waiting.wait(0.9).reason is None
+
+
+def test_an_impossible_answer_of_a_store_is_an_error_of_the_store(rig, monkeypatch):
+    one = rig()
+    monkeypatch.setattr(one.store, "which_stored", lambda keys: [1] * len(keys))
+    assert one.lookup(HandoffId.new()).wait(10).reason is Reason.STORE_ERROR
+
+
+def test_another_pool_is_noticed_later_where_the_store_did_not_answer_at_first(rig, monkeypatch):
+    def fail(keys, slots):
+        raise StoreUnavailable("away")
+
+    one = rig(handoff_wait_s=0.3)
+    eventually(lambda: one.cache.pool_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.store, "get", fail)
+        lookup = one.lookup(HandoffId.new(), pool_id="ab" * 16)
+        eventually(lambda: one.store.looks)
+        time.sleep(0.05)
+        assert lookup.poll() is None
+    assert lookup.wait(10).reason is Reason.OTHER_POOL
+
+
+def test_a_store_that_faults_costs_one_plain_lookup(rig, monkeypatch):
+    def fault(keys):
+        raise SystemExit(1)
+
+    one = rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.store, "match", fault)
+        assert one.cache.lookup(one.keys).wait(10).reason is Reason.FAULT
+    assert one.cache.lookup(one.keys).wait(0.9).reason is Reason.ABSENT

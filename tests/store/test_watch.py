@@ -1,0 +1,286 @@
+"""KeyWatch: one look for all who wait, after each change or at a pace; errors and ends are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pdstore.errors import StoreClosed, StoreUnavailable
+from pdstore.store.base import Slots
+from pdstore.store.memory import MemoryStore
+from pdstore.store.watch import KeyWatch, Pace
+from pdstore.store.wrappers import WrapperStore
+from pdstore.threads import Deadline
+from tests.support.clock import Clock
+from tests.support.kv import eventually
+
+
+class Looked(MemoryStore):
+    """Keeps what was looked for; may raise for some keys, or hang."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks: list[list[str]] = []
+        self.error: BaseException | None = None
+        self.about = ""
+        self.released = threading.Event()
+        self.released.set()
+
+    def which_stored(self, keys):
+        self.looks.append(list(keys))
+        self.released.wait(30)
+        if self.error is not None and any(self.about in key for key in keys):
+            raise self.error
+        return super().which_stored(keys)
+
+
+class Telling(Looked):
+    """Says when something was put."""
+
+    def __init__(self):
+        super().__init__()
+        self.changed, self.number, self.num_waits = threading.Condition(), 0, 0
+        self.deaf: Exception | None = None
+
+    def put(self, keys, slots):
+        count = super().put(keys, slots)
+        with self.changed:
+            self.number += 1
+            self.changed.notify_all()
+        return count
+
+    def wait_for_change(self, seen, timeout_s):
+        with self.changed:
+            self.num_waits += 1
+            if self.deaf is not None:
+                raise self.deaf
+            self.changed.wait_for(lambda: seen != self.number, timeout_s)
+            return self.number
+
+
+class KeyByKey(WrapperStore):
+    """Has no search for many keys; counts its matches."""
+
+    def __init__(self):
+        super().__init__(MemoryStore())
+        self.num_matches = 0
+
+    def match(self, keys):
+        self.num_matches += 1
+        return super().match(keys)
+
+
+class Waits:
+    """Waits for all of some keys, and keeps what it was told."""
+
+    def __init__(self, *keys, pause_s=0.01):
+        self.keys, self.pause_s = list(keys), pause_s
+        self.told: list[object] = []
+
+    def wanted(self):
+        return self.keys
+
+    def look_ended(self, stored, asked_at):
+        self.told.append(stored & set(self.keys))
+        return self.pause_s if set(self.keys) - stored else None
+
+    def look_failed(self, error):
+        self.told.append(error)
+
+
+@pytest.fixture
+def watch():
+    made = []
+
+    def watch(store, **more) -> KeyWatch:
+        made.append(KeyWatch(store, name="pdstore-watch", **more))
+        return made[-1]
+
+    yield watch
+    for each in made:
+        each.close()
+
+
+def put(store, *keys):
+    n = len(keys)
+    store.put(list(keys), Slots(memoryview(bytearray(8)), 8, [0] * n, [8] * n))
+
+
+@pytest.mark.parametrize("kind", [Looked, Telling, KeyByKey])
+def test_a_wait_ends_when_any_of_its_keys_is_stored_and_not_before(watch, kind):
+    store = kind()
+    found, watched = [], watch(store)
+    keys = [f"k{n}" for n in range(20)]
+    thread = threading.Thread(target=lambda: found.append(watched.wait_for(keys, Deadline(30))))
+    thread.start()
+    put(store, "other")
+    time.sleep(0.05)  # a window in which a wrong watch would answer
+    assert not found
+    put(store, "k17")
+    thread.join(10)
+    assert found == [{"k17"}]
+
+
+def test_a_wait_ends_at_its_deadline_with_nothing(watch):
+    start = time.monotonic()
+    assert watch(Looked()).wait_for(["a"], Deadline(0.05)) == set()
+    assert time.monotonic() - start < 5
+
+
+def test_an_error_of_the_store_ends_a_wait(watch):
+    store = Looked()
+    store.error = StoreUnavailable("away")
+    with pytest.raises(StoreUnavailable):
+        watch(store).wait_for(["a"], Deadline(30))
+
+
+def test_all_who_wait_are_one_look_and_each_key_is_asked_for_once(watch):
+    store, watched = Looked(), watch(Looked())
+    watched = watch(store)
+    for n in range(50):
+        watched.add(Waits("both", f"k{n}"))
+    look = eventually(lambda: next((keys for keys in store.looks if len(keys) == 51), None))
+    assert len(set(look)) == 51
+
+
+def test_a_waiter_without_news_is_called_when_it_is_due_and_with_news_at_once(watch):
+    store = Looked()
+    watched, patient, soon = watch(store), Waits("a", "b", pause_s=1e9), Waits("c")
+    watched.add(patient)
+    watched.add(soon)
+    eventually(lambda: len(soon.told) > 3)
+    assert patient.told == [set()]
+    put(store, "a")
+    eventually(lambda: patient.told == [set(), {"a"}])
+    store.remove(["a"])
+    eventually(lambda: patient.told == [set(), {"a"}, set()])
+    put(store, "a", "b")
+    eventually(lambda: patient.told[3:] == [{"a", "b"}])
+
+
+def test_nobody_is_asked_while_nobody_waits(watch):
+    store = Telling()
+    watched, wait = watch(store), Waits("a")
+    watched.add(wait)
+    put(store, "a")
+    eventually(lambda: wait.told and wait.told[-1] == {"a"})
+    time.sleep(0.15)  # a last wait for a change
+    before = len(store.looks), store.num_waits
+    put(store, "b")
+    time.sleep(0.05)
+    assert (len(store.looks), store.num_waits) == before
+    assert watched.wait_for(["b"], Deadline(10)) == {"b"}
+
+
+def test_a_store_that_tells_is_looked_at_when_it_changes(watch):
+    store = Telling()
+    watched, wait = watch(store, pace=Pace(last_s=600.0, growth=1e6)), Waits("a", pause_s=1e9)
+    watched.add(wait)
+    eventually(lambda: store.num_waits > 1 and len(store.looks) > 1)  # now it rests
+    put(store, "a")
+    eventually(lambda: wait.told[-1] == {"a"})
+
+
+def test_a_store_that_should_tell_and_errs_is_looked_at_all_the_same(watch):
+    store = Telling()
+    store.deaf = StoreUnavailable("away")
+    threading.Timer(0.05, put, [store, "a"]).start()
+    assert watch(store).wait_for(["a"], Deadline(30)) == {"a"}
+
+
+@pytest.mark.parametrize("kind", [Looked, KeyByKey])
+def test_a_store_is_polled_at_most_200_times_a_second(watch, kind):
+    store = kind()
+    watched = watch(store)
+    for n in range(1000):
+        watched.add(Waits(f"k{n}"))
+
+    def num_calls() -> int:
+        return store.num_matches if kind is KeyByKey else len(store.looks)
+
+    eventually(lambda: num_calls() > 3)
+    start, before = time.monotonic(), num_calls()
+    time.sleep(0.5)
+    assert 1 <= num_calls() - before <= 200 * (time.monotonic() - start) + 25
+
+
+class Stray(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), Stray("a panic")])
+def test_what_no_store_may_raise_is_told_to_those_whose_keys_it_is_about(watch, error):
+    store = Looked()
+    watched, bad, good = watch(store), Waits("bad"), Waits("good")
+    store.about, store.error = "bad", error
+    for wait in (good, bad):
+        watched.add(wait)
+    eventually(lambda: bad.told)
+    assert isinstance(bad.told[0], RuntimeError)
+    put(store, "good")
+    eventually(lambda: good.told[-1] == {"good"})
+
+
+def test_a_call_that_takes_too_long_is_told(watch):
+    store = Looked()
+    watched = watch(store, patience_s=0.05)
+    store.released.clear()
+    watched.add(Waits("a"))
+    eventually(lambda: watched.is_stuck)
+    store.released.set()
+    eventually(lambda: not watched.is_stuck)
+
+
+def test_the_end_is_told_to_those_who_wait_and_who_come_late(watch):
+    watched, early, late = watch(Looked()), Waits("a", pause_s=1e9), Waits("b")
+    watched.add(early)
+    watched.close()
+    watched.close()
+    watched.add(late)
+    assert isinstance(early.told[-1], StoreClosed)
+    assert isinstance(late.told[-1], StoreClosed)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_pauses_grow_up_to_the_longest_and_news_make_them_short_again(clock):
+    pace = Pace(first_s=1.0, last_s=1.5, calls_per_s=None, clock=clock)
+    assert [pace.after(1, 0.0) for _ in range(4)] == pytest.approx([1.0, 1.3, 1.5, 1.5])
+    pace.hurry()
+    assert pace.after(1, 0.0) == 1.0
+
+
+def test_on_average_there_are_no_more_calls_than_the_rate_whatever_the_news(clock):
+    pace = Pace(first_s=0.001, calls_per_s=200.0, burst=20, clock=clock)
+    num_calls = 0
+    while clock.now < 110.0:
+        pace.hurry()  # somebody has news all the time
+        if not pace.blocked_s():
+            pace.after(1, 0.0)
+            num_calls += 1
+        clock.now += 0.0005
+    assert 1990 <= num_calls <= 2021
+
+
+def test_a_burst_is_not_held_up(clock):
+    pace = Pace(first_s=0.001, calls_per_s=200.0, burst=20, clock=clock)
+    for _ in range(20):
+        assert pace.blocked_s() == 0.0
+        pace.after(1, 0.0)
+    pace.after(1, 0.0)
+    assert pace.blocked_s() > 0
+
+
+@pytest.mark.parametrize(("share", "rest_s"), [(4, 0.3), (2, 0.1)])
+def test_slow_calls_take_a_share_of_the_time_at_most(clock, share, rest_s):
+    pace = Pace(first_s=0.001, calls_per_s=None, share=share, clock=clock)
+    assert pace.after(1, took_s=0.1) == pytest.approx(rest_s)
+    pace.hurry()
+    assert pace.blocked_s() == pytest.approx(rest_s)
+    clock.now += rest_s
+    assert pace.blocked_s() == pytest.approx(0.0, abs=1e-9)
