@@ -36,13 +36,13 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 26_850,
+    "lines": 26_800,
     "files": 210,
     "small modules": 46,
-    "statements": 16_550,
+    "statements": 16_510,
     "classes": 332,
     "protocols": 26,
-    "packed assignments": 114,
+    "packed assignments": 113,
     "modules in circles": 9,
     "overloaded method names": 17,
     "lines of native sources": 5_400,

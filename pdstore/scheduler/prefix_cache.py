@@ -25,7 +25,7 @@ from pdstore.scheduler.matching import find, finds_new
 from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import CostTable
-from pdstore.settings import Settings, doubts_of
+from pdstore.settings import LOOKUP_WAIT_S, Settings, doubts_of
 from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
@@ -77,6 +77,7 @@ class PrefixCacheManager:
     store: None opens PDSTORE_STORE; one that is given stays the caller's to close.
     longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
     router_duty: the router's part in a hand-off, for the log of a D that finds nothing.
+    lookup_wait_s: how long a prompt without a hand-off waits for the store's answer.
     weights_of: as `weights_revision`; with it D warns of an equal PDSTORE_WEIGHTS of other files.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
@@ -84,6 +85,7 @@ class PrefixCacheManager:
 
     _last_save: str | None = None  # why it fell short
     _weights_files: str | None = None
+    _closed = False
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class PrefixCacheManager:
         longest_prompt: int | None = None,
         router_duty: str = _RELAY,
         weights_of: Callable[[Settings], str] | None = None,
+        lookup_wait_s: float = LOOKUP_WAIT_S,
     ) -> None:
         self.namespace = namespace
         self.metrics = metrics or Metrics()
@@ -112,17 +115,16 @@ class PrefixCacheManager:
         self._mismatches = MismatchLog()
         self._other_weights = MismatchLog(silence_s=float("inf"))  # one warning for each peer
         self._reader = self._open_reader(weights_of)
-        self._closed = False
         self._pid = os.getpid()
-        ask, wait_s = partial(find, self._store), settings.lookup_wait_s
-        self._queue = LookupQueue(ask, wait_s, finds_new(self._store))
+        self._lookup_wait_s = lookup_wait_s
+        self._queue = LookupQueue(partial(find, self._store), lookup_wait_s, finds_new(self._store))
         self._watcher = HandoffWatcher(
             self._store,
             namespace,
             self.metrics,
             self._identity,
-            ask,
-            patience_s=wait_s,
+            partial(find, self._store),
+            patience_s=lookup_wait_s,
             on_other_pool=self._warn_of_other_pool,
         )
 
@@ -283,7 +285,7 @@ class PrefixCacheManager:
         handoff = Handoff.of(params)
         if self._settings.role == "decode" and (params or {}).get("do_remote_decode") is True:
             self._mismatches.warn(_PREFILL_AT_DECODE)
-        wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
+        wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
         load_s = self._load_s(keys.num_tokens) if follows else None

@@ -84,7 +84,7 @@ ADVICE: dict[Reason, Advice] = {
     Reason.STORE_ERROR: Advice("any other error of the store", "the log of the store"),
     Reason.QUEUE_FULL: Advice(
         "too many jobs or bytes wait, so the job was dropped",
-        "whether the store keeps up; `PDSTORE_QUEUE_JOBS`, `PDSTORE_QUEUE_BYTES`",
+        "whether the store keeps up with what P saves and D loads",
     ),
     Reason.NO_SLOTS: Advice("no staging slot came free in time", "`PDSTORE_STAGING`"),
     Reason.CANCELLED: Advice("the request was aborted", "nothing"),

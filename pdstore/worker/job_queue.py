@@ -52,16 +52,23 @@ class JobQueue:
     A deadline ends the job; its worker stays out of service until the store call has really
     returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
 
+    waiting: the bounds on what waits; None: the usual ones.
     Raises DeviceError when a worker cannot be put on its device.
     """
 
-    def __init__(self, settings: Settings, pin: DevicePin, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        pin: DevicePin,
+        metrics: Metrics,
+        waiting: WaitingJobs | None = None,
+    ) -> None:
         self._metrics = metrics
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._idle = IdleWorkers(lock)
         self._ready = ReadyJobs()
-        self._waiting = WaitingJobs(settings)
+        self._waiting = waiting or WaitingJobs()
         self._alive: dict[JobRun, None] = {}
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from pdstore.errors import QueueFull
 from pdstore.outcome import Direction
-from pdstore.settings import Settings
 from pdstore.worker.job_run import JobRun, Urgency
+
+MAX_JOBS = 1024
+MAX_BYTES = 64 << 30
 
 
 class WaitingJobs:
     """Jobs and their bytes, by direction. The queue's lock guards it.
 
+    max_jobs, max_bytes: the most that wait in a direction; what is more is dropped and counted.
+
     Markers count, but are never too many: another instance waits for them, and they are small.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._max_jobs, self._max_bytes = settings.queue_jobs, int(settings.queue_bytes)
+    def __init__(self, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_jobs = max_jobs
+        self._max_bytes = max_bytes
         self._bytes: dict[Direction, dict[JobRun, int]] = {d: {} for d in Direction}
 
     def add(self, run: JobRun) -> QueueFull | None:

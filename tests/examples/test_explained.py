@@ -100,7 +100,7 @@ def test_an_instance_with_the_switch_off_tells_of_a_handoff_that_it_ignores(
 
 
 def test_a_store_that_fails_is_a_problem_until_it_answers(open_one, said, tmp_path):
-    d = open_one("decode", store=f"file://{tmp_path}/pool", breaker_open_s=0.05)
+    d = open_one("decode", store=f"file://{tmp_path}/pool")
     assert d.problem is None
     pool = tmp_path / "pool"
     pool.rename(tmp_path / "away")

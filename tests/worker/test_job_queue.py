@@ -15,6 +15,7 @@ from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.testing.threads import start_background
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from pdstore.worker.job_run import Urgency
+from pdstore.worker.waiting_jobs import WaitingJobs
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
 from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, run_of
@@ -25,9 +26,9 @@ from tests.support.kv import eventually, settings_of
 def make():
     made = []
 
-    def make(**changes) -> JobQueue:
+    def make(waiting=None, **changes) -> JobQueue:
         settings = settings_of(**{"workers": 3, "drain_s": 0.0, **changes})
-        made.append(JobQueue(settings, DevicePin(CPU), Metrics()))
+        made.append(JobQueue(settings, DevicePin(CPU), Metrics(), waiting))
         return made[-1]
 
     yield make
@@ -209,8 +210,8 @@ def test_one_direction_never_stops_the_other(make, gate, busy):
 
 
 def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make):
-    for changes, num_bytes in (({"queue_jobs": 2}, 1), ({"queue_bytes": 200}, 100)):
-        queue, gate = make(workers=2, **changes), Gate()
+    for bounds, num_bytes in (({"max_jobs": 2}, 1), ({"max_bytes": 200}, 100)):
+        queue, gate = make(WaitingJobs(**bounds), workers=2), Gate()
         running = queue.submit(held(gate))
         eventually(lambda gate=gate: gate.num_inside)
         queued = [queue.submit(held(gate, num_bytes=num_bytes)) for _ in range(2)]
@@ -301,7 +302,7 @@ def test_cancelled_jobs_in_a_store_call_do_not_count_as_hung(make, gate):
 
 
 def test_jobs_that_wait_for_others_count_in_the_bounds(make, gate):
-    queue = make(queue_jobs=3)
+    queue = make(WaitingJobs(max_jobs=3))
     first = queue.submit(held(gate))
     jobs = [queue.submit(run_of(), after=[first]) for _ in range(10)]
     refused = [job for job in jobs if job.done]

@@ -6,12 +6,11 @@ from pdstore.metrics import Metrics
 from pdstore.worker.queue_gauges import QueueGauges
 from pdstore.worker.waiting_jobs import WaitingJobs
 from tests.support.jobs import LOAD, SAVE, run_of
-from tests.support.kv import settings_of
 
 
 def test_what_waits_is_shown_by_direction_until_the_end():
     metrics = Metrics()
-    waiting = WaitingJobs(settings_of())
+    waiting = WaitingJobs()
     for num_bytes in (5, 7):
         waiting.add(run_of(direction=LOAD, num_bytes=num_bytes))
     gauges = QueueGauges(metrics, num_alive=lambda: 3, num_hung=lambda: 1, waiting=waiting)

@@ -21,6 +21,7 @@ from pdstore.testing.values import fresh_keys, put
 from pdstore.worker.block_range import BlockRange, Split
 from pdstore.worker.save_work import SaveWork
 from pdstore.worker.values import PromptBlocks
+from pdstore.worker.waiting_jobs import MAX_JOBS
 from tests.support.interrupt import acts_at_line
 from tests.support.jobs import carried, run_of
 from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
@@ -180,15 +181,15 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
                 return 0
             return super().put(keys, slots)
 
-    limits = {"deadline": {"deadline_s": 0.3}, "queue_full": {"queue_jobs": 1}}
-    p = instance(over=Store(store), **limits.get(why, {}))
+    p = instance(over=Store(store), **({"deadline_s": 0.3} if why == "deadline" else {}))
     d = instance(fill=POISON, handoff_wait_s=30.0)
     keys = p.cache.keys(range(100))
     attempt, params = p.cache.announce(keys)
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
     gate = Job(Direction.SAVE, lambda reason, error: None)
     if why == "queue_full":
-        p.pool.save(p.cache.keys(range(50)), P_BLOCKS, after=[gate])
+        for _ in range(MAX_JOBS):
+            p.pool.save(p.cache.keys(range(50)), P_BLOCKS, after=[gate])
     ready = NotReady() if why == "fault" else None
     job = p.pool.save(keys, P_BLOCKS, handoff=attempt, ready=ready)
     if why == "cancelled":

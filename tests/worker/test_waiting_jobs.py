@@ -8,14 +8,13 @@ from pdstore.errors import QueueFull
 from pdstore.worker.job_run import Urgency
 from pdstore.worker.waiting_jobs import WaitingJobs
 from tests.support.jobs import LOAD, SAVE, run_of
-from tests.support.kv import settings_of
 
 KIB = 1024
 
 
 @pytest.fixture
 def waiting() -> WaitingJobs:
-    return WaitingJobs(settings_of(queue_jobs=3, queue_bytes="10KiB"))
+    return WaitingJobs(max_jobs=3, max_bytes=10 * KIB)
 
 
 def job(num_bytes=KIB, direction=SAVE, urgency=Urgency.ORDINARY):
