@@ -36,19 +36,19 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 26_800,
-    "files": 210,
+    "lines": 26_430,
+    "files": 209,
     "small modules": 46,
-    "statements": 16_510,
-    "classes": 332,
-    "protocols": 26,
-    "packed assignments": 113,
+    "statements": 16_300,
+    "classes": 320,
+    "protocols": 22,
+    "packed assignments": 105,
     "modules in circles": 9,
     "overloaded method names": 17,
-    "lines of native sources": 5_400,
-    "lines of tests": 46_000,
+    "lines of native sources": 5_760,
+    "lines of tests": 45_650,
     "nightly marks": 38,
-    "lines of benchmarks, examples and integrations": 16_520,
+    "lines of benchmarks, examples and integrations": 16_600,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

@@ -21,7 +21,7 @@ from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
 from pdstore.scheduler.lookup import Lookup, Match, handed_over
 from pdstore.scheduler.lookup_queue import LookupQueue
-from pdstore.scheduler.matching import find, finds_new
+from pdstore.scheduler.matching import find
 from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import CostTable
@@ -117,7 +117,7 @@ class PrefixCacheManager:
         self._reader = self._open_reader(weights_of)
         self._pid = os.getpid()
         self._lookup_wait_s = lookup_wait_s
-        self._queue = LookupQueue(partial(find, self._store), lookup_wait_s, finds_new(self._store))
+        self._queue = LookupQueue(partial(find, self._store), lookup_wait_s)
         self._watcher = HandoffWatcher(
             self._store,
             namespace,
