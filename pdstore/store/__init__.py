@@ -1,5 +1,6 @@
 """Where KV blocks live: the Store contract, and what a store's author needs."""
 
+from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.in_place import InPlace, Loan, Places, Reservation
 from pdstore.store.optional import (
@@ -18,6 +19,7 @@ from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
 
 __all__ = [
+    "BlockKey",
     "ErrorCodes",
     "FindsKeys",
     "InPlace",
