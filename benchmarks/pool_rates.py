@@ -65,7 +65,6 @@ class Cache:
             staging=given.staging,
             workers=workers,
             native=given.native,
-            native_mode=given.native_mode,
             weights="random",
             deadline_s=60,
         )
@@ -145,7 +144,6 @@ def main() -> None:
     parser.add_argument("--staging", default="2GiB")
     parser.add_argument("--budget", default="12GiB")
     parser.add_argument("--native", default="require")
-    parser.add_argument("--native-mode", default="serving")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.directory = Path(tempfile.mkdtemp(dir=given.pool, prefix="pdstore-bench-"))

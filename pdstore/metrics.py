@@ -14,7 +14,7 @@ from prometheus_client.core import Metric as Family
 import pdstore
 from pdstore.outcome import Direction, Reason
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Metric
-from pdstore.telemetry.reason_log import ReasonLog
+from pdstore.telemetry.reasons import ReasonLog
 
 
 class Counting(Protocol):

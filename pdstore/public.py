@@ -2,36 +2,24 @@
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import (
-    BadValue,
     ConfigError,
     DeviceError,
-    Forged,
-    JobCancelled,
-    JobDeadline,
     JobError,
     LayoutError,
-    MissingExtra,
-    NativeError,
-    OtherSeal,
     PDStoreError,
-    PoolClosed,
-    QueueFull,
-    ReadOnly,
     SaveFailed,
-    StoreClosed,
     StoreDenied,
     StoreError,
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
     SwapError,
-    WrongLength,
 )
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.layout import NO_BLOCK, BlockTables, LayerSpec, Layout, Pipeline
+from pdstore.format.keys import PromptKeys
+from pdstore.format.layout import NO_BLOCK, LayerSpec, Layout, Pipeline
 from pdstore.format.multimodal import MultimodalItem
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
@@ -40,40 +28,26 @@ from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Store
 from pdstore.telemetry.journal import Journal
 from pdstore.telemetry.request_record import RequestRecord, RequestTimer
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
-from pdstore.worker.swap import (
-    BlockCopy,
-    BlockCopyPlan,
-    ReadyEvent,
-    Registrar,
-    Swap,
-    open_swap,
-)
+from pdstore.worker.swap import BlockCopy, Swap, open_swap
 
 __all__ = [
     "NO_BLOCK",
     "AsyncRunner",
-    "BadValue",
     "BlockCopy",
-    "BlockCopyPlan",
-    "BlockKey",
-    "BlockTables",
     "BreakEven",
     "ConfigError",
     "Decision",
     "DeviceError",
     "Direction",
-    "Forged",
     "Handoff",
     "HandoffId",
     "Job",
-    "JobCancelled",
-    "JobDeadline",
     "JobError",
     "JobResult",
     "Journal",
@@ -84,31 +58,20 @@ __all__ = [
     "Lookup",
     "Match",
     "Metrics",
-    "MissingExtra",
     "MultimodalItem",
     "Namespace",
-    "NativeError",
     "OpenSave",
-    "OtherSeal",
     "Outcome",
     "PDStoreError",
-    "Part",
     "Pipeline",
-    "PoolClosed",
     "PrefixCacheManager",
     "PromptKeys",
-    "QueueFull",
-    "ReadOnly",
-    "ReadyEvent",
     "Reason",
-    "Registrar",
     "RequestRecord",
     "RequestTimer",
     "SaveFailed",
     "Settings",
-    "Slots",
     "Store",
-    "StoreClosed",
     "StoreDenied",
     "StoreError",
     "StoreFull",
@@ -116,7 +79,6 @@ __all__ = [
     "StoreUnavailable",
     "Swap",
     "SwapError",
-    "WrongLength",
     "open_store",
     "open_swap",
     "read_settings",

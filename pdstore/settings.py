@@ -22,8 +22,11 @@ _NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other 
 _OF_KUBERNETES = re.compile(  # in every pod beside a Service called pdstore or pdstore-*
     r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
 )
+_GONE = re.compile(r"PDSTORE_(HASH|ORDER|NATIVE_MODE|QUEUE_\w+|LOOKUP_WAIT_S|BREAKER_\w+)")
 _DAY_S = 86_400.0
 MAX_LAYER_RANGES = 64
+LOOKUP_WAIT_S = 1.0
+"""The time that a prompt without a hand-off waits for the store's answer."""
 _LARGE_BLOCK = 4096  # tokens; most prompts are shorter
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
@@ -78,10 +81,6 @@ class Settings(BaseSettings):
         None,
         description="File of the key that encrypts values in the pool (extra `seal`). Unset: none.",
     )
-    hash: Literal["sha256", "xxh3_128"] = Field(
-        "sha256",
-        description="Prefix hash. `xxh3_128` is faster, and only for one trusted tenant.",
-    )
     block_tokens: int = Field(
         64,
         ge=1,
@@ -92,10 +91,6 @@ class Settings(BaseSettings):
         None,
         ge=1,
         description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a multiple.",
-    )
-    order: Literal["token", "head"] = Field(
-        "token",
-        description="Order of a stored block's bytes: `token` or `head` first. Equal on P and D.",
     )
     layer_ranges: int | None = Field(
         None,
@@ -126,22 +121,11 @@ class Settings(BaseSettings):
         "auto",
         description="Block copies by the native library: `auto` if there is one, `off`, `require`.",
     )
-    native_mode: Literal["serving", "throughput"] = Field(
-        "serving",
-        description="`serving` spares a running model; `throughput` fills the link.",
-    )
     workers: int = Field(
         default_factory=_default_workers,
         ge=2,
         le=64,
         description="Threads that move blocks. Unset: one per CPU, at least 4 and at most 16.",
-    )
-    queue_jobs: int = Field(
-        1024, ge=1, description="Waiting jobs per direction; more are dropped and counted."
-    )
-    queue_bytes: ByteSize = Field(
-        ByteSize(64 << 30),
-        description="Bytes of all waiting jobs per direction; more are dropped and counted.",
     )
     handoff_wait_s: Seconds = Field(
         10.0, description="How long D waits for P's marker; a second more, where the store hangs."
@@ -156,9 +140,6 @@ class Settings(BaseSettings):
     )
     deadline_s: Seconds = Field(
         5.0, description="Time of a save or a load, plus one second per GB of it."
-    )
-    lookup_wait_s: Seconds = Field(
-        1.0, description="How long a prompt without a hand-off waits for the store's answer."
     )
     drain_s: WaitSeconds = Field(
         5.0, description="How long a stop waits for running jobs; 2 s later it has ended."
@@ -181,15 +162,6 @@ class Settings(BaseSettings):
         repr=False,  # it may hold a password
         description="URL of an OTLP receiver: a span for each request (extra `otel`). Unset: none.",
     )
-    breaker_failures: int = Field(
-        3,
-        ge=1,
-        description="Slow failures in a row that open the breaker: calls then fail at once.",
-    )
-    breaker_open_s: Seconds = Field(
-        1.0, description="First pause of the breaker before it lets a probe through; it doubles."
-    )
-    breaker_max_s: Seconds = Field(10.0, description="Longest pause of the breaker.")
 
     @field_validator("status_port", mode="before")
     @classmethod
@@ -287,6 +259,8 @@ def _refuse_slips(known: Set[str], prefix: str) -> None:
         near = difflib.get_close_matches(upper, known, n=1, cutoff=0.6 if is_ours else _NEAR)
         if is_ours or near:
             hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
+            if _GONE.fullmatch(upper):
+                hint = "leave it out: it is a constant now (CHANGELOG.md)"
             raise ConfigError(f"unknown setting {name}: {hint}")
 
 

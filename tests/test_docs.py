@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from pdstore.settings import Settings, variable_of
 from tests.docs.tables import advice_table, metrics_table, settings_table
 from tests.test_modules import FLOORS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("deploy/*.md")])
 MAX_README_LINES = 130
+MAX_SETTINGS = 25
 
 
 def anchors_of(document: Path) -> set[str]:
@@ -44,6 +46,14 @@ def test_the_readme_is_short():
 
 def test_the_table_of_settings_is_current():
     assert settings_table() in (ROOT / "docs" / "settings.md").read_text()
+
+
+def test_there_are_few_settings_and_each_stands_with_the_reason_to_change_it():
+    text = (ROOT / "docs" / "settings.md").read_text()
+    reasons = text.partition("## When to change one")[2]
+    variables = [variable_of(field) for field in Settings.model_fields]
+    assert len(variables) <= MAX_SETTINGS
+    assert not [name for name in variables if not re.search(rf"{name}\b", reasons)]
 
 
 def test_every_metric_and_every_reason_is_explained():

@@ -41,7 +41,7 @@ def cache_of(spec, dtype, *, is_paged):
     "shape",
     [
         {},
-        {"dtype": "bfloat16", "order": "head", "publish": False},
+        {"dtype": "bfloat16", "publish": False},
         {"layers": [LayerSpec(1, 24, value_dim=0, kind="mla")] * 2},
         {"page": "packed"},
     ],

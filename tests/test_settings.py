@@ -80,6 +80,13 @@ def test_other_projects_variables_are_left_alone(monkeypatch, name):
     assert not read_settings().pd_transfer_via_storage
 
 
+@pytest.mark.parametrize("name", ["HASH", "NATIVE_MODE", "QUEUE_JOBS", "BREAKER_OPEN_S"])
+def test_a_setting_that_is_gone_is_told_as_such(monkeypatch, name):
+    monkeypatch.setenv(f"PDSTORE_{name}", "1")
+    with pytest.raises(ConfigError, match=rf"PDSTORE_{name}: leave it out: .*CHANGELOG\.md"):
+        read_settings()
+
+
 def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
     monkeypatch.setenv("PDSTORE_QQQQQQQQ", "x")
     with pytest.raises(ConfigError, match=r"docs/settings\.md"):

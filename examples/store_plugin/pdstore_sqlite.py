@@ -17,9 +17,8 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
-from pdstore.store import Lifecycle, Slots, Store, StoreURL, check_call
+from pdstore.store import BlockKey, Lifecycle, Slots, Store, StoreURL, check_call
 
 _PAUSE_S = 0.005
 _ERRORS: dict[str, type[StoreError]] = {

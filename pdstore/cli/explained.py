@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -18,8 +18,6 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Json, Namespace
 from pdstore.store.optional import StoredValue
 
-Algorithm = Literal["sha256", "xxh3_128"]
-_ALGORITHMS: tuple[Algorithm, ...] = ("sha256", "xxh3_128")
 _ROWS = 12
 _MOST_NAMESPACES = 32
 _MOST_ID = (1 << 31) - 1
@@ -163,7 +161,7 @@ def explain(url: str | None, question: Question) -> Answer:
         uses = survey(stored.values())
         uses.sort(key=lambda use: not use.hex.startswith(question.namespace))
         tried = uses[:_MOST_NAMESPACES]
-        covers = [_best_cover(pool, use, ids, question, stored) for use in tried]
+        covers = [_cover(pool, use, ids, question, stored) for use in tried]
         label = pool.store.label
     meant = _meant(covers, question.namespace)
     if meant is None:
@@ -172,23 +170,18 @@ def explain(url: str | None, question: Question) -> Answer:
     return _answer(label, meant, covers, len(uses))
 
 
-def _best_cover(
+def _cover(
     pool: OpenPool,
     use: NamespaceUse,
     ids: Sequence[int],
     question: Question,
     stored: Mapping[BlockKey, StoredValue],
 ) -> Cover:
-    """Returns what a namespace has of the prompt, by whichever hash finds more."""
-    tokens = _block_tokens(pool, use)
-
-    def covered(algorithm: Algorithm) -> Cover:
-        digest, parts = bytes.fromhex(use.hex), tuple(sorted(use.parts))
-        namespace = Namespace.seen(digest, parts, tokens, algorithm)
-        salt = question.cache_salt.encode()
-        return cover_of(PromptKeys(namespace, cache_salt=salt).extend(ids), stored, use)
-
-    return max(map(covered, _ALGORITHMS), key=lambda cover: cover.num_found)
+    """Returns what a namespace has of the prompt."""
+    digest, parts = bytes.fromhex(use.hex), tuple(sorted(use.parts))
+    namespace = Namespace.seen(digest, parts, _block_tokens(pool, use))
+    salt = question.cache_salt.encode()
+    return cover_of(PromptKeys(namespace, cache_salt=salt).extend(ids), stored, use)
 
 
 def _block_tokens(pool: OpenPool, use: NamespaceUse) -> int:

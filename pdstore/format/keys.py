@@ -7,7 +7,7 @@ The format is fixed so that every engine, language and router derives the same k
     block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
     key     pds1:<namespace hex>:<group>:<shard>:<hash hex>[:partial:<n>]
 
-`H` is sha256 cut to 16 bytes, or xxh3_128; `lp` is a u32 little-endian length before the bytes. An
+`H` is sha256 cut to 16 bytes; `lp` is a u32 little-endian length before the bytes. An
 extra is a multimodal item's content hash, then the item's offset relative to the block's first
 token as little-endian int32.
 """
@@ -17,11 +17,9 @@ from __future__ import annotations
 import enum
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NewType, TypeAlias, Union, cast
-
-import xxhash
 
 from pdstore.format.multimodal import ItemCursor, MultimodalItem, length_prefixed
 from pdstore.format.namespace import HASH_BYTES, Namespace, Part
@@ -75,11 +73,8 @@ class PromptKeys:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._hash = _HASHES[namespace.algorithm]
         self._items = ItemCursor(items)
-        self._root = self._hash(
-            namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
-        )
+        self._root = _hash(namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt))
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32
         self._last = b""  # those of the last full block, for `cut`; empty if they are not known
@@ -180,9 +175,9 @@ class PromptKeys:
         if self._items:
             previous = self._extend_with_items(previous, data, step, whole)
         else:
-            digest, append = self._hash, self._full.append
+            append = self._full.append
             for start in range(0, whole, step):
-                previous = digest(previous + data[start : start + step])
+                previous = _hash(previous + data[start : start + step])
                 append(previous)
         self._rest = data[whole:]
         if whole:
@@ -191,7 +186,7 @@ class PromptKeys:
         self._tail = None
         if self._rest:
             first = len(self._full) * self.block_tokens
-            self._tail = self._hash(
+            self._tail = _hash(
                 previous + self._rest + self._items.extras(first, len(self._rest) // 4)
             )
         return self
@@ -200,7 +195,7 @@ class PromptKeys:
         first = len(self._full) * self.block_tokens
         for start in range(0, whole, step):
             extras = self._items.extras(first, self.block_tokens)
-            previous = self._hash(previous + data[start : start + step] + extras)
+            previous = _hash(previous + data[start : start + step] + extras)
             self._full.append(previous)
             first += self.block_tokens
         return previous
@@ -231,12 +226,5 @@ def int32_bytes(token_ids: Tokens) -> bytes:
     return data
 
 
-def _xxh3_128(data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
-
-
-def _sha256(data: bytes) -> bytes:
+def _hash(data: bytes) -> bytes:
     return sha256(data).digest()[:HASH_BYTES]
-
-
-_HASHES: Mapping[str, Callable[[bytes], bytes]] = {"sha256": _sha256, "xxh3_128": _xxh3_128}

@@ -132,7 +132,7 @@ class Layout:
         draft_layers: int = 0,
         pipeline: Pipeline | None = None,
     ) -> Layout:
-        """Returns the layout with block size, order, shards and layer ranges from the settings.
+        """Returns the layout with block size, shards and layer ranges from the settings.
 
         With `page` given the order is that of pages. Then, and for an engine that `gives_back`
         blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
@@ -150,7 +150,7 @@ class Layout:
             engine_block_tokens=engine_block_tokens,
             rope=rope,
             quantization=quantization,
-            order=settings.order if page is None else "page",
+            order="token" if page is None else "page",
             page=page,
             num_shards=settings.kv_shards or tp_size,
             tp_rank=tp_rank,
@@ -319,7 +319,6 @@ class Layout:
             fields,
             self.parts,
             self.block_tokens,
-            settings.hash,
             num_shards=self.grid_shards,
             windows=windows,
             bare_salt=sha256(salt.strip().encode()).hexdigest() if salt != salt.strip() else None,
@@ -370,7 +369,7 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
         "shards": layout.grid_shards,
         "draft_layers": layout.draft_layers,
         "layer_ranges": layout.num_ranges,
-        "hash": settings.hash,
+        "hash": "sha256",
         "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
     }
     if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid

@@ -58,7 +58,6 @@ class Namespace:
     fields: Mapping[str, Json]
     parts: tuple[Part, ...]
     block_tokens: int
-    algorithm: str = "sha256"
     num_shards: int = 1
     windows: Mapping[int, int] = field(default_factory=dict)
     bare_salt: str | None = None
@@ -69,14 +68,12 @@ class Namespace:
         object.__setattr__(self, "digest", hashlib.sha256(text).digest()[:HASH_BYTES])
 
     @classmethod
-    def seen(
-        cls, digest: bytes, parts: tuple[Part, ...], block_tokens: int, algorithm: str
-    ) -> Namespace:
+    def seen(cls, digest: bytes, parts: tuple[Part, ...], block_tokens: int) -> Namespace:
         """Returns a namespace of which only the digest is known, from a stored key.
 
         For tools that look into a pool: its fields are empty, and its windows are unknown.
         """
-        made = cls({}, parts, block_tokens, algorithm)
+        made = cls({}, parts, block_tokens)
         object.__setattr__(made, "digest", digest)
         return made
 

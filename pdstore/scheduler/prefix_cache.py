@@ -21,7 +21,7 @@ from pdstore.scheduler.break_even import CostAverage
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over
 from pdstore.scheduler.mismatch import Mismatches
-from pdstore.settings import Settings, doubts_of
+from pdstore.settings import LOOKUP_WAIT_S, Settings, doubts_of
 from pdstore.store.base import Store
 from pdstore.store.circuit_breaker import problem_of
 from pdstore.store.connect import connect_store
@@ -43,6 +43,7 @@ class PrefixCacheManager:
     store: None opens PDSTORE_STORE; one that is given stays the caller's to close.
     longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
     router_duty: the router's part in a hand-off, for the log of a D that finds nothing.
+    lookup_wait_s: how long a prompt without a hand-off waits for the store's answer.
     weights_of: as `weights_revision`; with it D warns of an equal PDSTORE_WEIGHTS of other files.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
@@ -58,6 +59,7 @@ class PrefixCacheManager:
         longest_prompt: int | None = None,
         router_duty: str = _RELAY,
         weights_of: Callable[[Settings], str] | None = None,
+        lookup_wait_s: float = LOOKUP_WAIT_S,
     ) -> None:
         self.namespace = namespace
         self.metrics = metrics or Metrics()
@@ -76,14 +78,15 @@ class PrefixCacheManager:
         )
         self._closed = False
         self._pid = os.getpid()
-        ask, wait_s = partial(find, self._store), settings.lookup_wait_s
-        self._queue = LookupQueue(ask, wait_s)
+        self._lookup_wait_s = lookup_wait_s
+        ask = partial(find, self._store)
+        self._queue = LookupQueue(ask, lookup_wait_s)
         self._watch = HandoffWatch(
             self._store,
             namespace,
             self.metrics,
             ask,
-            patience_s=wait_s,
+            patience_s=lookup_wait_s,
             is_elsewhere=self._mismatches.is_elsewhere,
         )
 
@@ -240,7 +243,7 @@ class PrefixCacheManager:
     ) -> Lookup:
         handoff = Handoff.of(params)
         self._mismatches.check_roles(params, is_prefill=False)
-        wait_s = self._settings.handoff_wait_s if handoff else self._settings.lookup_wait_s
+        wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
         load_s = self._load_cost.estimate_s(keys.num_tokens) if follows else None

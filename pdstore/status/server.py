@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 
 from pdstore.errors import ConfigError
-from pdstore.status.timed_reader import TimedReader
-from pdstore.threads import Ticker
+from pdstore.threads import Deadline, Ticker
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,31 @@ class StatusServer:
     def _turn(self) -> float:
         self._server.handle_request()
         return 0.0
+
+
+class TimedReader(io.RawIOBase):
+    """Reads from a connected socket for `seconds` in all, then raises TimeoutError.
+
+    Keeps the socket open until it is closed, as a file that `makefile` returns does.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._deadline = connection, Deadline(seconds)
+        self._file = connection.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
+        left_s = self._deadline.remaining_s()
+        if left_s == 0.0:
+            raise TimeoutError("the bytes took too long to come")
+        self._connection.settimeout(left_s)
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Server(HTTPServer):

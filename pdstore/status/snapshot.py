@@ -13,9 +13,9 @@ import pdstore
 from pdstore.format.namespace import Namespace
 from pdstore.settings import Settings, origin_of, variable_of
 from pdstore.store.url import StoreURL, without_secret
-from pdstore.telemetry.advice import ADVICE
 from pdstore.telemetry.journal import Journal
 from pdstore.telemetry.metric_table import METRICS, Across, Kind
+from pdstore.telemetry.reasons import ADVICE
 
 Json: TypeAlias = dict[str, object]
 

@@ -1,5 +1,6 @@
 """Where KV blocks live: the Store contract, and what a store's author needs."""
 
+from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import (
     ErrorCodes,
@@ -17,6 +18,7 @@ from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
 
 __all__ = [
+    "BlockKey",
     "ErrorCodes",
     "FindsKeys",
     "Lifecycle",

@@ -21,6 +21,9 @@ from pdstore.store.wrappers import A, CallWrapper, R, WrapperStore
 # Errors about one block, one budget or one closed object: the store itself is well.
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 _QUICK_S = 0.02
+OPEN_S = 1.0
+_MAX_S = 2.0
+"""The longest pause: short, because a probe is one call of one thread."""
 
 
 class CircuitBreaker(CallWrapper):
@@ -37,8 +40,8 @@ class CircuitBreaker(CallWrapper):
         store: Store,
         *,
         failures: int = 3,
-        open_s: float = 1.0,
-        max_s: float = 10.0,
+        open_s: float = OPEN_S,
+        max_s: float = _MAX_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(store)

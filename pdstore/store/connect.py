@@ -13,7 +13,7 @@ from pdstore.format.namespace import HASH_BYTES
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.circuit_breaker import CircuitBreaker
+from pdstore.store.circuit_breaker import OPEN_S, CircuitBreaker
 from pdstore.store.find import find_optional
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.optional import ErrorCodes
@@ -34,21 +34,17 @@ def check_store(settings: Settings) -> None:
         read_seal_keys(settings.seal_key_file)
 
 
-def connect_store(settings: Settings, metrics: Metrics) -> Store:
+def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_S) -> Store:
     """Opens PDSTORE_STORE; one that does not answer is a warning unless it is required.
 
+    open_s: the first pause of the breaker.
     Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError when the
     store is required and away.
     """
     with contextlib.ExitStack() as undo:
         opened = open_store(settings.store, settings)
         undo.callback(opened.close)
-        store = CircuitBreaker(
-            Instrumented(seal_store(opened, settings), metrics),
-            failures=settings.breaker_failures,
-            open_s=settings.breaker_open_s,
-            max_s=settings.breaker_max_s,
-        )
+        store = CircuitBreaker(Instrumented(seal_store(opened, settings), metrics), open_s=open_s)
         try:
             store.match([POOL_ID_KEY])
         except StoreError as error:

@@ -8,8 +8,8 @@ from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
 from pdstore.settings import Settings, variable_of
-from pdstore.telemetry.advice import ADVICE
 from pdstore.telemetry.metric_table import METRICS, REASONS, Kind
+from pdstore.telemetry.reasons import ADVICE
 
 
 def settings_table() -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from examples.mini_engine.request import Finish, Request, State
-from pdstore import HandoffId, Reason, Slots, open_store, read_settings
+from pdstore import HandoffId, Reason, open_store, read_settings
+from pdstore.store import Slots
 from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
 from pdstore.worker.block_range import BlockRange

@@ -17,8 +17,6 @@ DIFFERENT = {
     "salt": {"salt": "another tenant"},
     "weights": {"weights": "v2"},
     "block_tokens": {"block_tokens": 32},
-    "order": {"order": "head"},
-    "hash": {"hash": "xxh3_128"},
     "shards": {"kv_shards": 2},
     "ranges": {"layer_ranges": 3},
     "layers": {"layers": [LayerSpec(4, 8)] * len(LAYERS)},

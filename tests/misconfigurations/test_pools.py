@@ -16,7 +16,8 @@ from pdstore.cli.store_check import try_store
 from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
-from pdstore.settings import read_settings
+from pdstore.settings import LOOKUP_WAIT_S, read_settings
+from pdstore.store.circuit_breaker import OPEN_S
 from pdstore.store.connect import connect_store
 from pdstore.store.url import without_secret
 from pdstore.testing.threads import start_background
@@ -35,10 +36,10 @@ def over(redis_server):
     """
     with contextlib.ExitStack() as stack:
 
-        def over(url, **changes):
-            store = connect_store(read_settings(store=url, **changes), Metrics())
+        def over(url, *, lookup_wait_s=LOOKUP_WAIT_S, open_s=OPEN_S, **changes):
+            store = connect_store(read_settings(store=url, **changes), Metrics(), open_s=open_s)
             stack.callback(store.close)
-            one = Instance(store, **changes)
+            one = Instance(store, lookup_wait_s=lookup_wait_s, **changes)
             stack.callback(one.close)
             return one
 
@@ -143,7 +144,7 @@ def test_tls_to_a_server_without_it_costs_seconds_and_says_so(over, caplog, redi
 
 def test_a_wrong_password_stays_one_however_often_it_is_tried(over, caplog, redis_server):
     server = redis_server("--requirepass", "right")
-    one = over(f"redis://:wrong-word@127.0.0.1:{server.port}", breaker_open_s=60.0)
+    one = over(f"redis://:wrong-word@127.0.0.1:{server.port}", open_s=60.0)
     assert {found(one).reason for _ in range(6)} == {Reason.STORE_DENIED}
     assert_said(caplog, "a lookup fell short (store_denied)", "user and password in PDSTORE_STORE")
     assert "wrong-word" not in caplog.text
@@ -225,7 +226,7 @@ def test_a_d_that_starts_before_p_and_before_the_pool_takes_the_next_hand_off(
 ):
     server = redis_server()
     server.stop()
-    d = over(server.url, handoff_wait_s=SOON_S, breaker_open_s=0.05, breaker_max_s=0.1)
+    d = over(server.url, handoff_wait_s=SOON_S, open_s=0.05)
     assert found(d).reason is Reason.STORE_DOWN
     server.start()
     p = over(server.url)

@@ -123,13 +123,13 @@ def test_a_store_that_is_down_is_a_miss_at_once(instance, store):
 
 
 def test_another_namespace_is_said_at_once_by_field(instance, caplog):
-    p, d = instance(weights="v1"), instance(weights="v2", order="head", handoff_wait_s=30.0)
+    p, d = instance(weights="v1"), instance(weights="v2", block_tokens=32, handoff_wait_s=30.0)
     _, params = publish(p, range(100))
     lookup = d.cache.lookup(d.cache.keys(range(100)), params)
     assert lookup.poll().reason is Reason.NAMESPACE
     d.cache.lookup(d.cache.keys(range(100)), params)
     assert 'weights: "v1" there, "v2" here' in caplog.text
-    assert "order" in caplog.text
+    assert "block_tokens" in caplog.text
     assert caplog.text.count("does not fit") == 1
 
 

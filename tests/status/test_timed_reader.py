@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pdstore.status.timed_reader import TimedReader
+from pdstore.status.server import TimedReader
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
 from pdstore.format.layout import Pipeline
-from pdstore.settings import read_settings
+from pdstore.settings import LOOKUP_WAIT_S, read_settings
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.job_queue import MAX_JOBS
 from pdstore.worker.swap.base import Swap
@@ -57,6 +57,7 @@ class Instance:
         pipeline: Pipeline | None = None,
         swap: Callable[[Layout, list], Swap] | None = None,
         max_jobs: int = MAX_JOBS,
+        lookup_wait_s: float = LOOKUP_WAIT_S,
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -70,7 +71,9 @@ class Instance:
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, num_blocks, fill)
-        self.cache = PrefixCacheManager(self.settings, self.namespace, store=store)
+        self.cache = PrefixCacheManager(
+            self.settings, self.namespace, store=store, lookup_wait_s=lookup_wait_s
+        )
         self.pool = KVPool(
             self.settings,
             self.layout,

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from pdstore.errors import ConfigError, PoolClosed, QueueFull, ReadOnly
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason, reason_of
-from pdstore.settings import Settings
+from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import Ticker, Worker
@@ -63,6 +63,7 @@ class ChunkPool:
     what cannot begin.
 
     store: None for the one at PDSTORE_STORE.
+    max_calls: more that wait are refused.
     Raises ConfigError or StoreError from the constructor, as `connect_store`.
     """
 
@@ -72,8 +73,13 @@ class ChunkPool:
         names: ChunkNames,
         metrics: Metrics,
         store: Store | None = None,
+        *,
+        lookup_wait_s: float = LOOKUP_WAIT_S,
+        max_calls: int = 1024,
     ) -> None:
         self._settings = settings
+        self._lookup_wait_s = lookup_wait_s
+        self._max_calls = max_calls
         self._names = names
         self._metrics = metrics
         self._saves = settings.publish and (settings.role != "decode" or settings.save_decoded)
@@ -103,8 +109,8 @@ class ChunkPool:
         self, chunks: Sequence[tuple[ObjectKey, ChunkShape]], ended: Callable[[Ended], None]
     ) -> None:
         """Looks for chunks, and leases those that are stored."""
-        timeout_s = self._settings.lookup_wait_s
-        self._begin(None, len(chunks), timeout_s, ended, [lambda task: self._find(task, chunks)])
+        works = [lambda task: self._find(task, chunks)]
+        self._begin(None, len(chunks), self._lookup_wait_s, ended, works)
 
     def load(self, chunks: Sequence[ChunkMemory], ended: Callable[[Ended], None]) -> None:
         """Loads chunks into LMCache's memory; of one that is not right, no byte is written."""
@@ -213,7 +219,7 @@ class ChunkPool:
             return PoolClosed("the pool was closed")
         if direction is Direction.SAVE and not self._saves:
             return ReadOnly("this instance loads and does not save")
-        if len(self._open) >= self._settings.queue_jobs:
+        if len(self._open) >= self._max_calls:
             return QueueFull(f"{len(self._open)} calls are waiting")
         return None
 

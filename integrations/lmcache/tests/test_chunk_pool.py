@@ -32,10 +32,10 @@ def store():
 def open_pool(store):
     with contextlib.ExitStack() as stack:
 
-        def open_pool(**settings):
+        def open_pool(bounds=None, **settings):
             usual = {"weights": "w", "workers": 2, "deadline_s": LONG_S}
             settings = settings_of(**(usual | settings))
-            pool = ChunkPool(settings, ChunkNames(settings), Metrics(), store)
+            pool = ChunkPool(settings, ChunkNames(settings), Metrics(), store, **(bounds or {}))
             return stack.enter_context(contextlib.closing(pool))
 
         yield open_pool
@@ -87,7 +87,7 @@ def test_removed_chunks_are_gone(open_pool):
 
 @pytest.mark.parametrize("call", ["find", "load", "save"])
 def test_a_hung_store_costs_the_deadline_and_a_miss(open_pool, store, call):
-    pool = open_pool(lookup_wait_s=0.2, deadline_s=0.2)
+    pool = open_pool({"lookup_wait_s": 0.2}, deadline_s=0.2)
     store.hold()
     memory = memories()
     result = ended(getattr(pool, call), asked() if call == "find" else memory)
@@ -106,7 +106,7 @@ def test_what_comes_after_the_deadline_is_not_written(open_pool, store):
 
 
 def test_more_calls_than_may_wait_are_dropped(open_pool, store):
-    pool = open_pool(queue_jobs=1)
+    pool = open_pool({"max_calls": 1})
     store.hold()
     ends = queue.SimpleQueue()
     pool.load(memories(), ends.put)

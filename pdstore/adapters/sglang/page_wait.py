@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pdstore.adapters.sglang.page_arrivals import PageArrivals, is_short
 from pdstore.format.keys import PromptKeys
 from pdstore.metrics import Metrics
-from pdstore.settings import Settings
+from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
 
 
@@ -26,8 +26,8 @@ class PageWait:
 
     `wait` is for one thread at a time, `arrivals` for one beside it; `close` may come from any.
 
-    settings: PDSTORE_LOOKUP_WAIT_S without a new page ends a wait or a load, and so does
-      PDSTORE_HANDOFF_WAIT_S for both of a batch.
+    settings: PDSTORE_HANDOFF_WAIT_S ends a wait and the load of its batch.
+    stall_s: seconds without a new page that end a wait or a load.
     batch_pages: the most that SGLang asks for at once. Expected pages that are so many have
       probably more of their prompt behind them, in the next batch.
     most_vain: waits in a row without any page, before the rest.
@@ -41,12 +41,13 @@ class PageWait:
         store: Store,
         metrics: Metrics,
         *,
+        stall_s: float = LOOKUP_WAIT_S,
         batch_pages: int = 128,
         most_vain: int = 3,
         rest_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._arrivals = PageArrivals(store, settings.lookup_wait_s, clock=clock)
+        self._arrivals = PageArrivals(store, stall_s, clock=clock)
         self._total_s = settings.handoff_wait_s
         self._metrics, self._clock = metrics, clock
         self._batch_pages = batch_pages

@@ -175,7 +175,7 @@ def test_an_instance_that_does_not_save_loads_all_the_same(serve, settings):
 def test_a_decode_server_loads_pages_while_the_others_are_being_stored(serve, store_url):
     hashes = kit.page_hashes(5, "on its way")
     p = serve(wheel.mha_pool(), store=store_url, role="prefill")
-    d = serve(wheel.mha_pool(), store=store_url, role="decode", lookup_wait_s=30, handoff_wait_s=60)
+    d = serve(wheel.mha_pool(), store=store_url, role="decode", handoff_wait_s=60)
     first = d.page(LOADED[0])
     d.wait_for("a request", hashes)
     assert p.backup(hashes[:1], SAVED[:1]) == 1
@@ -193,7 +193,7 @@ def test_a_decode_server_loads_pages_while_the_others_are_being_stored(serve, st
 
 def test_pages_that_were_expected_and_do_not_come_are_computed(serve):
     p = serve(wheel.mha_pool(), role="prefill")
-    d = serve(wheel.mha_pool(), role="decode", lookup_wait_s=2, handoff_wait_s=60)
+    d = serve(wheel.mha_pool(), role="decode", handoff_wait_s=60)
     last = d.page(LOADED[3])
     d.wait_for("a request", HASHES)
     p.backup(HASHES[:3], SAVED[:3])
@@ -206,7 +206,7 @@ def test_pages_that_were_expected_and_do_not_come_are_computed(serve):
 
 def test_a_prompt_that_nobody_stores_holds_up_the_others_for_a_moment_only(serve):
     """SGLang asks for one prompt after the other."""
-    d = serve(wheel.mha_pool(), role="decode", lookup_wait_s=0.2, handoff_wait_s=60)
+    d = serve(wheel.mha_pool(), role="decode", handoff_wait_s=60)
     serve(wheel.mha_pool()).backup(HASHES, SAVED)
     d.start()
     for request, hashes in [("lost", kit.page_hashes(5, "another")), ("stored", HASHES)]:

@@ -30,9 +30,9 @@ class D:
 
     def __init__(self, store_url, *, stall_s=LONG_S, total_s=LONG_S, **bounds) -> None:
         self.metrics = Metrics()
-        settings = settings_of(store=store_url, lookup_wait_s=stall_s, handoff_wait_s=total_s)
+        settings = settings_of(store=store_url, handoff_wait_s=total_s)
         self.store = connect_store(settings, self.metrics)
-        self.wait = PageWait(settings, self.store, self.metrics, **bounds)
+        self.wait = PageWait(settings, self.store, self.metrics, stall_s=stall_s, **bounds)
 
     def store_pages(self, *numbers: int) -> None:
         put(self.store, [NAMES[n] for n in numbers], [b"page"] * len(numbers))
@@ -92,8 +92,8 @@ def test_a_prompt_of_which_no_page_comes_is_not_expected(serve):
 
 def test_pages_are_expected_no_longer_than_a_hand_off_may_take():
     clock = Clock()
-    settings = settings_of(lookup_wait_s=LONG_S, handoff_wait_s=10.0)
-    wait = PageWait(settings, Scripted(0, 1), Metrics(), clock=clock)
+    settings = settings_of(handoff_wait_s=10.0)
+    wait = PageWait(settings, Scripted(0, 1), Metrics(), stall_s=LONG_S, clock=clock)
     with contextlib.closing(wait):
         assert wait.wait(KEYS)
         assert wait.arrivals(KEYS) is not None
@@ -109,8 +109,8 @@ def test_pages_are_waited_for_until_those_of_a_full_batch_before_them_have_come(
 ):
     """The first four pages take longer than a stall may; the fifth is of the next batch."""
     store = Scripted(0, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
-    settings = settings_of(lookup_wait_s=8.0, handoff_wait_s=1000)
-    wait = PageWait(settings, store, Metrics(), batch_pages=batch_pages, clock=Clock(step=1.0))
+    settings, clock = settings_of(handoff_wait_s=1000), Clock(step=1.0)
+    wait = PageWait(settings, store, Metrics(), stall_s=8.0, batch_pages=batch_pages, clock=clock)
     with contextlib.closing(wait):
         assert wait.wait(KEYS)
         assert store.num_calls == 2

@@ -54,7 +54,7 @@ class Prefill:
 def test_d_loads_what_comes_while_p_stores(serve, model, redis_url, dies):
     prompt = f"of two processes, {dies}"
     hashes = kit.page_hashes(5, prompt)
-    d = serve(wheel.mha_pool(), store=redis_url, role="decode", lookup_wait_s=3, handoff_wait_s=60)
+    d = serve(wheel.mha_pool(), store=redis_url, role="decode", handoff_wait_s=60)
     with (
         contextlib.closing(Prefill(redis_url, str(model), prompt)) as p,
         ThreadPoolExecutor() as threads,

@@ -23,10 +23,7 @@ START_S, STOP_S = 240.0, 20.0
 SETTINGS = {
     "PDSTORE_STAGING": "32MiB",
     "PDSTORE_HANDOFF_WAIT_S": "4",
-    "PDSTORE_LOOKUP_WAIT_S": "2",
     "PDSTORE_DEADLINE_S": "4",
-    "PDSTORE_BREAKER_OPEN_S": "0.2",
-    "PDSTORE_BREAKER_MAX_S": "0.5",
     "PDSTORE_DRAIN_S": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # its caches can be reset
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # 5 as httpx has: it may use one that is being closed

@@ -1,4 +1,4 @@
-"""ReasonLog: each reason is told once in a while, with its cause and what to do."""
+"""Reasons: each has words, and is told once in a while, with its cause and what to do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import pytest
 
 from pdstore.errors import StoreFull, StoreUnavailable
 from pdstore.outcome import Reason
-from pdstore.telemetry.reason_log import QUIET, ReasonLog
+from pdstore.telemetry.reasons import ADVICE, QUIET, ReasonLog
 from tests.support.clock import Clock
 
 
 def lines(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
+
+
+def test_every_reason_has_words_in_the_order_of_the_enumeration():
+    assert list(ADVICE) == list(Reason)
+    assert all(advice.means and advice.look_at for advice in ADVICE.values())
 
 
 def test_a_warning_has_the_reason_the_cause_and_the_remedy(caplog):
