@@ -1,6 +1,8 @@
 """Every name that `import pdstore` offers."""
 
 from pdstore.async_runner import AsyncRunner
+from pdstore.engine.record import Records
+from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, SavePlan
 from pdstore.errors import (
     BadValue,
     ConfigError,
@@ -35,17 +37,18 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.scheduler.break_even import BreakEven, Decision, Outcome
+from pdstore.scheduler.break_even import BreakEven
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
-from pdstore.settings import Settings, read_settings
+from pdstore.settings import Settings, read_engine_settings, read_settings
+from pdstore.status.reporting import Reporting
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.telemetry.journal import Journal
-from pdstore.telemetry.request_record import RequestRecord, RequestTimer
+from pdstore.store.connect import check_store
 from pdstore.worker.job import Job
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
+from pdstore.worker.self_test import self_test
 from pdstore.worker.swap import (
     BlockCopy,
     BlockCopyPlan,
@@ -65,22 +68,23 @@ __all__ = [
     "BlockTables",
     "BreakEven",
     "ConfigError",
-    "Decision",
     "DeviceError",
     "Direction",
+    "EngineRequest",
     "Forged",
     "Handoff",
     "HandoffId",
     "Job",
     "JobCancelled",
     "JobDeadline",
+    "JobEnd",
     "JobError",
     "JobResult",
-    "Journal",
     "KVPool",
     "LayerSpec",
     "Layout",
     "LayoutError",
+    "LoadPlan",
     "Lookup",
     "Match",
     "Metrics",
@@ -90,7 +94,6 @@ __all__ = [
     "NativeError",
     "OpenSave",
     "OtherSeal",
-    "Outcome",
     "PDStoreError",
     "Part",
     "Pipeline",
@@ -101,10 +104,11 @@ __all__ = [
     "ReadOnly",
     "ReadyEvent",
     "Reason",
+    "Records",
     "Registrar",
-    "RequestRecord",
-    "RequestTimer",
+    "Reporting",
     "SaveFailed",
+    "SavePlan",
     "Settings",
     "Slots",
     "Store",
@@ -117,8 +121,11 @@ __all__ = [
     "Swap",
     "SwapError",
     "WrongLength",
+    "check_store",
     "open_store",
     "open_swap",
+    "read_engine_settings",
     "read_settings",
+    "self_test",
     "weights_revision",
 ]

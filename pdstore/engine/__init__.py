@@ -1,0 +1,1 @@
+"""What every engine's adapter does for a request, whatever the engine."""
