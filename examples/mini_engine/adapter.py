@@ -99,7 +99,7 @@ class Adapter:
             state = pdstore.EngineRequest(
                 self.cache,
                 self._settings,
-                self.cache.keys(request.prompt),
+                self.cache.keys(request.token_ids),  # no more than the prompt so far
                 request.kv_transfer_params,
                 id=request.id,
                 traceparent=request.traceparent,

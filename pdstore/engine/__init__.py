@@ -1,1 +1,1 @@
-"""What every engine's adapter does for a request, whatever the engine."""
+"""The part of an adapter that is the same for every engine: a request's plans and its record."""

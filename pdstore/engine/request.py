@@ -334,7 +334,7 @@ class EngineRequest:
 
     @property
     def decided(self) -> dict[str, Json]:
-        """What an answer says of the decision, once its prompt is there; empty where none was."""
+        """The decision as an answer says it, once its prompt is there; empty where none was."""
         if self.decision is None or self.took_s is None:
             return {}
         _, way, load_s, compute_s = self.decision

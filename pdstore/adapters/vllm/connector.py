@@ -119,7 +119,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._begin([m for m in metadata.values() if isinstance(m, RankLayout)])
 
     def _begin(self, ranks: Sequence[RankLayout]) -> None:
-        self.scheduler.begin(ranks)
+        self.scheduler.set_layouts(ranks)
         namespace = ranks[0].namespace
         if self._has_events and not namespace.windows:  # of these, vLLM's hashes name no block
             self._events = PoolEvents(
@@ -173,7 +173,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         given = getattr(connector_output, "kv_connector_stats", None)
         new = stats.stats_of(given, type(self).__name__)
         if new is not None and self._shows_status:
-            self.scheduler.worker_metrics.observe(new)
+            self.scheduler.worker_metrics.add(new)
 
     @degrades(lambda: (False, None))
     def request_finished(

@@ -74,7 +74,7 @@ class Saves:
         self._hold(number, (id for table in block_ids for id in table[first:end]))
         return [SaveSpec(number, state.id, plan, tables_of(block_ids, end))]
 
-    def forget(self, request_id: str) -> None:
+    def end_request(self, request_id: str) -> None:
         """Drops the block tables of a request that has ended."""
         self._added.pop(request_id, None)
 

@@ -41,7 +41,7 @@ _PATIENCE_S = 0.001
 class PDStoreConnectorScheduler:
     """Tracks requests: their lookups, loads, saves and hand-offs. One thread calls it.
 
-    Inactive until `begin` gets the workers' layout: until then all misses and nothing is saved.
+    Inactive until `set_layouts` gets the workers' layout: until then all misses and nothing is saved.
 
     may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
       engines in which a load that brings too little fails its request.
@@ -91,7 +91,7 @@ class PDStoreConnectorScheduler:
         self._loads: list[LoadSpec] = []
         self._aborted_handoffs: list[HandoffId] = []
 
-    def begin(self, ranks: Sequence[RankLayout]) -> None:
+    def set_layouts(self, ranks: Sequence[RankLayout]) -> None:
         """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
         layout, role = RankLayout.common(ranks), self._settings.role
         namespace = layout.namespace
@@ -227,7 +227,7 @@ class PDStoreConnectorScheduler:
             self._prompt_times.end_prompts()
             self._prompt_times.forget(request_id)
         if self._saves is not None:
-            self._saves.forget(request_id)
+            self._saves.end_request(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known

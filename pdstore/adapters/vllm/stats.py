@@ -240,7 +240,7 @@ class WorkerMetrics:
         nobody = SimpleNamespace(kv_transfer_config=None)
         self._metrics = PDStorePromMetrics(nobody, types, ["engine"], {0: ["0"]})
 
-    def observe(self, stats: PDStoreStats) -> None:
+    def add(self, stats: PDStoreStats) -> None:
         """Adds the changes of some steps."""
         self._metrics.observe(stats.data)
 

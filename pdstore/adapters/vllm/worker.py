@@ -45,7 +45,7 @@ class _Running:
     end: JobEnd | None = None
     is_released: bool = False
 
-    def started(self, job: Job, number: int | None = None) -> None:
+    def watch(self, job: Job, number: int | None = None) -> None:
         self.job = job
         job.on_end(self._ended if number is None else lambda job: self._ended(job, number))
 
@@ -95,11 +95,11 @@ class PDStoreConnectorWorker:
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
         layers = layers_by_step(self._vllm_config, layout, list(caches))
         drafts = getattr(self._vllm_config, "speculative_config", None) is not None
-        self.begin(pool, rows_per_block, layers, ends_late=drafts)
+        self.use_pool(pool, rows_per_block, layers, ends_late=drafts)
         if not self._vllm_config.model_config.enforce_eager:
             pool.ready()
 
-    def begin(
+    def use_pool(
         self,
         pool: KVPool,
         rows_per_block: int = 1,
@@ -161,7 +161,7 @@ class PDStoreConnectorWorker:
                     job = self.pool.load(
                         plan.keys, rows, first_token=plan.first_token, follow=plan.follow
                     )
-                    running.started(job)
+                    running.watch(job)
 
     def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
         """Begins to save a layer range of a step, behind what is queued on the current stream."""
@@ -274,7 +274,7 @@ class PDStoreConnectorWorker:
             starts=spec.plan.starts,
         )
         self._saves[spec.number] = running
-        running.started(save.job, spec.number)
+        running.watch(save.job, spec.number)
         self._step_saves.add(save)
 
     def _saves_of(self, request_id: str) -> list[Job]:

@@ -43,7 +43,7 @@ def connector(instance, monkeypatch):
     )
     caches = SimpleNamespace(kv_cache_groups=[], num_blocks=64)
     connector = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
-    connector.worker.begin(instance.pool, layers=["a", "b", "c"])
+    connector.worker.use_pool(instance.pool, layers=["a", "b", "c"])
     monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(runner, "get_forward_context", lambda: None)
@@ -51,7 +51,7 @@ def connector(instance, monkeypatch):
 
 
 def test_a_hook_that_fails_answers_as_a_miss_and_is_counted(connector, monkeypatch):
-    monkeypatch.setattr(connector, "_worker", None)
+    monkeypatch.setattr(connector.worker, "end_loads", None)
     connector.metrics.pop()
     assert connector.get_finished(set()) == (None, None)
     assert connector.metrics.pop().data["counters"] == {"misses|fault": 1}

@@ -132,5 +132,5 @@ def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, t
         saves.begin_step(step(**each))
     [save] = saves.plan(state_of(), asked, 192)
     assert list(save.block_ids[0]) == table
-    saves.forget("r")
+    saves.end_request("r")
     assert saves.plan(state_of(), asked, 192) == []

@@ -53,7 +53,7 @@ def scheduler_of(url):
         settings = settings_of(**{"store": url, **changes})
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
         scheduler.bind(Pool())
-        scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
+        scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
         made.append(scheduler)
         return scheduler
 
@@ -131,7 +131,7 @@ def test_before_the_layout_is_known_nothing_is_found_or_saved():
 
 def test_without_any_layout_it_does_not_begin():
     with pytest.raises(ConfigError, match="MultiConnector"):
-        PDStoreConnectorScheduler(settings_of(), 1, StepMetrics()).begin([])
+        PDStoreConnectorScheduler(settings_of(), 1, StepMetrics()).set_layouts([])
 
 
 def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(scheduler_of, caplog):
@@ -145,7 +145,7 @@ def test_ranks_of_different_layouts_are_refused():
     settings = settings_of()
     ranks = [RankLayout(namespace_of(settings, weights), BLOCK) for weights in "ab"]
     with pytest.raises(ConfigError, match="differ in weights"):
-        PDStoreConnectorScheduler(settings, 2, StepMetrics()).begin(ranks)
+        PDStoreConnectorScheduler(settings, 2, StepMetrics()).set_layouts(ranks)
 
 
 @pytest.mark.usefixtures("saved")

@@ -68,7 +68,7 @@ class Engine:
         self.scheduler.bind_gpu_block_pool(BlockPool())
         self.scheduler.set_xfer_handshake_metadata({0: RankLayout(namespace, 16)})
         self.worker = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
-        self.worker.worker.begin(KVPool(settings, layout, caches_of(layout), namespace))
+        self.worker.worker.use_pool(KVPool(settings, layout, caches_of(layout), namespace))
 
     def step(self, tracer: Tracer, request, num_tokens: int) -> None:
         """Computes tokens of a request; the metadata crosses to the worker's process."""

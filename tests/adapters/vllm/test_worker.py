@@ -84,7 +84,7 @@ def test_a_load_of_a_request_that_has_ended_is_cancelled(worker, instance):
 
 def test_with_a_window_a_load_fails_whole(worker, instance):
     object.__setattr__(instance.namespace, "windows", {0: 64})
-    worker.begin(instance.pool)
+    worker.use_pool(instance.pool)
     assert load(worker, LoadSpec("request", None, [IDS[4:10]]))
     bad = worker.pop_bad_blocks()
     assert not bad, "vLLM would go on behind blocks that it has given back"
@@ -119,7 +119,7 @@ def ranged(store):
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
     worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
-    worker.begin(instance.pool, layers=["a", "b", "c"])
+    worker.use_pool(instance.pool, layers=["a", "b", "c"])
     yield worker, instance
     instance.close()
 
