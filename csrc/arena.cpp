@@ -269,12 +269,6 @@ int64_t Arena::still_there(Places places, int64_t count) {
   return count;
 }
 
-int32_t Arena::published(uint32_t seen, char *keys, int64_t room, int64_t *bytes, int64_t lock_ns) {
-  return life_.call([&] {
-    return with_lock(lock_ns, [&](int64_t) { *bytes = index_.published(seen, keys, room); });
-  });
-}
-
 int32_t Arena::wait(uint32_t seen, int64_t timeout_us, uint32_t *changes) {
   if (!life_.is_own()) return PDS_ERR_CLOSED;
   std::atomic<uint32_t> &word = index_.header().changes;

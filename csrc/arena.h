@@ -56,7 +56,6 @@ class Arena {
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,
                  int64_t lock_ns);
   int64_t still_there(Places places, int64_t count);
-  int32_t published(uint32_t seen, char *keys, int64_t room, int64_t *bytes, int64_t lock_ns);
   int32_t wait(uint32_t seen, int64_t timeout_us, uint32_t *changes);
   int32_t count(pds_arena_counts *counts);
   int32_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count);

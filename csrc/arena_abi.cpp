@@ -262,12 +262,6 @@ extern "C" int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *
   });
 }
 
-extern "C" int32_t pds_arena_published(pds_arena *arena, int64_t lock_ns, uint32_t seen, char *keys,
-                                       int64_t room, int64_t *bytes) {
-  if (!arena || !keys || room < 0 || !bytes) return PDS_ERR_ARGUMENT;
-  return arena->arena->published(seen, keys, room, bytes, lock_ns);
-}
-
 extern "C" int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us,
                                   uint32_t *changes) {
   if (!arena || !changes) return PDS_ERR_ARGUMENT;

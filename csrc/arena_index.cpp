@@ -159,23 +159,7 @@ void Index::publish(uint32_t id, int64_t now) {
   made.state = State::kStored;
   chain(id);
   add_newest(sized->used, id);
-  header_->news[header_->changes % kNumNews] = id;
   ++header_->changes;
-}
-
-int64_t Index::published(uint32_t seen, char *keys, int64_t room) {
-  const uint32_t end = header_->changes;
-  if (end - seen > kNumNews) return -1;
-  int64_t bytes = 0;
-  for (uint32_t n = seen; n != end; ++n) {
-    const Slot *made = unlocked(header_->news[n % kNumNews]);
-    if (made == nullptr || made->state != State::kStored) continue;
-    const std::string_view key = key_of(*made);
-    const int64_t start = bytes;
-    bytes += static_cast<int64_t>(key.size()) + 1;
-    if (bytes <= room) *std::copy(key.begin(), key.end(), keys + start) = 0;
-  }
-  return bytes;
 }
 
 void Index::free(uint32_t id) {

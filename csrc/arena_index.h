@@ -48,9 +48,6 @@ class Index {
   uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now);
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);
-  // The keys of what was published since the count was `seen` and is still there, each with a 0
-  // behind it, as far as there is room; returns the bytes of all, or -1 if not all are known.
-  int64_t published(uint32_t seen, char *keys, int64_t room);
   // Gives up what a slot holds.
   void free(uint32_t id);
   // Gives up a reserved slot that nobody else must get before that time.

@@ -15,13 +15,12 @@
 namespace pds::arena {
 
 constexpr uint64_t kMagic = 0x616e657261534450;  // "PDSarena"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr int64_t kUnit = 4096;  // slots are multiples of it
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int kMaxKeyBytes = 200;
 constexpr uint32_t kNumOwners = 512;  // stores that have the arena open at once
 constexpr int kNumClasses = 256;      // slot sizes at once
-constexpr uint32_t kNumNews = 4096;   // publications that are told by key; a power of two
 constexpr uint32_t kNone = 0xffffffff;
 constexpr int64_t kForeverNs = std::numeric_limits<int64_t>::max();  // a lease without an end
 
@@ -79,7 +78,6 @@ struct Header {
   int64_t denied_until;                     // the file system had no memory for another slab
   std::atomic<uint32_t> lives[kNumOwners];  // how often each owner's entry was taken
   Class classes[kNumClasses];
-  uint32_t news[kNumNews];  // the slot of publication n is at n % kNumNews; read with the lock
 };
 
 // Where things are in a file. Made from what the caller wants or what a header says, checked once,

@@ -251,7 +251,7 @@ void Index::rebuild() {
   }
   std::sort(used.begin(), used.end());
   for (const auto &[used_at, id] : used) list_again(id, now);
-  header_->changes += kNumNews + 1;  // a publication may be among them that nobody was told of
+  ++header_->changes;  // the dead may have published something that nobody was woken for
 }
 
 // A descriptor that no writer leaves behind is freed.

@@ -12,8 +12,9 @@
 #include <new>
 #include <numeric>
 
+#include "checksum.h"
 #include "crew.h"
-#include "device.h"
+#include "sums.h"
 
 namespace pds {
 namespace {
@@ -50,6 +51,21 @@ void stage_piece(Direction direction, const Shape &shape, const Block &block, ui
   }
 }
 
+void sum_chunk(const SumParams &p, uint32_t chunk, uint64_t *digests) {
+  const SumItem &item = item_of(p, chunk);
+  const uint32_t number = chunk - item.first_chunk;
+  uint32_t word = number * kChunkWords;
+  const uint32_t end = std::min(words_of(p, item), word + kChunkWords);
+  char bytes[kChunkBytes] = {};
+  for (char *to = bytes; word < end;) {
+    const Place place = place_of(p, item, word);
+    const uint32_t words = std::min(place.words, end - word);
+    std::memcpy(to, pointer(place.address), words * kWordBytes);
+    word += words, to += words * kWordBytes;
+  }
+  digests[item.first_digest + number] = digest_of_chunk(bytes);
+}
+
 class CpuDevice final : public Device {
  public:
   explicit CpuDevice(Crew *crew) : crew_(crew) {}
@@ -63,6 +79,8 @@ class CpuDevice final : public Device {
     return *memory == nullptr ? PDS_ERR_MEMORY : 0;
   }
   void release(void *memory) override { std::free(memory); }
+  int allocate_host(size_t bytes, void **memory) override { return allocate(bytes, memory); }
+  void release_host(void *memory) override { release(memory); }
   int open_stream(Stream *stream) override { return *stream = this, 0; }
   void close_stream(Stream) override {}
   int open_event(Event *event, bool) override { return *event = this, 0; }
@@ -107,6 +125,22 @@ class CpuDevice final : public Device {
       for (int32_t r = 0; r < p.num_regions; ++r) {
         stage_piece(direction, p.shape, p.blocks[b], p.bases[r], p.layers[r]);
       }
+    }
+    return 0;
+  }
+
+  int sum(Stream, const SumParams &p, uint64_t *digests) override {
+    constexpr uint32_t kAtOnce = kShare / kChunkBytes;
+    const auto share = [&](int64_t i) {
+      const uint32_t first = static_cast<uint32_t>(i) * kAtOnce;
+      const uint32_t end = std::min(first + kAtOnce, p.num_chunks);
+      for (uint32_t chunk = first; chunk < end; ++chunk) sum_chunk(p, chunk, digests);
+    };
+    const int64_t shares = (p.num_chunks + kAtOnce - 1) / kAtOnce;
+    if (crew_ != nullptr && shares > 1) {
+      crew_->each(shares, share);
+    } else {
+      for (int64_t i = 0; i < shares; ++i) share(i);
     }
     return 0;
   }

@@ -98,6 +98,10 @@ class CudaDevice final : public Device {
 
   int allocate(size_t bytes, void **memory) override { return checked(cudaMalloc(memory, bytes)); }
   void release(void *memory) override { checked(cudaFree(memory)); }
+  int allocate_host(size_t bytes, void **memory) override {
+    return checked(cudaHostAlloc(memory, bytes, cudaHostAllocPortable));
+  }
+  void release_host(void *memory) override { checked(cudaFreeHost(memory)); }
   int open_stream(Stream *stream) override {
     return checked(
         cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t *>(stream), cudaStreamNonBlocking));
@@ -135,6 +139,9 @@ class CudaDevice final : public Device {
   int copy_strided(Stream stream, Direction direction, const Strided &strided) override;
   int stage(Stream stream, Direction direction, const StageParams &params) override {
     return checked(launch_stage(of(stream), direction, params));
+  }
+  int sum(Stream stream, const SumParams &params, uint64_t *digests) override {
+    return checked(launch_sum(of(stream), params, digests));
   }
 
   int recover(Stream stream) override {

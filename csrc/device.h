@@ -49,6 +49,26 @@ struct StageParams {
 };
 static_assert(sizeof(StageParams) <= 32764, "kernel parameters have room for this much");
 
+constexpr int32_t kSumShapes = 4, kSumRegions = 256, kSumItems = 512, kSumIds = 4096;
+
+// A payload whose bytes are summed in the paged cache.
+struct SumItem {
+  uint32_t first_chunk, first_digest;  // among the launch's chunks and all that is written
+  uint32_t first_id, num_tokens;
+};
+
+// One launch of the kernel that sums payloads of one part; travels by value, too.
+struct SumParams {
+  uint64_t start[8], secret[24], last[8], merge[8];  // XXH3's, as a chunk needs them
+  Shape shapes[kSumShapes];                          // of the regions of a layer, by their starts
+  int32_t num_shapes, num_layers, num_items;
+  uint32_t block_tokens, num_chunks;
+  uint64_t bases[kSumRegions];  // all layers of the first shape, then of the next
+  SumItem items[kSumItems];
+  int32_t ids[kSumIds];
+};
+static_assert(sizeof(SumParams) <= 32764, "kernel parameters have room for this much");
+
 using Stream = void *;
 using Event = void *;
 
@@ -64,6 +84,9 @@ class Device {
 
   virtual int allocate(size_t bytes, void **memory) = 0;
   virtual void release(void *memory) = 0;
+  // Host memory that copies reach by its address.
+  virtual int allocate_host(size_t bytes, void **memory) = 0;
+  virtual void release_host(void *memory) = 0;
   virtual int open_stream(Stream *stream) = 0;
   virtual void close_stream(Stream stream) = 0;
   virtual int open_event(Event *event, bool for_host) = 0;
@@ -83,6 +106,8 @@ class Device {
   virtual int copy_batch(Stream stream, Direction direction, const Copies &copies) = 0;
   virtual int copy_strided(Stream stream, Direction direction, const Strided &strided) = 0;
   virtual int stage(Stream stream, Direction direction, const StageParams &params) = 0;
+  // Writes the digests of chunks to the device's memory.
+  virtual int sum(Stream stream, const SumParams &params, uint64_t *digests) = 0;
 
   // Forgets the last error; 0 if the device still works.
   virtual int recover(Stream stream) = 0;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "checksum.h"
+
 namespace pds {
 namespace {
 
@@ -188,7 +190,7 @@ pds_error Engine::order(Job *job, Stream stream, Event ready) {
 
 pds_error Engine::submit(Direction direction, const pds_item *items, int64_t num_items,
                          const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
-                         std::shared_ptr<Ticket> *ticket) {
+                         std::shared_ptr<Ticket> *ticket, const std::vector<int64_t> &summed) {
   if (!is_of_this_process()) {
     return error_of(PDS_ERR_CLOSED, "the engine belongs to the parent process");
   }
@@ -208,6 +210,11 @@ pds_error Engine::submit(Direction direction, const pds_item *items, int64_t num
   }
   const std::string why = check(job->work, items, num_ids);
   if (!why.empty()) return error_of(PDS_ERR_ARGUMENT, why);
+  for (const int64_t i : summed) {
+    job->work.sums.push_back({i, static_cast<uint32_t>(job->work.num_digests)});
+    job->work.num_digests +=
+        num_chunks_of(layout_.payload_bytes(items[i].part, items[i].num_tokens));
+  }
   const pds_error error = order(job.get(), stream, ready);
   if (error.code != PDS_OK) return error;
   job->ticket = *ticket = std::make_shared<Ticket>();

@@ -25,9 +25,10 @@ class Engine {
   void stop();
 
   int32_t add_host(uint64_t address, int64_t bytes);
+  // summed: numbers of items whose digests the ticket gets, in this order.
   pds_error submit(Direction direction, const pds_item *items, int64_t num_items,
                    const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
-                   std::shared_ptr<Ticket> *ticket);
+                   std::shared_ptr<Ticket> *ticket, const std::vector<int64_t> &summed = {});
   Plan explain(Direction direction, int32_t part, int32_t num_tokens) const {
     return plan_of(layout_, direction, part, num_tokens, device_->has_batch());
   }

@@ -53,6 +53,11 @@ class FaultyDevice final : public Device {
                    [&] { return device_->allocate(bytes, memory); });
   }
   void release(void *memory) override { --allocations, device_->release(memory); }
+  int allocate_host(size_t bytes, void **memory) override {
+    return counted(PDS_CALL_ALLOCATE, allocations,
+                   [&] { return device_->allocate_host(bytes, memory); });
+  }
+  void release_host(void *memory) override { --allocations, device_->release_host(memory); }
   int open_stream(Stream *stream) override {
     return counted(PDS_CALL_STREAM, streams, [&] { return device_->open_stream(stream); });
   }
@@ -101,6 +106,10 @@ class FaultyDevice final : public Device {
     delay();
     const int code = fault(PDS_CALL_STAGE);
     return code ? code : device_->stage(stream, direction, params);
+  }
+  int sum(Stream stream, const SumParams &params, uint64_t *digests) override {
+    const int code = fault(PDS_CALL_SUM);
+    return code ? code : device_->sum(stream, params, digests);
   }
   int recover(Stream stream) override {
     const int injected = fault(PDS_CALL_RECOVER);

@@ -1,5 +1,6 @@
 // The objects behind the handles of the C interface.
 #pragma once
+#include <array>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -10,8 +11,20 @@
 struct pds_engine {
   std::unique_ptr<pds::Engine> engine;
 };
+namespace pds {
+
+// A value that is summed after its copy, by its number in the call, with the header it had before.
+struct Awaited {
+  int64_t number, payload_bytes;
+  std::array<char, 64> header;
+};
+
+}  // namespace pds
+
 struct pds_ticket {
   std::shared_ptr<pds::Ticket> ticket;
+  int64_t num_values = 0;
+  std::vector<pds::Awaited> awaited{};
 };
 struct pds_arena {
   std::unique_ptr<pds::arena::Arena> arena;

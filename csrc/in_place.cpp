@@ -66,9 +66,10 @@ class Copies {
   }
 
   pds_error submit(pds::Engine &engine, pds::Direction direction,
-                   std::shared_ptr<pds::Ticket> *ticket) const {
+                   std::shared_ptr<pds::Ticket> *ticket,
+                   const std::vector<int64_t> &summed = {}) const {
     return engine.submit(direction, items_.data(), items_.size(), ids_.data(), ids_.size(), nullptr,
-                         reinterpret_cast<pds::Event>(values_.ready), ticket);
+                         reinterpret_cast<pds::Event>(values_.ready), ticket, summed);
   }
   bool empty() const { return items_.empty(); }
 
@@ -189,25 +190,55 @@ int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_
   return code;
 }
 
-int32_t take(Arena &arena, pds::Engine &engine, Part &part, pds_error *error) {
+// The numbers of the values that the device sums after their copies.
+std::vector<int64_t> to_be_summed(const pds::Layout &layout, const pds_values &values) {
+  std::vector<int64_t> summed;
+  int64_t room = pds::kMostDigests;
+  for (int64_t i = 0; i < values.count; ++i) {
+    const pds_item &item = values.items[i];
+    room -= pds::num_chunks_of(values.sizes[i] - kHeaderBytes);
+    if (room >= 0 && item.part >= 0 && item.part < layout.num_parts() && item.first_token == 0 &&
+        layout.part(item.part).can_be_summed) {
+      summed.push_back(i);
+    }
+  }
+  return summed;
+}
+
+int32_t take(Arena &arena, pds::Engine &engine, Part &part, std::vector<pds::Awaited> *awaited,
+             pds_error *error) {
   const pds_values &values = part.values;
   const Places places = part.places;
   int64_t found = 0;
   const int32_t code = arena.borrow(part.keys, values.sizes, places, &found, values.lock_ns);
   if (code != PDS_OK) return code;
   if (found < values.count) return PDS_ERR_VALUE;
+  const std::vector<int64_t> summed = to_be_summed(engine.layout(), values);
+  for (const int64_t i : summed) {
+    awaited->push_back({i, values.sizes[i] - kHeaderBytes, {}});
+    std::memcpy(awaited->back().header.data(), pointer(values.memory) + places.offsets[i],
+                kHeaderBytes);
+    if (std::memcmp(awaited->back().header.data(), values.starts + i * kSummedOfHeader,
+                    kSummedOfHeader) != 0) {
+      return PDS_ERR_VALUE;
+    }
+  }
   std::atomic<bool> all_right{true};
-  engine.crew().each(values.count, [&](int64_t i) {
-    if (!all_right || is_right(pointer(values.memory) + places.offsets[i], values.sizes[i],
-                               values.starts + i * kSummedOfHeader)) {
+  const auto verify = [&](int64_t i) {
+    if (!all_right || std::binary_search(summed.begin(), summed.end(), i) ||
+        is_right(pointer(values.memory) + places.offsets[i], values.sizes[i],
+                 values.starts + i * kSummedOfHeader)) {
       return;
     }
     all_right = false;
-  });
+  };
+  if (static_cast<int64_t>(summed.size()) < values.count) {
+    engine.crew().each(values.count, verify);
+  }
   if (!all_right) return PDS_ERR_VALUE;
   Copies copies(values, places);
   if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
-  *error = copies.submit(engine, pds::Direction::kIn, &part.ticket);
+  *error = copies.submit(engine, pds::Direction::kIn, &part.ticket, summed);
   return error->code;
 }
 
@@ -273,12 +304,33 @@ extern "C" int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pd
   if (!ticket) return PDS_ERR_ARGUMENT;
   const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts) {
     auto made = std::make_unique<pds_ticket>();
-    const int32_t code = take(a, e, parts.front(), error);
+    const int32_t code = take(a, e, parts.front(), &made->awaited, error);
     if (code == PDS_OK) {
+      made->num_values = parts.front().values.count;
       made->ticket = std::move(parts.front().ticket);
       *ticket = made.release();
     }
     return code;
   };
   return with_parts(arena, engine, values, 1, {slots, generations, offsets}, error, body);
+}
+
+extern "C" int32_t pds_arena_right(const pds_ticket *ticket, int64_t *right) {
+  if (!ticket || !right) return PDS_ERR_ARGUMENT;
+  const std::vector<uint64_t> &digests = ticket->ticket->digests();
+  int64_t at = 0;
+  for (const pds::Awaited &value : ticket->awaited) {
+    *right = value.number;
+    const int64_t end = at + pds::num_chunks_of(value.payload_bytes);
+    if (end > static_cast<int64_t>(digests.size())) return PDS_OK;
+    pds::Sum sum;
+    sum.add(value.header.data(), 0, kHeaderBytes);
+    sum.add_payload(digests.data() + at, value.payload_bytes);
+    at = end;
+    const uint64_t digest = sum.digest();
+    if (std::memcmp(value.header.data() + kSummedOfHeader, &digest, sizeof digest) != 0) {
+      return PDS_OK;
+    }
+  }
+  return *right = ticket->num_values, PDS_OK;
 }

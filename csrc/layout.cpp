@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "sums.h"
+
 namespace pds {
 namespace {
 
@@ -72,6 +74,7 @@ std::string Layout::assign(const pds_options &options, const pds_part *parts,
     if (part.classes.empty()) return "a part without regions";
     for (RegionClass &regions : part.classes) regions.step = step_of(regions);
   }
+  for (int32_t i = 0; i < num_parts(); ++i) parts_[i].can_be_summed = can_sum(*this, i);
   return parts_.empty() ? "no parts" : "";
 }
 

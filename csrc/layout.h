@@ -27,6 +27,7 @@ struct Part {
   int32_t num_layers = 0;
   int64_t token_bytes = 0;  // of one layer
   std::vector<RegionClass> classes;
+  bool can_be_summed = false;  // where its payloads lie in the cache
 };
 
 // A job's item with its engine blocks.

@@ -11,7 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 15 };
+enum { PDS_ABI = 16 };
 
 enum {
   PDS_OK = 0,
@@ -143,16 +143,12 @@ int32_t pds_populate(uint64_t address, int64_t bytes);
 enum { PDS_RELAXED = 2 };
 int32_t pds_exchange_capture_mode(int32_t *mode);
 
-// Reads whole files in turn, each to its address, with its xxh3_64 without its bytes 56 to 63; each
-// path ends with a zero. Gives how many, and why it stopped: 0, an errno, or PDS_OTHER_LENGTH.
-enum { PDS_OTHER_LENGTH = -1 };
-int32_t pds_read_files(const char *paths, const uint64_t *addresses, const int64_t *sizes,
-                       int64_t num_files, uint64_t *checksums, int64_t *num_read, int32_t *why);
-// Reads and verifies all of them, on the engine's threads too; `starts`: the first 56 bytes of
-// each. PDS_ERR_VALUE: some cannot be read or are not right.
+// Values that are files; each path ends with a zero.
+// Reads and verifies all of them, each to its address, on the engine's threads too; `starts`: the
+// first 56 bytes of each. PDS_ERR_VALUE: some cannot be read or are not right.
 int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
                         const int64_t *sizes, const char *starts, int64_t count);
-// The same checksums of values in memory, of at least 64 bytes each.
+// Checksums (checksum.h) of values in memory, of at least 64 bytes each.
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
 
@@ -253,15 +249,15 @@ typedef struct {
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, int64_t rest_ns, int64_t *slots,
                        uint64_t *generations, int64_t *offsets, int64_t *done, pds_error *error);
-// Verifies values, starts to scatter; whoever waited for the ticket asks pds_arena_still_there.
+// Starts to scatter values. Those that lie in the cache as the device can sum them are summed there
+// after the copy, the others where they are now. Whoever waited for the ticket asks which are right
+// (pds_arena_right: how many of the first), and pds_arena_still_there.
 int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                        int64_t *slots, uint64_t *generations, int64_t *offsets, pds_ticket **ticket,
                        pds_error *error);
+int32_t pds_arena_right(const pds_ticket *ticket, int64_t *right);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
-// The keys that were published since and are stored, those with room; bytes of all, -1: too many.
-int32_t pds_arena_published(pds_arena *arena, int64_t lock_ns, uint32_t seen, char *keys,
-                            int64_t room, int64_t *bytes);
 
 // Test builds only (has_faults).
 enum {
@@ -282,6 +278,7 @@ enum {
   PDS_CALL_REGISTER,
   PDS_CALL_UNREGISTER,
   PDS_CALL_QUERY,
+  PDS_CALL_SUM,
   PDS_NUM_CALLS
 };
 typedef struct {

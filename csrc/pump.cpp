@@ -53,6 +53,15 @@ pds_error Pump::open_lanes() {
     if (const int code = device_.allocate(sizes_.stage_bytes, &lane.ring)) {
       return failed("cudaMalloc", code, -1);
     }
+    if (direction_ == Direction::kOut) continue;
+    constexpr size_t kBytes = kMostDigests * sizeof(uint64_t);
+    if (const int code = device_.allocate(kBytes, reinterpret_cast<void **>(&lane.digests))) {
+      return failed("cudaMalloc", code, -1);
+    }
+    void **here = reinterpret_cast<void **>(&lane.digests_here);
+    if (const int code = device_.allocate_host(kBytes, here)) {
+      return failed("cudaHostAlloc", code, -1);
+    }
   }
   return {};
 }
@@ -61,6 +70,8 @@ void Pump::close_lanes() {
   for (Lane &lane : lanes_) {
     if (lane.stream != nullptr) device_.drain(lane.stream);
     if (lane.ring != nullptr) device_.release(lane.ring);
+    if (lane.digests != nullptr) device_.release(lane.digests);
+    if (lane.digests_here != nullptr) device_.release_host(lane.digests_here);
     if (lane.done != nullptr) device_.close_event(lane.done);
     if (lane.stream != nullptr) device_.close_stream(lane.stream);
     lane = Lane{};
@@ -185,6 +196,14 @@ void Pump::run(const JobPtr &job) {
       bytes_ += slice.bytes, ++slices_;
     }
   }
+  if (job->error.code == PDS_OK && job->in_flight > 0 && job->work.num_digests > 0) {
+    Lane &lane = lanes_[(turn_ + lanes_.size() - 1) % lanes_.size()];  // of the last slice
+    lane.num_digests = job->work.num_digests;
+    if (const pds_error error = sum(lane, *job); error.code != PDS_OK) {
+      fail(*job, error);
+      recover(error);
+    }
+  }
   job->submitted = true;
   if (job->in_flight == 0) finish(job);
 }
@@ -206,7 +225,10 @@ void Pump::settle(Lane &lane) {
     const pds_error error = failed("cudaEventSynchronize", code, job->num_slices - job->in_flight);
     fail(*job, error);
     recover(error);
+  } else if (lane.num_digests > 0) {
+    job->digests.assign(lane.digests_here, lane.digests_here + lane.num_digests);
   }
+  lane.num_digests = 0;
   for (Lane &other : lanes_) {
     if (other.owner != nullptr) other.due_ns = now_ns() + duration_ns(other.bytes);
   }
@@ -259,7 +281,8 @@ void Pump::finish(const JobPtr &job) {
   job->owns_ready = false;
   const auto ticket = std::move(job->ticket);
   job->work = JobItems{};
-  ticket->end(job->error);
+  if (job->error.code != PDS_OK) job->digests.clear();
+  ticket->end(job->error, std::move(job->digests));
 }
 
 }  // namespace pds

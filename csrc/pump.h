@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "slices.h"
+#include "sums.h"
 #include "ticket.h"
 
 namespace pds {
@@ -27,9 +27,13 @@ struct Job {
   bool owns_ready = false;
   bool submitted = false;  // all slices are on the device, or never will be
   int64_t num_slices = 0, in_flight = 0;
+  std::vector<uint64_t> digests{};
   pds_error error{};
 };
 using JobPtr = std::shared_ptr<Job>;
+
+// Room of a lane: the digests of 512 MiB.
+constexpr int64_t kMostDigests = 128 << 10;
 
 struct PumpOptions {
   SliceSizes sizes;
@@ -48,7 +52,10 @@ class Pump {
         linger_us_(options.linger_us),
         poisoned_(poisoned),
         lanes_(options.num_lanes),
-        params_(std::make_unique<StageParams>()) {}
+        params_(std::make_unique<StageParams>()),
+        sum_params_(std::make_unique<SumParams>()) {
+    set_keys(sum_params_.get());
+  }
 
   // Starts the thread; what failed, if its lanes cannot be made.
   pds_error start();
@@ -63,8 +70,10 @@ class Pump {
     Stream stream = nullptr;
     Event done = nullptr;
     void *ring = nullptr;
-    int64_t bytes = 0;   // of the slice in flight
-    int64_t due_ns = 0;  // when it is expected to be done
+    uint64_t *digests = nullptr, *digests_here = nullptr;  // on the device, in host memory
+    int64_t bytes = 0;                                     // of the slice in flight
+    int64_t due_ns = 0;                                    // when it is expected to be done
+    int64_t num_digests = 0;                               // that the job's last slice brings
     JobPtr owner;
   };
 
@@ -85,6 +94,7 @@ class Pump {
   pds_error launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
                    const std::vector<uint64_t> &rings);
   pds_error batch(Lane &lane, int64_t slice);
+  pds_error sum(Lane &lane, const Job &job);
   pds_error failed(const char *call, int code, int64_t slice) const;
   void fail(Job &job, const pds_error &error);
   void recover(const pds_error &cause);
@@ -107,6 +117,7 @@ class Pump {
   Copies copies_;
   std::vector<Strided> strided_;
   std::unique_ptr<StageParams> params_;
+  std::unique_ptr<SumParams> sum_params_;
   std::atomic<int64_t> bytes_{0}, slices_{0};
   std::thread thread_;
 };

@@ -115,4 +115,32 @@ pds_error Pump::launch(Lane &lane, const Job &job, const Slice &slice, size_t be
   return {};
 }
 
+// Behind a job's last slice: the sums of what all of its slices have copied.
+pds_error Pump::sum(Lane &lane, const Job &job) {
+  const auto failure = [&](const char *call, int code) {
+    return failed(call, code, job.num_slices - 1);
+  };
+  for (const Lane &other : lanes_) {
+    if (&other == &lane || other.owner == nullptr) continue;
+    const int code = device_.wait(lane.stream, other.done);
+    if (code != 0) return failure("cudaStreamWaitEvent", code);
+  }
+  for (int32_t part = 0; part < layout_.num_parts(); ++part) {
+    for (size_t next = 0; next < job.work.sums.size();) {
+      next = add_sums(layout_, job.work, part, next, sum_params_.get());
+      if (sum_params_->num_items == 0) continue;
+      const int code = device_.sum(lane.stream, *sum_params_, lane.digests);
+      if (code != 0) return failure("sum kernel", code);
+    }
+  }
+  copies_.clear();
+  copies_.add(address(lane.digests), address(lane.digests_here),
+              job.work.num_digests * sizeof(uint64_t));
+  if (const int code = device_.copy_batch(lane.stream, Direction::kOut, copies_)) {
+    return failure("cudaMemcpyAsync", code);
+  }
+  const int code = device_.record(lane.done, lane.stream);
+  return code == 0 ? pds_error{} : failure("cudaEventRecord", code);
+}
+
 }  // namespace pds

@@ -11,10 +11,18 @@
 
 namespace pds {
 
+// An item whose payload is summed after the copy, and where its digests begin among the job's.
+struct SumOf {
+  int64_t item;
+  uint32_t first_digest;
+};
+
 struct JobItems {
   Direction direction;
   std::vector<Item> items;
   std::vector<int64_t> ids;
+  std::vector<SumOf> sums{};
+  int64_t num_digests = 0;
 };
 
 // Some layers of one item.

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "pdstore.h"
 
@@ -30,10 +32,12 @@ inline pds_error error_of(int32_t code, const std::string &message, int32_t devi
 
 class Ticket {
  public:
-  void end(const pds_error &error) {
+  // digests: of the payloads that were to be summed.
+  void end(const pds_error &error, std::vector<uint64_t> digests) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       error_ = error;
+      digests_ = std::move(digests);
       done_ = true;
     }
     changed_.notify_all();
@@ -62,6 +66,12 @@ class Ticket {
     return error_.code;
   }
 
+  // None before the end, or after a failure.
+  const std::vector<uint64_t> &digests() const {
+    static const std::vector<uint64_t> none;
+    return done_ ? digests_ : none;
+  }
+
  private:
   static constexpr int64_t kAwakeUs = 100;  // before and after the expected end
 
@@ -80,6 +90,7 @@ class Ticket {
   bool ends_soon_ = false;
   std::chrono::steady_clock::time_point due_;
   pds_error error_{};
+  std::vector<uint64_t> digests_;  // as they are once done_ is set
 };
 
 }  // namespace pds

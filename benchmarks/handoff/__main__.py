@@ -10,6 +10,10 @@ machine's speed varies, and no kind gains by what is asked before it. A row is t
 samples:
 
     {"store", "mode", "tokens", "exposed_s", "ttft_s", "prefill_s", "d_computed", ...}
+
+Two versions side by side, each with a P and a D of its own, and no other instance:
+
+    python -m benchmarks.handoff --trees before=../older now=. --stores shm --tokens 8192 65536
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handoff.engines import ENGINES
+from benchmarks.handoff.engines import ENGINES, Setup
 from benchmarks.handoff.floor import measure_floor
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
@@ -53,15 +57,17 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         directory = tempfile.TemporaryDirectory(dir=given.pool, prefix="pdstore-bench-")
         scratch = Path(stack.enter_context(directory))
-        stores = stack.enter_context(open_stores(given, scratch))
         setup = ENGINES[given.engine](scratch, given)
         stack.callback(setup.stop)
-        setup.start_alone()
-        for store, url in stores.items():
-            for load, block in product(given.load, given.block):
-                name = store if len(given.load) == 1 else f"{store} {load}"
-                name += "" if len(given.block) == 1 else f" {block}"
-                setup.start_pair(name, url, load, block)
+        if given.trees:
+            for name, tree in (each.split("=", 1) for each in given.trees):
+                (scratch / name).mkdir()
+                setup.tree = Path(tree)
+                stores = stack.enter_context(open_stores(given, scratch / name))
+                start_pairs(setup, given, stores, name)
+        else:
+            setup.start_alone()
+            start_pairs(setup, given, stack.enter_context(open_stores(given, scratch)))
         found["about"] = setup.ready()
         run = Run(given, setup, began)
         run.say(f"{len(setup.instances)} instances are up")
@@ -82,6 +88,17 @@ def main() -> None:
     late = late_stores(run.leads)
     if late:
         sys.exit(f"D's loads waited for P's `done` over {', '.join(late)}")
+
+
+def start_pairs(
+    setup: Setup, given: argparse.Namespace, stores: dict[str, str], tree_name: str = ""
+) -> None:
+    """Starts a P and a D for each store, way to load and size of blocks."""
+    for store, url in stores.items():
+        for load, block in product(given.load, given.block):
+            name = store if len(given.load) == 1 else f"{store} {load}"
+            name += "" if len(given.block) == 1 else f" {block}"
+            setup.start_pair(f"{name} {tree_name}".rstrip(), url, load, block)
 
 
 def parse() -> argparse.Namespace:
@@ -109,6 +126,7 @@ def parse() -> argparse.Namespace:
         default=[16],
         help="tokens of a block of the pairs, for vLLM on GPUs; the lone instance has the first",
     )
+    parser.add_argument("--trees", nargs="+", metavar="NAME=DIR", help="checkouts to compare")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     parser.add_argument(
         "--control",
@@ -123,6 +141,9 @@ def parse() -> argparse.Namespace:
         if getattr(given, name) is None:
             setattr(given, name, value)
     given.pool = given.pool or Path("/dev/shm")
+    given.burst = 0 if given.trees else given.burst
+    if given.trees and (given.check or given.control or given.engine == "vllm"):
+        parser.error("--trees goes with the mini engine, and without --check and --control")
     return given
 
 

@@ -21,12 +21,16 @@ class Setup:
     """The instances of one run, of the mini engine.
 
     scratch: for the checkpoint and the logs.
+    tree: the checkout whose code the next pairs run; None: this one's.
+    alone: the instance without a pool; None: not started.
     """
 
     def __init__(self, scratch: Path, given: argparse.Namespace) -> None:
         self._scratch, self._given = scratch, given
         (scratch / "logs").mkdir(exist_ok=True)
         self.instances: list[Instance] = []
+        self.tree: Path | None = None
+        self.alone: Instance | None = None
         self.pairs: dict[str, tuple[Instance, Instance]] = {}
         self.controls: dict[str, Instance] = {}
         self.prepare()
@@ -56,8 +60,7 @@ class Setup:
 
         load: PDSTORE_LOAD. block: tokens of a block of vLLM.
         """
-        common = {"store": url, "weights": "bench", "save_deadline_s": 60, "load_deadline_s": 60}
-        common |= {"load": load}
+        common = {"store": url, "weights": "bench", "load": load}
         self.pairs[name] = (
             self._start(f"{name}-p", common | {"role": "prefill"}, 0, block),
             self._start(f"{name}-d", common | {"role": "decode"}, 1, block),
@@ -91,7 +94,9 @@ class Setup:
             "max_seqs": max(2, given.burst),
         }
         log = self._scratch / "logs" / f"{name}.log"
-        instance = Instance(name, MiniInstance, arguments, dict(os.environ), log, PRELOAD)
+        instance = Instance(
+            name, MiniInstance, arguments, dict(os.environ), log, PRELOAD, self.tree
+        )
         self.instances.append(instance)
         return instance
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -59,6 +60,7 @@ class Instance:
     environment: set there before anything is imported but `preload`.
     log: takes the process's output.
     preload: modules that are imported once for all instances, which are forked then.
+    tree: a checkout whose code the process runs, in place of this one's.
     """
 
     def __init__(
@@ -69,18 +71,20 @@ class Instance:
         environment: dict[str, str],
         log: Path,
         preload: Sequence[str] = (),
+        tree: Path | None = None,
     ) -> None:
         self.name, self.log = name, log
         self._inbox: list[tuple[float, str, str, Any]] = []
         context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
-        if preload:
+        if preload and tree is None:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(list(preload))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, make, arguments, environment, str(log)), name=name
         )
-        self._process.start()
+        with _path_of(tree):
+            self._process.start()
         theirs.close()
 
     def ready(self, timeout_s: float) -> dict[str, Any]:
@@ -147,6 +151,15 @@ class Instance:
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace")[-3000:]
         return ""
+
+
+@contextlib.contextmanager
+def _path_of(tree: Path | None) -> Iterator[None]:
+    """Lets processes that are spawned meanwhile import from another checkout first."""
+    ours = sys.path.copy()
+    sys.path[:0] = [str(tree.resolve())] if tree is not None else []
+    yield
+    sys.path[:] = ours
 
 
 def _serve(

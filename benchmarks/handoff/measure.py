@@ -60,7 +60,7 @@ class Client:
         store: str,
         p: Instance,
         d: Instance,
-        alone: Instance,
+        alone: Instance | None,
         *,
         check_up_to: int,
         block: int = 16,
@@ -150,6 +150,7 @@ class Client:
         return handed, self._burst_alone(names, prompts)
 
     def _burst_alone(self, names: list[str], prompts: list[Prompt]) -> list[float]:
+        assert self._alone is not None
         for prompt in prompts:
             self._alone.stage(prompt)
         began = now()
@@ -182,6 +183,7 @@ class Client:
         return sent, answered, asked
 
     def _is_right(self, prompt: Prompt, ids: list[int]) -> bool:
+        assert self._alone is not None
         for _ in range(2):
             self._alone.stage(prompt)
             self._alone.ask(Ask("check", prompt, NUM_DECODED))

@@ -93,7 +93,8 @@ class Run:
             for client in clients
             for mode in self.given.modes
         ]
-        asks.append(partial(self._prefill, self.setup.alone, self.prefills, tokens))
+        if self.setup.alone is not None:
+            asks.append(partial(self._prefill, self.setup.alone, self.prefills, tokens))
         for name, control in self.setup.controls.items():
             taken = self.controls.setdefault(name, {})
             asks.append(partial(self._prefill, control, taken, tokens))

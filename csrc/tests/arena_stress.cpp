@@ -125,19 +125,6 @@ void reserve(View &view, Batch &batch, bool bytes_count) {
   pds_arena_abandon(view.arena, -1, batch.slots.data(), batch.generations.data(), covered);
 }
 
-// Asks for the last publications, in a buffer that may be too small for them.
-void hear(View &view, uint32_t many) {
-  uint32_t changes;
-  int64_t bytes;
-  std::vector<char> keys(many % 300);
-  if (pds_arena_wait(view.arena, 0, 0, &changes) != PDS_OK) return;
-  const uint32_t since = many % 5000;
-  const int32_t code = pds_arena_published(view.arena, -1, changes - since, keys.data(),
-                                           static_cast<int64_t>(keys.size()), &bytes);
-  if (code != PDS_OK) return;
-  expect(bytes >= -1 && (since <= 4096 || bytes == -1), "older publications are not known");
-}
-
 void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
   Batch batch(random, 1 + random() % 12);
   int64_t found;
@@ -152,7 +139,6 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 6:
       pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
       pds_arena_which(view.arena, -1, batch.keys.data(), batch.count(), stored.data());
-      hear(view, random());
       return;
     default:
       if (random() % 20 == 0) pds_arena_clear(view.arena, "pds1:key1");

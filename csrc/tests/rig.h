@@ -11,9 +11,9 @@
 #include "pdstore.h"
 
 constexpr int32_t kLayers = 5, kHeads = 2, kTokens = 4, kPerBlock = 3;
-constexpr int64_t kCell = 24, kBlocks = 96,
+constexpr int64_t kCell = 32, kBlocks = 96,
                   kPayload = kLayers * kHeads * kTokens * kPerBlock * kCell;
-constexpr int64_t kBlock = kHeads * kTokens * kCell + 8;  // with a gap behind
+constexpr int64_t kBlock = kHeads * kTokens * kCell + 16;  // with a gap behind
 
 inline void expect(bool fine, const char *what) {
   if (fine) return;

@@ -134,11 +134,13 @@ bool load(View &view, pds_engine *engine, std::mt19937 &random, int64_t first_id
   pds_error error;
   int32_t code;
   while ((code = pds_wait(ticket, 1'000'000, &error)) == PDS_PENDING) continue;
+  int64_t still = 0, right = 0;
+  pds_arena_right(ticket, &right);
   pds_free_ticket(ticket);
-  int64_t still = 0;
   pds_arena_still_there(view.arena, values.slots.data(), values.generations.data(), values.count(),
                         &still);
   if (code != PDS_OK || still < values.count()) return false;
+  expect(right == values.count(), "what has stayed was right when it was copied");
   values.expect_same(from, to);
   return true;
 }

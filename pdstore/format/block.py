@@ -10,6 +10,7 @@ import xxhash
 from pdstore.outcome import Reason
 
 HEADER_BYTES = 64
+CHUNK_BYTES = 4096
 VERSION = 1
 FLAG_TAIL = 1
 FLAG_MARKER = 2
@@ -105,7 +106,18 @@ def read_header(value: memoryview) -> Header | None:
 
 
 def checksum(value: memoryview) -> int:
-    """Returns the xxh3_64 of the header without its checksum and of the payload."""
+    """Returns the xxh3_64 of the header without its checksum and of the payload's digests.
+
+    A digest is the xxh3_64 of CHUNK_BYTES of the payload, with zeros behind the last; the payload's
+    length follows them. All have eight bytes, little-endian; without a payload there are none.
+    Chunks, so that a GPU can sum what it has copied.
+    """
+    payload = value[HEADER_BYTES:]
+    chunks = [payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES)]
+    if chunks and len(chunks[-1]) < CHUNK_BYTES:
+        chunks[-1] = memoryview(bytes(chunks[-1]).ljust(CHUNK_BYTES, b"\0"))
     digest = xxhash.xxh3_64(value[:START_BYTES])
-    digest.update(value[HEADER_BYTES:])
+    if chunks:
+        sums = [*map(xxhash.xxh3_64_intdigest, chunks), len(payload)]
+        digest.update(struct.pack(f"<{len(sums)}Q", *sums))
     return digest.intdigest()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HASH_BYTES = 16
 _NAMESPACE = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 15
+ABI = 16
 CPU = -1
-OTHER_LENGTH = -1
-"""The file does not have the expected length; used next to errno's numbers."""
 RELAXED = 2
 """The capture mode in which a thread's calls do not disturb graph captures of other threads."""
 
@@ -120,7 +118,6 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_unregister": [c_int32, c_uint64, _P],
     "pds_populate": [c_uint64, c_int64],
     "pds_exchange_capture_mode": [_P],
-    "pds_read_files": [c_char_p, _P, _P, c_int64, _P, _P, _P],
     "pds_read_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_int64],
     "pds_sum_values": [_P, _P, c_int64, _P],
     "pds_write_values": [
@@ -149,8 +146,8 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
     "pds_arena_fill": [_P, _P, _P, c_int64, c_char_p, c_int64, _P, _P, _P, _P, _P],
     "pds_arena_take": [_P, _P, _P, _P, _P, _P, _P, _P],
+    "pds_arena_right": [_P, _P],
     "pds_arena_wait": [_P, c_uint32, c_int64, _P],
-    "pds_arena_published": [_P, c_int64, c_uint32, _P, c_int64, _P],
 }
 
 

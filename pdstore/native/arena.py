@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p, create_string_buffer
+from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from pdstore.native.slot_arrays import SlotArrays
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
 _PAGE_VALUES = 512
-_NEWS_BYTES = 4096  # the keys of a change or a few
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
     Code.TIMEOUT: (StoreTimeout, "is locked: a process that has it open does not go on"),
@@ -100,14 +99,6 @@ class NativeArena:
         stored = (c_uint8 * len(keys))()
         self._check(self._short("which", len(keys), text_of(keys), len(keys), stored))
         return list(map(bool, bytes(stored)))
-
-    def is_absent(self, key: str) -> bool:
-        """Returns True if a key is not stored; False also where it would have to wait."""
-        stored, text = c_uint8(), text_of([key])
-        code = self._short_calls.pds_arena_which(self._handle, 0, text, 1, byref(stored))
-        if code != Code.TIMEOUT:
-            self._check(code)
-        return code == Code.OK and not stored.value
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forgets values, leased or not."""
@@ -236,20 +227,6 @@ class NativeArena:
         timeout_us = int(max(timeout_s, 0.0) * 1e6)
         self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
         return changes.value
-
-    def published_since(self, seen: int) -> list[str] | None:
-        """Returns the keys that were published since `wait` gave `seen`, and are stored still.
-
-        None if they are too many to be known.
-        """
-        room, size = 0, c_int64(_NEWS_BYTES)
-        while size.value > room:
-            room = size.value
-            keys = create_string_buffer(room)
-            self._check(self._short("published", 1, seen, keys, room, byref(size)))
-        if size.value < 0:
-            return None
-        return keys.raw[: size.value].decode("ascii", "replace").split("\0")[:-1]
 
     def _short(self, verb: str, count: int, *args: object) -> int:
         """Makes a call that is over at once unless somebody holds the lock; returns its code.

@@ -222,6 +222,13 @@ class Ticket:
         """True if the copy has ended. Raises SwapError if it failed."""
         return self.wait(0)
 
+    @property
+    def num_right(self) -> int:
+        """The number of first values of a `ValueBatch.take` that are right; 0 before the end."""
+        right = c_int64()
+        self._short_calls.pds_arena_right(self._handle, byref(right))
+        return right.value
+
     def __del__(self) -> None:
         if os.getpid() == self._pid:
             self._short_calls.pds_free_ticket(self._handle)

@@ -62,23 +62,6 @@ class Library:
         """Faults in the pages of a range; faster when several threads share the work."""
         self.calls.pds_populate(address, num_bytes)
 
-    def read_files(
-        self, paths: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
-    ) -> tuple[list[int], int]:
-        """Reads whole files in order, each to its address, until one cannot be read.
-
-        sizes: the expected lengths, each at least 64 bytes.
-        Returns the `block.checksum` of each file read, and the reason for stopping: 0 at the end,
-        an errno, or OTHER_LENGTH.
-        Raises ValueError for a smaller size or an address of 0.
-        """
-        count, done, why = len(paths), c_int64(), c_int32()
-        to, wanted = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        sums, ends = (c_uint64 * count)(), (byref(done), byref(why))
-        if self.calls.pds_read_files(joined(paths), to, wanted, count, sums, *ends):
-            raise ValueError("a file of fewer bytes than a header, or no address")
-        return list(sums[: done.value]), why.value
-
     def sum_values(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Returns the `block.checksum` of each value in memory, all in one call.
 

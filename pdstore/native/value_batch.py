@@ -40,11 +40,11 @@ class ValueBatch(NamedTuple):
         return len(self.sizes) // 8
 
     def take(self, arena: NativeArena, memory: int) -> tuple[SlotArrays, Ticket] | None:
-        """Borrows and verifies the values and starts to scatter them.
+        """Borrows the values and starts to scatter them.
 
-        Returns their slots and the copy, which the caller waits for. Returns None, and copies
-        nothing, if a value is missing or wrong or the lock is not free soon. Raises LayoutError or
-        SwapError.
+        Returns their slots and the copy, which the caller waits for and then asks for `num_right`.
+        Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
+        not free soon. Raises LayoutError or SwapError.
         """
         arrays, handle, error = SlotArrays(self.num_values), c_void_p(), Error()
         out = byref(handle), byref(error)

@@ -17,25 +17,15 @@ class LookupQueue:
 
     find: asks the store; whatever it raises ends that one lookup as a fault.
     patience_s: how long a call of the store may take before it counts as stuck.
-    find_new: asks without waiting, on the caller's thread; returns None if it finds no answer.
     """
 
-    def __init__(
-        self,
-        find: Callable[[PromptKeys], Match],
-        patience_s: float,
-        find_new: Callable[[PromptKeys], Match | None] = lambda keys: None,
-    ) -> None:
-        self._find, self._find_new = find, find_new
+    def __init__(self, find: Callable[[PromptKeys], Match], patience_s: float) -> None:
+        self._find = find
         self._calls = CallWatch(patience_s)
         self._lookups: deque[Lookup] = deque()
         self._thread = Ticker("pdstore-lookups", self._turn)
 
     def add(self, lookup: Lookup) -> None:
-        found = call_or(lambda: self._find_new(lookup.keys), None)
-        if found is not None:
-            lookup.finish(found)
-            return
         self._lookups.append(lookup)
         self._thread.wake()
 

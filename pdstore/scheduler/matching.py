@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey, PromptKeys
@@ -11,8 +11,6 @@ from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Store
 from pdstore.store.checked import count_of
-from pdstore.store.find import find_optional
-from pdstore.store.optional import TellsAbsence
 
 _MOST_GAPS = 8
 _SHORT = 8
@@ -32,28 +30,6 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
     if num_tokens == keys.num_tokens:
         return Match(keys, num_tokens, None)
     return Match(keys.prefix(num_tokens), num_tokens, because or Reason.ABSENT)
-
-
-def finds_new(store: Store) -> Callable[[PromptKeys], Match | None]:
-    """Returns a function that never waits: the match of a prompt that is new to the pool.
-
-    It returns None for any other prompt, in a store that does not tell (`TellsAbsence`), and where
-    the store errs: `find` says more.
-    """
-    teller = find_optional(store, TellsAbsence)
-
-    def find_new(keys: PromptKeys) -> Match | None:
-        namespace = keys.namespace
-        whole = [part for part in namespace.parts if part.group not in namespace.windows]
-        if teller is None or not whole or not len(keys):
-            return None
-        try:
-            is_new = teller.is_absent(keys.store_keys(whole[:1], 0, 1)[0])
-        except StoreError:
-            return None
-        return Match.miss(keys, Reason.ABSENT) if is_new else None
-
-    return find_new
 
 
 def num_usable(store: Store, keys: PromptKeys) -> int:

@@ -21,7 +21,7 @@ from pdstore.outcome import Reason
 from pdstore.scheduler.handoff_watcher import HandoffWatcher
 from pdstore.scheduler.lookup import Lookup, Match, handed_over
 from pdstore.scheduler.lookup_queue import LookupQueue
-from pdstore.scheduler.matching import find, finds_new
+from pdstore.scheduler.matching import find
 from pdstore.scheduler.mismatch_log import MismatchLog
 from pdstore.scheduler.pool_identity import PoolIdentity
 from pdstore.scheduler.rates import CostTable
@@ -115,7 +115,7 @@ class PrefixCacheManager:
         self._closed = False
         self._pid = os.getpid()
         ask, wait_s = partial(find, self._store), settings.lookup_wait_s
-        self._queue = LookupQueue(ask, wait_s, finds_new(self._store))
+        self._queue = LookupQueue(ask, wait_s)
         self._watcher = HandoffWatcher(
             self._store,
             namespace,

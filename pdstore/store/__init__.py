@@ -3,17 +3,13 @@
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.in_place import InPlace, Loan, Places, Reservation
 from pdstore.store.optional import (
-    ChecksumReader,
     ErrorCodes,
     FindsKeys,
     LimitsValues,
     ListsValues,
-    NamesChanges,
-    PutsAtOnce,
     Room,
     SealingWriter,
     StoredValue,
-    TellsAbsence,
     TellsChanges,
     TellsRoom,
     VerifyingReader,
@@ -22,7 +18,6 @@ from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
 
 __all__ = [
-    "ChecksumReader",
     "ErrorCodes",
     "FindsKeys",
     "InPlace",
@@ -30,9 +25,7 @@ __all__ = [
     "LimitsValues",
     "ListsValues",
     "Loan",
-    "NamesChanges",
     "Places",
-    "PutsAtOnce",
     "Reservation",
     "Room",
     "SealingWriter",
@@ -40,7 +33,6 @@ __all__ = [
     "Store",
     "StoreURL",
     "StoredValue",
-    "TellsAbsence",
     "TellsChanges",
     "TellsRoom",
     "VerifyingReader",

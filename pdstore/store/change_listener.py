@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
-from pdstore.store.optional import NamesChanges, TellsChanges
-from pdstore.threads import Ticker, call_or
+from pdstore.store.optional import TellsChanges
+from pdstore.threads import Ticker
 
 News: TypeAlias = Sequence[BlockKey] | None
 """Keys that were stored; None: any may be."""
@@ -20,15 +20,13 @@ _SETTLE_S = 0.0005  # changes within it are told together
 class ChangeListener:
     """Calls `on_change` soon after each change of the store, as long as somebody listens.
 
-    on_change: takes the keys that were stored where the store names them (`NamesChanges`), else
-      None. It is called once after every start too, with None, for what changed before.
+    on_change: takes None. It is called once after every start too, for what changed before.
     """
 
     def __init__(
         self, store: TellsChanges, on_change: Callable[[News], None], *, retry_s: float = 1.0
     ) -> None:
         self._store, self._on_change, self._retry_s = store, on_change, retry_s
-        self._namer = store if isinstance(store, NamesChanges) else None
         self._is_listening = False
         self._seen: int | None = None
         self._thread = Ticker("pdstore-changes", self._turn)
@@ -58,12 +56,5 @@ class ChangeListener:
         seen, self._seen = self._seen, now
         if now == seen:
             return 0.0
-        self._on_change(None if seen is None else self._news_since(seen))
+        self._on_change(None)
         return _SETTLE_S
-
-    def _news_since(self, seen: int) -> News:
-        """Returns what the store names; None for an answer that no store may give."""
-        namer = self._namer
-        names = None if namer is None else call_or(lambda: namer.keys_since(seen), None)
-        is_possible = isinstance(names, Sequence) and all(isinstance(key, str) for key in names)
-        return names if is_possible else None

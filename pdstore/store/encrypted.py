@@ -16,7 +16,6 @@ from pdstore.store.optional import (
     ErrorCodes,
     FindsKeys,
     LimitsValues,
-    TellsAbsence,
     TellsChanges,
     TellsRoom,
 )
@@ -39,7 +38,7 @@ class Encrypted(WrapperStore):
     so copied, too.
     """
 
-    passes = (FindsKeys, TellsAbsence, TellsChanges, ErrorCodes, LimitsValues, TellsRoom)
+    passes = (FindsKeys, TellsChanges, ErrorCodes, LimitsValues, TellsRoom)
     added_bytes = ENVELOPE_BYTES
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = _BATCH_BYTES) -> None:

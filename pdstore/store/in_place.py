@@ -152,6 +152,13 @@ class InPlace(Protocol):
     def release(self, loan: Loan) -> None:
         """Ends a loan. Twice is fine. The lease may last longer."""
 
+    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
+        """Stores a value of at most 4096 bytes as `Store.put` does, before another thread wakes.
+
+        Never blocks: returns False, and has stored nothing, if somebody is in the way. Raises
+        StoreError.
+        """
+
 
 class Filled(NamedTuple):
     """The values that `NativeInPlace.fill` has stored, by index, and their bytes.
@@ -192,8 +199,9 @@ class NativeInPlace(InPlace, Protocol):
         """
 
     def take(self, batch: ValueBatch) -> Taken | None:
-        """Borrows values as `borrow` does, verifies them, and starts to scatter them: all, or none.
+        """Borrows values as `borrow` does and starts to scatter them: all, or none.
 
-        None also if any value is missing or not right. The caller waits for the copies and then
-        asks `still_there`. Raises LayoutError or SwapError if the copies cannot begin.
+        None also if any value is missing or seen to be wrong. Others are summed after their copy:
+        the caller waits for the copies and then asks their `num_right`, and `still_there`. Raises
+        LayoutError or SwapError if the copies cannot begin.
         """

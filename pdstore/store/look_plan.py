@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.change_listener import News
-from pdstore.store.optional import NamesChanges, TellsChanges
+from pdstore.store.optional import TellsChanges
 
 _ROUND_S = 0.05  # from one round's begin to the next one's, where other hosts' puts are not heard
-_HEARD_ROUND_S = 0.25  # where all are: a process may be killed before it tells
 _PIECES = 4  # of a round
 _LEAST_PIECE = 256
 _ROUNDS_PER_THOROUGH = 3
@@ -47,9 +46,7 @@ class LookPlan:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wanted, self._clock = wanted, clock
-        self._names, self._round_s = isinstance(teller, NamesChanges), round_s
-        if isinstance(teller, NamesChanges) and teller.hears_all:
-            self._round_s = _HEARD_ROUND_S
+        self._names, self._round_s = False, round_s
         self._told: deque[News] = deque()
         self._asked: dict[BlockKey, None] = {}
         self._rest: Sequence[BlockKey] = []  # of the round

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.format.keys import BlockKey
 from pdstore.native.engine import Engine
 from pdstore.store.base import Slots
-
-CHECKSUM_AT = 56
-"""Where a value may hold its own checksum: 8 bytes, little-endian. They are not summed."""
 
 
 @runtime_checkable
@@ -19,25 +16,6 @@ class ErrorCodes(Protocol):
 
     def codes(self) -> Mapping[str, int]:
         """Returns how often the library gave each error code so far, by the code's name."""
-
-
-@runtime_checkable
-class ChecksumReader(Protocol):
-    """A store that sums values as it reads them, while a core's cache still holds them.
-
-    The checksum of a value is the XXH3-64 of its bytes without the eight at `CHECKSUM_AT`. So a
-    store that reads with the processor saves its caller a pass over memory.
-    """
-
-    def get_with_checksums(
-        self, keys: Sequence[BlockKey], slots: Slots, checksums: MutableSequence[int]
-    ) -> int:
-        """Gets as `Store.get` does, and writes the i-th value's checksum to `checksums[i]`.
-
-        `checksums` is as long as `keys`. The first n are of the bytes that are in the slots, where
-        n is the result or, if a StoreError is raised, its `num_done`. Every value has at least 64
-        bytes; ValueError otherwise.
-        """
 
 
 @runtime_checkable
@@ -89,32 +67,6 @@ class FindsKeys(Protocol):
 
 
 @runtime_checkable
-class TellsAbsence(Protocol):
-    """A store in memory that this process maps: a look for one key is over before a thread wakes.
-
-    A prompt that is new to the pool is then answered on the thread that asks.
-    """
-
-    def is_absent(self, key: BlockKey) -> bool:
-        """Returns True if a key is not stored; False if it is, or if somebody is in the way.
-
-        Never blocks, leases nothing and does not count as a use. Raises StoreError.
-        """
-
-
-@runtime_checkable
-class PutsAtOnce(Protocol):
-    """A store in memory that this process maps: a marker is put before a thread wakes."""
-
-    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
-        """Stores a value of at most 4096 bytes as `put` does.
-
-        Never blocks: returns False, and has stored nothing, if somebody is in the way. Raises
-        StoreError.
-        """
-
-
-@runtime_checkable
 class TellsChanges(Protocol):
     """A store that can say when somebody has stored something, in any process of this host.
 
@@ -130,24 +82,6 @@ class TellsChanges(Protocol):
         change without need, but never stays the same across a completed put of this host: whoever
         takes the number first and then looks for a key misses none. From any thread. Raises
         StoreError.
-        """
-
-
-@runtime_checkable
-class NamesChanges(TellsChanges, Protocol):
-    """A store that also says what was stored: whoever waits for some keys looks for few others."""
-
-    @property
-    def hears_all(self) -> bool:
-        """True if it hears of every put, because nobody on another host can use it."""
-
-    def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
-        """Returns the keys that were put between two of `wait_for_change`'s numbers.
-
-        seen: the first number; the other one is the present one.
-        None if they are not all known, because they were too many or it is too long ago. Says
-        nothing of puts that `wait_for_change` does not hear of. Asks no other process. From any
-        thread. Raises StoreError.
         """
 
 

@@ -16,7 +16,7 @@ class WrapperStore(Store):
     """Passes every call of the contract to another store.
 
     It offers none of the other store's optional protocols but those that a subclass lets through:
-    one that changes `get` would give the checksums of other bytes. `CallWrapper` is the base for
+    one that changes `get` would verify other bytes. `CallWrapper` is the base for
     those that change no answer.
     """
 
@@ -72,7 +72,7 @@ class CallWrapper(WrapperStore):
         """Makes a call of the other store and returns its answer.
 
         verb: the method of `Store` that the call is a form of, for example `get` for
-          `get_with_checksums`.
+          `get_right`.
         args: those of the call; first the keys of a batch, if it has keys, then its slots.
         """
         return call(*args, **kwargs)

@@ -196,9 +196,8 @@ class Follower:
     """Looks for the next missing values of all following loads, on a thread of its own.
 
     A look is one call of the store for all loads if the store can look for many keys (`FindsKeys`).
-    It follows each change if the store tells of changes (`TellsChanges`), and what a store has
-    named (`NamesChanges`) is not looked for (`LookPlan`). Any other store is polled, ever less
-    often while nothing appears.
+    It follows each change if the store tells of changes (`TellsChanges`). Any other store is
+    polled, ever less often while nothing appears.
 
     stall_s: a load ends when nothing more is stored for so long.
     split: how blocks are shared out among the workers.

@@ -12,9 +12,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.checked import count_of, is_count
-from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace, Loan, Reservation
-from pdstore.store.optional import PutsAtOnce
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
 from pdstore.worker.mapped_memory import MappedMemory
@@ -40,7 +38,6 @@ class InPlaceMover(Mover):
     def __init__(self, ends: Ends, in_place: InPlace, memory: MappedMemory, split: Split) -> None:
         super().__init__(ends, memory, split)
         self._in_place, self._mapped = in_place, memory
-        self._putter = find_optional(ends.store, PutsAtOnce)
         largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
         self._window = max(self._num_parts, -(-split.range_bytes // largest))
 
@@ -93,12 +90,10 @@ class InPlaceMover(Mover):
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
     def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
-        if self._putter is None:
-            return False
         value = bytearray(block.HEADER_BYTES)
         block.seal(memoryview(value), marker)
         try:
-            return self._putter.put_at_once(key, bytes(value))
+            return self._in_place.put_at_once(key, bytes(value))
         except StoreError:
             return False
 
@@ -217,10 +212,19 @@ class InPlaceMover(Mover):
             has_stayed = self._num_there(loan, [value]) == 1
             return wrong.get(0, Reason.LOST) if has_stayed else Reason.LOST
 
-    def _confirm(self, loan: Loan, copied: Sequence[Value], loaded: Loaded) -> None:
-        """After a copy: counts the values whose bytes were theirs all the time."""
-        there = copied[: whole_blocks(copied, self._num_there(loan, copied))]
-        loaded(there, len(there) == len(copied))
+    def _confirm(
+        self, loan: Loan, copied: Sequence[Value], loaded: Loaded, num_right: int | None = None
+    ) -> None:
+        """After a copy: counts the values whose bytes were theirs all the time.
+
+        num_right: how many of the first were right when copied; None: all. The next one is damaged
+        if it has stayed in its place.
+        """
+        num_there = self._num_there(loan, copied)
+        num_right = len(copied) if num_right is None else num_right
+        there = copied[: whole_blocks(copied, min(num_there, num_right))]
+        reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
+        loaded(there, None if len(there) == len(copied) else reason)
         self._count("loaded", there)
 
     def _num_there(self, loan: Loan, values: Sequence[Value]) -> int:

@@ -145,19 +145,19 @@ class LoadWork(Work):
                     self._mover.remove_wrong(child, values)
 
     def _note_loaded(
-        self, piece: _Piece, wanted: Sequence[Value], values: Sequence[Value], is_all: bool
+        self, piece: _Piece, wanted: Sequence[Value], values: Sequence[Value], why: Reason | None
     ) -> None:
         """Notes that some values are in place; behind a copy that fell short or failed none counts.
 
-        wanted: all values of the piece.
+        wanted: all values of the piece. why: the reason why the copy fell short.
         """
         if values and block_at(values, 0) == block_at(wanted, piece.num_loaded):
             piece.num_loaded += len(values)
             piece.reached = end_token(values, self._prompt.layout.block_tokens)
         if piece.num_loaded == len(wanted):
             piece.reached = self._prompt.keys.end_of(piece.blocks.stop)
-        if not is_all:
-            self._gaps.append((piece, Shortfall(Reason.LOST)))
+        if why is not None:
+            self._gaps.append((piece, Shortfall(why)))
 
     def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
         """The tokens before the first gap in one layer range."""

@@ -32,8 +32,8 @@ _REGISTER_BYTES_PER_S = 1e9
 BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
 """Reasons why a value is good for nobody, so that whoever meets it removes it."""
 
-Loaded = Callable[[Sequence[Value], bool], None]
-"""Told after a copy: the values of whole blocks that are in place, and whether those are all."""
+Loaded = Callable[[Sequence[Value], Reason | None], None]
+"""Told after a copy: the values of whole blocks that are in place, and why those are not all."""
 
 
 class Source(NamedTuple):
@@ -63,8 +63,7 @@ class Ends(NamedTuple):
 class Mover(ABC):
     """Moves the values of a child job, on its worker's thread.
 
-    Values come and go whole blocks first to last. Nothing that was not verified is written to the
-    paged cache.
+    Values come and go whole blocks first to last. Nothing counts as loaded that was not verified.
 
     split: how jobs are shared out to suit this mover.
     removed: values that cannot be used for one of these reasons are removed.
@@ -185,12 +184,10 @@ class Mover(ABC):
         values: Sequence[Value],
         view: Callable[[int], memoryview],
         read: Verified,
-        sums: Sequence[int] | None = None,
     ) -> Verified:
         """Verifies the values that a read brought; removes all that are wrong."""
         num_read = read.num_right
-        if sums is None:
-            sums = self._swap.checksums([view(i) for i in range(num_read)])
+        sums = self._swap.checksums([view(i) for i in range(num_read)])
         wrong = {
             i: self._look_again(child, values[i], reason)
             for i, reason in wrong_values(values[:num_read], view, sums).items()

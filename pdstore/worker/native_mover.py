@@ -30,7 +30,7 @@ and would wait for Python's lock."""
 
 
 class NativeMover(InPlaceMover):
-    """Stores several ranges in one call; borrows, verifies and scatters one in another.
+    """Stores several ranges in one call; borrows, scatters and verifies one in another.
 
     All Python that a worker runs keeps the engine's thread from Python's lock, so it runs little.
     When the library cannot do all of a call, `InPlaceMover` does it step by step and finds out why.
@@ -125,7 +125,7 @@ class NativeMover(InPlaceMover):
         """Waits for copies and counts the values that were theirs all the time."""
         with held:
             self._native_swap.finish(taken.copies)
-            self._confirm(taken.loan, window, loaded)
+            self._confirm(taken.loan, window, loaded, taken.copies.num_right)
 
     def _batch(
         self, window: Sequence[Value], first_token: int, ready: ReadyEvent | None

@@ -14,8 +14,6 @@ from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.checked import count_of
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ChecksumReader
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.child_job import ChildJob
@@ -48,7 +46,6 @@ class StagedMover(Mover):
     ) -> None:
         super().__init__(ends, staging, split, removed)
         self._staging = staging
-        self._reader = find_optional(ends.store, ChecksumReader)
         largest = staging.largest_loan // 2
         if self._num_parts > largest:
             raise LayoutError(
@@ -151,7 +148,7 @@ class StagedMover(Mover):
         values: Sequence[Value],
         start: Callable[[], Callable[[], None]],
     ) -> None:
-        self._scatter(child, start, partial(loaded, values, True), held.pop_all())
+        self._scatter(child, start, partial(loaded, values, None), held.pop_all())
         self._count("loaded", values)
 
     def _at_hand(self, window: Sequence[Value]) -> Sequence[Value]:
@@ -177,19 +174,13 @@ class StagedMover(Mover):
     def _read(self, child: ChildJob, window: Sequence[Value], slots: Slots) -> Verified:
         """Fills the slots and verifies them."""
         keys = [value.key for value in window]
-        sums: list[int] | None = None
         with child.in_store_call():
             try:
-                if self._reader is None:
-                    answer = self._store.get(keys, slots)
-                else:
-                    sums = [0] * len(keys)
-                    answer = self._reader.get_with_checksums(keys, slots, sums)
-                found = count_of(answer, keys, self._store)
+                found = count_of(self._store.get(keys, slots), keys, self._store)
                 read = Verified(found, None if found == len(keys) else Reason.LOST)
             except StoreError as error:
                 read = self._failed_read(error, keys)
-        return self._verify(child, window, slots.value, read, sums)
+        return self._verify(child, window, slots.value, read)
 
     def _lend_beside_a_copy(
         self, child: ChildJob, held: contextlib.ExitStack, most: int

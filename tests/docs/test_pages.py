@@ -38,10 +38,10 @@ def test_the_readme_and_the_security_page_say_when_shm_loads_what_was_not_verifi
     readme, security = (
         " ".join((ROOT / name).read_text().split()) for name in ("README.md", "SECURITY.md")
     )
-    assert (
-        "in `shm://`, [unless a process changes it while it is loaded](SECURITY.md#what-" in readme
-    )
+    told = "in `shm://`, [with exceptions if a process changes it meanwhile](SECURITY.md#what-"
+    assert told in readme
     section = security.partition("## What `shm://` verifies")[2].partition(" ## ")[0]
+    assert "D then sums what was copied, in its paged cache" in section
     assert "writes to the arena's file between the sum and the copy makes wrong KV" in section
     assert "takes `file://`, or sets a seal key" in section
 

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstore.format.block import HEADER_BYTES, Header, read_header, seal, verify
+from pdstore.format.block import HEADER_BYTES, Header, checksum, read_header, seal, verify
 from pdstore.outcome import Reason
 
 HEADER = Header(1, 2, 3, 4, 5, 96, b"n" * 16, b"h" * 16)
@@ -32,8 +32,37 @@ def test_the_header_is_laid_out_as_the_format_says():
     assert struct.unpack_from("<BBHHHIQ", value, 4) == (1, 1, 2, 3, 4, 5, 96)
     assert value[24:40] == b"n" * 16
     assert value[40:56] == b"h" * 16
-    want = xxhash.xxh3_64(bytes(value[:56] + value[64:])).intdigest()
-    assert struct.unpack_from("<Q", value, 56)[0] == want
+    assert struct.unpack_from("<Q", value, 56)[0] == reference_checksum(value)
+
+
+def reference_checksum(value: bytes) -> int:
+    """The checksum of docs and `block.checksum`, written a second time."""
+    summed = bytes(value[:56])
+    for at in range(64, len(value), 4096):
+        chunk = bytes(value[at : at + 4096])
+        digest = xxhash.xxh3_64(chunk + bytes(4096 - len(chunk)))
+        summed += digest.intdigest().to_bytes(8, "little")
+    if len(value) > 64:
+        summed += (len(value) - 64).to_bytes(8, "little")
+    return xxhash.xxh3_64(summed).intdigest()
+
+
+# Of format 2: the payload is 0, 1, 2, ... modulo 251, and the start 56 bytes of 7.
+@pytest.mark.parametrize(
+    ("payload_bytes", "want"),
+    [
+        (0, 0x70CA2A4093C1AF1B),
+        (1, 0x9985A4AAFED80871),
+        (4095, 0x6B9C8D381C518B0A),
+        (4096, 0x61D7FDB27DF9CC87),
+        (4097, 0x0924CF6C52932968),
+        (20000, 0x2CE9964FD640D9FC),
+    ],
+)
+def test_checksums_are_those_of_the_format(payload_bytes, want):
+    payload = bytes(i % 251 for i in range(payload_bytes))
+    value = bytes([7]) * HEADER_BYTES + payload
+    assert checksum(memoryview(value)) == reference_checksum(value) == want
 
 
 @given(st.integers(0, (HEADER_BYTES + 96) * 8 - 1))

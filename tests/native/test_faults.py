@@ -26,13 +26,14 @@ COPYING = (
     *(("strided", CopyPath.STRIDED), ("stage", CopyPath.STAGE)),
 )
 ASKING = ("query",)  # in test_ready_events.py
+SUMMING = ("sum",)  # in test_sums.py
 RECOVERING = ("drain", "recover")
 PINNING = ("register", "unregister")
 
 
 def test_every_call_of_a_device_has_its_test_here():
     copying = {call for call, _ in COPYING}
-    assert copying | {*OPENING, *SUBMITTING, *ASKING, *RECOVERING, *PINNING} == set(
+    assert copying | {*OPENING, *SUBMITTING, *ASKING, *SUMMING, *RECOVERING, *PINNING} == set(
         native_kit.CALLS
     )
 

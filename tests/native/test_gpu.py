@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError, SwapError
+from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
 from pdstore.native.library import address_of
-from pdstore.outcome import Direction
+from pdstore.outcome import Direction, Reason
+from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.native import DEFAULT_STREAM, NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
-from tests.support import native_kit
+from tests.support import kv, native_kit
 from tests.support.gpu_kit import gpu_instance, rig, spin
 from tests.support.swap_case import POISON, Case, host_memory, view_of
 
@@ -254,3 +256,26 @@ def test_an_injected_failure_leaves_torch_working(library):
         swap.gather(copies)
     swap.gather(copies)
     assert torch.zeros(1, device="cuda").item() == 0
+
+
+def test_a_value_of_an_arena_that_is_damaged_is_found_where_it_was_copied_to(library, memory_path):
+    """Values that were right before it count."""
+    url = f"shm://test?size=64MiB&dir={memory_path}"  # a process registers a mapping once
+    arenas = [open_store(url, kv.settings_of()) for _ in "pd"]
+    p, d = (gpu_instance(arena, engine_block_tokens=16) for arena in arenas)
+    arena = arenas[1]
+    keys, ids = p.cache.keys(list(range(333))), list(range(30, 51))
+    assert p.pool.save(keys, ids).wait(20).num_tokens == 333
+    assert d.pool.load(keys, ids).wait(20).num_tokens == 333
+    for mine, theirs in zip(p.caches, d.caches, strict=True):
+        assert torch.equal(mine[ids].flatten(0, 1)[:333], theirs[ids].flatten(0, 1)[:333])
+    key = keys.store_keys(p.layout.owned_parts)[2]
+    value = arena.borrow([key], [HEADER_BYTES + kv.BLOCK_BYTES]).places.value(0)
+    value[1000] ^= 1
+    result = d.pool.load(keys, ids).wait(20)
+    assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
+    assert arena.match([key]) == 0
+    p.close()
+    d.close()
+    for arena in arenas:
+        arena.close()

@@ -78,24 +78,7 @@ class TellingStore(CountingStore):
             return self._number
 
 
-class NamingStore(TellingStore):
-    """Says what was put, too, as files can."""
-
-    hears_all = False
-
-    def __init__(self):
-        super().__init__()
-        self._puts: list[list[str]] = []
-
-    def put(self, keys, slots):
-        self._puts.append(list(keys))
-        return super().put(keys, slots)
-
-    def keys_since(self, seen):
-        return [key for keys in self._puts[seen:] for key in keys]
-
-
-STORES = [CountingStore, KeyByKeyStore, TellingStore, NamingStore]
+STORES = [CountingStore, KeyByKeyStore, TellingStore]
 
 
 class Rig:
@@ -183,7 +166,7 @@ def test_p_that_failed_ends_the_wait(rig, store):
     assert lookup.wait(10).reason is Reason.HANDOFF_FAILED
 
 
-@pytest.mark.parametrize("store", [CountingStore, NamingStore])
+@pytest.mark.parametrize("store", [CountingStore, TellingStore])
 def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig, store):
     one, handoff = rig(store()), HandoffId.new()
     waiting, following = one.wait_for(handoff), one.wait_for(handoff, follows=True)
@@ -206,7 +189,7 @@ def test_a_lookup_that_follows_takes_no_blocks_while_p_computes_for_long(rig):
     assert one.num_follows("last_block") == 1
 
 
-@pytest.mark.parametrize("store", [CountingStore, NamingStore])
+@pytest.mark.parametrize("store", [CountingStore, TellingStore])
 def test_the_first_hand_off_shows_how_long_p_computes(rig, store):
     one, handoff = rig(store()), HandoffId.new()
     assert one.start_both(handoff).wait(10).follow == handoff
@@ -250,7 +233,7 @@ def test_without_markers_the_wait_ends_at_its_time_with_what_is_there(rig):
     eventually(lambda: len(one.watcher) == 0)
 
 
-@pytest.mark.parametrize("store", [CountingStore, KeyByKeyStore, NamingStore])
+@pytest.mark.parametrize("store", [CountingStore, KeyByKeyStore, TellingStore])
 def test_a_p_that_does_not_beat_is_dead(rig, store):
     found = rig(store()).wait_for(HandoffId.new("d" * 32)).wait(10)
     assert (found.num_tokens, found.reason) == (10, Reason.HANDOFF_DEAD)
@@ -298,20 +281,6 @@ def test_a_thousand_waits_are_at_most_200_calls_a_second(rig):
     time.sleep(0.5)
     num_searches = len(one.store.searches) - before
     assert 1 <= num_searches <= 200 * (time.monotonic() - start) + 25
-
-
-def test_what_is_named_among_a_thousand_waits_is_not_looked_for(rig):
-    one = rig(NamingStore())
-    lookups = [one.wait_for(HandoffId.new()) for _ in range(1000)]
-    eventually(lambda: sum(map(len, list(one.store.searches))) > 4000)  # each more than once
-    one.store.searches.clear()
-    for lookup in lookups[:10]:
-        one.put_done(lookup.handoff.id)
-        assert lookup.wait(10).reason is None
-    searches = list(one.store.searches)
-    beside_rounds = {key for keys in searches if len(keys) < 100 for key in keys}
-    assert not beside_rounds & {lookup.handoff.id.done(NAMESPACE, 0) for lookup in lookups}
-    assert max(map(len, searches), default=0) < 600
 
 
 def test_a_store_without_the_search_is_asked_at_most_200_times_a_second(rig):

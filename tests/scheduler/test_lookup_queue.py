@@ -55,24 +55,6 @@ def test_each_lookup_is_answered(queue):
     assert len(queue) == 0
 
 
-def test_a_lookup_that_can_be_answered_at_once_needs_no_thread(finder):
-    finder.released.clear()
-    known = Match(KEYS.prefix(0), 0, Reason.ABSENT)
-    queue = LookupQueue(finder, 30.0, lambda keys: known)
-    assert added(queue).poll() is known
-    assert (finder.num_calls, len(queue)) == (0, 0)
-    queue.close()
-
-
-def test_an_error_of_the_quick_answer_leaves_the_lookup_to_the_thread(finder):
-    def fail(keys):
-        raise RuntimeError("a bug")
-
-    queue = LookupQueue(finder, 30.0, fail)
-    assert added(queue).wait(10).num_tokens == 10
-    queue.close()
-
-
 class Stray(BaseException):
     pass
 

@@ -10,7 +10,7 @@ from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
-from pdstore.scheduler.matching import find, finds_new, num_usable
+from pdstore.scheduler.matching import find, num_usable
 from pdstore.store.base import Slots, Store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
@@ -106,43 +106,6 @@ def test_why_a_prompt_is_not_whole_is_told_if_it_is_known():
     store = store_with(keys, [(3, 0)])
     assert find(store, keys, Reason.HANDOFF_LATE).reason is Reason.HANDOFF_LATE
     assert find(store_with(keys), keys, Reason.HANDOFF_LATE).reason is None
-
-
-class Telling(MemoryStore):
-    """Tells at once whether it has a key, and notes for which keys it did."""
-
-    fails = False
-
-    def __init__(self):
-        super().__init__()
-        self.asked: list[BlockKey] = []
-
-    def is_absent(self, key):
-        self.asked.append(key)
-        if self.fails:
-            raise StoreUnavailable("away")
-        return not self.which_stored([key])[0]
-
-
-@pytest.mark.parametrize("namespace", [FULL, MIXED])
-@pytest.mark.parametrize("num_tokens", [3, 38])
-def test_a_prompt_that_is_new_to_a_store_in_memory_is_answered_at_once(namespace, num_tokens):
-    store, keys = Telling(), keys_of(namespace, num_tokens)
-    found = finds_new(store)(keys)
-    assert (found.num_tokens, found.reason, len(found.keys)) == (0, Reason.ABSENT, 0)
-    assert store.asked == keys.store_keys(namespace.parts)[:1]
-
-
-def test_whatever_is_not_surely_new_is_left_to_a_search():
-    store, keys = Telling(), keys_of(FULL)
-    names = keys.store_keys(FULL.parts)[:1]
-    store.put(names, Slots(memoryview(bytearray(8)), 8, [0], [8]))
-    assert finds_new(store)(keys) is None
-    store.fails = True
-    assert finds_new(store)(keys_of(MIXED)) is None
-    assert finds_new(Telling())(keys_of(SLIDING)) is None, "its window may be all that it needs"
-    assert finds_new(Telling())(keys_of(FULL, 0)) is None
-    assert finds_new(MemoryStore())(keys) is None
 
 
 class Answering(WrapperStore):

@@ -88,36 +88,3 @@ def test_a_store_that_errs_is_asked_again(changes, listener, told):
     eventually(lambda: changes.num_waits >= 2)
     changes.error = None
     eventually(lambda: told == [0])
-
-
-class Named(Changes):
-    """Names what changes: its numbers."""
-
-    hears_all = False
-
-    def keys_since(self, seen):
-        return [f"key {n}" for n in range(seen + 1, self.number + 1)]
-
-
-class NamesNoKeys(Changes):
-    def keys_since(self, seen):
-        return self.number
-
-
-class RaisesAnything(Changes):
-    def keys_since(self, seen):
-        raise LookupError(seen)
-
-
-@pytest.mark.parametrize(
-    ("store", "named"),
-    [(Changes, None), (Named, ["key 1"]), (NamesNoKeys, None), (RaisesAnything, None)],
-)
-def test_what_a_store_names_is_passed_on_and_at_the_start_anything_may_have_changed(store, named):
-    changes, told = store(), []
-    listener = ChangeListener(changes, told.append)
-    listener.listen()
-    eventually(lambda: told == [None])
-    changes.change()
-    eventually(lambda: told == [None, named])
-    listener.close()

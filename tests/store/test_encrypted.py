@@ -15,7 +15,7 @@ from pdstore.store.file.store import FileStore
 from pdstore.store.find import find_optional
 from pdstore.store.in_place import InPlace
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ChecksumReader, FindsKeys, SealingWriter, TellsChanges
+from pdstore.store.optional import FindsKeys, SealingWriter, TellsChanges
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import assert_values, empty_slots, get, put
 
@@ -187,7 +187,7 @@ def test_protocols_without_values_pass_and_those_with_values_do_not(tmp_path):
         store = encrypted(files)
         for protocol in (FindsKeys, TellsChanges):
             assert find_optional(store, protocol) is files
-        for protocol in (ChecksumReader, SealingWriter, InPlace):
+        for protocol in (SealingWriter, InPlace):
             assert find_optional(store, protocol) is None
 
 

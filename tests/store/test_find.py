@@ -6,21 +6,18 @@ import pytest
 
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
-from pdstore.store import optional
 from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.find import find_optional
+from pdstore.store.in_place import InPlace
 from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ChecksumReader, ErrorCodes, FindsKeys, PutsAtOnce, SealingWriter
+from pdstore.store.optional import ErrorCodes, FindsKeys, SealingWriter, TellsChanges
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
-PROTOCOLS = [value for value in vars(optional).values() if getattr(value, "_is_protocol", False)]
-PROTOCOLS.remove(optional.Protocol)
-
 
 class Offering(MemoryStore):
-    """Offers everything, and keeps the calls."""
+    """Offers some protocols, and keeps the calls."""
 
     fails = 0
     error: type[StoreError] = StoreUnavailable
@@ -29,49 +26,18 @@ class Offering(MemoryStore):
         super().__init__()
         self.calls = []
 
-    def get_with_checksums(self, keys, slots, checksums):
-        self._called("get_with_checksums")
-        checksums[:] = range(1, len(keys) + 1)
-        return len(keys)
-
-    def get_right(self, keys, slots, starts, engine):
-        self._called("get_right")
-        return len(keys)
-
     def put_sealed(self, keys, slots, starts, engine):
-        self._called("put_sealed")
         return len(keys)
 
     def which_stored(self, keys):
-        self._called("which_stored")
+        self.calls.append("which_stored")
+        if self.fails:
+            self.fails -= 1
+            raise self.error("away")
         return [True] * len(keys)
-
-    def put_at_once(self, key, value):
-        self._called("put_at_once")
-        return True
-
-    def is_absent(self, key):
-        return True
 
     def codes(self):
         return {"LOST": 3}
-
-    def wait_for_change(self, seen, timeout_s):
-        return 7
-
-    def why_too_long(self, num_bytes):
-        return None
-
-    hears_all = True
-
-    def keys_since(self, seen):
-        return ["k"]
-
-    def _called(self, name):
-        self.calls.append(name)
-        if self.fails:
-            self.fails -= 1
-            raise self.error(name)
 
 
 def wrapped(store, metrics=None):
@@ -84,34 +50,18 @@ def store():
     return Offering()
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_protocol_is_found_through_the_wrappers_of_an_engine(store, protocol):
+@pytest.mark.parametrize("protocol", [ErrorCodes, FindsKeys, SealingWriter])
+def test_a_protocol_is_found_through_wrappers_that_change_no_answer_and_no_others(store, protocol):
     assert find_optional(store, protocol) is store
-    found = find_optional(wrapped(store), protocol)
-    assert isinstance(found, protocol)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_store_without_it_gets_none_from_wrappers(protocol):
-    plain = MinimalStore()
-    assert find_optional(plain, protocol) is None
-    assert find_optional(wrapped(plain), protocol) is None
-
-
-class MinimalStore(WrapperStore):
-    def __init__(self):
-        super().__init__(MemoryStore())
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_no_wrapper_says_by_isinstance_what_its_store_cannot_do(protocol):
-    assert not isinstance(wrapped(MinimalStore()), protocol)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_wrapper_that_may_change_answers_offers_nothing(store, protocol):
+    assert find_optional(wrapped(store), protocol) is not None
     assert find_optional(WrapperStore(store), protocol) is None
     assert find_optional(wrapped(WrapperStore(store)), protocol) is None
+
+
+@pytest.mark.parametrize("protocol", [TellsChanges, InPlace])
+def test_a_store_without_it_gets_none_from_wrappers(store, protocol):
+    assert find_optional(store, protocol) is None
+    assert find_optional(wrapped(store), protocol) is None
 
 
 def test_a_wrapper_lets_through_what_it_says(store):
@@ -127,20 +77,15 @@ def test_a_wrapper_lets_through_what_it_says(store):
 def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
     metrics = Metrics()
     keys, slots = fresh_keys(2), empty_slots([64, 64])
-    outer, sums = wrapped(store, metrics), [0, 0]
-    assert find_optional(outer, ChecksumReader).get_with_checksums(keys, slots, sums) == 2
-    assert sums == [1, 2]
+    outer = wrapped(store, metrics)
     assert find_optional(outer, SealingWriter).put_sealed(keys[:1], slots, b"", None) == 1
     assert find_optional(outer, FindsKeys).which_stored(keys) == [True, True]
     assert find_optional(outer, ErrorCodes).codes() == {"LOST": 3}
     value = metrics.registry.get_sample_value
-    for verb in ("get", "put", "match"):
+    for verb in ("put", "match"):
         labels = {"verb": verb, "outcome": "ok"}
         assert value("pdstore_store_calls_total", labels) == 1, verb
-    assert value("pdstore_bytes_total", {"direction": "load"}) == 128
     assert value("pdstore_bytes_total", {"direction": "save"}) == 64
-    assert find_optional(outer, PutsAtOnce).put_at_once(keys[0], b"x")
-    assert value("pdstore_store_calls_total", {"verb": "put", "outcome": "ok"}) == 2
 
 
 def test_the_breaker_retries_them_and_keeps_them_from_a_store_that_fails(store):

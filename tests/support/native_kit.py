@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_gpu])]
 CALLS = (
     *("allocate", "stream", "event", "record", "wait", "synchronize", "drain"),
     *("batch", "strided", "stage", "enter", "capturing", "push", "recover"),
-    *("register", "unregister", "query"),
+    *("register", "unregister", "query", "sum"),
 )
 """The device calls that can be made to fail, in the header's order."""
 

@@ -194,30 +194,6 @@ def test_a_store_that_leaves_keys_out_of_its_answer_is_asked_again(p, instance, 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-@pytest.mark.parametrize("store", ["arena"], indirect=True)
-def test_what_the_store_names_is_loaded_without_a_look(p, instance, store):
-    class Blind(WrapperStore):
-        is_listening, hears_all = False, True
-
-        def which_stored(self, keys):
-            return [False] * len(keys)
-
-        def wait_for_change(self, seen, timeout_s):
-            self.is_listening |= seen is not None
-            return store.wait_for_change(seen, timeout_s)
-
-        def keys_since(self, seen):
-            return store.keys_since(seen)
-
-    blind = Blind(store)
-    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, range_bytes=BLOCK_BYTES, over=blind)
-    job = follow(d, 200)
-    eventually(lambda: blind.is_listening)
-    p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
-    assert job.wait(10) == JobResult(200)
-    assert_loaded(p, d, 200)
-
-
 def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
     class Counting(WrapperStore):
         num_calls, most = 0, 0

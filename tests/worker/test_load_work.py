@@ -291,7 +291,7 @@ class Copies(LosesAll):
 
     def load(self, child, values, first_token, ready, loaded):
         self.blocks |= {value.number for value in values}
-        loaded(values, True)
+        loaded(values, None)
 
 
 def loads_with(p, begin, act):

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from pdstore.format import block
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support.kv import BLOCK_BYTES, POISON
@@ -56,37 +55,6 @@ def test_windows_pass_through_little_staging_beside_each_other(instance):
     jobs = [d.pool.load(d.cache.keys([n, *range(319)]), P_BLOCKS) for n in range(6)]
     assert [job.wait(20).num_tokens for job in jobs] == [320] * 6
     assert slots_lent(d.pool) == 0
-
-
-class Sums(WrapperStore):
-    """Sums values itself, rightly or not."""
-
-    def __init__(self, store, is_right=True):
-        super().__init__(store)
-        self.is_right, self.num_calls = is_right, 0
-
-    def get_with_checksums(self, keys, slots, checksums):
-        self.num_calls += 1
-        n = super().get(keys, slots)
-        for i in range(n):
-            checksums[i] = block.checksum(slots.value(i)) ^ (not self.is_right)
-        return n
-
-
-def test_a_store_that_sums_is_asked_to(instance, store):
-    sums = Sums(store)
-    p, d = instance(over=sums), instance(fill=POISON, over=sums)
-    assert save(p, range(200)).num_tokens == 200
-    assert load(d, range(200)).num_tokens == 200
-    assert_loaded(p, d, 200)
-    assert sums.num_calls > 0
-
-
-def test_a_value_whose_sum_is_not_that_in_its_header_is_a_miss(instance, store):
-    p, d = instance(), instance(fill=POISON, over=Sums(store, is_right=False))
-    save(p, range(200))
-    assert load(d, range(200)).num_tokens == 0
-    assert all((cache == POISON).all() for cache in d.caches)
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])

@@ -135,23 +135,9 @@ class ArenaStore(Store):
         check_call(keys)
         return self._arena.which(keys) if keys else []
 
-    def is_absent(self, key: BlockKey) -> bool:
-        self._enter()
-        check_call([key])
-        return self._arena.is_absent(key)
-
-    @property
-    def hears_all(self) -> bool:
-        return True
-
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()
         return self._arena.wait(seen or 0, 0.0 if seen is None else timeout_s)
-
-    def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
-        self._enter()
-        keys = self._arena.published_since(seen)
-        return None if keys is None else list(map(BlockKey, keys))
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         memory = self._enter()

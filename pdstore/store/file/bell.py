@@ -1,48 +1,33 @@
-"""Bell: tells the processes of this host which keys were put into a pool's directory.
+"""Bell: wakes the processes of this host when something is put into a pool's directory.
 
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
-Who puts writes the keys into every pipe, a line each, or a "!" for more than a few; who listens
-polls its own. So nobody polls the directory, nothing has to run, and a process that was killed
-leaves a pipe without a reader, which the next ring removes. Pipes reach the processes of one kernel
-only: of other hosts' puts nothing is heard.
+A put writes a byte into every pipe; each listener polls its own. So nobody polls the directory,
+nothing has to run, and a process that was killed leaves a pipe without a reader, which the next
+ring removes. Pipes reach the processes of one kernel only: puts of other hosts ring nowhere here.
 
-A pipe of another boot has no reader here, and may be another host's. So who listens touches its
-pipe now and then, and the next ring removes one that nobody has touched for long. A listener that
-finds its own removed makes another.
+A pipe of another boot has no reader here, and may be another host's. So a listener touches its pipe
+now and then, and the next ring removes one that nobody has touched for long. A listener that finds
+its own removed makes another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import select
 import stat
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from pdstore.format.keys import BlockKey
 from pdstore.threads import Deadline
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OPEN = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_BYTES = 64 << 10
-_MOST_BYTES = 2048  # of a ring: pipes take so much whole or not at all, also the smallest ones
-_MOST_READS = 64
-_MANY = b"!"
-
-
-class _Heard(NamedTuple):
-    """The keys of one read; None if there were more than could be told."""
-
-    number: int
-    keys: Sequence[BlockKey] | None
 
 
 class Bell:
@@ -54,26 +39,24 @@ class Bell:
 
     def __init__(self, root: Path, touch_s: float = 60.0, abandoned_s: float = 86_400.0) -> None:
         self._folder = root / "bells"
-        self._touch_s, self._abandoned_s = touch_s, abandoned_s
+        self._touch_s = touch_s
+        self._abandoned_s = abandoned_s
         self._touch_deadline = Deadline(0.0)
         self._boot = _boot_id()
-        self._number = 0  # of the times that it was heard
-        self._heard: tuple[_Heard, ...] = ()  # the last times; replaced and never changed
+        self._number = 0  # of the times that a ring was read
         self._pipe: int | None = None
         self._path: Path | None = None
         self._polling = threading.Lock()
         self._is_closed = False
 
-    def ring(self, keys: Sequence[BlockKey]) -> None:
-        """Tells all who listen that these keys were put.
+    def ring(self) -> None:
+        """Wakes all who listen.
 
         A directory that is gone or cannot be read has nobody listening.
         """
         with contextlib.suppress(OSError):
-            names = os.listdir(self._folder)
-            message = _message_of(keys) if names else _MANY
-            for name in names:
-                self._ring(name, message)
+            for name in os.listdir(self._folder):
+                self._ring(name)
 
     def wait(self, seen: int | None, timeout_s: float) -> int:
         """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
@@ -90,18 +73,6 @@ class Bell:
                 finally:
                     self._polling.release()
         return self._number
-
-    def keys_since(self, seen: int) -> list[BlockKey] | None:
-        """Returns the keys as `NamesChanges.keys_since` does."""
-        reads = [heard for heard in self._heard if heard.number > seen]
-        if reads and reads[0].number != seen + 1:
-            return None
-        found: list[BlockKey] = []
-        for heard in reads:
-            if heard.keys is None:
-                return None
-            found += heard.keys
-        return found
 
     def close(self) -> None:
         """Listens no more."""
@@ -124,7 +95,7 @@ class Bell:
             if self._pipe is not None:
                 os.close(self._pipe)
                 self._pipe = None
-                self._hear(None)  # what was rung meanwhile is not known
+                self._number += 1  # it may have been rung meanwhile
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = self._folder / f"{self._boot}-{os.getpid()}-{secrets.token_hex(4)}"
             unseen = path.with_name(f".{path.name}")
@@ -144,17 +115,11 @@ class Bell:
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         if poll.poll(timeout_s * 1e3):
-            data = b""
             with contextlib.suppress(BlockingIOError):
-                data = os.read(self._pipe, _READ_BYTES)
-            self._hear(_keys_in(data, fcntl.fcntl(self._pipe, fcntl.F_GETPIPE_SZ)))
+                os.read(self._pipe, _READ_BYTES)
+            self._number += 1
 
-    def _hear(self, keys: Sequence[BlockKey] | None) -> None:
-        heard = _Heard(self._number + 1, keys)
-        self._heard = (*self._heard[1 - _MOST_READS :], heard)
-        self._number += 1  # last: whoever sees the number finds its keys
-
-    def _ring(self, name: str, message: bytes) -> None:
+    def _ring(self, name: str) -> None:
         path = self._folder / name
         if name.startswith("."):  # soon a listener's, or one was killed as it began
             self._remove_abandoned(path)
@@ -169,7 +134,7 @@ class Bell:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
                 # full, as its reader will see, or its reader has just gone
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                    os.write(pipe, message)
+                    os.write(pipe, b"!")
         finally:
             os.close(pipe)
 
@@ -191,22 +156,6 @@ def _touch(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _message_of(keys: Sequence[BlockKey]) -> bytes:
-    if sum(map(len, keys)) + len(keys) > _MOST_BYTES:
-        return _MANY + b"\n"
-    return "".join([f"{key}\n" for key in keys]).encode()
-
-
-def _keys_in(data: bytes, pipe_bytes: int) -> list[BlockKey] | None:
-    """Returns the keys that were read; None where "!" says more, or there was no room for some.
-
-    A pipe that refuses a ring is at least half full, for it keeps them in pages of its own size.
-    """
-    if _MANY in data or len(data) >= pipe_bytes // 4:
-        return None
-    return [BlockKey(line) for line in data.decode("ascii", "replace").splitlines()]
 
 
 def _boot_id() -> str:

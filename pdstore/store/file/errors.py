@@ -17,8 +17,9 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.native.abi import OTHER_LENGTH
 
+OTHER_LENGTH = -1
+"""Beside the errnos: a file does not have the expected length."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KINDS: dict[int, type[StoreError]] = {
     errno.EACCES: StoreDenied,

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdstore.native.abi import OTHER_LENGTH
 from pdstore.store.base import Slots
+from pdstore.store.file.errors import OTHER_LENGTH
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us

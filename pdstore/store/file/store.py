@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -15,15 +15,14 @@ from pydantic import ByteSize
 
 from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
-from pdstore.format.block import START_BYTES
+from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.native.engine import Engine
-from pdstore.native.library import Library, built_library, load_library
+from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.file.bell import Bell
-from pdstore.store.file.checksums import ChecksumFiles, addresses_of, check_sizes
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import error_of, named_error
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
@@ -51,9 +50,8 @@ class FileStore(Store):
     the lease and the use. Tails and markers go after `PDSTORE_HANDOFF_TTL_S`, blocks when the
     budget needs their room.
 
-    library: gives the native library, which sums values while it reads them, or None to do that in
-      Python; called at the first use.
-    built: gives the library if it need not be built, for lookups, which wait for no compiler.
+    built: gives the native library if it need not be built, else None: no lookup waits for a
+      compiler.
 
     Constructing makes the directory. Raises ConfigError or StoreDenied for one that cannot be used.
     """
@@ -65,7 +63,6 @@ class FileStore(Store):
         budget: int | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         handoff_ttl_s: float = 600.0,
-        library: Callable[[], Library | None] = lambda: None,
         built: Callable[[], Library | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +71,6 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
-        self._checksums = ChecksumFiles(library)
         self._leases = Leases(lease_s, built)
         self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
@@ -99,7 +95,6 @@ class FileStore(Store):
             budget=budget,
             lease_s=lease_s,
             handoff_ttl_s=settings.handoff_ttl_s,
-            library=partial(load_library, settings, for_gpu=False),
             built=partial(built_library, settings),
         )
 
@@ -126,18 +121,11 @@ class FileStore(Store):
             return library.find_files(paths)
         return [os.access(path, os.F_OK) for path in paths]
 
-    @property
-    def hears_all(self) -> bool:
-        return False
-
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Waits for puts of this host's processes; those of other hosts are not heard."""
         self._lifecycle.check()
         with named_error(self.label, "cannot hear of changes"):
             return self._bell.wait(seen, timeout_s)
-
-    def keys_since(self, seen: int) -> Sequence[BlockKey] | None:
-        return self._bell.keys_since(seen)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -145,21 +133,12 @@ class FileStore(Store):
         paths = self._paths(keys)
         return self._count(keys, read_values(paths, slots))
 
-    def get_with_checksums(
-        self, keys: Sequence[BlockKey], slots: Slots, checksums: MutableSequence[int]
-    ) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
-        check_sizes(slots)
-        paths = self._paths(keys)
-        return self._count(keys, self._checksums.read(paths, slots, checksums))
-
     def get_right(
         self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
     ) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
-        check_sizes(slots)
+        _check_sizes(slots)
         paths = self._paths(keys)
         return len(keys) if engine.read_values(paths, *_packed(slots), starts) else 0
 
@@ -177,7 +156,7 @@ class FileStore(Store):
     ) -> int:
         self._lifecycle.check()
         check_call(keys, slots)
-        check_sizes(slots)
+        _check_sizes(slots)
 
         def write(temporary: str, paths: Sequence[str], part: range) -> Ended:
             of = slots.part(part.start, part.stop)
@@ -270,6 +249,14 @@ def _check_lease(label: str, lease_s: float) -> None:
         raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
 
 
+def _check_sizes(slots: Slots) -> None:
+    """Raises ValueError for a value that is too short to hold a checksum."""
+    if min(slots.sizes, default=HEADER_BYTES) < HEADER_BYTES:
+        raise ValueError(f"a value of fewer than {HEADER_BYTES} bytes has no checksum")
+
+
 def _packed(slots: Slots) -> tuple[bytes, bytes]:
     """Returns where the slots lie and their values' sizes, as the library takes them."""
-    return array("Q", addresses_of(slots)).tobytes(), array("q", slots.sizes).tobytes()
+    base = address_of(slots.view)
+    addresses = [base + number * slots.slot_bytes for number in slots.numbers]
+    return array("Q", addresses).tobytes(), array("q", slots.sizes).tobytes()

@@ -49,7 +49,7 @@ class Writer:
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
                 self._evictor.settle(sizes[n:stop])
-                self._bell.ring(keys[n:stop])
+                self._bell.ring()
             n = stop
         return n
 

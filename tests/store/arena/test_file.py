@@ -87,7 +87,7 @@ def test_an_arena_of_another_version_is_refused(library, path):
     open_and_close(library, path)
     with path.open("r+b") as file:
         file.seek(8)  # behind the magic number
-        assert file.read(4) == (2).to_bytes(4, "little")
+        assert file.read(4) == (3).to_bytes(4, "little")
         file.seek(8)
         file.write((1).to_bytes(4, "little"))
     with pytest.raises(StoreUnavailable, match="no arena of this version"):

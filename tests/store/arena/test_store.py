@@ -63,17 +63,6 @@ def test_a_marker_is_put_at_once(open_arena):
         store.put_at_once(key, b"x")
 
 
-def test_what_is_absent_is_told_at_once(open_arena):
-    store, [there, absent] = open_arena(size=MIB), fresh_keys(2)
-    put(store, [there], [bytes(64)])
-    assert (store.is_absent(there), store.is_absent(absent)) == (False, True)
-    with pytest.raises(ValueError, match="key"):
-        store.is_absent(BlockKey("../up"))
-    store.close()
-    with pytest.raises(StoreClosed):
-        store.is_absent(absent)
-
-
 def test_values_outlive_the_stores_that_put_them(open_arena):
     store, keys = open_arena(size=MIB), fresh_keys(3)
     values = [content(key, 1000) for key in keys]
@@ -196,31 +185,6 @@ def test_a_put_wakes_whoever_waits_for_a_change(open_arena):
 
     run_together(wait, lambda: put(store, [key], [b"x"]), deadline_s=10)
     assert woken.is_set()
-
-
-def test_who_waits_for_a_change_is_told_the_keys_that_are_stored_since(open_arena):
-    store, keys = open_arena(size=MIB), fresh_keys(200)
-    peer = open_arena()
-    seen = peer.wait_for_change(None, 0)
-    assert peer.keys_since(seen) == []
-    for some in (keys[:3], keys[2:10], keys[10:]):  # the third is told once
-        put(store, some, [b"x"] * len(some))
-    assert peer.keys_since(seen) == keys
-    assert peer.keys_since(peer.wait_for_change(seen, 0)) == []
-    store.remove(keys[:199])
-    assert peer.keys_since(seen) == keys[199:]
-
-
-def test_too_many_changes_are_told_as_any(open_arena):
-    store, keys = open_arena(size=MIB), fresh_keys(100)
-    seen, count = store.wait_for_change(None, 0), 0
-    while (told := store.keys_since(seen)) is not None:
-        assert set(told) <= set(keys)
-        put(store, keys, [b"x"] * len(keys))
-        store.remove(keys)
-        count += len(keys)
-        assert count < 100_000, "however many"
-    assert count > 1000
 
 
 def test_close_wakes_whoever_waits_for_a_change(open_arena):

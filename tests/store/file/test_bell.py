@@ -10,15 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 
 from pdstore.store.file.bell import Bell
 from tests.support.kv import eventually
-
-KEYS = [f"pds1:{'a' * 32}:handoff:{n:032x}:0:done" for n in range(3)]
-MANY = [f"pds1:{n:0180x}" for n in range(1000)]
 
 
 @pytest.fixture
@@ -34,13 +30,13 @@ def pipes(root) -> list[str]:
 
 def test_a_ring_between_the_number_and_the_wait_is_heard(tmp_path, bell):
     seen = bell.wait(None, 0.0)
-    Bell(tmp_path).ring(KEYS)
+    Bell(tmp_path).ring()
     assert bell.wait(seen, 10.0) != seen
 
 
 def test_a_wait_ends_with_a_ring(tmp_path, bell):
     seen = bell.wait(None, 0.0)
-    threading.Timer(0.02, partial(Bell(tmp_path).ring, KEYS)).start()
+    threading.Timer(0.02, Bell(tmp_path).ring).start()
     start = time.monotonic()
     assert bell.wait(seen, 30.0) != seen
     assert time.monotonic() - start < 10
@@ -56,7 +52,7 @@ def test_every_thread_that_waits_hears_a_ring(tmp_path, bell):
     threads = [threading.Thread(target=lambda: heard.append(bell.wait(seen, 30))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    Bell(tmp_path).ring(KEYS)
+    Bell(tmp_path).ring()
     for thread in threads:
         thread.join(20)
     assert len(heard) == 4
@@ -66,58 +62,13 @@ def test_every_thread_that_waits_hears_a_ring(tmp_path, bell):
 def test_rings_that_nobody_hears_do_not_block(tmp_path, bell):
     seen, other = bell.wait(None, 0.0), Bell(tmp_path)
     for _ in range(70_000):  # more than a pipe holds
-        other.ring(KEYS)
+        other.ring()
     assert bell.wait(seen, 10.0) != seen
-
-
-def test_the_keys_of_all_rings_since_a_number_are_told(tmp_path, bell):
-    first, other = bell.wait(None, 0.0), Bell(tmp_path)
-    assert bell.keys_since(first) == []
-    other.ring(KEYS[:2])
-    second = bell.wait(first, 10.0)
-    assert (bell.keys_since(first), bell.keys_since(second)) == (KEYS[:2], [])
-    other.ring(KEYS[2:])
-    bell.wait(second, 10.0)
-    assert (bell.keys_since(first), bell.keys_since(second)) == (KEYS, KEYS[2:])
-
-
-def test_rings_before_a_look_are_told_together(tmp_path, bell):
-    seen = bell.wait(None, 0.0)
-    for key in KEYS:
-        Bell(tmp_path).ring([key])
-    bell.wait(seen, 10.0)
-    assert bell.keys_since(seen) == KEYS
-
-
-@pytest.mark.parametrize("rings", [[MANY], [MANY[:8]] * 100, [KEYS, MANY]])
-def test_more_keys_than_a_pipe_is_for_count_as_any(tmp_path, bell, rings):
-    seen = bell.wait(None, 0.0)
-    for keys in rings:
-        Bell(tmp_path).ring(keys)
-    bell.wait(seen, 10.0)
-    assert bell.keys_since(seen) is None
-
-
-def test_keys_of_long_ago_are_not_known(bell):
-    seen = last = bell.wait(None, 0.0)
-    for _ in range(100):
-        bell.ring(KEYS)
-        last = bell.wait(last, 10.0)
-    assert bell.keys_since(seen) is None
-    assert bell.keys_since(last - 2) == KEYS * 2
-
-
-def test_an_older_versions_ring_says_that_any_key_may_be_there(tmp_path, bell):
-    seen = bell.wait(None, 0.0)
-    (tmp_path / "bells" / pipes(tmp_path)[0]).write_bytes(b"!")
-    bell.ring(KEYS)
-    bell.wait(seen, 10.0)
-    assert bell.keys_since(seen) is None
 
 
 def test_nobody_listens_before_they_wait_or_after_close(tmp_path):
     bell = Bell(tmp_path)
-    bell.ring(KEYS)
+    bell.ring()
     assert not (tmp_path / "bells").exists()
     bell.wait(None, 0.0)
     assert len(pipes(tmp_path)) == 1
@@ -130,9 +81,9 @@ def test_a_directory_that_is_deleted_is_made_again_by_the_next_who_listens(tmp_p
     bell.wait(None, 0.0)
     (tmp_path / "bells" / pipes(tmp_path)[0]).unlink()
     (tmp_path / "bells").rmdir()
-    Bell(tmp_path).ring(KEYS)
+    Bell(tmp_path).ring()
     seen = bell.wait(None, 0.0)
-    Bell(tmp_path).ring(KEYS)
+    Bell(tmp_path).ring()
     assert bell.wait(seen, 10.0) != seen
 
 
@@ -156,7 +107,7 @@ def listener(root):
 def test_a_ring_is_heard_in_another_process(tmp_path, bell):
     with listener(tmp_path) as other:
         assert other.stdout.readline() == "listens\n"
-        bell.ring(KEYS)
+        bell.ring()
         assert other.stdout.readline() == "True\n"
 
 
@@ -165,7 +116,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_ring(tmp_path, bell
         assert other.stdout.readline() == "listens\n"
         other.send_signal(signal.SIGKILL)
     assert len(pipes(tmp_path)) == 1
-    bell.ring(KEYS)
+    bell.ring()
     eventually(lambda: pipes(tmp_path) == [])
 
 
@@ -185,11 +136,10 @@ def test_a_listener_that_goes_during_a_ring_hides_it_from_no_other(tmp_path, bel
         return status
 
     monkeypatch.setattr(os, "fstat", fstat_and_go)
-    bell.ring(KEYS)
+    bell.ring()
     assert len(gone) == 1
     for other, seen in others.values():
         assert other.wait(seen, 10.0) != seen
-        assert other.keys_since(seen) == KEYS
         other.close()
 
 
@@ -207,7 +157,7 @@ def test_a_pipe_that_another_ring_removes_first_hides_it_from_no_other(tmp_path,
 
     monkeypatch.setattr(os, "unlink", unlink_twice)
     monkeypatch.setattr(type(tmp_path), "unlink", unlink_twice)
-    Bell(tmp_path).ring(KEYS)
+    Bell(tmp_path).ring()
     monkeypatch.undo()
     assert pipes(tmp_path) == [name]
     assert bell.wait(seen, 10.0) != seen
@@ -225,7 +175,7 @@ def test_pipes_of_earlier_boots_are_removed_when_nobody_has_touched_them_for_a_d
         other.bind(str(folder / "socket"))
     for name in ("file", "socket"):
         os.utime(folder / name, times=(0, 0))
-    bell.ring(KEYS)
+    bell.ring()
     assert sorted(pipes(tmp_path)) == [".boot-1-begins", "boot-1-listens", "file", "socket"]
 
 
@@ -243,13 +193,11 @@ def test_a_listener_whose_pipe_was_removed_makes_another_and_misses_nothing(tmp_
         seen = bell.wait(None, 0.0)
         [name] = pipes(tmp_path)
         (tmp_path / "bells" / name).unlink()
-        Bell(tmp_path).ring(KEYS)
+        Bell(tmp_path).ring()
         now = bell.wait(seen, 30.0)
-        assert now != seen
-        assert bell.keys_since(seen) is None, "any key may have come"
-        Bell(tmp_path).ring(KEYS)
-        bell.wait(now, 30.0)
-        assert bell.keys_since(now) == KEYS
+        assert now != seen, "anything may have been stored"
+        Bell(tmp_path).ring()
+        assert bell.wait(now, 30.0) != now
 
 
 def test_a_wait_after_close_leaves_no_pipe(tmp_path):
@@ -268,6 +216,6 @@ def test_only_pipes_are_written_to_and_only_this_kernels_are_removed(tmp_path, b
     target.write_text("mine")
     (tmp_path / "bells" / "link").symlink_to(target)
     os.mkfifo(tmp_path / "bells" / "another-hosts-pipe")
-    bell.ring(KEYS)
+    bell.ring()
     assert (file.read_text(), target.read_text()) == ("mine", "mine")
     assert sorted(pipes(tmp_path)) == ["another-hosts-pipe", "file", "link"]

@@ -17,8 +17,7 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.native.abi import OTHER_LENGTH
-from pdstore.store.file.errors import error_of, named_error
+from pdstore.store.file.errors import OTHER_LENGTH, error_of, named_error
 
 
 @pytest.mark.parametrize(

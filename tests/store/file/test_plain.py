@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from pdstore.native.abi import OTHER_LENGTH
+from pdstore.store.file.errors import OTHER_LENGTH
 from pdstore.store.file.plain import read_values, write_values
 from pdstore.testing.values import empty_slots, filled_slots
 

@@ -10,12 +10,10 @@ from functools import partial
 import pytest
 
 from pdstore.errors import ConfigError, StoreError, WrongLength
-from pdstore.format.block import checksum
 from pdstore.native.library import load_library
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.file.store import FileStore
-from pdstore.store.wrappers import WrapperStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import empty_slots, get, put
@@ -24,53 +22,15 @@ from tests.support.kv import settings_of
 
 
 class TestFileStore(StoreTests):
-    @pytest.fixture
-    def store(self, tmp_path):
-        with contextlib.closing(FileStore(tmp_path / "pool")) as store:
-            yield store
-
-    @pytest.fixture
-    def peer(self, store, tmp_path):
-        with contextlib.closing(FileStore(tmp_path / "pool")) as peer:
-            yield peer
-
-    @pytest.fixture
-    def small_store(self, tmp_path):
-        with contextlib.closing(FileStore(tmp_path / "small", budget=24 * SIZE)) as store:
-            yield store
-
-    def write_raw(self, store, key, data):
-        planted_at(store, key).write_bytes(data)
-
-
-class Summing(WrapperStore):
-    """Its `get` is `get_with_checksums` where values are long enough, with the sums checked."""
-
-    def get(self, keys, slots):
-        if min(slots.sizes, default=64) < 64:
-            return super().get(keys, slots)
-        n, sums = 0, [0] * len(keys)
-        try:
-            n = self._store.get_with_checksums(keys, slots, sums)
-        except StoreError as error:
-            n = error.num_done
-            raise
-        finally:
-            assert sums[:n] == [checksum(slots.value(i)) for i in range(n)]
-        return n
-
-
-@pytest.mark.parametrize("native", ["off", "require"])
-class TestFileStoreThatSums(TestFileStore):
-    @pytest.fixture
-    def open_at(self, tmp_path, native):
-        """Opens a store at a directory's name and a budget."""
-        library = partial(load_library, settings_of(native=native), for_gpu=False)
+    @pytest.fixture(params=["off", "require"])
+    def open_at(self, tmp_path, request):
+        """Opens a store at a directory's name and a budget, with the native library or without."""
+        library = partial(load_library, settings_of(native=request.param), for_gpu=False)
         with contextlib.ExitStack() as stack:
 
             def open_at(name, budget=None):
-                store = FileStore(tmp_path / name, budget=budget, library=library, built=library)
-                return stack.enter_context(contextlib.closing(Summing(store)))
+                store = FileStore(tmp_path / name, budget=budget, built=library)
+                return stack.enter_context(contextlib.closing(store))
 
             yield open_at
 
@@ -87,7 +47,7 @@ class TestFileStoreThatSums(TestFileStore):
         return open_at("small", 24 * SIZE)
 
     def write_raw(self, store, key, data):
-        super().write_raw(store.wrapped, key, data)
+        planted_at(store, key).write_bytes(data)
 
 
 @pytest.mark.parametrize("native", ["off", "require"])
@@ -99,16 +59,6 @@ def test_which_stored_answers_for_many_keys_as_for_few(tmp_path, native):
         want = [n % 3 == 0 for n in range(200)]
         assert store.which_stored(keys) == want
         assert [store.which_stored([key]) for key in keys] == [[is_there] for is_there in want]
-
-
-def test_no_lookup_waits_for_a_build_of_the_library(tmp_path):
-    builds = []
-    library = lambda: builds.append(1)  # noqa: E731
-    with contextlib.closing(FileStore(tmp_path / "pool", library=library)) as store:
-        keys = fresh_keys(200)
-        assert store.which_stored(keys) == [False] * 200
-        assert store.match(keys) == 0
-    assert builds == []
 
 
 def test_which_stored_answers_for_each_key_and_leases_none(store):

@@ -1,0 +1,223 @@
+// Values that are files: written, read, verified, found and leased, many in one call.
+//
+// Decision: each piece is summed right before it is written, or right after it was read, while the
+// core's own cache has it. A sum of the whole value costs a pass of its own over memory, which is
+// what bounds loads from a memory-backed directory: 20 -> 32 GB/s with 11 threads on 16 virtual
+// CPUs. The crew works beside the caller, because each file is moved by one thread. A header holds
+// the sum, so it is written last, and the file has its name only then. Of a read only what goes
+// well is done here: the caller reads again step by step to find out which value is not right.
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "checksum.h"
+#include "handles.h"
+
+using pds::kHeaderBytes, pds::kPieceBytes, pds::kSummedOfHeader, pds::Sum;
+
+namespace {
+
+// Below, what returns an int32_t gives 0 or an errno.
+
+// Opens a file, never through a link; a pipe that somebody put there cannot hold us up.
+int32_t open_file(const char *path, int flags, int *file) {
+  do {
+    *file = open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
+  } while (*file < 0 && errno == EINTR);
+  return *file < 0 ? errno : 0;
+}
+
+// Reads up to `bytes` of them; fewer only at the end of the file. Negative: it cannot be read.
+int64_t read_piece(int file, char *to, int64_t bytes) {
+  int64_t done = 0;
+  while (done < bytes) {
+    const ssize_t more = read(file, to + done, bytes - done);
+    if (more < 0 && errno == EINTR) continue;
+    if (more < 0) return -1;
+    if (more == 0) break;
+    done += more;
+  }
+  return done;
+}
+
+// Reads all of an open file. False if that fails, or if it has not exactly so many bytes.
+bool read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
+  Sum sum;
+  for (int64_t at = 0; at < bytes;) {
+    const int64_t wanted = std::min(kPieceBytes, bytes - at);
+    if (read_piece(file, to + at, wanted) != wanted) return false;
+    sum.add(to, at, at + wanted);
+    at += wanted;
+  }
+  *checksum = sum.digest();
+  char more;
+  return read_piece(file, &more, 1) == 0;
+}
+
+// True if a file has exactly these bytes behind a header that begins so, and they fit their sum.
+bool read_right(const char *path, char *to, int64_t bytes, const char *start) {
+  int file;
+  uint64_t digest = 0;  // little-endian, as every machine this is built for
+  if (open_file(path, O_RDONLY, &file) != 0) return false;
+  const bool is_read = read_value(file, to, bytes, &digest);
+  close(file);
+  return is_read && std::memcmp(to, start, kSummedOfHeader) == 0 &&
+         std::memcmp(to + kSummedOfHeader, &digest, sizeof digest) == 0;
+}
+
+int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
+  while (bytes > 0) {
+    const ssize_t done = pwrite(file, from, bytes, at);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) return errno;
+    from += done, at += done, bytes -= done;
+  }
+  return 0;
+}
+
+// Completes the header in memory and writes the payload and then it.
+int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
+  std::memcpy(value, start, kSummedOfHeader);
+  Sum sum;
+  sum.add(value, 0, kHeaderBytes);
+  int64_t at = kHeaderBytes;
+  for (int64_t end = 0; at < bytes; at = end) {
+    end = std::min(end + kPieceBytes, bytes);  // at whole pages
+    sum.add(value, at, end);
+    if (const int32_t why = write_piece(file, value + at, end - at, at)) return why;
+  }
+  const uint64_t digest = sum.digest();  // little-endian, as every machine this is built for
+  std::memcpy(value + kSummedOfHeader, &digest, sizeof digest);
+  return write_piece(file, value, kHeaderBytes, 0);
+}
+
+// Gives a whole file its name, and makes the directory for it at its first use.
+int32_t link_to(const char *temporary, const char *path) {
+  // A link and not a rename, which would replace what is stored.
+  if (link(temporary, path) == 0) return 0;
+  if (errno != ENOENT) return errno;
+  char place[PATH_MAX] = {};
+  const char *name = std::strrchr(path, '/');
+  if (name == nullptr || name - path >= PATH_MAX) return ENOENT;
+  std::memcpy(place, path, name - path);
+  if (mkdir(place, 0700) != 0 && errno != EEXIST) return errno;
+  return link(temporary, path) == 0 ? 0 : errno;
+}
+
+// A file that is there stays.
+int32_t write_path(const char *temporary, const char *path, char *value, int64_t bytes,
+                   const char *start) {
+  if (access(path, F_OK) == 0) return 0;
+  int file;
+  if (const int32_t why = open_file(temporary, O_WRONLY | O_CREAT | O_EXCL, &file)) return why;
+  int32_t why = write_value(file, value, bytes, start);
+  if (close(file) != 0 && why == 0 && errno != EINTR) why = errno;
+  if (why == 0) why = link_to(temporary, path);
+  unlink(temporary);
+  return why == EEXIST ? 0 : why;
+}
+
+// The beginnings of paths that lie behind each other, a zero after each.
+std::vector<const char *> each_of(const char *paths, int64_t count) {
+  std::vector<const char *> found;
+  found.reserve(count);
+  for (int64_t i = 0; i < count; ++i, paths += std::strlen(paths) + 1) found.push_back(paths);
+  return found;
+}
+
+int32_t check(pds_engine *engine, const char *paths, const uint64_t *addresses,
+              const int64_t *sizes, const char *starts, int64_t count) {
+  if (!engine || !paths || !addresses || !sizes || !starts || count < 0) return PDS_ERR_ARGUMENT;
+  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
+  for (int64_t i = 0; i < count; ++i) {
+    if (addresses[i] == 0 || sizes[i] < kHeaderBytes) return PDS_ERR_ARGUMENT;
+  }
+  return PDS_OK;
+}
+
+timespec time_of(int64_t ns) {
+  constexpr int64_t kNs = 1000000000;
+  return {static_cast<time_t>(ns / kNs), static_cast<long>(ns % kNs)};
+}
+
+}  // namespace
+
+extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
+                                   const int64_t *sizes, const char *starts, int64_t count) {
+  if (const int32_t code = check(engine, paths, addresses, sizes, starts, count)) return code;
+  try {
+    const std::vector<const char *> path = each_of(paths, count);
+    std::atomic<bool> all_right{true};
+    engine->engine->crew().each(count, [&](int64_t i) {
+      char *to = reinterpret_cast<char *>(addresses[i]);
+      if (all_right && !read_right(path[i], to, sizes[i], starts + i * kSummedOfHeader)) {
+        all_right = false;
+      }
+    });
+    return all_right ? PDS_OK : PDS_ERR_VALUE;
+  } catch (const std::bad_alloc &) {
+    return PDS_ERR_MEMORY;
+  }
+}
+
+extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *paths,
+                                    const uint64_t *addresses, const int64_t *sizes,
+                                    const char *starts, int64_t count, int64_t *num_written,
+                                    int32_t *why) {
+  if (!temporary || !num_written || !why) return PDS_ERR_ARGUMENT;
+  if (const int32_t code = check(engine, paths, addresses, sizes, starts, count)) return code;
+  *num_written = 0, *why = 0;
+  try {
+    const std::vector<const char *> path = each_of(paths, count);
+    std::vector<std::string> unfinished;
+    for (int64_t i = 0; i < count; ++i) {
+      unfinished.push_back(std::string(temporary) + '-' + std::to_string(i));
+    }
+    const auto write = [&](int64_t i) {
+      char *value = reinterpret_cast<char *>(addresses[i]);
+      return write_path(unfinished[i].c_str(), path[i], value, sizes[i],
+                        starts + i * kSummedOfHeader);
+    };
+    std::atomic<bool> all_written{true};
+    engine->engine->crew().each(count, [&](int64_t i) {
+      if (all_written && write(i) != 0) all_written = false;
+    });
+    if (all_written) return *num_written = count, PDS_OK;
+    // Again in turn: which is the first, and room that unfinished values took beside each other.
+    for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
+    return PDS_OK;
+  } catch (const std::bad_alloc &) {
+    return PDS_ERR_MEMORY;
+  }
+}
+
+extern "C" int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there) {
+  if (!paths || !is_there) return PDS_ERR_ARGUMENT;
+  for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1)
+    is_there[i] = access(paths, F_OK) == 0;
+  return PDS_OK;
+}
+
+extern "C" int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns,
+                                   int64_t until_ns, int64_t *num_leased, int32_t *why) {
+  if (!paths || !num_leased || !why || used_ns < 0 || until_ns < 0) return PDS_ERR_ARGUMENT;
+  const timespec times[2] = {time_of(used_ns), time_of(until_ns)};
+  *num_leased = 0, *why = 0;
+  for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1) {
+    if (utimensat(AT_FDCWD, paths, times, AT_SYMLINK_NOFOLLOW) != 0) {
+      *why = errno;
+      break;
+    }
+    ++*num_leased;
+  }
+  return PDS_OK;
+}
