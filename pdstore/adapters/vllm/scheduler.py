@@ -41,7 +41,7 @@ _PATIENCE_S = 0.001
 class PDStoreConnectorScheduler:
     """Tracks requests: their lookups, loads, saves and hand-offs. One thread calls it.
 
-    Inactive until `set_layouts` gets the workers' layout: until then all misses and nothing is saved.
+    Until `set_layouts` gets the workers' layouts, all misses and nothing is saved.
 
     may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
       engines in which a load that brings too little fails its request.

@@ -168,13 +168,6 @@ def test_the_first_answer_to_a_lookup_is_waited_for(scheduler_of):
     assert scheduler.num_found(asked, 0) == len(PROMPT)
 
 
-def test_a_new_prompt_needs_no_patience_where_the_store_is_memory(scheduler_of, tmp_path):
-    url = f"shm://p?size=8MiB&dir={tmp_path}"
-    scheduler = scheduler_of(store=url, patience_s=0.0)
-    assert scheduler.num_found(request(), 0) == 0
-
-
-@pytest.mark.usefixtures("saved")
 def test_a_request_whose_load_failed_is_not_loaded_again(scheduler_of):
     scheduler, asked = scheduler_of(), request()
     found(scheduler, asked)
