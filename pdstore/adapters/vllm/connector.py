@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -19,6 +20,7 @@ from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError
+from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
@@ -27,22 +29,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook log an exception, count a miss and return `instead()`.
+@contextlib.contextmanager
+def faults_are_misses(hook: str, metrics: Metrics) -> Iterator[None]:
+    """Logs an exception and counts a miss: one that leaves a hook would end the running engine."""
+    try:
+        yield
+    except Exception:  # the border to the engine
+        log.exception("pdstore failed in %s; the engine continues", hook)
+        metrics.miss(Reason.FAULT)
 
-    An exception that leaves a hook would end the running engine.
-    """
+
+def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a hook of the connector return `instead()` where it fails."""
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(hook)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
+            connector: Any = args[0]
+            with faults_are_misses(hook.__name__, connector.metrics):
                 return hook(*args, **kwargs)
-            except Exception:  # the border to the engine
-                log.exception("pdstore failed in %s; the engine continues", hook.__name__)
-                connector: Any = args[0]
-                connector.metrics.miss(Reason.FAULT)
-                return cast("R", instead())
+            return cast("R", instead())
 
         return guarded
 
@@ -154,14 +160,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
         metadata = self.scheduler.build_metadata()
-        self._add_saves(metadata, scheduler_output)
+        with faults_are_misses("build_connector_meta", self.metrics):
+            self.scheduler.add_saves(metadata, scheduler_output)
+            if self._events is not None:
+                self._events.plan(metadata.saves)
         return metadata
-
-    @degrades(lambda: None)
-    def _add_saves(self, metadata: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
-        self.scheduler.add_saves(metadata, scheduler_output)
-        if self._events is not None:
-            self._events.plan(metadata.saves)
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -233,31 +236,29 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
         Where tokens are drafted, vLLM ends steps on the last pipeline stage alone.
         """
-        if self._step.saves:
-            self.worker.finish_saves(self._step)
+        self.worker.open_saves.finish()
 
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker.start_loads(self._step)
+        try:
+            self.worker.start_loads(self._step)
+        finally:
+            self.worker.start_saves(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads are asynchronous."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        if self._step.saves:
-            self._save_layer(layer_name)
-
     @degrades(lambda: None)
-    def _save_layer(self, layer_name: str) -> None:
-        self.worker.layer_done(self._step, layer_name)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        self.worker.open_saves.layer_done(layer_name)
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
         # a runner calls it in a `finally`: then an exception of the forward is under way
         if sys.exc_info()[1] is self._handled:
-            self.worker.finish_saves(self._step)
+            self.worker.open_saves.finish()
         else:
-            self.worker.cancel_saves(self._step)
+            self.worker.open_saves.cancel()
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

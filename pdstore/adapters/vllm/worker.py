@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,9 @@ class _Running:
 
     def watch(self, job: Job, number: int | None = None) -> None:
         self.job = job
-        job.on_end(self._ended if number is None else lambda job: self._ended(job, number))
+        job.on_end(partial(self._ended, number))
 
-    def _ended(self, job: Job, number: int | None = None) -> None:
+    def _ended(self, number: int | None, job: Job) -> None:
         self.end = JobEnd.of(job, self.spec.request_id, number)
 
 
@@ -58,6 +59,8 @@ class PDStoreConnectorWorker:
 
     vLLM's worker thread calls it. Every load is reported, whatever happens: vLLM waits for it
     without a bound.
+
+    open_saves: those of the current step, whose layers the model computes.
     """
 
     def __init__(
@@ -70,8 +73,7 @@ class PDStoreConnectorWorker:
         self._pool: KVPool | None = None
         self._rank_layout: RankLayout | None = None
         self._rows_per_block = 1
-        self._step_saves = _StepSaves()
-        self._opened: PDStoreConnectorMetadata | None = None  # whose saves are open
+        self.open_saves = OpenSaves()
         self._loads: dict[str, _Running] = {}  # by request
         self._saves: dict[int, _Running] = {}  # by number
         self._bad_blocks: set[int] = set()
@@ -110,14 +112,14 @@ class PDStoreConnectorWorker:
         """Begins to load and save with a pool, which `close` closes.
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables fills.
-        layers: names of the first layers of the pool's layout, in order; see `_StepSaves`.
+        layers: names of the first layers of the pool's layout, in order; see `OpenSaves`.
         ends_late: vLLM ends a step only when it has drafted tokens.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
-        self._step_saves = _StepSaves(pool.layout, layers, ends_late=ends_late)
+        self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def ready(self) -> None:
         """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""
@@ -156,35 +158,31 @@ class PDStoreConnectorWorker:
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
             running = self._loads[spec.request_id] = _Running(spec)
             if (plan := spec.plan) is not None:
-                with self._keeping_to_itself(running, Direction.LOAD):
+                with self._starting(running, Direction.LOAD):
                     rows = self._rows(spec.block_ids)
                     job = self.pool.load(
                         plan.keys, rows, first_token=plan.first_token, follow=plan.follow
                     )
                     running.watch(job)
 
-    def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
-        """Begins to save a layer range of a step, behind what is queued on the current stream."""
-        num_layers = self._step_saves.layer_done(name)
-        if num_layers:
-            self._open_saves(metadata)
-            self._step_saves.release(num_layers)
-
-    def finish_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Saves what is left of a step, behind what is queued on the current stream."""
-        try:
-            self._open_saves(metadata)
-        finally:
-            self._opened = None
-            self._step_saves.finish()
-
-    def cancel_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Cancels the saves of a step that failed: not all of its layers are computed."""
-        try:
-            self._open_saves(metadata)  # their ends tell D, and release their blocks
-        finally:
-            self._opened = None
-            self._step_saves.cancel()
+    def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Starts the saves of a step, which read each layer when `open_saves` hears of it."""
+        for spec in metadata.saves:
+            running = self._saves[spec.number] = _Running(spec)
+            plan = spec.plan
+            with self._starting(running, Direction.SAVE, spec.number):
+                save = self.pool.begin_save(
+                    plan.keys,
+                    self._rows(spec.block_ids),
+                    first_token=plan.first_token,
+                    handoff=plan.handoff,
+                    after=self._saves_of(spec.request_id),
+                    starts=plan.starts,
+                )
+                self.open_saves.add(save)
+                running.watch(save.job, spec.number)
+            if running.job is None and plan.handoff is not None:
+                self.pool.abort_handoff(plan.handoff)
 
     def end_loads(self, finished: Collection[str] = ()) -> tuple[set[str], set[str]]:
         """Returns the requests whose load has ended since the last call, and those that failed.
@@ -215,9 +213,9 @@ class PDStoreConnectorWorker:
         report, self._report = self._report, StepReport()
         for number, running in list(self._saves.items()):
             job, spec = running.job, running.spec
-            assert job is not None
             assert isinstance(spec, SaveSpec)
-            is_read = running.end is not None or (job.captured and spec.plan.handoff is None)
+            is_read = job is not None and job.captured and spec.plan.handoff is None
+            is_read = is_read or running.end is not None
             if is_read and not running.is_released:
                 running.is_released = True
                 report.released[number] = 1
@@ -236,10 +234,9 @@ class PDStoreConnectorWorker:
         plan, num_loaded, block_tokens = running.spec.plan, 0, 1
         if self._rank_layout is not None:
             block_tokens = self._rank_layout.block_tokens
-        if plan is not None:
-            end = running.end or JobEnd.fault(Direction.LOAD, running.spec.request_id)
-            self._report.ended.append(end)
-            num_loaded = max(plan.first_token, end.num_tokens)
+        if plan is not None and running.end is not None:
+            self._report.ended.append(running.end)
+            num_loaded = max(plan.first_token, running.end.num_tokens)
             if num_loaded >= plan.num_tokens:
                 return True
         if not self.fails_whole:
@@ -247,48 +244,21 @@ class PDStoreConnectorWorker:
             self._bad_blocks |= {id for id in blocks if id != NO_BLOCK}
         return False
 
-    def _open_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the saves of a step, at the first call for it."""
-        if metadata is self._opened:
-            return
-        self._opened = metadata
-        for spec in metadata.saves:
-            running = _Running(spec)
-            with self._keeping_to_itself(running, Direction.SAVE):
-                self._open_save(spec, running)
-            if running.job is None:
-                self._report.released[spec.number] = 1
-                self._report.ended.append(
-                    JobEnd.fault(Direction.SAVE, spec.request_id, spec.number)
-                )
-                if spec.plan.handoff is not None:
-                    self.pool.abort_handoff(spec.plan.handoff)
-
-    def _open_save(self, spec: SaveSpec, running: _Running) -> None:
-        save = self.pool.begin_save(
-            spec.plan.keys,
-            self._rows(spec.block_ids),
-            first_token=spec.plan.first_token,
-            handoff=spec.plan.handoff,
-            after=self._saves_of(spec.request_id),
-            starts=spec.plan.starts,
-        )
-        self._saves[spec.number] = running
-        running.watch(save.job, spec.number)
-        self._step_saves.add(save)
-
     def _saves_of(self, request_id: str) -> list[Job]:
         saves = self._saves.values()
         return [each.job for each in saves if each.job and each.spec.request_id == request_id]
 
     @contextlib.contextmanager
-    def _keeping_to_itself(self, running: _Running, direction: Direction) -> Iterator[None]:
+    def _starting(
+        self, running: _Running, direction: Direction, number: int | None = None
+    ) -> Iterator[None]:
         """Logs and counts why a job could not begin: the others of its step begin all the same."""
         try:
             yield
         except Exception:
             self._metrics.miss(Reason.FAULT)
             what, name = direction.value, running.spec.request_id
+            running.end = JobEnd.fault(direction, name, number)
             log.exception("a %s of request %s could not begin", what, name)
 
     def _rows(self, block_ids: Tables) -> Tables:
@@ -303,16 +273,16 @@ class PDStoreConnectorWorker:
         ]
 
 
-class _StepSaves:
-    """The open saves of one step, released by layer ranges while the model computes.
+class OpenSaves:
+    """The saves of one step, which save each layer range while the model computes the next ones.
 
     A save reads a layer after the work that was queued on the current stream when the last layer of
-    its range was reported. Layers that are not reported during the step are released by `finish`,
+    its range was reported. Layers that are not reported during the step are saved from `finish` on,
     and workers begin there where the layers are only queued on a device: vLLM's thread has then
     queued all that the answer needs.
 
     layout: of the pool; None while there is none.
-    layers: names of the first layers of its cache, in order, which may be released during the step.
+    layers: names of the first layers of its cache, in order, which may be saved during the step.
     ends_late: steps end late, after drafts: workers begin when the last layer is queued.
     """
 
@@ -336,26 +306,20 @@ class _StepSaves:
         self._computed: set[str] = set()
 
     def add(self, save: OpenSave) -> None:
-        """Adds a save of this step, before any of its layers is released."""
+        """Adds a save of this step, before any of its layers is computed."""
         self._open.append(save)
 
-    def layer_done(self, name: str) -> int:
-        """Counts a layer whose work is queued.
-
-        Returns how many leading layers `release` can be given then: 0 unless this is the last layer
-        of a range, and all before it have been reported.
-        """
-        self._computed.add(name)
-        end = self._ends.get(name, 0)
-        return end if self._computed.issuperset(self._layers[:end]) else 0
-
-    def release(self, num_layers: int) -> None:
-        """Releases the first layers."""
-        for save in self._open:
-            save.layers_done(num_layers, goes_on=self._goes_on)
+    def layer_done(self, name: str) -> None:
+        """Lets a layer range be saved when its last layer is queued, and all before it are."""
+        if self._open:
+            self._computed.add(name)
+            num_layers = self._ends.get(name, 0)
+            if num_layers and self._computed.issuperset(self._layers[:num_layers]):
+                for save in self._open:
+                    save.layers_done(num_layers, goes_on=self._goes_on)
 
     def finish(self) -> None:
-        """Releases all layers and ends the step. Cancels the saves that cannot be released."""
+        """Lets all that is left be saved, and ends the step. Cancels what cannot be."""
         try:
             while self._open:
                 self._open[-1].layers_done(self._num_layers)
@@ -364,7 +328,10 @@ class _StepSaves:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the step and cancels the saves that are still open."""
+        """Ends the step and cancels the saves that are still open: not all layers are computed.
+
+        Their ends tell D, and release their blocks.
+        """
         for save in self._open:
             save.job.cancel()
         self._open.clear()

@@ -19,11 +19,19 @@ from tests.support.seal_key import write_seal_key
 IDS = list(range(1, 21))
 
 
+def begin_saves(worker, *saves):
+    worker.start_saves(PDStoreConnectorMetadata(saves=list(saves)))
+
+
+def save(worker, *saves):
+    """Saves in a step whose layers are not reported."""
+    begin_saves(worker, *saves)
+    worker.open_saves.finish()
+
+
 def test_a_save_is_released_once_and_then_forgotten(worker, instance):
     keys = instance.cache.keys(range(200))
-    worker.finish_saves(
-        PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", SavePlan(keys, 0), [IDS])])
-    )
+    save(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
     released = 0
 
     def is_forgotten():
@@ -103,9 +111,7 @@ def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp
     worker = PDStoreConnectorWorker(sealed, config, cache, instance.pool.metrics)
     worker.register({})
     keys = PromptKeys(worker.pool.namespace).extend(range(200))
-    worker.finish_saves(
-        PDStoreConnectorMetadata(saves=[SaveSpec(7, "r", SavePlan(keys, 0), [IDS])])
-    )
+    save(worker, SaveSpec(7, "r", SavePlan(keys, 0), [IDS]))
     eventually(lambda: [worker.pop_report()] and worker.is_idle)
     worker.close()
     values = [path.read_bytes() for path in (tmp_path / "pool").glob("??/pds1:*:0:0:*")]
@@ -130,32 +136,30 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store
     keys = instance.cache.keys(range(128))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
     whole = keys.store_keys(instance.namespace.parts)
-    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", SavePlan(keys, 0), [IDS])])
-    worker.layer_done(step, "a")
-    worker.layer_done(step, "b")
+    begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
+    worker.open_saves.layer_done("a")
+    worker.open_saves.layer_done("b")
     eventually(lambda: store.match(first) == len(first))
     assert store.match(whole) < len(whole), "layer c is not computed yet"
     assert worker.pop_report() is None, "the blocks are still needed"
-    worker.layer_done(step, "c")
-    worker.finish_saves(step)
+    worker.open_saves.layer_done("c")
+    worker.open_saves.finish()
     eventually(lambda: store.match(whole) == len(whole))
 
 
 def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, monkeypatch):
-    """A save may end before its forward: begun behind that, the hand-off's beats never ended."""
     monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
     worker, instance = ranged
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
-    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", plan, [IDS])])
-    worker.layer_done(step, "a")
-    assert instance.pool.num_jobs == 0, "the forward begins without work of ours"
-    worker.layer_done(step, "b")
+    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
+    worker.open_saves.layer_done("a")
+    worker.open_saves.layer_done("b")
     started = [handoff.started(instance.namespace)]
     eventually(lambda: store.match(started))
     assert not store.match([handoff.done(instance.namespace, 0)])
-    worker.layer_done(step, "c")
-    worker.finish_saves(step)
+    worker.open_saves.layer_done("c")
+    worker.open_saves.finish()
     eventually(lambda: store.match([handoff.done(instance.namespace, 0)]))
 
 
@@ -168,8 +172,8 @@ def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monke
     instance.pool.close()  # it refuses what comes now
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
-    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", plan, [IDS])])
-    worker.finish_saves(step)
+    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
+    worker.open_saves.finish()
     assert heard[0] == "begin"
     assert heard[-1] == "end"
 
@@ -177,19 +181,19 @@ def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monke
 def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
     worker, instance = ranged
     keys = instance.cache.keys(range(128))
-    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", SavePlan(keys, 0), [IDS])])
-    worker.finish_saves(step)
+    begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
+    worker.open_saves.finish()
     whole = keys.store_keys(instance.namespace.parts)
     eventually(lambda: store.match(whole) == len(whole))
 
 
 def test_a_save_that_cannot_begin_takes_no_other_with_it(worker, instance, caplog):
     keys, bad, good = instance.cache.keys(range(200)), HandoffId.new(), HandoffId.new()
-    saves = [
+    save(
+        worker,
         SaveSpec(1, "bad", SavePlan(keys, 0, bad), [[999] * 20]),
         SaveSpec(2, "good", SavePlan(keys, 0, good), [IDS]),
-    ]
-    worker.finish_saves(PDStoreConnectorMetadata(saves=saves))
+    )
     ends = [bad.failed(instance.namespace), good.done(instance.namespace, 0)]
     eventually(lambda: all(instance.store.match([end]) for end in ends))
     eventually(lambda: worker.pop_report() is None and worker.is_idle)
