@@ -117,6 +117,9 @@ NEVER = {
     "store_capacity_bytes": "this redis has no maxmemory",
     "follows": "P computes a tiny prompt before D can follow it",
     "follow_estimate_seconds": "P computes a tiny prompt before D can follow it",
+    "decisions": "nothing is decided where all is loaded",
+    "estimated_seconds": "nothing is decided where all is loaded",
+    "decided_seconds": "nothing is decided where all is loaded",
     "hung_store_calls": "the gate holds the connection, which is closed at its time",
 }
 """Metrics that this pair does not move, whatever is done to it."""
@@ -136,8 +139,7 @@ def test_no_metric_is_dead(pair):
         scrape()
         return all(most.get(f"pdstore_{name}") for name in names)
 
-    ask(pair.d, new_prompt(LONG), 1)  # estimates need a prompt that was computed, and a load
-    eventually(lambda: handed_over(pair) and is_seen("estimated_seconds_count"), ANSWER_S)
+    eventually(lambda: handed_over(pair), ANSWER_S)
     pair.p_gate.hold(SAVE)
     for _ in range(4):
         prefill(pair.p, new_prompt(LONG))
