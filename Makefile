@@ -44,7 +44,7 @@ packages:
 	@PYTHON='$(PYTHON)' scripts/system_packages.sh $(NEEDS)
 
 native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say what it is
-	@$(BIN)/python -m pdstore native
+	@$(BIN)/python -c 'from pdstore.native.build import find_library; print(find_library(with_cuda=True))'
 
 demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vllm STORE=file|redis|mooncake)
 	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.command import parser_of, run
-from pdstore.cli.report import Report, seconds_of
+from benchmarks.report import Report, seconds_of
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import load_library
 from pdstore.settings import read_settings

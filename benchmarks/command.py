@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pdstore.cli.report import Report
+from benchmarks.report import Report
 from pdstore.errors import PDStoreError
 
 

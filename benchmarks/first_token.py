@@ -29,9 +29,9 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import parser_of, run
+from benchmarks.report import Report
 from examples.demo.processes import Processes
-from pdstore.cli.ports import free_ports
-from pdstore.cli.report import Report
+from examples.ports import free_ports
 
 COLUMNS = ["asked", "tokens", "prefill, ms", "P's token, ms", "beyond, ms", "D's token, ms"]
 LETTERS = [chr(code) for code in range(33, 127)]

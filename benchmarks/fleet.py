@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.command import run
+from benchmarks.report import Report
 from benchmarks.trace.replay import Clock, Fleet
 from benchmarks.trace.requests import read_trace
-from pdstore.cli.report import Report
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from statistics import median
 
 from benchmarks.command import parser_of, run
-from pdstore.cli.report import Report, seconds_of
+from benchmarks.report import Report, seconds_of
 from pdstore.errors import MissingExtra
 from pdstore.format.keys import PromptKeys, int32_bytes
 from pdstore.format.namespace import Namespace, Part

@@ -27,7 +27,7 @@ from statistics import median, quantiles
 from typing import Any, cast
 
 from benchmarks.raw import RawMooncake
-from pdstore.cli.report import seconds_of
+from benchmarks.report import seconds_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings

@@ -32,7 +32,7 @@ from benchmarks.chaos.prompts import make_checkpoint, make_prompts
 from benchmarks.chaos.reference import answers_of_one
 from benchmarks.chaos.spawner import open_spawner
 from benchmarks.chaos.stage import Options, Stage, open_stage, tail_of
-from pdstore.cli.report import machine
+from benchmarks.report import machine
 
 _TIGHT = Options(
     env={

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.command import parser_of, run
+from benchmarks.report import Report
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager
-from pdstore.cli.report import Report
 from pdstore.native.library import load_library
 from pdstore.settings import Settings, read_settings
 from pdstore.worker.block_range import RANGE_BYTES

@@ -21,8 +21,8 @@ from statistics import median
 
 import torch
 
+from benchmarks.report import Report
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, Settings, open_store
-from pdstore.cli.report import Report
 from pdstore.settings import read_settings
 
 ENGINE_BLOCK = 16
@@ -67,7 +67,7 @@ class Cache:
             native=given.native,
             native_mode=given.native_mode,
             weights="random",
-            save_deadline_s=60,
+            deadline_s=60,
         )
 
     @contextmanager

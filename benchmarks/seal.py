@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.command import parser_of, run
-from pdstore.cli.report import Report, seconds_of
+from benchmarks.report import Report, seconds_of
 from pdstore.format.envelope import ENVELOPE_BYTES, SEAL_KEY_BYTES, Envelopes
 from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings

@@ -27,10 +27,10 @@ from typing import NamedTuple
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import parser_of, run
 from benchmarks.first_token import LETTERS, letters
+from benchmarks.report import Report
 from examples.demo.client import ask, counters, is_healthy
 from examples.demo.processes import DemoError, Processes
-from pdstore.cli.ports import free_ports
-from pdstore.cli.report import Report
+from examples.ports import free_ports
 
 COLUMNS = ["tokens", "asked", "first token, ms", "from", "to", "beyond alone, ms", "D loaded"]
 COLUMNS += ["began with P's"]

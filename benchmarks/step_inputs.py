@@ -16,12 +16,12 @@ from statistics import median
 import torch
 
 from benchmarks.checkpoint import Shape, make_model
+from benchmarks.report import Report
 from examples.mini_engine.attention import Chunk, Step
 from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request
-from pdstore.cli.report import Report
 from pdstore.settings import read_settings
 
 COLUMNS = ["tokens each", "requests", "inputs, ms", "whole step, ms", "most to gain, %"]

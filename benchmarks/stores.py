@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks.command import parser_of, run
 from benchmarks.raw import Raw, raw_of
-from pdstore.cli.report import Report, seconds_of
+from benchmarks.report import Report, seconds_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings

@@ -27,7 +27,7 @@ from typing import Any
 from examples.demo.client import Answer, ask, counters, is_healthy
 from examples.demo.mooncake_pool import start_mooncake
 from examples.demo.processes import Processes
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 
 NONE, OURS, THEIRS = "none", "pdstore", "MooncakeStoreConnector"
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.command import parser_of, run
-from pdstore.cli.report import Report
+from benchmarks.report import Report
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey

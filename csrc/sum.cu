@@ -14,8 +14,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxGrid = 128;
 constexpr int kQuarters = 4;
-constexpr int kUnroll = 8;    // words of a thread on their way
-constexpr int kStripes = 16;  // until the lanes are scrambled; four times in a chunk
+constexpr int kUnroll = 8;   // words of a thread on their way
+constexpr int kRounds = 16;  // until the lanes are scrambled; four times in a chunk
 
 __device__ uint64_t product_of(uint64_t x, uint64_t y) { return x * y ^ __umul64hi(x, y); }
 
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t word = number * kChunkWords + quarter;
     Quarter state{p.start[2 * quarter], p.start[2 * quarter + 1]};
     Place place{0, 0};
-    for (int stripe = 0; stripe < 4 * kStripes; stripe += kUnroll) {
+    for (int round = 0; round < 4 * kRounds; round += kUnroll) {
       uint4 held[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u, word += kQuarters) {
@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const bool is_last = stripe + u == 4 * kStripes - 1;
-        const int n = (stripe + u) % kStripes;
+        const bool is_last = round + u == 4 * kRounds - 1;
+        const int n = (round + u) % kRounds;
         state.add(held[u].x | uint64_t{held[u].y} << 32, held[u].z | uint64_t{held[u].w} << 32,
                   is_last ? p.last[2 * quarter] : keys[n],
                   is_last ? p.last[2 * quarter + 1] : keys[n + 1]);
       }
-      if (stripe % kStripes == kStripes - kUnroll && stripe < 3 * kStripes) {
-        state.scramble(keys[kStripes], keys[kStripes + 1]);
+      if (round % kRounds == kRounds - kUnroll && round < 3 * kRounds) {
+        state.scramble(keys[kRounds], keys[kRounds + 1]);
       }
     }
     uint64_t sum = product_of(state.a ^ p.merge[2 * quarter], state.b ^ p.merge[2 * quarter + 1]);

@@ -3,6 +3,7 @@
 from pdstore.async_runner import AsyncRunner
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, SavePlan
+from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     BadValue,
     ConfigError,
@@ -48,7 +49,6 @@ from pdstore.store.connect import check_store
 from pdstore.worker.job import Job
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
-from pdstore.worker.self_test import self_test
 from pdstore.worker.swap import (
     BlockCopy,
     BlockCopyPlan,

@@ -154,11 +154,8 @@ class Settings(BaseSettings):
         "compute",
         description="Where a hand-off falls short, `compute` the rest, or `fail` the request.",
     )
-    save_deadline_s: Seconds = Field(
-        5.0, description="Time of a save, plus one second per GB of it."
-    )
-    load_deadline_s: Seconds = Field(
-        5.0, description="Time of a load, plus one second per GB of it."
+    deadline_s: Seconds = Field(
+        5.0, description="Time of a save or a load, plus one second per GB of it."
     )
     lookup_wait_s: Seconds = Field(
         1.0, description="How long a prompt without a hand-off waits for the store's answer."

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.cli.settings_table import settings_table
-from pdstore.telemetry.advice import advice_table
-from pdstore.telemetry.metric_table import metrics_table
+from tests.docs.tables import advice_table, metrics_table, settings_table
 from tests.test_modules import FLOORS
 
 ROOT = Path(__file__).parent.parent

@@ -25,10 +25,9 @@ MAX_LINES = {"pdstore": 450, "examples": 450, "benchmarks": 450, "integrations":
 MAX_LINES_OF_AN_INTEGRATION = 980
 MAX_LINES_OF_A_FUNCTION = 40
 MAX_FILES = {
-    "pdstore/cli": 28,
     "pdstore/scheduler": 17,
     "pdstore/store": 20,
-    "pdstore/worker": 42,
+    "pdstore/worker": 41,
 }
 """Files of the folders that have more than `MAX_FILES_OF_A_FOLDER`. A change may lower a number."""
 MAX_FILES_OF_A_FOLDER = 15
@@ -36,19 +35,19 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 27_300,
-    "files": 232,
-    "small modules": 56,
-    "statements": 16_800,
-    "classes": 327,
+    "lines": 26_500,
+    "files": 209,
+    "small modules": 46,
+    "statements": 16_350,
+    "classes": 320,
     "protocols": 22,
     "packed assignments": 106,
     "modules in circles": 9,
     "overloaded method names": 17,
     "lines of native sources": 5_760,
-    "lines of tests": 46_200,
+    "lines of tests": 45_650,
     "nightly marks": 38,
-    "lines of benchmarks, examples and integrations": 16_650,
+    "lines of benchmarks, examples and integrations": 16_600,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

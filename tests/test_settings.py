@@ -97,7 +97,7 @@ def test_an_unknown_variable_like_nothing_points_to_the_table(monkeypatch):
         ("PD_TRANSFER_VIA_STORAGE", "perhaps"),
         ("PDSTORE_DRAIN_S", "inf"),
         ("PDSTORE_DRAIN_S", "1e300"),
-        ("PDSTORE_LOAD_DEADLINE_S", "nan"),
+        ("PDSTORE_DEADLINE_S", "nan"),
     ],
 )
 def test_a_bad_value_names_its_variable(monkeypatch, name, value):
@@ -112,7 +112,7 @@ def test_a_bad_value_names_its_variable(monkeypatch, name, value):
         ("PD_TRANSFER_VIA_STORAGE", "yess", "write 1 or 0"),
         ("PDSTORE_STAGING", "1XB", "write a size like 1GiB"),
         ("PDSTORE_STAGING", "lots", "write a size like 1GiB"),
-        ("PDSTORE_LOAD_DEADLINE_S", "5s", "write a number of seconds"),
+        ("PDSTORE_DEADLINE_S", "5s", "write a number of seconds"),
         ("PDSTORE_WORKERS", "four", "write a whole number"),
         ("PDSTORE_TRACES", "localhost:4318", "write a URL like http://"),
     ],

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.chaos.campaign import Campaign, Shape
 from benchmarks.chaos.engines import ENGINES
 from benchmarks.chaos.pools import POOLS
-from pdstore.cli.report import machine
+from benchmarks.report import machine
 
 QUICK = Shape(round_s=2.0, rounds_per_stage=1, num_prompts=12)
 

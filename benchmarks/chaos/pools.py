@@ -19,7 +19,7 @@ import httpx
 from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.spawner import Child, Spawner
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 from pdstore.errors import StoreFull
 from pdstore.format.keys import POOL_ID_KEY
 from pdstore.settings import read_settings

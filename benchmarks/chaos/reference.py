@@ -11,7 +11,7 @@ from benchmarks.chaos.asking import Answer, ask
 from benchmarks.chaos.engines import ENGINES, Engine
 from benchmarks.chaos.spawner import Spawner
 from benchmarks.chaos.stage import wait_ready
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 
 
 async def answers_of_one(

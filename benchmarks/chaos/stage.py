@@ -17,7 +17,7 @@ from benchmarks.chaos.pools import Pool
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.spawner import Child, Spawner
 from benchmarks.chaos.wall_clock import WallClock
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 
 _READY_S = 60.0
 _LINKS = (
@@ -31,8 +31,7 @@ _ENVIRONMENT = {
     "PDSTORE_STAGING": "4MiB",
     "PDSTORE_WORKERS": "3",
     "PDSTORE_HANDOFF_WAIT_S": "1",
-    "PDSTORE_SAVE_DEADLINE_S": "1",
-    "PDSTORE_LOAD_DEADLINE_S": "1",
+    "PDSTORE_DEADLINE_S": "1",
     "PDSTORE_LOOKUP_WAIT_S": "0.5",
     "PDSTORE_BREAKER_OPEN_S": "0.1",
     "PDSTORE_BREAKER_MAX_S": "0.5",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.command import run
 from benchmarks.decide.machine import Machine
-from pdstore.cli.report import Report
+from benchmarks.report import Report
 from pdstore.scheduler.break_even import Mode
 
 STORES_GB_S = (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 25.0)

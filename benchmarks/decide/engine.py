@@ -19,10 +19,10 @@ from statistics import median
 
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import run
+from benchmarks.report import Report
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.request import Finish, Request, Token
-from pdstore.cli.report import Report
 from pdstore.settings import read_settings
 
 COLUMNS = ["store_mb_s", "at_once", "tokens", "load_s", "compute_s", "auto_s", "auto_decided"]
@@ -124,8 +124,7 @@ def open_engine(model: Path, role: str, url: str, load: str) -> Engine:
         store=url,
         load=load,
         weights="random",
-        load_deadline_s=60,
-        save_deadline_s=60,
+        deadline_s=60,
     )
     config = Config(
         model=model,

@@ -35,9 +35,9 @@ from benchmarks.handoff.floor import measure_floor
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run
+from benchmarks.report import machine
 from examples.demo.pools import open_pool
 from examples.demo.processes import Processes
-from pdstore.cli.report import machine
 
 SMALL: dict[str, Any] = {
     **{"stores": ["file"], "tokens": [1024, 4096], "rounds": 3, "layers": 4, "hidden": 256},
@@ -126,14 +126,8 @@ def parse() -> argparse.Namespace:
         default=[16],
         help="tokens of a block of the pairs, for vLLM on GPUs; the lone instance has the first",
     )
-    parser.add_argument("--trees", nargs="+", metavar="NAME=DIR", help="checkouts to compare")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
-    parser.add_argument(
-        "--control",
-        action="store_true",
-        help="time prefills by a second instance without a pool, and by one with an idle connector",
-    )
-    _add_checks(parser)
+    _add_comparisons(parser)
     parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -147,7 +141,13 @@ def parse() -> argparse.Namespace:
     return given
 
 
-def _add_checks(parser: argparse.ArgumentParser) -> None:
+def _add_comparisons(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trees", nargs="+", metavar="NAME=DIR", help="checkouts to compare")
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="time prefills by a second instance without a pool, and by one with an idle connector",
+    )
     parser.add_argument(
         "--check",
         type=int,

@@ -13,10 +13,10 @@ from statistics import median
 import torch
 
 from benchmarks.command import parser_of, run
+from benchmarks.report import Report
 from benchmarks.swap.beside import Beside
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
-from pdstore.cli.report import Report
 from pdstore.native.abi import CopyPath
 from pdstore.outcome import Direction
 from pdstore.worker.swap.native import NativeSwap

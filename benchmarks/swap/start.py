@@ -14,9 +14,9 @@ from statistics import median
 import torch
 
 from benchmarks.command import parser_of, run
+from benchmarks.report import Report
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import seconds
-from pdstore.cli.report import Report
 from pdstore.native.library import Library, address_of
 from pdstore.worker.pinned_memory import PinnedMemory, spans_of
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from benchmarks.report import Report
 from benchmarks.swap.bench import SHAPES, speed_of
 from benchmarks.swap.beside import keep_busy, pump, readback
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
-from pdstore.cli.report import Report
 from pdstore.native.abi import CopyPath
 
 MIB = 1 << 20

@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 from benchmarks.command import run
+from benchmarks.report import Report
 from benchmarks.trace.replay import Clock, Fleet, replay
 from benchmarks.trace.requests import read_trace
-from pdstore.cli.report import Report
 
 COLUMNS = [
     *("instances", "caches", "tokens of room each", "publish lag, s"),

@@ -18,7 +18,7 @@ from examples.demo.prompts import Prompt, first_turn, question, whole_blocks
 from examples.demo.report import Run, Runs
 from examples.demo.row import Row
 from examples.demo.status import say, show
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 
 SWITCH = "PD_TRANSFER_VIA_STORAGE"
 MAX_TOKENS = 16

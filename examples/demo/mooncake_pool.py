@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from examples.demo.processes import DemoError, Processes
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 
 _START_S = 20.0
 _CONNECT_S = 0.5

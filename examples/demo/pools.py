@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from examples.demo.mooncake_pool import start_mooncake
 from examples.demo.processes import DemoError, Processes
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 from pdstore.errors import ConfigError
 from pdstore.store.url import StoreURL
 

@@ -1,21 +1,33 @@
-"""`pdstore ls` and `du`: a pool's values, one by one and by namespace."""
+"""`pdstore ls`, `du`, `inspect` and `purge`: the values of a pool, seen and forgotten."""
 
 from __future__ import annotations
 
 from heapq import nsmallest
 from math import inf
 
-from pdstore.cli.answer import Answer, busy, muted, table
-from pdstore.cli.open_pool import open_pool
-from pdstore.cli.quantity import age, count, counted, size
-from pdstore.cli.stored_key import StoredKey
-from pdstore.cli.survey import NamespaceUse, survey
-from pdstore.format.keys import Kind
-from pdstore.format.namespace import Json
+from pdstore.cli.answer import Answer, age, busy, count, counted, muted, size, table
+from pdstore.cli.pool_view import (
+    Found,
+    NamespaceUse,
+    OpenPool,
+    StoredKey,
+    open_any,
+    open_pool,
+    survey,
+)
+from pdstore.errors import ConfigError
+from pdstore.format.keys import BlockKey, Kind
+from pdstore.format.namespace import Json, prefix_of
+from pdstore.outcome import Reason
 from pdstore.store.base import MAX_KEY_CHARS
 from pdstore.store.find import find_optional
 from pdstore.store.optional import ALL_KEYS, StoredValue, TellsRoom
 
+_UNREADABLE = {
+    Reason.CORRUPT: "damaged: its checksum is wrong",
+    Reason.OTHER_SEAL: "sealed with a key that is not in PDSTORE_SEAL_KEY_FILE",
+    Reason.FORGED: "damaged or forged: its seal is broken",
+}
 DIGITS = 12
 """Digits of a namespace that people are shown: enough to tell those of a pool apart."""
 
@@ -94,3 +106,117 @@ def _document(use: NamespaceUse) -> Json:
         "youngest_s": use.youngest_s,
         "oldest_s": use.oldest_s,
     }
+
+
+def inspect(url: str | None, text: str) -> Answer:
+    """Reads one value and compares its header with its key. Status 1 if it is missing or wrong.
+
+    text: a key, or a piece that only one key has.
+    Raises ConfigError.
+    """
+    with open_pool(url) as pool:
+        listed = _value_of(pool, text)
+        key = listed.key if listed else BlockKey(text)
+        said = StoredKey.of(key)
+        if said is None:
+            raise ConfigError(
+                f"{text!r} is in no key of pdstore's in {pool.store.label}: `pdstore ls` shows them"
+            )
+        found = pool.read(key)
+    verdict = _verdict(said, found)
+    facts: dict[str, Json] = {"key": key, "kind": said.kind.value, "verdict": verdict}
+    if found is not None:
+        facts["bytes"] = found.num_bytes
+        facts["age_s"] = listed.age_s if listed else None
+        if found.header is not None:
+            facts |= {
+                name: value.hex() if isinstance(value, bytes) else value
+                for name, value in found.header._asdict().items()
+            }
+    rows = [[name, _shown(name, value)] for name, value in facts.items()]
+    return Answer(facts, [table(["", ""], rows)], status=int(verdict != "right"))
+
+
+def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
+    """Returns the one value whose key is, or has in it, `text`; None if there is none.
+
+    Raises ConfigError if there are several.
+    """
+    with busy(f"listing {pool.store.label}"):
+        meant = [value for value in pool.lists.stored_values() if text in value.key]
+    exact = [value for value in meant if value.key == text]
+    if len(meant) > 1 and not exact:
+        raise ConfigError(f"{len(meant)} keys have {text!r} in them, {meant[0].key} is one")
+    return next(iter(exact or meant), None)
+
+
+def _verdict(said: StoredKey, found: Found | None) -> str:
+    if found is None:
+        return "missing"
+    if found.header is None:
+        return (
+            _UNREADABLE.get(found.reason or Reason.CORRUPT, "damaged") + ", and nobody will use it"
+        )
+    header = found.header
+    tokens = header.num_tokens if said.num_tokens is None else said.num_tokens
+    same = said.kind is Kind.POOL or (
+        (header.namespace.hex(), header.prefix_hash.hex()) == (said.namespace, said.name)
+        and (header.group, header.shard, header.num_tokens) == (said.group, said.shard, tokens)
+    )
+    return "right" if same else "foreign: whole, but of another key, and nobody will use it"
+
+
+def _shown(name: str, value: Json) -> str:
+    if name == "age_s":
+        return f"{age(value if isinstance(value, float) else None)} since its last use"
+    if name.endswith("bytes") and isinstance(value, int):
+        return f"{value:,} ({size(value)})"
+    return str(value)
+
+
+def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
+    """Clears the one namespace whose hex digits begin so; a rehearsal only counts.
+
+    Raises ConfigError if the pool has none or several, which names them; and for less than all
+    digits where the store cannot list its values.
+    """
+    with open_any(url) as (_, store, lists):
+        label = store.label
+        with busy(f"listing {label}"):
+            use = _namespace_of(survey(lists.stored_values()) if lists else None, beginning, label)
+        if not is_rehearsal:
+            with busy(f"clearing {use.hex}"):
+                store.clear(use.hex)
+    counts = f"{counted(use.num_values, 'value')}, {size(use.num_bytes)}," if lists else "all"
+    what = f"{counts} of {use.hex} in {label}"
+    line = f"would forget {what} (--dry-run)" if is_rehearsal else f"forgot {what}"
+    document: Json = {
+        "store": label,
+        "namespace": use.hex,
+        "num_values": use.num_values if lists else None,
+        "bytes": use.num_bytes if lists else None,
+        "cleared": not is_rehearsal,
+    }
+    return Answer(document, [line])
+
+
+def _namespace_of(uses: list[NamespaceUse] | None, beginning: str, label: str) -> NamespaceUse:
+    """Returns the one namespace that is meant. Raises ConfigError."""
+    if len(beginning) == 32:
+        try:
+            prefix_of(beginning)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return next((use for use in uses or () if use.hex == beginning), NamespaceUse(beginning))
+    if uses is None:
+        raise ConfigError(
+            f"{label} cannot list its namespaces: give all 32 digits, which are in the first line"
+            " of P's and D's log and in pdstore_info"
+        )
+    meant = [use for use in uses if use.hex.startswith(beginning)]
+    if len(meant) == 1:
+        return meant[0]
+    known = ", ".join(use.hex for use in (meant or uses)[:8]) or "none"
+    raise ConfigError(
+        f"{label}: {len(meant)} namespaces begin with {beginning!r}; those there: {known}"
+    )

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from pdstore.cli.printable import printable
 from pdstore.errors import PDStoreError
 
 _OK, _BAD_USE, _INTERRUPTED = 0, 2, 130
@@ -41,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else _OK
     return _OK
+
+
+def printable(text: str) -> str:
+    """Returns text with a `?` for each control character but line ends.
+
+    Whoever may write to a pool chooses keys, and a key may be an instruction to a terminal.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def drop_output() -> None:

@@ -97,10 +97,3 @@ ADVICE: dict[Reason, Advice] = {
     ),
 }
 """Every reason has an entry."""
-
-
-def advice_table() -> str:
-    """Returns the Markdown table of the reasons."""
-    rows = ["| reason | means | look at |", "|---|---|---|"]
-    rows += [f"| `{reason.value}` | {a.means} | {a.look_at} |" for reason, a in ADVICE.items()]
-    return "\n".join(rows)

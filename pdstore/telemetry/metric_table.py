@@ -137,21 +137,3 @@ METRICS: dict[str, Metric] = {
     )
 }
 """Every metric, by its name in this table, which is also its attribute of `Metrics`."""
-
-
-def metrics_table() -> str:
-    """Returns the Markdown table of the metrics."""
-    rows = ["| metric | labels | |", "|---|---|---|"]
-    for metric in METRICS.values():
-        text = metric.text if metric.kind is not Kind.HISTOGRAM else f"histogram: {metric.text}"
-        labels = ", ".join(_label(name, values) for name, values in metric.labels.items())
-        rows.append(f"| `{metric.shown_name}` | {labels} | {text} |")
-    return "\n".join(rows)
-
-
-def _label(name: str, values: Sequence[str]) -> str:
-    if not values or values == REASONS:
-        return f"`{name}`"
-    if values == ("ok", *REASONS):
-        return f"`{name}` (`ok` or a reason)"
-    return f"`{name}` ({', '.join(f'`{value}`' for value in values)})"

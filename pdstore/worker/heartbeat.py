@@ -33,7 +33,7 @@ class Heartbeat:
         is_first = 0 in layout.owned_shards and 0 in layout.held_layers
         self._is_mine = settings.publish and is_first
         is_alone = len(layout.owned_shards) == layout.grid_shards and layout.num_stages == 1
-        self._linger_s = 0.0 if is_alone else settings.save_deadline_s
+        self._linger_s = 0.0 if is_alone else settings.deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
         self._beats: dict[str, Beats] = {}
         self._due_at: float | None = None

@@ -55,7 +55,7 @@ class Markers:
         return handoff.started(self._namespace), marker
 
     def _put(self, key: BlockKey, marker: Header) -> Job:
-        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.save_deadline_s
+        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.deadline_s
         run = JobRun(Direction.SAVE, work, num_bytes=0, seconds=seconds, urgency=Urgency.MARKER)
         if not self._settings.publish:
             return self._queue.reject(run, ReadOnly("PDSTORE_PUBLISH=0"))

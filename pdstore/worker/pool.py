@@ -171,7 +171,7 @@ class KVPool:
             Direction.SAVE,
             work,
             num_bytes=num_bytes,
-            seconds=self._settings.save_deadline_s + most_bytes / _BYTES_PER_S,
+            seconds=self._settings.deadline_s + most_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
         )
         self._saves.add(run.job)
@@ -263,7 +263,7 @@ class KVPool:
             Direction.LOAD,
             work,
             num_bytes=num_bytes,
-            seconds=wait_s + self._settings.load_deadline_s + num_bytes / _BYTES_PER_S,
+            seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
         if follow is None:

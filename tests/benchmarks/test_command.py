@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks.command import run
-from pdstore.cli.report import Report
+from benchmarks.report import Report
 
 
 def test_a_file_that_cannot_be_written_ends_it_before_it_has_measured(tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.docs.commands import ROOT
 
 SHAPE = {

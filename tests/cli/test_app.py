@@ -12,7 +12,7 @@ from pdstore.format.namespace import FORMAT_VERSION
 
 def test_every_command_has_a_line_of_help_and_json(capsys):
     commands = typer.main.get_command(app).commands
-    assert {"ls", "du", "inspect", "purge", "doctor", "native", "calc"} <= set(commands)
+    assert set(commands) == {"ls", "du", "inspect", "purge", "doctor", "explain"}
     for name, command in commands.items():
         assert command.help, name
         assert "json" in {parameter.name for parameter in command.params}, name

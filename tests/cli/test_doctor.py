@@ -87,7 +87,7 @@ def test_a_full_file_system_has_the_remedy_of_its_cause(file_url):
 
 @pytest.mark.parametrize(("gpu", "level"), [("B200", "warn"), ("L4", "ok")])
 def test_the_break_even_is_a_verdict_on_this_store(gpu, level, tmp_path, file_url):
-    from pdstore.cli.break_even import Machine
+    from pdstore.sizing import Machine
 
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_8B))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
-import subprocess
-import sys
 
 import pytest
 import typer
 from prometheus_client import start_http_server
 
+from pdstore import sizing
 from pdstore.cli.app import app
 from pdstore.cli.main import main
 from pdstore.format.namespace import Json
@@ -20,12 +18,13 @@ from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.connect import read_pool_id
-from tests.cli.published import MODELS
 from tests.docs.commands import ROOT, commands
-from tests.support.child import child
+from tests.support.published_models import MODELS
 
 PAGE = (ROOT / "docs" / "cli.md").read_text()
-COMMANDS = [command.line for command in commands() if command.line.startswith("pdstore ")]
+LINES = [command.line for command in commands()]
+COMMANDS = [line for line in LINES if line.startswith("pdstore ")]
+SIZES = [line for line in LINES if line.startswith("python -m pdstore.sizing ")]
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_the_page_has_every_command():
     assert shown == set(typer.main.get_command(app).commands)
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if " up " not in line])
+@pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_a_page_runs(line, place, instance, monkeypatch, capsys):
     line = re.sub(r":8[12]0[01]\b", f":{instance}", line)
     program, *arguments = shlex.split(line)
@@ -67,11 +66,8 @@ def test_a_command_of_a_page_runs(line, place, instance, monkeypatch, capsys):
     assert out
 
 
-def test_the_servers_of_the_page_start():
-    [line] = [line for line in COMMANDS if " up " in line]
-    command = [sys.executable, "-m", *shlex.split(line)]
-    with child(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("export PDSTORE_STORE=")
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 0
+@pytest.mark.parametrize("line", SIZES)
+def test_a_pages_sizes_are_computed(line, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    assert sizing.main(shlex.split(line)[3:]) == 0
+    assert capsys.readouterr().out

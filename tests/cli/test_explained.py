@@ -6,13 +6,15 @@ import json
 
 import pytest
 
-from pdstore.cli.explained import Question, explain
+from pdstore.cli.explained import Question, cover_of, explain
+from pdstore.cli.pool_view import NamespaceUse
 from pdstore.errors import ConfigError
 from pdstore.format import block
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Part
 from pdstore.settings import read_settings
 from pdstore.store import open_store
+from pdstore.store.optional import StoredValue
 from pdstore.testing.values import put
 from tests.cli.conftest import PROMPT
 from tests.support.command import namespace_of, run, run_json, save
@@ -101,3 +103,42 @@ def test_a_pool_of_many_namespaces_is_not_tried_whole_but_for_the_one_that_is_me
 def test_what_is_no_prompt_is_refused(file_url, question):
     with pytest.raises(ConfigError, match="--ids"):
         explain(file_url, question)
+
+
+NAMESPACE = namespace_of("any", parts=(Part(0, 0), Part(0, 1)))
+KEYS = PromptKeys(NAMESPACE).extend(range(70))  # four blocks of 16 and a tail of 6
+
+
+def covered(*missing):
+    """The cover of a prompt of which all but some (block, part) are stored, for block seconds."""
+    names = KEYS.store_keys(NAMESPACE.parts)
+    stored = {
+        key: StoredValue(key, 1, float(i // 2))
+        for i, key in enumerate(names)
+        if divmod(i, 2) not in missing and (i // 2, None) not in missing
+    }
+    return cover_of(KEYS, stored, NamespaceUse(NAMESPACE.hex, youngest_s=7.0))
+
+
+def test_a_whole_prompt_is_covered_to_its_last_token():
+    cover = covered()
+    assert (cover.num_run, cover.num_tokens, cover.num_found) == (5, 70, 10)
+    assert [block.num_tokens for block in cover.blocks] == [16, 16, 16, 16, 6]
+    assert [block.age_s for block in cover.blocks] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert cover.why() == "all of it is there"
+
+
+@pytest.mark.parametrize(
+    ("missing", "num_tokens", "why"),
+    [
+        ([(2, 1)], 32, "block 2 has 1 of 2 parts"),
+        ([(2, None)], 32, "block 2 is missing and later ones are there"),
+        ([(4, None)], 64, "the tail of 6 tokens is missing"),
+        ([(n, None) for n in (3, 4)], 48, "block 3 was never saved"),
+        ([(n, None) for n in range(5)], 0, "not even the first block is there"),
+    ],
+)
+def test_the_end_of_the_run_has_its_reason(missing, num_tokens, why):
+    cover = covered(*missing)
+    assert cover.num_tokens == num_tokens
+    assert cover.why().startswith(why)

@@ -37,7 +37,7 @@ RUN_BY = {
     "python -m pdstore doctor --store sqlite:*": (
         "tests/examples/test_store_plugin.py::test_doctor_tries_it_by_its_url"
     ),
-    "pdstore up *": "tests/cli/test_documented.py::test_the_servers_of_the_page_start",
+    "python -m pdstore.sizing *": "tests/cli/test_documented.py::test_a_pages_sizes_are_computed",
     "pdstore *": "tests/cli/test_documented.py::test_a_command_of_a_page_runs",
     "export *": f"{TESTED_HERE}::test_a_variable_of_a_page_is_one",
     "(umask 077; openssl rand -hex 32 > seal.key)": (
@@ -85,7 +85,6 @@ RUN_BY = {
     "kubectl apply -k *": "scripts/check_deploy.sh",
     "benchmarks/device_*": GPU,
     "NAME=* benchmarks/device_*": GPU,
-    "python -m benchmarks.mini_prefill": GPU,
     "*python -m benchmarks.vllm_cpu *": (
         f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
     ),

@@ -14,7 +14,7 @@ import pytest
 
 from examples.demo import mooncake_pool, processes
 from examples.demo.processes import DemoError, Processes
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from tests.support.child import child

@@ -63,7 +63,7 @@ def published(p, prompt):
 def open_one(open_engine):
     def open_one(role, store, **changes):
         pd = {"pd_transfer_via_storage": True, "role": role, "store": store, "staging": "8MiB"}
-        pd |= {"breaker_open_s": 0.05, "save_deadline_s": 1.0, "workers": 2, **changes}
+        pd |= {"breaker_open_s": 0.05, "deadline_s": 1.0, "workers": 2, **changes}
         return open_engine("llama", pd, num_blocks=256)
 
     return open_one

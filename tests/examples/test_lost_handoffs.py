@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from examples.make_checkpoint import ROOT
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.examples.test_mini_server import Serving
 from tests.support.child import child
 from tests.support.mini_engine_kit import prompt_of, until

@@ -20,7 +20,7 @@ def open_instance(open_engine):
             "role": role,
             "store": url,
             "staging": "8MiB",
-            "load_deadline_s": 30.0,
+            "deadline_s": 30.0,
             "load": load,
         }
         return open_engine("llama", pd)

@@ -18,8 +18,8 @@ from examples.make_checkpoint import ROOT
 from examples.mini_engine.config import Config, parse
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
+from examples.ports import free_port
 from pdstore import PDStoreError, read_settings
-from pdstore.cli.ports import free_port
 from pdstore.errors import ConfigError
 from tests.docs.commands import commands
 from tests.support.child import child

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo.pools import MOONCAKE_VARIABLES, choose
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.support.child import child
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pdstore.cli.checks.round_trip import RoundTrip
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
+from pdstore.cli.store_check import try_store
 from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -189,7 +189,7 @@ def test_a_redis_that_cannot_be_used_is_told_at_once_with_what_to_write(
         for _ in range(5):  # the breaker is open after three
             found(one)
         assert_said(caplog, "a lookup fell short", words)
-        [finding] = RoundTrip(store).findings()
+        finding = try_store(settings, store)
         assert words.rpartition("; ")[2] in finding.remedy, "not what doctor says of any other"
     assert "Look at whether the store runs" not in caplog.text
     assert "hush-hush" not in caplog.text + finding.said + finding.remedy + store.label

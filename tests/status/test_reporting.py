@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from pdstore.errors import ConfigError
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason

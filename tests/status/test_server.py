@@ -11,8 +11,8 @@ import threading
 import httpx
 import pytest
 
-from pdstore.cli.checks.finding import Level
-from pdstore.cli.checks.peer import check_peers
+from pdstore.cli.finding import Level
+from pdstore.cli.peers import check_peers
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
 from tests.support.browser import needs_browser, shown

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from examples.make_checkpoint import ROOT
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 from prometheus_client import CollectorRegistry, start_http_server
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.support.mini_engine_kit import until
 
 _RANGE = "10s"  # for $__rate_interval: ten scrapes

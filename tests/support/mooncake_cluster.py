@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 from pdstore.environment import set_missing_variables
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.support.redis_server import RedisServer
 
 NUM_SLOTS = 16384

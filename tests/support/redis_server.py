@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 
 
 class RedisServer:

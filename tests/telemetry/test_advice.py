@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pdstore.outcome import Reason
-from pdstore.telemetry.advice import ADVICE, advice_table
+from pdstore.telemetry.advice import ADVICE
+from tests.docs.tables import advice_table
 
 
 def test_every_reason_has_words_in_the_order_of_the_enumeration():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from pdstore.telemetry.metric_table import METRICS, Kind, metrics_table
+from pdstore.telemetry.metric_table import METRICS, Kind
+from tests.docs.tables import metrics_table
 
 
 def test_names_are_as_prometheus_wants_them():

@@ -202,7 +202,7 @@ def test_chunks_may_follow_each_other_layer_by_layer(p, d):
 
 
 def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
-    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.1, range_bytes=1)
+    p = instance(layers=LAYERS, layer_ranges=3, deadline_s=0.1, range_bytes=1)
     save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
     save.layers_done(2)
     assert save.job.wait(10).reason is Reason.DEADLINE
@@ -211,7 +211,7 @@ def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
 
 
 def test_the_deadline_counts_from_the_last_layers(instance):
-    p = instance(layers=LAYERS, layer_ranges=3, save_deadline_s=0.8, range_bytes=1)
+    p = instance(layers=LAYERS, layer_ranges=3, deadline_s=0.8, range_bytes=1)
     save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
     for n in range(3):
         with pytest.raises(TimeoutError):

@@ -29,7 +29,7 @@ def test_a_hanging_store_ends_jobs_in_time_and_keeps_slots_until_it_returns(stor
     faulty = Faulty(store)
     p = instance()
     save(p, range(200))
-    d = instance(fill=POISON, over=faulty, load_deadline_s=1.0)
+    d = instance(fill=POISON, over=faulty, deadline_s=1.0)
     keys = d.cache.keys(range(200))
     faulty.hold()
     job = d.pool.load(keys, D_BLOCKS)

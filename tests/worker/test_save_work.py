@@ -180,7 +180,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
                 return 0
             return super().put(keys, slots)
 
-    limits = {"deadline": {"save_deadline_s": 0.3}, "queue_full": {"queue_jobs": 1}}
+    limits = {"deadline": {"deadline_s": 0.3}, "queue_full": {"queue_jobs": 1}}
     p = instance(over=Store(store), **limits.get(why, {}))
     d = instance(fill=POISON, handoff_wait_s=30.0)
     keys = p.cache.keys(range(100))

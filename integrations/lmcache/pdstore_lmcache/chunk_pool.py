@@ -108,11 +108,11 @@ class ChunkPool:
 
     def load(self, chunks: Sequence[ChunkMemory], ended: Callable[[Ended], None]) -> None:
         """Loads chunks into LMCache's memory; of one that is not right, no byte is written."""
-        self._move(Direction.LOAD, self._settings.load_deadline_s, chunks, ended)
+        self._move(Direction.LOAD, self._settings.deadline_s, chunks, ended)
 
     def save(self, chunks: Sequence[ChunkMemory], ended: Callable[[Ended], None]) -> None:
         """Stores chunks; those are done that another process can load."""
-        self._move(Direction.SAVE, self._settings.save_deadline_s, chunks, ended)
+        self._move(Direction.SAVE, self._settings.deadline_s, chunks, ended)
 
     def remove(self, chunks: Sequence[tuple[ObjectKey, ChunkShape]]) -> None:
         """Forgets chunks. Blocks; raises StoreError or ConfigError."""

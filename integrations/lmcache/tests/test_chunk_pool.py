@@ -33,7 +33,7 @@ def open_pool(store):
     with contextlib.ExitStack() as stack:
 
         def open_pool(**settings):
-            usual = {"weights": "w", "workers": 2, "load_deadline_s": LONG_S}
+            usual = {"weights": "w", "workers": 2, "deadline_s": LONG_S}
             settings = settings_of(**(usual | settings))
             pool = ChunkPool(settings, ChunkNames(settings), Metrics(), store)
             return stack.enter_context(contextlib.closing(pool))
@@ -87,7 +87,7 @@ def test_removed_chunks_are_gone(open_pool):
 
 @pytest.mark.parametrize("call", ["find", "load", "save"])
 def test_a_hung_store_costs_the_deadline_and_a_miss(open_pool, store, call):
-    pool = open_pool(lookup_wait_s=0.2, load_deadline_s=0.2, save_deadline_s=0.2)
+    pool = open_pool(lookup_wait_s=0.2, deadline_s=0.2)
     store.hold()
     memory = memories()
     result = ended(getattr(pool, call), asked() if call == "find" else memory)
@@ -96,7 +96,7 @@ def test_a_hung_store_costs_the_deadline_and_a_miss(open_pool, store, call):
 
 
 def test_what_comes_after_the_deadline_is_not_written(open_pool, store):
-    pool, late = open_pool(load_deadline_s=0.2), memories()
+    pool, late = open_pool(deadline_s=0.2), memories()
     ended(pool.save, memories(7))
     store.hold()
     assert ended(pool.load, late).reason is Reason.DEADLINE

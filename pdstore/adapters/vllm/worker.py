@@ -22,6 +22,7 @@ from pdstore.adapters.vllm.messages import (
     Tables,
 )
 from pdstore.engine.request import JobEnd
+from pdstore.engine.self_test import self_test
 from pdstore.format.layout import NO_BLOCK, Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
@@ -29,7 +30,6 @@ from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
-from pdstore.worker.self_test import self_test
 
 log = logging.getLogger("vllm.pdstore")
 

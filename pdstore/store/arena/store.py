@@ -272,8 +272,8 @@ class ArenaStore(Store):
 
 def _without_library(url: StoreURL) -> ConfigError:
     return ConfigError(
-        f"{url.label} needs the native library: install cmake and a C++ compiler, see"
-        " `python -m pdstore native`, and do not set PDSTORE_NATIVE=off"
+        f"{url.label} needs the native library: install cmake and a C++ compiler, do not"
+        " set PDSTORE_NATIVE=off, and run `pdstore doctor`, which builds it"
     )
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 
 from examples.demo.processes import ROOT, tail_of
+from examples.ports import free_port
 from examples.vllm_serve import CPU_ENVIRONMENT, ENVIRONMENT, TINY
-from pdstore.cli.ports import free_port
 
 VLLM = "vllm.entrypoints.cli.main"
 START_S, STOP_S = 240.0, 20.0
@@ -24,8 +24,7 @@ SETTINGS = {
     "PDSTORE_STAGING": "32MiB",
     "PDSTORE_HANDOFF_WAIT_S": "4",
     "PDSTORE_LOOKUP_WAIT_S": "2",
-    "PDSTORE_LOAD_DEADLINE_S": "4",
-    "PDSTORE_SAVE_DEADLINE_S": "4",
+    "PDSTORE_DEADLINE_S": "4",
     "PDSTORE_BREAKER_OPEN_S": "0.2",
     "PDSTORE_BREAKER_MAX_S": "0.5",
     "PDSTORE_DRAIN_S": "1",

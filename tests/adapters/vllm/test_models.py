@@ -15,8 +15,7 @@ MLA = ("--block-size=16", "--num-gpu-blocks-override=512", "--attention-backend=
 # Ranks wait for each other awake: with more of them than cores everything takes seconds.
 PATIENT = {
     "PDSTORE_HANDOFF_WAIT_S": "40",
-    "PDSTORE_LOAD_DEADLINE_S": "40",
-    "PDSTORE_SAVE_DEADLINE_S": "40",
+    "PDSTORE_DEADLINE_S": "40",
 }
 
 

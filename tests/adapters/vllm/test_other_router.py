@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt
 from tests.adapters.vllm.servers import Server
 from tests.support.child import child

@@ -38,8 +38,7 @@ def test_a_stage_that_cannot_be_served_ends_the_start_of_all():
 
 PATIENT = {
     "PDSTORE_LAYER_RANGES": "2",  # one for each stage: the checkpoint has two layers
-    "PDSTORE_SAVE_DEADLINE_S": "20",  # beside a first forward, which takes seconds
-    "PDSTORE_LOAD_DEADLINE_S": "20",
+    "PDSTORE_DEADLINE_S": "20",  # beside a first forward, which takes seconds
     "PDSTORE_HANDOFF_WAIT_S": "20",
 }
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, prefill
 from tests.adapters.vllm.servers import SETTINGS
 from tests.support.kv import eventually
@@ -112,7 +112,7 @@ def test_stopped_during_a_load(pair, thread):
     begin = time.monotonic()
     assert_others_go_on(pair, answer)
     answer.result().assert_same(alone(pair.d, prompt))
-    waits = ("PDSTORE_HANDOFF_WAIT_S", "PDSTORE_LOAD_DEADLINE_S")  # the load follows P's save
+    waits = ("PDSTORE_HANDOFF_WAIT_S", "PDSTORE_DEADLINE_S")  # the load follows P's save
     assert time.monotonic() - begin < sum(float(SETTINGS[name]) for name in waits) + SLACK_S
     ended = [name for name in since.all() if name.startswith("pdstore_jobs_total:load:")]
     assert len(ended) == 1

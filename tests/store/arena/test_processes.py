@@ -125,7 +125,7 @@ def test_a_stopped_holder_of_the_lock_is_a_timeout_for_the_others(stopped_holder
 
 def test_every_close_ends_in_time_though_a_stopped_process_holds_the_lock(tmp_path):
     settings = settings_of(
-        store=f"shm://large?dir={tmp_path}", native="require", drain_s=0.2, save_deadline_s=20.0
+        store=f"shm://large?dir={tmp_path}", native="require", drain_s=0.2, deadline_s=20.0
     )
     with contextlib.closing(actors.open_large(tmp_path, lock_timeout_s=0.2)) as store:
         layout = Layout.of(

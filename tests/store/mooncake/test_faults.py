@@ -65,7 +65,7 @@ class Pair:
 
     def __init__(self, cluster: Cluster) -> None:
         self.stores = [CircuitBreaker(cluster.connect(), open_s=0.2, max_s=1.0) for _ in range(2)]
-        changes = {"handoff_wait_s": 1.0, "save_deadline_s": 3.0, "load_deadline_s": 3.0}
+        changes = {"handoff_wait_s": 1.0, "deadline_s": 3.0}
         self.p = Instance(self.stores[0], **changes)
         self.d = Instance(self.stores[1], fill=POISON, **changes)
 

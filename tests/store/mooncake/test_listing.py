@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pdstore.cli.ports import free_ports
+from examples.ports import free_ports
 from pdstore.errors import StoreUnavailable
 from pdstore.testing.threads import start_background
 

@@ -9,7 +9,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store

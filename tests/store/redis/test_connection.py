@@ -14,7 +14,7 @@ import pytest
 import redis
 from redis.client import Pipeline
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.outcome import Reason, reason_of

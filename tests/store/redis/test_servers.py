@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import redis
 
-from pdstore.cli.ports import free_port
+from examples.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pdstore import LayerSpec, Layout, open_store
+from pdstore.engine.self_test import self_test
 from pdstore.errors import StoreError
 from pdstore.settings import read_settings
 from pdstore.store.optional import ListsValues
 from pdstore.worker.job import Job
-from pdstore.worker.self_test import self_test
 from tests.support.kv import LAYERS
 
 
@@ -57,7 +57,7 @@ def test_a_block_of_the_layout_comes_back_and_nothing_is_left(url, shape):
 
 @pytest.mark.parametrize(
     ("bad", "step"),
-    [("error_rate=1", "save"), ("error_rate=0&miss_rate=1", "save"), ("corrupt_rate=1", "load")],
+    [("error_rate=1", "connect"), ("error_rate=0&miss_rate=1", "save"), ("corrupt_rate=1", "load")],
 )
 def test_the_step_that_failed_is_named(tmp_path, bad, step):
     rates = {"error_rate": "0", "miss_rate": "0", "corrupt_rate": "0"}
@@ -70,7 +70,6 @@ def test_the_step_that_failed_is_named(tmp_path, bad, step):
 def test_no_wait_is_shorter_than_the_jobs_own_deadline(tmp_path, monkeypatch):
     waits, wait = [], Job.wait
     monkeypatch.setattr(Job, "wait", lambda job, s: (waits.append(s), wait(job, s))[1])
-    tried(f"file://{tmp_path}/pool", save_deadline_s=100.0, load_deadline_s=200.0)
-    saved, loaded = waits
-    assert saved > 100
-    assert loaded > 200
+    tried(f"file://{tmp_path}/pool", deadline_s=200.0)
+    assert len(waits) == 3
+    assert min(waits) > 200

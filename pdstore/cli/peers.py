@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
-from pdstore.cli.checks.finding import Finding, bad, info, ok, warn
-from pdstore.cli.http_get import http_get
-from pdstore.cli.metrics_page import MetricsPage
-from pdstore.errors import ConfigError, StoreUnavailable
+from pdstore.cli.answer import size
+from pdstore.cli.finding import Finding, bad, info, ok, warn
+from pdstore.errors import ConfigError
 
+_MOST_BYTES = 4 << 20  # of an answer; an engine's /metrics has less than a tenth of it
+_READ_BYTES = 64 << 10
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
@@ -64,12 +71,18 @@ def read_peer(url: str) -> Peer | Finding:
 
 
 def _metrics_of(url: str) -> Peer | None:
+    address = url.rstrip("/")
+    address = address if address.endswith("/metrics") else address + "/metrics"
     try:
-        page = MetricsPage.read(url)
-    except StoreUnavailable:
+        text = http_get(address, _TIMEOUT_S).decode("utf-8", "replace")
+        families = list(text_string_to_metric_families(text))
+    except (OSError, ValueError, http.client.HTTPException):
         return None
-    digest, store = (next(iter(page.by("pdstore_info", of)), "") for of in ("namespace", "store"))
-    return Peer(url, digest, {}, store=store) if digest else None
+    for sample in itertools.chain.from_iterable(family.samples for family in families):
+        named = sample.labels if sample.name.endswith("pdstore_info") else {}
+        if digest := named.get("namespace"):
+            return Peer(url, digest, {}, store=named.get("store", ""))
+    return None
 
 
 def _status_of(url: str) -> Peer | Finding:
@@ -160,3 +173,43 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
         if first.store.startswith("shm://"):
             remedy += ", or restart the one whose arena was removed while it ran"
     yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)
+
+
+def http_get(url: str, seconds: float, headers: Mapping[str, str] | None = None) -> bytes:
+    """Returns the body at a URL, of 4 MiB at most. Follows redirects, uses no proxy.
+
+    seconds: to connect and to wait for each read, and then again for the whole body.
+    Raises ConfigError for a URL of something else; ConnectionError or TimeoutError for no answer;
+    OSError for an HTTP error or a longer answer; http.client.HTTPException for what is no HTTP, or
+    ends too early.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError("a URL begins with http:// or https://")
+    # the environment's proxies are for other networks
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers=headers or {})
+    with _plain_errors(), opener.open(request, timeout=seconds) as answer:
+        if not isinstance(answer, http.client.HTTPResponse):
+            raise ConfigError("it leads to what is neither http:// nor https://")
+        body, end = b"", time.monotonic() + seconds
+        while read := answer.read1(_READ_BYTES):
+            body += read
+            if len(body) > _MOST_BYTES:
+                raise OSError(f"the answer is longer than {size(_MOST_BYTES)}: is the port right?")
+            if time.monotonic() > end:
+                raise TimeoutError("the answer took too long to come")
+        if answer.length:
+            raise http.client.IncompleteRead(body, answer.length)
+        return body
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises what urllib puts into `<urlopen error ...>` in its own words."""
+    try:
+        yield
+    except urllib.error.HTTPError:
+        raise
+    except urllib.error.URLError as error:
+        reason = error.reason
+        raise ConnectionError(getattr(reason, "strerror", None) or str(reason)) from error

@@ -1,1 +1,0 @@
-"""The checks of `pdstore doctor`, each about one thing."""

@@ -1,0 +1,239 @@
+"""Checks of the doctor that ask no store: settings, memory, limits, the library, huge pages."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ByteSize, SecretStr
+
+from pdstore.cli.answer import size
+from pdstore.cli.finding import Finding, bad, info, ok, warn
+from pdstore.errors import NativeError
+from pdstore.native.library import Library, load_library
+from pdstore.settings import Settings, doubts_of, variable_of
+from pdstore.store.url import StoreURL, without_secret
+
+_OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
+_FEW_FILES = 1024
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+MOUNTS = Path("/proc/self/mountinfo")
+_HUGE = ("always", "within_size")
+_MOUNT = "mount -t tmpfs -o huge=always,size=70G tmpfs /mnt/pool, then shm://...&dir=/mnt/pool"
+_MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
+    "mount -t tmpfs -o huge=within_size,size=40G,mode=0700 tmpfs /mnt/pool, then"
+    " file:///mnt/pool/files"
+)
+
+
+def set_values(settings: Settings, arguments: frozenset[str]) -> dict[str, tuple[str, str]]:
+    """Returns value and origin of each setting that differs from its default, secrets masked.
+
+    arguments: the fields that were given on the command line.
+    """
+    found = {}
+    for name in type(settings).model_fields:
+        if name not in settings.model_fields_set:
+            continue
+        value = getattr(settings, name)
+        shown = without_secret(value) if name == "store" else str(value)
+        shown = "(set)" if isinstance(value, SecretStr) else shown
+        shown = size(value) if isinstance(value, ByteSize) else shown
+        origin = f"--{name}" if name in arguments else "environment"
+        found[variable_of(name)] = (shown, origin)
+    return found
+
+
+def check_settings(
+    settings: Settings, arguments: frozenset[str], engine_block: int, longest: int | None = None
+) -> Iterator[Finding]:
+    """Yields the settings, and those that cannot work; longest: tokens of a prompt, if known."""
+    for variable, (shown, origin) in set_values(settings, arguments).items():
+        yield info(variable, f"{shown} ({origin})")
+    if not settings.pd_transfer_via_storage:
+        yield warn(
+            "switch",
+            "PD_TRANSFER_VIA_STORAGE is 0: an engine started from here does without pdstore",
+            "export PD_TRANSFER_VIA_STORAGE=1 for P and for D",
+        )
+    if settings.block_tokens % engine_block:
+        yield bad(
+            "block size",
+            f"PDSTORE_BLOCK_TOKENS={settings.block_tokens} is no multiple of the engine's"
+            f" {engine_block}",
+            f"set it to {max(engine_block, settings.block_tokens // engine_block * engine_block)},"
+            " the same for P and D, or name the engine's block by --engine-block",
+        )
+    yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
+    yield from _check_place(settings)
+
+
+def _check_place(settings: Settings) -> Iterator[Finding]:
+    scheme = settings.store.partition("://")[0]
+    if scheme == "memory":
+        yield bad(
+            "place",
+            "memory:// is in one process: P and D in two processes never meet there",
+            "set PDSTORE_STORE to file://, shm:// or a server, the same for P and D",
+        )
+    name, _, kind = scheme.partition("+")
+    if name in _OVER_TLS and kind != "unix" and not _is_local(settings.store):
+        tls = scheme.replace(name, _OVER_TLS[name], 1)
+        yield warn(
+            "encryption",
+            f"{scheme}:// sends KV and the password as they are, to another host",
+            f"write {tls}:// (and ?ca=FILE for an authority of your own), or use a private network",
+        )
+
+
+def _is_local(url: str) -> bool:
+    host = StoreURL.of(url).host or "localhost"
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def available_memory() -> int | None:
+    """Returns the bytes of memory that a new process may take; None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    limit = _container_limit()
+    found = [value for value in (kib and kib * 1024, limit) if value]
+    return min(found, default=None)
+
+
+def _container_limit() -> int | None:
+    try:
+        text = _CGROUP.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]:
+    """Yields whether staging fits this host."""
+    staging = settings.staging
+    if available is None:
+        yield info("staging", f"{size(staging)}; this system does not tell its free memory")
+    elif staging > available:
+        yield bad(
+            "staging",
+            f"PDSTORE_STAGING={size(staging)}, and {size(available)} of memory are free",
+            "set it to 1GiB, or to a tenth of the memory at most",
+        )
+    elif staging > available // 2:
+        yield warn(
+            "staging",
+            f"PDSTORE_STAGING={size(staging)} is over half of the {size(available)} that are free",
+            "set it to 1GiB: more than a few requests' blocks are never on their way at once",
+        )
+    else:
+        yield ok("staging", f"{size(staging)} of {size(available)} free")
+
+
+def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
+    """Yields the limits of a process that are too small."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_rdma = "rdma" in settings.store
+    if is_rdma and locked not in (-1, resource.RLIM_INFINITY) and locked < settings.staging:
+        yield bad(
+            "locked memory",
+            f"ulimit -l is {size(locked)}, less than staging, which RDMA locks",
+            "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
+        )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEW_FILES:
+        yield warn("open files", f"ulimit -n is {files}", "ulimit -n 65536")
+    is_copied = settings.store.startswith("shm://") or settings.seal_key_file is not None
+    if num_gpus and not is_copied:
+        yield info(
+            "arena",
+            "if P and D both run on this host, PDSTORE_STORE=shm://pool?size=64GiB is faster:"
+            " their GPUs copy to and from the pool's memory",
+        )
+
+
+def check_native(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+    """Yields the way in which blocks are copied on this host."""
+    num_gpus = count_gpus()
+    what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
+    try:
+        library: Library | None = load_library(settings, for_gpu=num_gpus > 0)
+        why = "PDSTORE_NATIVE=off" if settings.native == "off" else "none found"
+    except NativeError as error:
+        library, why = None, str(error)
+    if library is not None:
+        yield ok("native library", f"{library.path.name}, {what}")
+    else:
+        yield warn(
+            "native library",
+            f"{why}: blocks are copied by torch, slower ({what})",
+            "doctor builds it: with cmake, a C++ compiler, and a ~/.cache to write to",
+        )
+
+
+def check_host(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+    """Yields the findings about this host."""
+    yield from check_memory(settings, available_memory())
+    yield from check_limits(settings, count_gpus())
+    yield from check_native(settings, count_gpus)
+
+
+class _Mount(NamedTuple):
+    point: Path
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def is_huge(self) -> bool:
+        return any(f"huge={kind}" in self.options for kind in _HUGE)
+
+
+def check_pages(path: Path, mounts: str, num_gpus: int) -> Iterator[Finding]:
+    """Yields whether the arena at `path` lies in huge pages, which a GPU registers faster.
+
+    mounts: as in /proc/self/mountinfo; see proc_pid_mountinfo(5).
+    """
+    mount = _mount_of(path, mounts)
+    if mount is None or mount.kind != "tmpfs":
+        yield info("huge pages", f"{path.parent} is no tmpfs: whether it has any cannot be told")
+    elif mount.is_huge:
+        yield ok("huge pages", f"the tmpfs at {mount.point} gives them")
+    elif num_gpus:
+        said = f"the tmpfs at {mount.point} gives none: a GPU registers the arena more slowly"
+        yield warn("huge pages", said, _MOUNT)
+    else:
+        yield info("huge pages", f"the tmpfs at {mount.point} gives none, which GPUs would use")
+
+
+def check_file_pages(root: Path, mounts: str, num_gpus: int) -> Iterator[Finding]:
+    """Yields whether files in memory lie in huge pages, where writes are several times as fast.
+
+    Nothing for a directory on a disk.
+    mounts: as for `check_pages`.
+    """
+    mount = _mount_of(root, mounts)
+    if mount is None or mount.kind != "tmpfs":
+        return
+    said = f"the tmpfs at {mount.point} gives none: files are written several times more slowly"
+    if mount.is_huge:
+        yield ok("huge pages", f"the tmpfs at {mount.point} gives them")
+    elif num_gpus:
+        yield warn("huge pages", said, _MOUNT_OF_FILES)
+    else:
+        yield info("huge pages", said)
+
+
+def _mount_of(path: Path, mounts: str) -> _Mount | None:
+    """Returns the mount that a path is in: the one at the nearest directory, the last there."""
+    found = None
+    for line in mounts.splitlines():
+        here, _, there = line.partition(" - ")
+        point, (kind, _, options) = Path(here.split()[4]), there.split(maxsplit=2)
+        is_nearer = found is None or len(point.parts) >= len(found.point.parts)
+        if path.is_relative_to(point) and is_nearer:
+            found = _Mount(point, kind, frozenset(options.split(",")))
+    return found

@@ -1,0 +1,164 @@
+"""self_test: saves a prompt in the store, loads it elsewhere, and compares every byte.
+
+An engine runs it before it serves (PDSTORE_SELFTEST), `pdstore doctor` for a model's layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdstore.errors import StoreError
+from pdstore.format.keys import PromptKeys
+from pdstore.format.layout import Layout
+from pdstore.metrics import Metrics
+from pdstore.settings import Settings
+from pdstore.store.base import Store
+from pdstore.store.connect import connect_store
+from pdstore.worker.job import Job
+from pdstore.worker.pool import KVPool
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 60.0  # a job ends at its deadline; this is for a machine that is late
+_MOST_ID = 1 << 15
+
+
+class StepFailed(StoreError):
+    """A step of the self-test went wrong.
+
+    step: "connect", "save", "find", "load", "compare" or "remove".
+    why: what went wrong, without the remedy.
+    """
+
+    def __init__(self, step: str, why: str, cause: BaseException | None = None) -> None:
+        remedy = cause.remedy if isinstance(cause, StoreError) else ""
+        super().__init__(f"the self-test's {step} failed: {why}", remedy=remedy)
+        self.step = step
+        self.why = why
+        self.__cause__ = cause
+
+
+class Tried(NamedTuple):
+    """A prompt whose every byte came back. seconds: of each step that has been timed."""
+
+    num_bytes: int
+    seconds: dict[str, float]
+
+
+def self_test(
+    settings: Settings,
+    layout: Layout,
+    kv_caches: Sequence[torch.Tensor],
+    *,
+    num_tokens: int | None = None,
+    store: Store | None = None,
+) -> Tried:
+    """Saves random KV, loads it elsewhere, and compares every byte of it.
+
+    Block copies, staging and store are those that an engine uses; the KV cache is a small one on
+    the device, and in the order in memory, of the engine's own, which is not touched. The prompt
+    is of a namespace of its own, and removed at the end.
+
+    kv_caches: the engine's, as `KVPool` takes them; one block of each is enough.
+    num_tokens: of the prompt; None: one block of the layout.
+    store: the caller's; None opens PDSTORE_STORE.
+    Raises StepFailed; ConfigError and LayoutError as `KVPool` does.
+    """
+    settings = settings.model_copy(update={"publish": True})
+    with contextlib.ExitStack() as stack:
+        if store is None:
+            store = connect_store(settings, Metrics())
+            stack.callback(store.close)
+        tried = _try(store, settings, layout, kv_caches, num_tokens or layout.block_tokens)
+    log.info("self-test: a prompt of %d bytes came back byte for byte", tried.num_bytes)
+    return tried
+
+
+def _try(
+    store: Store,
+    settings: Settings,
+    layout: Layout,
+    kv_caches: Sequence[torch.Tensor],
+    num_tokens: int,
+) -> Tried:
+    namespace = layout.namespace(settings, weights=f"selftest:{secrets.token_hex(8)}")
+    keys = PromptKeys(namespace).extend([secrets.randbelow(_MOST_ID) for _ in range(num_tokens)])
+    names = keys.store_keys(layout.parts)
+    num = -(-num_tokens // layout.engine_block_tokens)
+    here, there = ([list(ids)] * layout.num_tables for ids in (range(num), range(num, 2 * num)))
+    caches = [_random_like(cache, 2 * num) for cache in kv_caches]
+    seconds: dict[str, float] = {}
+    with _timed("connect", seconds):
+        _expect("connect", store.match(names), 0)
+    pool = KVPool(settings, layout, caches, namespace, store=store)
+    try:
+        pool.ready()
+        with _timed("save", seconds):
+            _finish("save", keys, pool.save(keys, here), settings.deadline_s)
+        with _timed("find", seconds):
+            _expect("find", store.match(names), len(names))
+        for _ in range(2):  # the first one waits for new memory, and only the last one counts
+            with _timed("load", seconds):
+                _finish("load", keys, pool.load(keys, there), settings.deadline_s)
+    finally:
+        pool.close()
+        with contextlib.suppress(StoreError):
+            store.remove(names)
+    saved, loaded = (_prompt_of(caches, ids, num_tokens) for ids in (here[0], there[0]))
+    if not all(map(torch.equal, saved, loaded)):
+        raise StepFailed("compare", "other bytes came back than were saved")
+    with _timed("remove", seconds):
+        _expect("remove", store.match(names), 0)
+    return Tried(sum(part.numel() for part in saved), seconds)
+
+
+@contextlib.contextmanager
+def _timed(step: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Times a step, and gives a store's error the name of the step that it ended."""
+    start = time.perf_counter()
+    try:
+        yield
+    except StepFailed:
+        raise
+    except StoreError as error:
+        raise StepFailed(step, str(error).removesuffix(f"; {error.remedy}"), error) from error
+    seconds[step] = time.perf_counter() - start
+
+
+def _expect(step: str, num_found: int, num_right: int) -> None:
+    if num_found != num_right:
+        raise StepFailed(step, f"{num_found} values are there, and {num_right} should be")
+
+
+def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
+    result = job.wait(deadline_s + _GRACE_S)
+    if result.num_tokens != keys.num_tokens:
+        why = f"{result.num_tokens} of {keys.num_tokens} tokens"
+        why += f" ({result.reason.value if result.reason else 'unknown'})"
+        words = str(result.error or "")
+        if isinstance(result.error, StoreError):
+            words = words.removesuffix(f"; {result.error.remedy}")
+        raise StepFailed(step, f"{why}: {words}" if words else why, result.error)
+
+
+def _prompt_of(
+    caches: Sequence[torch.Tensor], blocks: Sequence[int], num_tokens: int
+) -> list[torch.Tensor]:
+    """Returns the bytes of a prompt's tokens in each cache."""
+    held = (cache[blocks[0] : blocks[-1] + 1].flatten(0, 1)[:num_tokens] for cache in caches)
+    return [tokens.contiguous().view(torch.uint8) for tokens in held]  # NaN is not equal to itself
+
+
+def _random_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Returns random blocks whose dimensions lie in memory in the same order as the cache's."""
+    outermost_first = sorted(range(cache.dim()), key=cache.stride, reverse=True)
+    shape = (num_blocks, *cache.shape[1:])
+    made = torch.empty_permuted(shape, outermost_first, dtype=cache.dtype, device=cache.device)
+    return made.copy_(torch.randn(shape, device=cache.device))

@@ -1,0 +1,408 @@
+"""Sizing: a model's KV, the bandwidth from which loading beats computing, and the pool for a trace.
+
+`python -m pdstore.sizing CONFIG` prints it from a model's config.json; docs/sizing.md explains it.
+
+T_c = F(p) / (GPUs * peak * MFU)      F(p) = 2 * N * p + layers * heads * (d_qk + d_v) * p^2
+B*  = p * (KV bytes of a token) / T_c
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pdstore.errors import ConfigError
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+_GB = 1e9
+PEAK_TFLOPS = {
+    **{"A100": 312, "A800": 312, "A10": 125, "L4": 121, "L40S": 362, "4090": 165},
+    **{"H20": 148, "H100": 989, "H800": 989, "H200": 989, "GH200": 989, "B200": 2250},
+}
+"""Dense bf16 operations, from the makers' data sheets."""
+DEFAULT_MFU = 0.5
+TRACE_BLOCK_TOKENS = 512
+"""Tokens of a block in a trace."""
+_PROMPTS = (1024, 8192, 32_768, 131_072)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a decoder-only transformer that its KV and its prefill time follow from.
+
+    kv_elements: of one token in one layer, K and V together; for MLA the latent with its rope part.
+    qk_dim, v_dim: elements of a query and of a value, per head.
+    active_params: parameters that a token passes, without the input embedding, which is a look-up.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    kv_elements: int
+    qk_dim: int
+    v_dim: int
+    active_params: float
+    dtype: str
+    kv_heads: int
+    is_mla: bool
+    longest_prompt: int | None = None
+
+    @classmethod
+    def of(cls, path: str) -> ModelShape:
+        """Reads a config.json, or the one in a directory. Raises ConfigError."""
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        try:
+            document = json.loads(file.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{file} is no JSON: name a model's config.json") from error
+        try:
+            return _shape_of(document, document.get("text_config") or document, file)
+        except KeyError as error:
+            raise ConfigError(f"{file} is no decoder's config.json: it has no {error}") from error
+        except (TypeError, ZeroDivisionError, AttributeError) as error:
+            raise ConfigError(f"{file} is no decoder's config.json: {error}") from error
+
+    @property
+    def dtype_bytes(self) -> int:
+        return _BYTES.get(self.dtype, 2)
+
+    def kv_bytes(self, element_bytes: int | None = None) -> int:
+        """Returns the bytes of KV of one token."""
+        return self.layers * self.kv_elements * (element_bytes or self.dtype_bytes)
+
+    def prefill_flops(self, num_tokens: int) -> float:
+        """Returns the operations of a prefill: matrices once, attention over the causal half."""
+        attention = self.layers * self.heads * (self.qk_dim + self.v_dim) * num_tokens**2
+        return 2 * self.active_params * num_tokens + attention
+
+
+def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> ModelShape:
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    rank = config.get("kv_lora_rank")
+    if rank:
+        rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+        qk_dim, v_dim, kv_elements, kv_heads = nope + rope, config["v_head_dim"], rank + rope, 1
+        attention = _mla_params(config, qk_dim)
+    else:
+        qk_dim = v_dim = head_dim
+        kv_elements = 2 * kv_heads * head_dim
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    dtype = config.get("dtype") or config.get("torch_dtype") or document.get("torch_dtype")
+    return ModelShape(
+        name=(config.get("_name_or_path") or file.parent.name or config.get("model_type", "?")),
+        layers=layers,
+        heads=heads,
+        kv_elements=kv_elements,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        active_params=layers * attention + _mlp_params(config) + hidden * config["vocab_size"],
+        dtype=str(dtype or "bfloat16").removeprefix("torch."),
+        kv_heads=kv_heads,
+        is_mla=bool(rank),
+        longest_prompt=config.get("max_position_embeddings"),
+    )
+
+
+def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
+    """Parameters of one layer's latent attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, v_dim, q_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+    query = q_rank * (hidden + heads * qk_dim) if q_rank else hidden * heads * qk_dim
+    return int(
+        query + hidden * (rank + rope) + rank * heads * (nope + v_dim) + heads * v_dim * hidden
+    )
+
+
+def _mlp_params(config: Mapping[str, Any]) -> int:
+    """Parameters of all layers' MLPs that a token passes; of the experts, those it is sent to."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts")
+    dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers
+    total = dense_layers * 3 * hidden * config["intermediate_size"] if dense_layers else 0
+    if experts:
+        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        active = config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
+        total += (layers - dense_layers) * hidden * (3 * width * active + experts)
+    return int(total)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    return next((config[name] for name in names if config.get(name)), 0)
+
+
+class Comparison(NamedTuple):
+    """Reading against computing, for a prompt alone on its GPUs.
+
+    compute_s: of a prefill. bytes_per_s: what a store must deliver to be as fast.
+    """
+
+    num_tokens: int
+    kv_bytes: int
+    compute_s: float
+    bytes_per_s: float
+
+
+class Machine(NamedTuple):
+    """The GPUs of an instance, and the share of their peak that a prefill reaches."""
+
+    gpu: str
+    num_gpus: int = 1
+    mfu: float = DEFAULT_MFU
+
+    @property
+    def flops(self) -> float:
+        """Operations per second. Raises ConfigError for an unknown GPU."""
+        peak = PEAK_TFLOPS.get(self.gpu.upper().removeprefix("RTX"))
+        if peak is None:
+            raise ConfigError(f"--gpu {self.gpu}: known are {', '.join(PEAK_TFLOPS)}")
+        return peak * 1e12 * self.num_gpus * self.mfu
+
+
+def break_even(
+    shape: ModelShape, machine: Machine, num_tokens: int, element_bytes: int | None = None
+) -> Comparison:
+    """Returns when reading the KV of so many tokens beats computing it."""
+    kv_bytes = num_tokens * shape.kv_bytes(element_bytes)
+    compute_s = shape.prefill_flops(num_tokens) / machine.flops
+    return Comparison(num_tokens, kv_bytes, compute_s, kv_bytes / compute_s)
+
+
+def read_trace(path: str) -> list[list[int]]:
+    """Returns the block ids of each request. Raises ConfigError.
+
+    A trace has a JSON object a line, with `hash_ids`: the ids of the request's 512-token blocks,
+    each of which names a whole prefix (the format of Mooncake's published traces).
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+        return [_ids_of(json.loads(line)) for line in lines if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no trace: each line must be a JSON object with a list hash_ids"
+        ) from error
+
+
+def _ids_of(request: dict[str, object]) -> list[int]:
+    ids = request["hash_ids"]
+    if isinstance(ids, list) and all(type(each) is int for each in ids):
+        return ids
+    raise ValueError(f"hash_ids is no list of numbers: {str(ids)[:40]}")
+
+
+class ReuseDistances:
+    """Reuse distances: for each repeated block, the number of other blocks used since its last use.
+
+    A pool that drops the least recently used block hits exactly those whose distance is less than
+    its size: one pass over the trace answers for every size.
+    """
+
+    def __init__(self, requests: Iterable[list[int]]) -> None:
+        blocks = [block for request in requests for block in request]
+        self.num_blocks = len(blocks)
+        counts = _Counts(len(blocks))
+        last: dict[int, int] = {}
+        distances = []
+        for now, block in enumerate(blocks):
+            before = last.get(block)
+            if before is not None:
+                distances.append(counts.after(before))
+                counts.add(before, -1)
+            counts.add(now, 1)
+            last[block] = now
+        self._sorted = sorted(distances)
+
+    @property
+    def best(self) -> float:
+        """The hit rate of an unbounded pool."""
+        return len(self._sorted) / max(1, self.num_blocks)
+
+    def hit_rate(self, num_blocks: int) -> float:
+        """Returns the hit rate of a pool with room for so many blocks."""
+        return bisect_left(self._sorted, num_blocks) / max(1, self.num_blocks)
+
+    def blocks_for(self, hit_rate: float) -> int | None:
+        """Returns the smallest pool, in blocks, that reaches a hit rate; None if none does."""
+        needed = -int(-hit_rate * self.num_blocks // 1)
+        if needed > len(self._sorted):
+            return None
+        return self._sorted[needed - 1] + 1 if needed else 0
+
+
+class _Counts:
+    """Numbers by place, with sums over a range in logarithmic time (a Fenwick tree)."""
+
+    def __init__(self, length: int) -> None:
+        self._tree = [0] * (length + 1)
+        self._total = 0
+
+    def add(self, place: int, number: int) -> None:
+        self._total += number
+        place += 1
+        while place < len(self._tree):
+            self._tree[place] += number
+            place += place & -place
+
+    def after(self, place: int) -> int:
+        """Returns the sum of the numbers behind a place."""
+        total, place = self._total, place + 1
+        while place:
+            total -= self._tree[place]
+            place -= place & -place
+        return total
+
+
+class Plan(NamedTuple):
+    """A table to print: the model, the GPUs of P, prompts' tokens, and a store's GB/s to judge."""
+
+    shape: ModelShape
+    machine: Machine
+    prompts: Sequence[int]
+    element_bytes: int | None = None
+    gb_per_s: float | None = None
+
+    def lines(self) -> Iterable[str]:
+        """Yields the table for people."""
+        kv_bytes, machine = self.shape.kv_bytes(self.element_bytes), self.machine
+        yield (
+            f"{self.shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
+            f" {kv_bytes * 1e6 / _GB:.3g} GB a million;"
+            f" {self.shape.active_params / 1e9:.3g} B parameters active"
+        )
+        verdict = f"   at {self.gb_per_s:g} GB/s" if self.gb_per_s else ""
+        computed = f"compute on {machine.num_gpus} {machine.gpu}"
+        yield f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}"
+        for row in self.rows():
+            yield (
+                f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
+                f"  {row.bytes_per_s / _GB:6.3g} GB/s{self._verdict(row)}"
+            )
+        yield (
+            f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
+            " and concurrent loads share the bandwidth"
+        )
+
+    def rows(self) -> list[Comparison]:
+        """Returns the break-even of each prompt."""
+        return [
+            break_even(self.shape, self.machine, length, self.element_bytes)
+            for length in self.prompts
+        ]
+
+    def document(self) -> dict[str, object]:
+        """Returns the numbers for a program."""
+        kv_bytes = self.shape.kv_bytes(self.element_bytes)
+        return {
+            "model": self.shape.name,
+            "active_params": self.shape.active_params,
+            "kv_bytes_per_token": kv_bytes,
+            "million_tokens_bytes": 1_000_000 * kv_bytes,
+            "machine": self.machine._asdict(),
+            "break_even": [row._asdict() for row in self.rows()],
+        }
+
+    def _verdict(self, row: Comparison) -> str:
+        if not self.gb_per_s:
+            return ""
+        read_s = row.kv_bytes / (self.gb_per_s * _GB)
+        if read_s < row.compute_s:
+            return f"   read, {read_s:.3g} s"
+        return f"   compute (a read: {read_s:.3g} s)"
+
+
+class PoolSize(NamedTuple):
+    """The smallest pool with a hit rate; None for both sizes if no pool has it."""
+
+    hit_rate: float
+    tokens: int | None
+    num_bytes: int | None
+
+
+def pool_sizes(
+    reuse: ReuseDistances, kv_bytes: int, hit_rate: float | None = None
+) -> list[PoolSize]:
+    """Returns the smallest LRU pools for a hit rate; for None, for shares of the best one.
+
+    kv_bytes: of a token. Raises ConfigError.
+    """
+    if hit_rate is not None and not 0 < hit_rate <= 1:
+        raise ConfigError("--hit-rate is a share between 0 and 1")
+    rates = [hit_rate] if hit_rate else [reuse.best * share for share in (0.5, 0.8, 0.95, 1.0)]
+    found = []
+    for rate in rates:
+        blocks = reuse.blocks_for(rate)
+        tokens = None if blocks is None else blocks * TRACE_BLOCK_TOKENS
+        found.append(PoolSize(rate, tokens, None if tokens is None else tokens * kv_bytes))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what was asked. Returns 0; 1 if no pool has the hit rate; 2 for a wrong argument."""
+    asked = _parser().parse_args(arguments)
+    try:
+        shape = ModelShape.of(asked.config)
+        if asked.params:
+            shape = replace(shape, active_params=asked.params)
+        if asked.trace is not None or asked.hit_rate is not None:
+            return _print_pools(shape, asked)
+        machine = Machine(asked.gpu, asked.gpus, asked.mfu)
+        prompts = asked.prompt or _PROMPTS
+        plan = Plan(shape, machine, prompts, asked.kv_element_bytes, asked.bandwidth)
+        print(json.dumps(plan.document(), indent=1) if asked.json else "\n".join(plan.lines()))
+    except ConfigError as error:
+        print(f"pdstore.sizing: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_pools(shape: ModelShape, asked: argparse.Namespace) -> int:
+    if asked.trace is None:
+        raise ConfigError("--hit-rate needs a trace: --trace FILE")
+    reuse = ReuseDistances(read_trace(asked.trace))
+    pools = pool_sizes(reuse, shape.kv_bytes(asked.kv_element_bytes), asked.hit_rate)
+    if asked.json:
+        document = {"best_hit_rate": reuse.best, "pools": [pool._asdict() for pool in pools]}
+        print(json.dumps(document, indent=1))
+    else:
+        for rate, tokens, num_bytes in pools:
+            room = (
+                "no pool" if num_bytes is None else f"{tokens:,} tokens, {num_bytes / _GB:.3g} GB"
+            )
+            print(f"{rate:6.1%} of the blocks found: {room}")
+        print(f"a pool without end finds {reuse.best:.1%}")
+    return int(any(pool.tokens is None for pool in pools))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pdstore.sizing", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("config", help="a model's config.json, or its directory")
+    add("--gpu", default="H100", help=f"of the prefill instance: {', '.join(PEAK_TFLOPS)}")
+    add("--gpus", type=int, default=1)
+    add("--mfu", type=float, default=DEFAULT_MFU, help="the prefill's share of the GPU's peak")
+    add("--prompt", type=int, action="append", help="a prompt's tokens; again for another one")
+    add("--kv-element-bytes", type=int, help="1: an fp8 cache")
+    add("--params", type=float, help="active parameters, such as 37e9")
+    add("--bandwidth", type=float, help="the store's GB/s: read or compute?")
+    add("--trace", metavar="FILE", help="requests with hash_ids, to size a pool")
+    add("--hit-rate", type=float, help="with --trace; 0 to 1")
+    add("--json", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,223 @@
+"""Checks of settings and of this host: origins, memory, limits, the library, huge pages."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from pdstore.cli.doctor import Asked, doctor
+from pdstore.cli.finding import Level
+from pdstore.cli.host import (
+    available_memory,
+    check_file_pages,
+    check_limits,
+    check_memory,
+    check_native,
+    check_pages,
+    check_settings,
+    set_values,
+)
+from pdstore.settings import read_settings
+from tests.support.command import run_json
+
+ON = {"pd_transfer_via_storage": True}
+
+
+def levels(engine_block=16, **settings):
+    found = check_settings(read_settings(**ON, **settings), frozenset(settings), engine_block)
+    return {finding.subject: finding.level for finding in found}
+
+
+def test_each_setting_has_its_origin_and_no_secret(monkeypatch):
+    monkeypatch.setenv("PDSTORE_SALT", "pepper")
+    monkeypatch.setenv("PDSTORE_STAGING", "2GiB")
+    settings = read_settings(store="redis://me:secret@host/0")
+    assert set_values(settings, frozenset({"store"})) == {
+        "PDSTORE_STORE": ("redis://me:***@host/0", "--store"),
+        "PDSTORE_SALT": ("(set)", "environment"),
+        "PDSTORE_STAGING": ("2 GiB", "environment"),
+    }
+
+
+def test_the_switch_that_is_off_is_yellow():
+    [finding] = check_settings(read_settings(), frozenset(), 16)
+    assert finding.level is Level.WARN
+    assert "PD_TRANSFER_VIA_STORAGE=1" in finding.remedy
+
+
+def test_a_block_that_is_no_multiple_of_the_engines_is_red():
+    assert levels(block_tokens=24)["block size"] is Level.BAD
+    assert "block size" not in levels(block_tokens=24, engine_block=8)
+    assert "block size" not in levels(block_tokens=64)
+
+
+def test_a_store_of_one_process_is_red():
+    assert levels(store="memory://here")["place"] is Level.BAD
+
+
+@pytest.mark.parametrize(
+    ("url", "is_open"),
+    [
+        ("redis://10.0.0.5/0", True),
+        ("redis://127.0.0.1:6379", False),
+        ("redis://user:p@localhost", False),
+        ("redis://", False),
+        ("redis:///3", False),
+        ("redis://localhost.example.org", True),
+        ("rediss://10.0.0.5/0", False),
+        ("valkey+cluster://10.0.0.5:7000,10.0.0.6:7000", True),
+        ("valkeys+cluster://10.0.0.5", False),
+        ("valkey+unix:///run/valkey.sock", False),
+        ("file:///x", False),
+    ],
+)
+def test_kv_that_leaves_the_host_unencrypted_is_yellow(url, is_open):
+    assert levels(store=url).get("encryption") is (Level.WARN if is_open else None)
+
+
+def doubts(longest=None, **settings):
+    found = check_settings(read_settings(**ON, **settings), frozenset(), 16, longest)
+    return [(f.level, f.said, f.remedy) for f in found if f.subject == "settings"]
+
+
+def test_a_decode_instance_that_never_loads_is_yellow_with_what_to_write():
+    [(level, said, remedy)] = doubts(role="decode", load="never")
+    assert level is Level.WARN
+    assert said.startswith("PDSTORE_LOAD=never on a decode instance")
+    assert remedy == "set PDSTORE_LOAD=always on D, or leave it unset"
+    assert not doubts(role="prefill", load="never")
+    assert not doubts(role="decode")
+
+
+def test_a_prefill_instance_that_never_saves_is_yellow_with_what_to_write():
+    [(level, said, remedy)] = doubts(role="prefill", publish=False)
+    assert level is Level.WARN
+    assert said.startswith("PDSTORE_PUBLISH=0 on a prefill instance")
+    assert remedy == "set PDSTORE_PUBLISH=1 on P, or leave it unset"
+    assert not doubts(role="both", publish=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "why"),
+    [
+        (65536, None, "most prompts have less"),
+        (65536, 40960, "no prompt has over 40960"),
+        (64, 32, "no prompt has over 32"),
+        (65536, 131072, None),
+        (4096, None, None),
+    ],
+)
+def test_blocks_that_no_prompt_fills_are_yellow_with_what_to_write(tokens, longest, why):
+    found = doubts(longest, block_tokens=tokens)
+    assert len(found) == bool(why)
+    for level, said, remedy in found:
+        assert level is Level.WARN
+        assert said.startswith(f"PDSTORE_BLOCK_TOKENS={tokens}, and {why}:")
+        assert remedy == "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("staging", "level"),
+    [("40GiB", Level.BAD), ("13GiB", Level.WARN), ("1GiB", Level.OK)],
+)
+def test_staging_is_compared_with_the_free_memory(staging, level):
+    [finding] = check_memory(read_settings(staging=staging), 24 * GIB)
+    assert finding.level is level
+    assert bool(finding.remedy) is (level is not Level.OK)
+
+
+def test_this_machine_tells_its_free_memory():
+    available = available_memory()
+    assert available is not None
+    assert 1 << 20 < available < 1 << 50
+
+
+def test_locked_memory_below_staging_is_red_for_rdma():
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, limits[1]))
+    try:
+        over = {
+            url: {f.subject: f for f in check_limits(read_settings(store=url), 0)}
+            for url in ("mooncake://h:1?protocol=rdma", "mooncake://h:1?protocol=tcp")
+        }
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    rdma, tcp = over.values()
+    assert rdma["locked memory"].level is Level.BAD
+    assert "ulimit -l unlimited" in rdma["locked memory"].remedy
+    assert "locked memory" not in tcp
+
+
+def test_few_open_files_are_yellow():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        [finding] = check_limits(read_settings(), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (finding.subject, finding.level) == ("open files", Level.WARN)
+
+
+def test_an_arena_is_recommended_where_there_are_gpus():
+    def subjects(store, num_gpus):
+        return {f.subject for f in check_limits(read_settings(store=store), num_gpus)}
+
+    assert "arena" in subjects("file://", 2)
+    assert "arena" not in subjects("file://", 0) | subjects("shm://a", 2)
+
+
+def test_no_native_library_is_yellow():
+    [finding] = check_native(read_settings(native="off"), lambda: 0)
+    assert finding.level is Level.WARN
+    assert "PDSTORE_NATIVE=off" in finding.said
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+25 22 0:23 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,inode64
+30 22 0:30 / /mnt/pool rw - tmpfs tmpfs rw,size=73400320k,huge=always
+31 22 0:31 / /mnt/pool/advised rw - tmpfs tmpfs rw,huge=advise
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "num_gpus", "level"),
+    [
+        (check_pages, "/mnt/pool/pdstore-0-pool", 2, Level.OK),
+        (check_pages, "/mnt/pool/advised/pdstore-0-pool", 2, Level.WARN),
+        (check_pages, "/dev/shm/pdstore-0-pool", 2, Level.WARN),
+        (check_pages, "/dev/shm/pdstore-0-pool", 0, Level.INFO),
+        (check_pages, "/dev/shmother/pdstore-0-pool", 2, Level.INFO),  # on the disk
+        (check_file_pages, "/mnt/pool/files", 2, Level.OK),
+        (check_file_pages, "/mnt/pool/advised/files", 2, Level.WARN),
+        (check_file_pages, "/dev/shm/pool", 2, Level.WARN),
+        (check_file_pages, "/dev/shm/pool", 0, Level.INFO),
+    ],
+)
+def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(check, path, num_gpus, level):
+    [finding] = check(Path(path), MOUNTS, num_gpus)
+    kind = {check_pages: "huge=always", check_file_pages: "huge=within_size"}[check]
+    assert finding.level is level
+    assert (kind in (finding.remedy or "")) is (level is Level.WARN)
+
+
+def test_nothing_is_said_of_the_pages_of_a_disk():
+    assert list(check_file_pages(Path("/var/pool"), MOUNTS, 2)) == []
+
+
+def test_the_doctor_looks_at_the_pages_of_files(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
+    monkeypatch.setattr("pdstore.cli.store_check.MOUNTS", mounts)
+    document = doctor(Asked(f"file://{tmp_path}/pool"), lambda: 0).document
+    assert [f["level"] for f in document["findings"] if f["subject"] == "huge pages"] == ["info"]
+
+
+def test_the_doctor_looks_at_an_arenas_pages(tmp_path):
+    document = run_json("doctor", "--store", f"shm://pages?size=1GiB&slab=4MiB&dir={tmp_path}")
+    assert "huge pages" in {finding["subject"] for finding in document["findings"]}

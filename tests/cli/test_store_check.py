@@ -1,0 +1,122 @@
+"""Checks of a store: a right one is measured, a wrong one told at its step; its room."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore.cli.finding import Level
+from pdstore.cli.store_check import Question, check_room, measure, try_store
+from pdstore.errors import StoreUnavailable
+from pdstore.settings import read_settings
+from pdstore.store import open_store
+from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import Room
+from pdstore.testing import fresh_keys
+from pdstore.testing.values import put
+
+GIB = 1 << 30
+
+
+class Telling(MemoryStore):
+    def __init__(self, room):
+        super().__init__()
+        self._room = room
+
+    def room(self):
+        if self._room is None:
+            raise StoreUnavailable("away")
+        return self._room
+
+
+def found(room, kv_bytes=None):
+    return {f.subject: f for f in check_room(Telling(room), kv_bytes)}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "kv_bytes", "level"),
+    [
+        (1536 << 10, None, Level.BAD),
+        (20 * GIB, None, Level.OK),
+        (20 * GIB, 16 << 20, Level.BAD),
+        (None, None, Level.WARN),
+    ],
+)
+def test_a_pool_must_hold_a_prompt(capacity, kv_bytes, level):
+    room = found(Room("redis 7", 100, capacity, 0, "noeviction"), kv_bytes)["room"]
+    assert room.level is level
+    assert bool(room.remedy) is (level is not Level.OK)
+
+
+def test_a_policy_that_evicts_the_pools_id_is_yellow():
+    finding = found(Room("redis 7", 100, GIB, 3, "allkeys-lru"))["eviction"]
+    assert finding.level is Level.WARN
+    assert "volatile-lru" in finding.remedy
+    assert "eviction" not in found(Room("redis 7", 100, GIB, 3, "volatile-lru"))
+
+
+def test_room_that_nobody_tells_is_no_fault():
+    assert found(None)["room"].level is Level.INFO
+
+
+@pytest.mark.parametrize(
+    ("num_connections", "level"), [(3, Level.WARN), (5000, None), (None, None)]
+)
+def test_a_server_that_takes_few_connections_is_yellow(num_connections, level):
+    room = Room("redis 7", 0, 20 * GIB, 0, "noeviction", num_connections)
+    finding = found(room).get("connections")
+    assert (finding and finding.level) is level
+    if finding:
+        assert "maxclients" in finding.remedy
+
+
+def test_a_right_store_is_measured_and_left_as_it_was(url):
+    settings = read_settings()
+    store = open_store(url, settings)
+    before = {value.key for value in store.stored_values()}
+    assert try_store(settings, store).level is Level.OK
+    [finding] = measure(Question(settings), store)
+    assert (finding.level, finding.subject) == (Level.OK, "speed")
+    assert "every byte is right" in finding.said
+    assert {value.key for value in store.stored_values()} == before
+    store.close()
+
+
+class Wrong(MemoryStore):
+    """Does one thing wrongly."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def match(self, keys):
+        return 1 if self.step == "connect" else super().match(keys)
+
+    def get(self, keys, slots):
+        return 0 if self.step == "load" else super().get(keys, slots)
+
+    def remove(self, keys):
+        if self.step != "remove":
+            super().remove(keys)
+
+
+@pytest.mark.parametrize("step", ["connect", "load", "remove"])
+def test_a_wrong_store_is_told_at_its_step(step):
+    finding = try_store(read_settings(), Wrong(step))
+    assert (finding.level, finding.subject) == (Level.BAD, step)
+
+
+def test_a_store_that_takes_only_small_values_is_red():
+    [finding] = measure(Question(read_settings()), MemoryStore(budget=1 << 20))
+    assert (finding.level, finding.subject) == (Level.BAD, "room")
+    assert finding.remedy
+
+
+@pytest.mark.parametrize(("mib", "said"), [(8, "do not fit"), (48, "push others' values out")])
+def test_a_full_small_pool_keeps_its_values(tmp_path, mib, said):
+    store = open_store(f"file://{tmp_path}/pool?budget={mib}MiB&lease=0.001", read_settings())
+    keys = fresh_keys(mib - 2)
+    assert put(store, keys, [bytes(1 << 20)] * len(keys)) == len(keys)
+    *_, last = measure(Question(read_settings()), store)
+    assert said in last.said
+    assert store.match(keys) == len(keys)
+    store.close()

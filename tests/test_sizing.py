@@ -1,0 +1,182 @@
+"""Sizing: published numbers come out of published configurations, and pools out of traces."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+
+from pdstore.errors import ConfigError
+from pdstore.sizing import Machine, ModelShape, Plan, ReuseDistances, break_even, main, read_trace
+from tests.support.published_models import MODELS
+
+LENGTHS = [1024, 8192, 32_768, 131_072]
+TABLE = {  # KiB a token, GB a million; by length: GB, A800, H100, H20 in GB/s, seconds on an H100
+    "Llama-3.1-8B": (128, 131, [(0.13, 1.34, 4.24, 0.63, 0.032), (1.07, 1.19, 3.78, 0.57, 0.284)]),
+    "Llama-3.1-70B": (320, 328, [(0.34, 0.36, 1.15, 0.17, 0.291), (2.68, 0.34, 1.08, 0.16, 2.48)]),
+    "Qwen3-32B": (256, 262, [(0.27, 0.63, 1.99, 0.30, 0.135), (2.15, 0.56, 1.78, 0.27, 1.20)]),
+    "DeepSeek-V3": (68.6, 70, [(0.07, 0.14, 0.45, 0.07, 0.159), (0.58, 0.12, 0.37, 0.06, 1.57)]),
+}
+LONG = {
+    "Llama-3.1-8B": [(4.29, 0.87, 2.75, 0.41, 1.56), (17.2, 0.41, 1.31, 0.20, 13.1)],
+    "Llama-3.1-70B": [(10.7, 0.28, 0.89, 0.13, 12.1), (42.9, 0.16, 0.52, 0.08, 82)],
+    "Qwen3-32B": [(8.59, 0.42, 1.32, 0.20, 6.5), (34.4, 0.20, 0.64, 0.10, 53)],
+    "DeepSeek-V3": [(2.30, 0.07, 0.22, 0.03, 10.3), (9.21, 0.03, 0.09, 0.01, 106)],
+}
+PARAMS = {"DeepSeek-V3": 37e9}  # as its makers count
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(name):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(MODELS[name]))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_of_break_evens_is_reproduced(name, config):
+    kib, gb_million, short = TABLE[name]
+    rows = {}
+    for gpu in ("A800", "H100", "H20"):
+        shape = ModelShape.of(config(name))
+        shape = replace(shape, active_params=PARAMS.get(name, shape.active_params))
+        document = Plan(shape, Machine(gpu), LENGTHS).document()
+        rows[gpu] = document["break_even"]
+    assert document["kv_bytes_per_token"] / 1024 == pytest.approx(kib, rel=0.001)
+    assert document["million_tokens_bytes"] / 1e9 == pytest.approx(gb_million, rel=0.01)
+    for i, (gb, a800, h100, h20, seconds) in enumerate([*short, *LONG[name]]):
+        found = [rows[gpu][i]["bytes_per_s"] / 1e9 for gpu in rows]
+        assert rows["H100"][i]["kv_bytes"] / 1e9 == pytest.approx(gb, rel=0.01, abs=0.006)
+        assert found == pytest.approx([a800, h100, h20], rel=0.01, abs=0.006)
+        assert rows["H100"][i]["compute_s"] == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_bandwidth_gets_a_verdict(config, capsys):
+    path = config("Llama-3.1-8B")
+    assert main([path, "--prompt", "8192", "--prompt", "131072", "--bandwidth", "2"]) == 0
+    _, _, short, long, _ = capsys.readouterr().out.splitlines()
+    assert short.split()[0] == "8,192"
+    assert "compute (a read: 0.537 s)" in short
+    assert "read, 8.59 s" in long
+
+
+def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path, capsys):
+    trace, path = tmp_path / "trace.jsonl", config("Llama-3.1-8B")
+    requests = [[0, n, 0] for n in range(1, 11)]
+    trace.write_text("\n".join(json.dumps({"hash_ids": ids}) for ids in requests))
+    assert main([path, "--trace", str(trace), "--hit-rate", "0.6", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["best_hit_rate"] == pytest.approx(19 / 30)
+    [pool] = document["pools"]
+    assert (pool["tokens"], pool["num_bytes"]) == (2 * 512, 2 * 512 * 128 * 1024)
+    assert main([path, "--trace", str(trace), "--hit-rate", "0.9"]) == 1
+    assert "90.0% of the blocks found: no pool" in capsys.readouterr().out
+    assert main([path, "--trace", str(trace), "--hit-rate", "60"]) == 2
+    assert main([path, "--hit-rate", "0.6"]) == 2
+    assert "between 0 and 1\npdstore.sizing: --hit-rate needs a trace" in capsys.readouterr().err
+
+
+SHAPE = ModelShape("hand", 2, 4, 100, 8, 8, 1e9, "bfloat16", 1, is_mla=False)
+
+
+def test_it_is_bytes_over_the_time_to_compute_them():
+    found = break_even(SHAPE, Machine("A100", 2, 0.5), 1000)
+    flops = 2 * 1e9 * 1000 + 2 * 4 * 16 * 1000**2
+    assert found.kv_bytes == 1000 * 2 * 100 * 2
+    assert found.compute_s == pytest.approx(flops / 312e12)
+    assert found.bytes_per_s == pytest.approx(found.kv_bytes / found.compute_s)
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="known are A100"):
+        break_even(SHAPE, Machine("Z80"), 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "kib", "billions"),
+    [
+        ("Llama-3.1-8B", 128, 7.5),
+        ("Llama-3.1-70B", 320, 69.5),
+        ("Qwen3-32B", 256, 32.0),
+        ("DeepSeek-V3", 68.625, 36.6),
+    ],
+)
+def test_kv_and_parameters(name, kib, billions, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    shape = ModelShape.of(str(tmp_path))
+    assert shape.kv_bytes() == kib * 1024
+    assert shape.kv_bytes(1) == kib * 512
+    assert shape.active_params == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_passes(tmp_path):
+    config = {
+        **{"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 0},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention, experts, router = 4 * 8 * 8, 2 * 3 * 8 * 16, 4 * 8
+    assert ModelShape.of(str(tmp_path)).active_params == attention + experts + router
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is no JSON"),
+        ("{}", "it has no 'num_hidden_layers'"),
+        ("[]", "no decoder's config"),
+        ('{"num_hidden_layers": 2}', "it has no 'hidden_size'"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(text, why, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"other\.json .*{why}"):
+        ModelShape.of(str(path))
+    with pytest.raises(ConfigError, match=r"cannot read .*none: No such file"):
+        ModelShape.of(str(tmp_path / "none"))
+
+
+TRACE = [[random.Random(i).randrange(30) for _ in range(5)] for i in range(60)]
+
+
+def played(size):
+    kept, hits = OrderedDict(), 0
+    for block in (block for request in TRACE for block in request):
+        hits += block in kept
+        kept.pop(block, None)
+        kept[block] = True
+        if len(kept) > size:
+            kept.popitem(last=False)
+    return hits / 300
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 13, 29, 30, 100])
+def test_hit_rates_are_those_of_an_lru_cache(size):
+    assert ReuseDistances(TRACE).hit_rate(size) == pytest.approx(played(size))
+
+
+def test_the_least_room_for_a_hit_rate_is_just_enough():
+    reuse = ReuseDistances(TRACE)
+    for rate in (0.1, 0.5, reuse.best):
+        blocks = reuse.blocks_for(rate)
+        assert played(blocks) >= rate > played(blocks - 1)
+    assert reuse.blocks_for(reuse.best + 0.01) is None
+
+
+def test_a_trace_is_read_and_nonsense_refused(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 1, "hash_ids": [0, 1]}\n{"hash_ids": [0]}\n')
+    assert read_trace(str(path)) == [[0, 1], [0]]
+    for nonsense in ("{}", "[]", '{"hash_ids": 5}', '{"hash_ids": [[1]]}', "not JSON"):
+        path.write_text(nonsense)
+        with pytest.raises(ConfigError, match="no trace"):
+            read_trace(str(path))
+    with pytest.raises(ConfigError, match=r"cannot read the trace .*: No such file"):
+        read_trace(str(tmp_path / "none"))
