@@ -2,7 +2,7 @@
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, SavePlan
+from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, PromptTimes, SavePlan
 from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     BadValue,
@@ -38,7 +38,6 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.scheduler.break_even import BreakEven
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_engine_settings, read_settings
@@ -66,7 +65,6 @@ __all__ = [
     "BlockCopyPlan",
     "BlockKey",
     "BlockTables",
-    "BreakEven",
     "ConfigError",
     "DeviceError",
     "Direction",
@@ -100,6 +98,7 @@ __all__ = [
     "PoolClosed",
     "PrefixCacheManager",
     "PromptKeys",
+    "PromptTimes",
     "QueueFull",
     "ReadOnly",
     "ReadyEvent",

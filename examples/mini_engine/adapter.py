@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import pdstore
 from examples.mini_engine.attention import Chunk
 from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
-from examples.mini_engine.request import Request, State
+from examples.mini_engine.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +68,7 @@ class Adapter:
             weights_of=partial(pdstore.weights_revision, config.model),
         )
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
-        self._break_even: pdstore.BreakEven | None = None
-        if settings.load != "always":
-            block_tokens = namespace.block_tokens
-            self._break_even = pdstore.BreakEven(settings.load, block_tokens, metrics=metrics)
+        self._prompt_times = pdstore.PromptTimes.of(settings, namespace, metrics)
         registries = [metrics.registry]
         self.reporting = pdstore.Reporting(settings, self.cache, registries, lambda: self.problem)
         self.journal = self.reporting.journal
@@ -103,7 +98,7 @@ class Adapter:
                 request.kv_transfer_params,
                 id=request.id,
                 traceparent=request.traceparent,
-                break_even=self._break_even,
+                prompt_times=self._prompt_times,
             )
             self._requests[request] = _Tracked(state)
 
@@ -170,13 +165,14 @@ class Adapter:
                 with self._degrading(request), _cancelling(save.job):
                     save.layers_done(layer + 1)
 
-        start = time.monotonic()
-        prompts = [chunk for chunk in chunks if chunk.request.state is State.PREFILL]
         with contextlib.ExitStack() as failing:
             for save in saves.values():
                 failing.enter_context(_cancelling(save.job))
             yield layer_written
-        self._end_step(prompts, time.monotonic() - start)
+        for chunk in chunks:
+            tracked = self._requests.get(chunk.request)
+            if tracked is not None and chunk.stop >= tracked.state.keys.num_tokens:
+                tracked.state.end_prompt()
 
     def end(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that has ended, if they still run.
@@ -260,19 +256,6 @@ class Adapter:
     ) -> None:
         """Has the end of a job put in the request's record, whichever thread it comes on."""
         job.on_end(lambda job: self._records.job_ended(state, pdstore.JobEnd.of(job, "", number)))
-
-    def _end_step(self, prompts: Sequence[Chunk], seconds: float) -> None:
-        steps = [
-            (self._requests[chunk.request].state, chunk.start, chunk.stop)
-            for chunk in prompts
-            if chunk.request in self._requests
-        ]
-        for state, _, stop in steps:
-            if stop >= state.keys.num_tokens:
-                state.end_prompt()
-        if self._break_even is not None:
-            for outcome in self._break_even.computed(steps, seconds):
-                cast("pdstore.EngineRequest", outcome.name).took_s = outcome.took_s
 
     @contextlib.contextmanager
     def _degrading(self, request: Request) -> Iterator[None]:

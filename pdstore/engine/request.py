@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Json
+from pdstore.format.namespace import Json, Namespace
+from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
 from pdstore.scheduler.break_even import BreakEven, Decision
 from pdstore.scheduler.lookup import Lookup, Match
@@ -109,6 +110,55 @@ class JobEnd:
         )
 
 
+class PromptTimes:
+    """Decides what is loaded, by what prompts cost to compute. Made once for an engine.
+
+    An engine may begin a step before the one before it has ended. But a request has its first token
+    only when its prompt is computed. So the time is cut there, and each part of it belongs to all
+    tokens of prompts that were scheduled in it. Only the scheduler's thread calls it.
+    """
+
+    def __init__(self, break_even: BreakEven, clock: Callable[[], float] = time.monotonic) -> None:
+        self.break_even = break_even
+        self._clock = clock
+        self._running: set[EngineRequest] = set()  # whose prompt is being computed
+        self._chunks: list[tuple[EngineRequest, int, int]] = []
+        self._since = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings, namespace: Namespace, metrics: Metrics) -> PromptTimes | None:
+        """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
+        if settings.load == "always":
+            return None
+        may_split = not namespace.windows
+        return cls(
+            BreakEven(settings.load, namespace.block_tokens, may_split=may_split, metrics=metrics)
+        )
+
+    def begin_step(self, request: EngineRequest, start: int, stop: int) -> None:
+        """Adds the tokens of a prompt that a step computes."""
+        if not self._running:
+            self._since = self._clock()
+        self._running.add(request)
+        self._chunks.append((request, start, stop))
+
+    def end_prompt(self, request: EngineRequest) -> None:
+        """Ends a prompt that is computed, and with it the time of all that ran since the last."""
+        if request not in self._running:
+            return
+        self._running.remove(request)
+        chunks, self._chunks = self._chunks, []
+        before, self._since = self._since, self._clock()
+        for outcome in self.break_even.computed(chunks, self._since - before):
+            cast("EngineRequest", outcome.name).took_s = outcome.took_s
+
+    def forget(self, request: EngineRequest) -> None:
+        """Drops a request that has ended."""
+        self.break_even.forget(request)
+        self._running.discard(request)
+        self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
+
+
 @dataclass(eq=False)
 class EngineRequest:
     """One request's use of the pool. Only the scheduler's thread calls it.
@@ -117,7 +167,7 @@ class EngineRequest:
 
     id, traceparent: of the request, for its record.
     params: its `kv_transfer_params`. Raises ValueError for a hand-off that is malformed.
-    break_even: decides what is loaded; None loads all that is found.
+    prompt_times: decides what is loaded; None loads all that is found.
     may_load: False if the engine computes all of the prompt, whatever the pool has.
     may_follow: load a hand-off while P still saves it. Without it D waits until P is done: for
       engines in which a load that falls short fails its request.
@@ -139,7 +189,7 @@ class EngineRequest:
     params: Mapping[str, Json] | None = None
     id: str = ""
     traceparent: str | None = None
-    break_even: BreakEven | None = None
+    prompt_times: PromptTimes | None = None
     may_load: bool = True
     may_follow: bool = True
     num_ranks: int = 1
@@ -207,9 +257,10 @@ class EngineRequest:
         # give back the block that only the last token's window still reads.
         most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
-        if self.break_even is None:
+        if self.prompt_times is None:
             return end
-        self.decision = self.break_even.decide(
+        break_even = self.prompt_times.break_even
+        self.decision = break_even.decide(
             self,
             start=num_present,
             found=end,
@@ -217,7 +268,7 @@ class EngineRequest:
             follows=self.found.follow is not None,
         )
         if self._is_fed:  # preempted: it is not told when all of it is computed again
-            self.break_even.forget(self)
+            break_even.forget(self)
         return self.decision.num_tokens
 
     def plan_load(self, end: int, room: int) -> LoadPlan:
@@ -252,9 +303,9 @@ class EngineRequest:
         num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
         num_loaded = max(plan.first_token, num_loaded)
         busy_s = max((end.busy_s for end in ends), default=0.0)
-        if self.break_even is not None:
-            self.break_even.worked(self, busy_s)
-            self.break_even.load_ended(self, num_loaded)
+        if self.prompt_times is not None:
+            self.prompt_times.break_even.worked(self, busy_s)
+            self.prompt_times.break_even.load_ended(self, num_loaded)
         self.cache.note_load(num_loaded - plan.first_token, busy_s)
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
@@ -266,8 +317,8 @@ class EngineRequest:
 
     def give_up(self, reason: Reason = Reason.FAULT) -> None:
         """Loads nothing for this request any more, because something failed for it."""
-        if self.break_even is not None:
-            self.break_even.load_ended(self, self.num_present)
+        if self.prompt_times is not None:
+            self.prompt_times.break_even.load_ended(self, self.num_present)
         self.may_load = False
         self._load = None
         self._shortfall = self._shortfall or reason
@@ -294,12 +345,19 @@ class EngineRequest:
         self.timer.begin("compute")
         self.num_fed += min(stop, end) - start
         self._is_fed = stop >= end
+        if self.prompt_times is not None:
+            self.prompt_times.begin_step(self, start, min(stop, end))
 
     def end_prompt(self) -> None:
-        """Ends the time of computing the prompt: its first token is there. Again is fine."""
+        """Ends the time of computing the prompt: its first token is there. Again is fine.
+
+        An engine that begins steps of several requests says it of all before the next step begins.
+        """
         if not self._is_answering:
             self._is_answering = True
             self.timer.end("compute")
+            if self.prompt_times is not None:
+                self.prompt_times.end_prompt(self)
 
     def plan_save(self, start: int, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
         """Returns the save of what a step computes; None if it completes no block.
@@ -320,8 +378,8 @@ class EngineRequest:
 
     def end(self) -> HandoffId | None:
         """Ends the request; returns the hand-off to abort, because nothing will publish it."""
-        if self.break_even is not None:
-            self.break_even.forget(self)
+        if self.prompt_times is not None:
+            self.prompt_times.forget(self)
         if self._lookup is not None:
             self._lookup.cancel()
         self.end_prompt()

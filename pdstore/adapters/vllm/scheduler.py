@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from pdstore.adapters.vllm.describe import keys_of
 from pdstore.adapters.vllm.messages import (
@@ -23,11 +23,10 @@ from pdstore.adapters.vllm.messages import (
 from pdstore.adapters.vllm.saves import Saves
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest
+from pdstore.engine.request import EngineRequest, PromptTimes
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
-from pdstore.scheduler.break_even import BreakEven
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.reporting import Reporting
@@ -80,7 +79,7 @@ class PDStoreConnectorScheduler:
         )
         self.worker_metrics = WorkerMetrics()
         self._cache: PrefixCacheManager | None = None
-        self._prompt_times: _PromptTimes | None = None  # None where nothing is decided
+        self._prompt_times: PromptTimes | None = None  # None where nothing is decided
         self._reporting: Reporting | None = None
         self._records = Records(Journal(), settings.role)
         self._block_pool: Any = None
@@ -97,15 +96,7 @@ class PDStoreConnectorScheduler:
         namespace = layout.namespace
         self._block_tokens = layout.block_tokens
         cache = self._cache = self._open(namespace)
-        if self._settings.load != "always":
-            self._prompt_times = _PromptTimes(
-                BreakEven(
-                    self._settings.load,
-                    namespace.block_tokens,
-                    may_split=not namespace.windows,
-                    metrics=self._metrics,
-                )
-            )
+        self._prompt_times = PromptTimes.of(self._settings, namespace, self._metrics)
         self._reporting = Reporting(
             self._settings,
             cache,
@@ -139,7 +130,7 @@ class PDStoreConnectorScheduler:
             _params_of(request),
             id=request.request_id,
             traceparent=headers.get("traceparent"),
-            break_even=self._prompt_times.break_even if self._prompt_times else None,
+            prompt_times=self._prompt_times,
             may_load=not getattr(request, "skip_reading_prefix_cache", False),
             may_follow=self._may_follow,
             num_ranks=self._num_ranks,
@@ -195,18 +186,23 @@ class PDStoreConnectorScheduler:
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of what a step computes. output: vLLM's SchedulerOutput."""
-        if self._prompt_times is not None:
-            self._prompt_times.end_prompts()
         if not output.num_scheduled_tokens:
             return
         if self._saves is not None:
             self._saves.begin_step(output)
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            if request_id in self._requests:
-                request, state = self._requests[request_id]
-                self._begin_step(request, state, num_scheduled)
-                if self._saves is not None:
-                    metadata.saves += self._saves.plan(state, request, num_scheduled)
+        scheduled = [
+            (*self._requests[request_id], num_tokens)
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            if request_id in self._requests
+        ]
+        for request, state, _ in scheduled:
+            if request.num_output_tokens:
+                state.end_prompt()
+        for request, state, num_tokens in scheduled:
+            start = request.num_computed_tokens
+            state.begin_step(start, start + num_tokens)
+            if self._saves is not None:
+                metadata.saves += self._saves.plan(state, request, num_tokens)
 
     def report(self, report: StepReport) -> None:
         """Handles what has ended on some ranks: releases saved blocks, and ends loads."""
@@ -223,14 +219,13 @@ class PDStoreConnectorScheduler:
     def finish(self, request: Any) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
         request_id = request.request_id
-        if self._prompt_times is not None:
-            self._prompt_times.end_prompts()
-            self._prompt_times.forget(request_id)
         if self._saves is not None:
             self._saves.end_request(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known
+        if request.num_output_tokens:
+            state.end_prompt()
         aborted = state.end()
         self._records.end_request(state)
         if aborted is not None:
@@ -259,14 +254,6 @@ class PDStoreConnectorScheduler:
             if each is not None:
                 each.close()
 
-    def _begin_step(self, request: Any, state: EngineRequest, num_scheduled: int) -> None:
-        start = request.num_computed_tokens
-        if request.num_output_tokens:
-            state.end_prompt()
-        elif self._prompt_times is not None:
-            self._prompt_times.begin_step(request, state, num_scheduled)
-        state.begin_step(start, start + num_scheduled)
-
     def _open_saves(self) -> None:
         """Begins to save once both the layout and vLLM's pool are known."""
         if self._block_pool is not None and self._block_tokens:
@@ -274,49 +261,6 @@ class PDStoreConnectorScheduler:
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
-
-
-class _PromptTimes:
-    """Measures what prompts cost to compute, from the scheduler's side: no step's end is seen here.
-
-    vLLM may schedule a step before the one before it has ended. But a request has its first token
-    only when its prompt is computed. So the time is cut there, and each part of it belongs to all
-    tokens of prompts that were scheduled in it.
-    """
-
-    def __init__(self, break_even: BreakEven, clock: Callable[[], float] = time.monotonic) -> None:
-        self.break_even = break_even
-        self._clock = clock
-        self._running: dict[str, Any] = {}  # vLLM's requests whose prompt is being computed
-        self._chunks: list[tuple[EngineRequest, int, int]] = []
-        self._since = 0.0
-
-    def begin_step(self, request: Any, state: EngineRequest, num_scheduled: int) -> None:
-        """Adds the tokens of a prompt that a step computes."""
-        start, end = request.num_computed_tokens, state.keys.num_tokens
-        if start >= end:
-            return
-        if not self._running:
-            self._since = self._clock()
-        self._running[state.id] = request
-        self._chunks.append((state, start, min(start + num_scheduled, end)))
-
-    def end_prompts(self) -> None:
-        """Says of each prompt that was computed since the last call how long it took."""
-        ended = [name for name, request in self._running.items() if request.num_output_tokens]
-        if not ended:
-            return
-        for name in ended:
-            del self._running[name]
-        chunks, self._chunks = self._chunks, []
-        before, self._since = self._since, self._clock()
-        for outcome in self.break_even.computed(chunks, self._since - before):
-            cast("EngineRequest", outcome.name).took_s = outcome.took_s
-
-    def forget(self, request_id: str) -> None:
-        """Drops a request that has ended."""
-        self._running.pop(request_id, None)
-        self._chunks = [chunk for chunk in self._chunks if chunk[0].id != request_id]
 
 
 def _params_of(request: Any) -> Mapping[str, Json] | None:
