@@ -58,6 +58,9 @@ RUN_BY = {
     "examples/run_router.sh": (
         "tests/examples/test_scripts.py::test_the_router_finds_p_and_d_and_says_how_to_ask"
     ),
+    "examples/run_router.sh --prefill * --decode *": (
+        "tests/examples/test_scripts.py::test_the_router_takes_many_instances"
+    ),
     "examples/run_mooncake.sh *": (
         "tests/examples/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"
