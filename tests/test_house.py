@@ -45,7 +45,7 @@ BUDGET = {
     "modules in circles": 5,
     "overloaded method names": 15,
     "lines of native sources": 5_760,
-    "lines of tests": 45_190,
+    "lines of tests": 45_290,
     "nightly marks": 38,
     "lines of benchmarks, examples and integrations": 16_430,
 }

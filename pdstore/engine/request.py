@@ -149,8 +149,9 @@ class PromptTimes:
         self._running.remove(request)
         chunks, self._chunks = self._chunks, []
         before, self._since = self._since, self._clock()
-        for outcome in self.break_even.computed(chunks, self._since - before):
-            cast("EngineRequest", outcome.name).took_s = outcome.took_s
+        if chunks:  # else its own were counted with another prompt's end
+            for outcome in self.break_even.computed(chunks, self._since - before):
+                cast("EngineRequest", outcome.name).took_s = outcome.took_s
 
     def forget(self, request: EngineRequest) -> None:
         """Drops a request that has ended."""
