@@ -88,7 +88,7 @@ def test_a_request_that_ended_early_is_forgotten(clock, decided):
 
 
 def test_a_preempted_prompt_holds_up_no_other(clock, decided):
-    """It is asked for again, and no step says when all of it is computed again."""
+    """Asked for again, it is in no step that says when all of it is computed again."""
     first = decided()
     first.begin_step(0, 1000)
     clock.now += 1.0
