@@ -1,6 +1,9 @@
 """Every name that `import pdstore` offers."""
 
 from pdstore.async_runner import AsyncRunner
+from pdstore.engine.record import Records
+from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, PromptTimes, SavePlan
+from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     ConfigError,
     DeviceError,
@@ -23,14 +26,13 @@ from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
-from pdstore.scheduler.break_even import BreakEven, Decision, Outcome
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
-from pdstore.settings import Settings, read_settings
+from pdstore.settings import Settings, read_engine_settings, read_settings
+from pdstore.status.reporting import Reporting
 from pdstore.store import open_store
 from pdstore.store.base import Store
-from pdstore.telemetry.journal import Journal
-from pdstore.telemetry.request_record import RequestRecord, RequestTimer
+from pdstore.store.connect import check_store
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
@@ -40,36 +42,37 @@ __all__ = [
     "NO_BLOCK",
     "AsyncRunner",
     "BlockCopy",
-    "BreakEven",
     "ConfigError",
-    "Decision",
     "DeviceError",
     "Direction",
+    "EngineRequest",
     "Handoff",
     "HandoffId",
     "Job",
+    "JobEnd",
     "JobError",
     "JobResult",
-    "Journal",
     "KVPool",
     "LayerSpec",
     "Layout",
     "LayoutError",
+    "LoadPlan",
     "Lookup",
     "Match",
     "Metrics",
     "MultimodalItem",
     "Namespace",
     "OpenSave",
-    "Outcome",
     "PDStoreError",
     "Pipeline",
     "PrefixCacheManager",
     "PromptKeys",
+    "PromptTimes",
     "Reason",
-    "RequestRecord",
-    "RequestTimer",
+    "Records",
+    "Reporting",
     "SaveFailed",
+    "SavePlan",
     "Settings",
     "Store",
     "StoreDenied",
@@ -79,8 +82,11 @@ __all__ = [
     "StoreUnavailable",
     "Swap",
     "SwapError",
+    "check_store",
     "open_store",
     "open_swap",
+    "read_engine_settings",
     "read_settings",
+    "self_test",
     "weights_revision",
 ]

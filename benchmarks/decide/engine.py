@@ -82,7 +82,7 @@ class Way:
             first_token(self._p, [saved])
             asked.append(Request(prompt, 1, ignore, kv_transfer_params=saved.answer_params))
         self._waves.append(first_token(self._d, asked))
-        self._decided += [request.decision.way for request in asked if request.decision]
+        self._decided += [request.decided["decision"] for request in asked if request.decided]
 
     def median_s(self) -> float:
         """Returns the median, over the waves that count, of the last request's first token."""

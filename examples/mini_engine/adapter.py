@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import pdstore
 from examples.mini_engine.attention import Chunk
 from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
-from examples.mini_engine.request import Request, State
-from examples.mini_engine.tracker import Tracker
-from pdstore.self_test import self_test
-from pdstore.status.reporting import Reporting
+from examples.mini_engine.request import Request
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Tracked:
+    """A request in the pool's terms, and its jobs. publish: the save that ends its hand-off."""
+
+    state: pdstore.EngineRequest
+    load: pdstore.Job | None = None
+    publish: pdstore.Job | None = None
+    saves: list[pdstore.Job] = field(default_factory=list)
 
 
 class Adapter:
@@ -50,9 +56,10 @@ class Adapter:
         weights = pdstore.weights_revision(config.model, settings)
         namespace = layout.namespace(settings, weights=weights)
         if settings.selftest:
-            self_test(settings, layout, cache.layers)
+            pdstore.self_test(settings, layout, cache.layers)
         self._settings = settings
         self._metrics = metrics
+        self._block_size = config.block_size
         self.cache = pdstore.PrefixCacheManager(
             settings,
             namespace,
@@ -61,11 +68,12 @@ class Adapter:
             weights_of=partial(pdstore.weights_revision, config.model),
         )
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
-        self._break_even = pdstore.BreakEven(settings.load, namespace.block_tokens, metrics=metrics)
+        self._prompt_times = pdstore.PromptTimes.of(settings, namespace, metrics)
         registries = [metrics.registry]
-        self.reporting = Reporting(settings, self.cache, registries, lambda: self.problem)
+        self.reporting = pdstore.Reporting(settings, self.cache, registries, lambda: self.problem)
         self.journal = self.reporting.journal
-        self._trackers: dict[Request, Tracker] = {}
+        self._records = pdstore.Records(self.journal, settings.role)
+        self._requests: dict[Request, _Tracked] = {}
 
     def ready(self) -> None:
         """Waits until host memory is pinned; that goes on beside the rest of the engine's start."""
@@ -83,82 +91,58 @@ class Adapter:
     def look_up(self, request: Request) -> None:
         """Starts a lookup: how much of the prompt the pool has, or when to follow a hand-off."""
         with self._degrading(request):
-            timer = pdstore.RequestTimer()
-            timer.begin("wait")
-            is_prefill = self.cache.is_prefill(request.kv_transfer_params)
-            keys = self.cache.keys(request.prompt)
-            lookup = self.cache.follow(keys, None if is_prefill else request.kv_transfer_params)
-            tracker = self._trackers[request] = Tracker(keys, lookup, timer)
-            if is_prefill:
-                tracker.handoff, request.answer_params = self.cache.announce(
-                    keys, request.kv_transfer_params
-                )
+            state = pdstore.EngineRequest(
+                self.cache,
+                self._settings,
+                self.cache.keys(request.token_ids),  # no more than the prompt so far
+                request.kv_transfer_params,
+                id=request.id,
+                traceparent=request.traceparent,
+                prompt_times=self._prompt_times,
+            )
+            self._requests[request] = _Tracked(state)
 
     def is_looked_up(self, request: Request) -> bool:
-        tracker = self._trackers.get(request)
-        return tracker is None or tracker.poll() is not None
+        tracked = self._requests.get(request)
+        return tracked is None or tracked.state.poll()
 
     def load(self, request: Request) -> bool:
         """Starts to load the hit into the request's blocks. Returns False if there is none.
 
-        The load of a hand-off takes each block as soon as P has stored it.
+        The load of a hand-off fills each block as soon as P has stored it.
         """
+        tracked = self._requests.get(request)
+        if tracked is None:
+            return False
         with self._degrading(request):
-            tracker = self._trackers.get(request)
-            found = tracker.poll() if tracker else None
-            if tracker is None or found is None:
-                return False
-            request.miss_reason = found.reason and found.reason.value
-            num_prompt = len(request.prompt)
-            usable = found.num_tokens if num_prompt > 1 else 0
-            follows = found.follow is not None
-            decision = self._break_even.decide(
-                request, start=0, found=usable, num_tokens=num_prompt, follows=follows
-            )
-            request.decision = decision
-            if decision.num_tokens > 0:
-                keys = found.keys.prefix(decision.num_tokens)
-                tracker.timer.begin("load")
-                tracker.load = self.pool.load(keys, request.block_ids, follow=found.follow)
-            return tracker.load is not None
-        return False
+            request.miss_reason = _value_of(tracked.state.reason)
+            end = tracked.state.find(0, len(request.prompt))
+            if end > 0:
+                plan = tracked.state.plan_load(end, len(request.block_ids) * self._block_size)
+                with self._recording(tracked.state, pdstore.Direction.LOAD):
+                    tracked.load = self.pool.load(plan.keys, request.block_ids, follow=plan.follow)
+                self._record_end(tracked.state, tracked.load)
+        return tracked.load is not None
 
     def is_loaded(self, request: Request) -> bool:
         """True if the load has ended.
 
         Its tokens then count as computed, except the prompt's last one: its logits are needed.
         """
-        tracker = self._trackers.get(request)
-        if tracker is None or tracker.load is None:
-            return True
-        result = tracker.load.result
-        if result is None:
+        state = self._requests[request].state
+        if state.is_loading:
             return False
-        tracker.timer.end("load")
-        self._metrics.exposed_seconds.observe(tracker.timer.elapsed_s)
-        if result.reason is not None:
-            request.miss_reason = result.reason.value
-        self._break_even.worked(request, result.busy_s)
-        self._break_even.load_ended(request, result.num_tokens)
-        self.cache.note_load(result.num_tokens, result.busy_s)
-        tracker.num_saved = result.num_tokens
-        request.num_loaded = min(result.num_tokens, len(request.prompt) - 1)
-        request.num_computed = request.num_loaded
+        request.num_loaded = request.num_computed = min(state.end_load(), len(request.prompt) - 1)
+        request.miss_reason = _value_of(state.reason)
         return True
 
     def lost(self, request: Request) -> str | None:
         """Returns why a hand-off fell short, if PDSTORE_ON_MISS says that its request must fail."""
-        params = request.kv_transfer_params
-        expects = pdstore.Handoff.of(params) is not None and not self.cache.is_prefill(params)
-        if self._settings.on_miss != "fail" or not expects:
-            return None
-        tracker = self._trackers.get(request)
-        found = tracker.lookup.poll() if tracker else None
-        if tracker is None or found is None:
-            return request.miss_reason
-        result = tracker.load.result if tracker.load else None
-        reason = found.reason or (result.reason if result else None)
-        return reason.value if reason else request.miss_reason
+        tracked = self._requests.get(request)
+        if tracked is not None:
+            return _value_of(tracked.state.failure)
+        is_handed_over = "pdstore" in (request.kv_transfer_params or {})
+        return request.miss_reason if is_handed_over and self._settings.on_miss == "fail" else None
 
     @contextlib.contextmanager
     def saving(self, chunks: Sequence[Chunk]) -> Iterator[Callable[[int], None]]:
@@ -172,10 +156,8 @@ class Adapter:
         """
         saves: dict[Request, pdstore.OpenSave] = {}
         for chunk in chunks:
-            is_prompt = chunk.request.state is State.PREFILL
             with self._degrading(chunk.request):
-                save = self._begin_save(chunk) if is_prompt else self._begin_decoded_save(chunk)
-                if save is not None:
+                if (save := self._begin_save(chunk)) is not None:
                     saves[chunk.request] = save
 
         def layer_written(layer: int) -> None:
@@ -183,101 +165,97 @@ class Adapter:
                 with self._degrading(request), _cancelling(save.job):
                     save.layers_done(layer + 1)
 
-        start = time.monotonic()
-        prompts = [chunk for chunk in chunks if chunk.request.state is State.PREFILL]
         with contextlib.ExitStack() as failing:
             for save in saves.values():
                 failing.enter_context(_cancelling(save.job))
             yield layer_written
-            for chunk in chunks:
-                self._note_computed(chunk)
-        for outcome in self._break_even.computed(prompts, time.monotonic() - start):
-            cast("Request", outcome.name).took_s = outcome.took_s
+        for chunk in chunks:
+            tracked = self._requests.get(chunk.request)
+            if tracked is not None and chunk.stop >= tracked.state.keys.num_tokens:
+                tracked.state.end_prompt()
 
     def end(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that has ended, if they still run.
 
-        D is told of a hand-off that nothing publishes, also because its save could not begin.
+        D is told of a hand-off that nothing publishes.
         """
-        self._break_even.forget(request)
+        tracked = self._requests.get(request)
+        if tracked is None:
+            return
         with self._degrading(request):
-            tracker = self._trackers.get(request)
-            if tracker is not None:
-                tracker.lookup.cancel()
-                if tracker.load is not None:
-                    tracker.load.cancel()
-                if tracker.handoff is not None and tracker.publish is None:
-                    self.pool.abort_handoff(tracker.handoff)
+            aborted = tracked.state.end()
+            self._records.end_request(tracked.state)
+            request.answer_params = tracked.state.answer or None
+            request.decided = tracked.state.decided
+            if tracked.load is not None:
+                tracked.load.cancel()
+            if aborted is not None:
+                self.pool.abort_handoff(aborted)
 
     def is_done(self, request: Request) -> bool:
         """True if no job reads or writes the request's blocks: they may be given back."""
-        tracker = self._trackers.get(request)
-        if tracker is None:
+        tracked = self._requests.get(request)
+        if tracked is None:
             return True
-        is_done = all(job.done for job in (tracker.load, tracker.publish) if job is not None)
-        if not (is_done and all(job.captured for job in tracker.saves)):
+        is_done = all(job.done for job in (tracked.load, tracked.publish) if job is not None)
+        if not (is_done and all(job.captured for job in tracked.saves)):
             return False
-        del self._trackers[request]
-        tracker.when_saved(lambda: self.journal.add(tracker.record(request, self._settings.role)))
+        del self._requests[request]
         return True
 
     def close(self) -> None:
         """Gives running jobs the drain time, then ends them. May be called twice."""
         self.pool.close()
         self.cache.close()
+        self._records.close()
         self.reporting.close()
-
-    def _note_computed(self, chunk: Chunk) -> None:
-        tracker = self._trackers.get(chunk.request)
-        if tracker is not None and chunk.request.state is State.PREFILL:
-            tracker.timer.end("compute")
 
     def _begin_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
         """Starts to save the blocks that a chunk completes; None if there are none."""
-        request, tracker = chunk.request, self._trackers.get(chunk.request)
-        if tracker is None:
+        request, tracked = chunk.request, self._requests.get(chunk.request)
+        if tracked is None:
             return None
-        tracker.timer.begin("compute")
-        if self._settings.role == "decode":
+        tracked.state.begin_step(chunk.start, chunk.stop)
+        plan = tracked.state.plan_save(chunk.start, chunk.stop, request.token_ids)
+        if plan is None:
             return None
-        if tracker.handoff is not None and not tracker.is_started:
-            tracker.is_started = True
-            if pdstore.Handoff.of(request.kv_transfer_params) is not None:
-                self.pool.start_handoff(tracker.handoff, len(request.prompt))
-        keys = tracker.keys.prefix(chunk.stop)
-        handoff = tracker.handoff if chunk.stop == len(request.prompt) else None
-        if handoff is None and keys.num_tokens <= tracker.num_saved:
-            return None
-        save = self.pool.begin_save(
-            keys,
-            request.block_ids,
-            first_token=tracker.num_saved,
-            handoff=handoff,
-            after=tuple(tracker.saves) if handoff else (),
-        )
-        if handoff is not None:
-            tracker.publish = save.job
-            save.job.on_end(self._note_published)
-        tracker.add_save(save.job)
-        tracker.num_saved = keys.num_tokens
+        for handoff, num_tokens in plan.starts:
+            self.pool.start_handoff(handoff, num_tokens)
+        with self._recording(tracked.state, pdstore.Direction.SAVE, plan.handoff):
+            save = self.pool.begin_save(
+                plan.keys,
+                request.block_ids,
+                first_token=plan.first_token,
+                handoff=plan.handoff,
+                after=tuple(tracked.saves),
+            )
+        if plan.handoff is not None:
+            tracked.publish = save.job
+        tracked.saves.append(save.job)
+        self._record_end(tracked.state, save.job, len(tracked.saves))
         return save
 
-    def _note_published(self, job: pdstore.Job) -> None:
-        self.cache.note_saves([job.result.reason] if job.result else [])
+    @contextlib.contextmanager
+    def _recording(
+        self,
+        state: pdstore.EngineRequest,
+        direction: pdstore.Direction,
+        handoff: pdstore.HandoffId | None = None,
+    ) -> Iterator[None]:
+        """Records a job that cannot begin, and tells D of a hand-off that it would publish."""
+        try:
+            yield
+        except Exception:
+            self._records.job_ended(state, pdstore.JobEnd.fault(direction))
+            if handoff is not None:
+                self.pool.abort_handoff(handoff)
+            raise
 
-    def _begin_decoded_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
-        """Starts to save the block that a token of an answer fills; None if it fills none."""
-        request, tracker = chunk.request, self._trackers.get(chunk.request)
-        if tracker is None or not self._settings.save_decoded:
-            return None
-        if chunk.stop % tracker.keys.block_tokens or chunk.stop <= tracker.num_saved:
-            return None
-        keys = tracker.decoded or tracker.keys.prefix(len(request.prompt) - 1)
-        tracker.decoded = keys.extend(request.token_ids[keys.num_tokens : chunk.stop])
-        save = self.pool.begin_save(keys, request.block_ids, first_token=tracker.num_saved)
-        tracker.saves.append(save.job)
-        tracker.num_saved = chunk.stop
-        return save
+    def _record_end(
+        self, state: pdstore.EngineRequest, job: pdstore.Job, number: int | None = None
+    ) -> None:
+        """Has the end of a job put in the request's record, whichever thread it comes on."""
+        job.on_end(lambda job: self._records.job_ended(state, pdstore.JobEnd.of(job, "", number)))
 
     @contextlib.contextmanager
     def _degrading(self, request: Request) -> Iterator[None]:
@@ -287,6 +265,12 @@ class Adapter:
             log.exception("pdstore failed for a request, which goes on without it")
             self._metrics.miss(pdstore.Reason.FAULT)
             request.miss_reason = pdstore.Reason.FAULT.value
+            if (tracked := self._requests.get(request)) is not None:
+                tracked.state.give_up()
+
+
+def _value_of(reason: pdstore.Reason | None) -> str | None:
+    return reason.value if reason is not None else None
 
 
 @contextlib.contextmanager

@@ -126,21 +126,9 @@ class Answer:
                 "loaded_tokens": request.num_loaded,
                 "computed_tokens": request.num_fed,
                 "reason": request.miss_reason,
-                **self._decision(),
+                **self._request.decided,
             },
         )
-
-    def _decision(self) -> Json:
-        """Returns what was decided for what the pool had; nothing if it had nothing."""
-        decision = self._request.decision
-        if decision is None or decision.way == "none":
-            return {}
-        return {
-            "decision": decision.way,
-            "estimated_load_s": decision.load_s,
-            "estimated_compute_s": decision.compute_s,
-            "took_s": self._request.took_s,
-        }
 
     def _new_text(self) -> str:
         """Returns the text of the pending tokens as it reads after the tokens before them."""

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pdstore import Settings
-from pdstore.errors import ConfigError
-from pdstore.settings import read_engine_settings
-from pdstore.store.connect import check_store
+from pdstore import ConfigError, Settings, check_store, read_engine_settings
 
 
 def positive(text: str) -> int:

@@ -13,7 +13,7 @@ import transformers
 from examples.mini_engine.attention import Chunk, Step, paged_attention
 from examples.mini_engine.config import Config
 from examples.mini_engine.paged_cache import PagedCache
-from pdstore.errors import ConfigError
+from pdstore import ConfigError
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES_BY_LENGTH = ("dynamic", "longrope")

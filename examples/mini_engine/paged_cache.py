@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdstore.errors import ConfigError
+from pdstore import ConfigError
 
 
 class PagedCache:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pdstore import Decision
-
 
 class State(enum.Enum):
     """The state of a request. It holds blocks from LOADING or PREFILL until no job uses them."""
@@ -66,8 +64,7 @@ class Request:
     num_loaded: int = 0  # of these, loaded from the pool
     num_fed: int = 0  # prompt tokens that the model computed here
     miss_reason: str | None = None  # the reason of tokens that were not loaded
-    decision: Decision | None = None  # what was loaded of what the pool had, and why
-    took_s: float | None = None  # from the decision until the prompt's KV was there
+    decided: dict[str, Any] = field(default_factory=dict)  # `EngineRequest.decided`
     answer_params: dict[str, Any] | None = None  # kv_transfer_params of the answer
 
     def __post_init__(self) -> None:

@@ -16,9 +16,9 @@ from pdstore.cli.answer import count, duration, size
 from pdstore.cli.finding import Finding, bad, info, ok, warn
 from pdstore.cli.host import MOUNTS, check_file_pages, check_pages
 from pdstore.cli.pool_view import missing_pool, survey
+from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import ConfigError, PDStoreError, StoreError, StoreFull
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.self_test import StepFailed, Tried, self_test
 from pdstore.settings import Settings
 from pdstore.sizing import Machine, ModelShape, break_even
 from pdstore.store import open_store

@@ -72,7 +72,8 @@ def open_one(open_engine):
 def test_p_and_d_move_every_metric(open_one, redis_server, monkeypatch):
     redis = redis_server("--maxmemory", "64mb")
     door = redis_gate.Gate(redis.port)
-    p, d = open_one("prefill", door.url), open_one("decode", f"faulty+{redis.url}?miss_rate=0.2")
+    p = open_one("prefill", door.url)
+    d = open_one("decode", f"faulty+{redis.url}?miss_rate=0.2", load="auto")
     seen = Seen(p, d)
 
     ask(d, prompt_of(LONG)).wait()

@@ -43,9 +43,12 @@ def test_always_loads_and_never_computes(open_instance, load, way):
     p = open_instance("prefill", f"memory://decide-{load}")
     d = open_instance("decode", f"memory://decide-{load}", load)
     request = decode(p, d, 1)
-    assert request.decision.way == way
     assert request.num_loaded == (TOKENS - 1 if way == "load" else 0)
-    assert (request.took_s is None) == (load == "always"), "of which nothing is kept"
+    if load == "always":
+        assert request.decided == {}, "nothing was compared"
+    else:
+        assert request.decided["decision"] == way
+        assert request.decided["took_s"] > 0
 
 
 @pytest.mark.parametrize(("load", "way"), [("always", "load"), ("never", "compute")])
@@ -56,24 +59,23 @@ def test_p_decides_for_a_warm_prefix_too(open_instance, load, way):
     until_stored(first)
     longer = [*prefix, *prompt_of(40, seed=1)]
     request = ask(p, longer, max_tokens=1, kv_transfer_params=PULL).wait().request
-    assert request.decision.way == way
     assert request.num_loaded == (TOKENS // 64 * 64 if way == "load" else 0)
     answer = Answer(p.model.tokenizer, "m", Body(prompt=longer), request).end("length")[-1]
-    assert answer.usage.pdstore["decision"] == way
+    assert answer.usage.pdstore.get("decision") == (None if load == "always" else way)
 
 
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
     p = open_instance("prefill", "memory://decide-slow")
     d = open_instance("decode", f"faulty+memory://decide-slow?{SLOW}", "auto")
     requests = [decode(p, d, first) for first in range(1, 7)]
-    assert [request.decision.way for request in requests][:3] == ["load", "load", "both"]
+    said = [request.decided for request in requests]
+    assert [each["decision"] for each in said][:3] == ["load", "load", "both"]
     last = requests[-1]
-    assert (last.decision.way, last.num_loaded) == ("compute", 0)
-    assert last.decision.compute_s < last.decision.load_s
-    assert last.took_s < requests[0].took_s
+    assert (said[-1]["decision"], last.num_loaded) == ("compute", 0)
+    assert said[-1]["took_s"] < said[0]["took_s"]
     answer = Answer(d.model.tokenizer, "m", Body(prompt=last.prompt), last).end("length")[-1]
     told = answer.usage.pdstore
-    assert (told["decision"], told["took_s"]) == ("compute", last.took_s)
+    assert (told["decision"], told["took_s"]) == ("compute", said[-1]["took_s"])
     assert told["estimated_compute_s"] < told["estimated_load_s"]
     value = d.counters.registry.get_sample_value
     assert value("pdstore_decisions_total", {"way": "compute"}) >= 1

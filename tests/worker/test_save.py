@@ -22,7 +22,7 @@ from pdstore.worker.block_range import BlockRange, Split
 from pdstore.worker.save import SaveWork
 from pdstore.worker.values import PromptBlocks
 from tests.support.interrupt import acts_at_line
-from tests.support.jobs import carried, job_of
+from tests.support.jobs import SAVE, carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 

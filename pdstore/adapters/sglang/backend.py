@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from pdstore.adapters.sglang.host_pages import HostPages
-from pdstore.adapters.sglang.page_pool import PagePool
+from pdstore.adapters.sglang.pages import HostPages, PagePool
 from pdstore.adapters.sglang.server import (
     VERSIONS,
     refuse_unsupported,

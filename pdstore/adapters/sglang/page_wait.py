@@ -1,15 +1,19 @@
-"""PageWait: decides, within bounds, for which pages that P still stores D waits."""
+"""PageWait: waits, within bounds, for pages of a prompt that P still stores."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from pdstore.adapters.sglang.page_arrivals import PageArrivals, is_short
 from pdstore.format.keys import PromptKeys
 from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
+from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
+from pdstore.store.watch import Pace
+from pdstore.threads import Latch
 
 
 class PageWait:
@@ -47,15 +51,19 @@ class PageWait:
         rest_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._arrivals = PageArrivals(store, stall_s, clock=clock)
+        self._stall_s = stall_s
         self._total_s = settings.handoff_wait_s
-        self._metrics, self._clock = metrics, clock
+        self._metrics = metrics
+        self._clock = clock
         self._batch_pages = batch_pages
-        self._most_vain, self._rest_s = most_vain, rest_s
+        self._most_vain = most_vain
+        self._rest_s = rest_s
         self._num_vain = 0
         self._rest_until = self._clock()
         self._before: list[bytes] = []  # the batch that was expected last, if it was a full one
         self._expected: dict[bytes, float] = {}  # until when, by a batch's first page
+        self._queue = LookupQueue(partial(find, store), self._stall_s)
+        self._closed = Latch()
 
     def wait(self, keys: PromptKeys) -> bool:
         """Waits for the pages of a batch. True if they are expected, though not all are stored.
@@ -64,12 +72,12 @@ class PageWait:
         keys: of at least one page.
         """
         before, self._before = self._before, []
-        began, found = self._clock(), self._arrivals.look(keys)
+        began, found = self._clock(), self._match(keys)
         is_expected = False
         if found.reason is None:
-            self._note(came=True)
-        elif is_short(found) and began >= self._rest_until:
-            is_expected = self._follow(before, keys, len(found.keys), began + self._total_s)
+            self._end_wait(came=True)
+        elif found.reason is Reason.ABSENT and began >= self._rest_until:
+            is_expected = self._expects(before, keys, len(found.keys), began + self._total_s)
             self._metrics.handoff_wait_seconds.observe(self._clock() - began)
         return is_expected
 
@@ -80,14 +88,45 @@ class PageWait:
         keys: a batch that `wait` was given, or its first pages.
         """
         until = self._expected.get(keys.hash_of(0), 0.0)
-        return self._arrivals.follow(keys, 0, until) if until > self._clock() else None
+        return self._follow(keys, 0, until) if until > self._clock() else None
 
     def close(self) -> None:
         """Ends what is under way. Twice is fine."""
-        self._arrivals.close()
+        self._closed.set()
+        self._queue.close()
 
-    def _follow(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
-        """Looks until a page of the batch comes; True if more of them are expected.
+    def _match(self, keys: PromptKeys) -> Match:
+        """Returns the match of the pool as it is now; a store that takes too long has none."""
+        if self._queue.is_stuck:
+            return Match.miss(keys, Reason.STORE_SLOW)
+        lookup = Lookup(keys, None, self._stall_s, lambda found: None)
+        self._queue.add(lookup)
+        return lookup.wait(2 * self._stall_s)  # it ends by itself before that
+
+    def _follow(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
+        """Yields how many of the first pages are stored, whenever that is more than before.
+
+        Ends when all are, when no more has come for a stall, at `until`, or when the store errs.
+        Looks once even when `until` is over. The caller's time between two numbers does not count.
+        """
+        pace = Pace()
+        stall_end = self._clock() + self._stall_s
+        while not self._closed.is_set:
+            asked_at = time.monotonic()
+            found = self._match(keys)
+            pause_s = pace.after(1, time.monotonic() - asked_at)
+            if len(found.keys) > num_found:
+                num_found = len(found.keys)
+                yield num_found
+                stall_end = self._clock() + self._stall_s
+                pace.hurry()
+            left_s = min(until, stall_end) - self._clock()
+            if found.reason is not Reason.ABSENT or left_s <= 0:
+                return
+            self._closed.wait(min(left_s, pause_s))
+
+    def _expects(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
+        """Follows a batch until a page of it comes; True if more of them are expected.
 
         before: pages that are expected already, and stored before those of the batch.
         """
@@ -95,12 +134,11 @@ class PageWait:
         if not set(before).isdisjoint(names):
             before = []  # another request's
         both = PromptKeys.named(keys.namespace, [*before, *names])
-        num_known, num_stored = len(before) + num_found, 0
-        for num_stored in self._arrivals.follow(both, 0 if before else num_found, until):
-            if num_stored > num_known:
-                break
-        self._note(came=num_stored > num_known)
-        if not num_known < num_stored < len(both):
+        num_known = len(before) + num_found
+        counts = self._follow(both, 0 if before else num_found, until)
+        num_stored = next((count for count in counts if count > num_known), 0)
+        self._end_wait(came=num_stored > 0)
+        if not 0 < num_stored < len(both):
             return False
         self._before = names if len(names) >= self._batch_pages else []
         now = self._clock()
@@ -108,7 +146,7 @@ class PageWait:
         self._expected[names[0]] = until
         return True
 
-    def _note(self, *, came: bool) -> None:
+    def _end_wait(self, *, came: bool) -> None:
         """Counts the waits in vain, and begins or ends the rest."""
         self._num_vain = 0 if came else self._num_vain + 1
         rest_s = self._rest_s if self._num_vain >= self._most_vain else 0.0

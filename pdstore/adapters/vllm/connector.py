@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import describe, stats
-from pdstore.adapters.vllm.degrades import degrades
-from pdstore.adapters.vllm.idle_steps import IdleSteps
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
-from pdstore.adapters.vllm.near_worker import NearWorker
+from pdstore.adapters.vllm.events import PoolEvents
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
-from pdstore.adapters.vllm.pool_events import PoolEvents
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError
+from pdstore.metrics import Metrics
+from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextlib.contextmanager
+def faults_are_misses(hook: str, metrics: Metrics) -> Iterator[None]:
+    """Logs an exception and counts a miss: one that leaves a hook would end the running engine."""
+    try:
+        yield
+    except Exception:  # the border to the engine
+        log.exception("pdstore failed in %s; the engine continues", hook)
+        metrics.miss(Reason.FAULT)
+
+
+def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a hook of the connector return `instead()` where it fails."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            connector: Any = args[0]
+            with faults_are_misses(hook.__name__, connector.metrics):
+                return hook(*args, **kwargs)
+            return cast("R", instead())
+
+        return guarded
+
+    return decorate
 
 
 class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -42,10 +72,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.metrics = stats.StepMetrics()
         self._shows_status = settings.status_port is not None
         events = getattr(vllm_config, "kv_events_config", None)
-        self._tells_events = getattr(events, "enable_kv_cache_events", False)
+        self._has_events = getattr(events, "enable_kv_cache_events", False)
         self._num_ranks = vllm_config.parallel_config.world_size
         self._events: PoolEvents | None = None
-        self._near: NearWorker | None = None
         self._handled: BaseException | None = None  # by the caller of the current step
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
@@ -64,7 +93,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 number=getattr(parallel, "data_parallel_index", 0),
                 hashes_items=describe.hashes_items(vllm_config),
                 weights_of=partial(describe.revision_of, vllm_config=vllm_config),
-                idle_steps=IdleSteps.of(parallel),
                 longest_prompt=vllm_config.model_config.max_model_len,
             )
         else:
@@ -97,11 +125,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._begin([m for m in metadata.values() if isinstance(m, RankLayout)])
 
     def _begin(self, ranks: Sequence[RankLayout]) -> None:
-        self.scheduler.begin(ranks)
-        if len(ranks) == self._num_ranks == 1:
-            self._near = NearWorker.of(ranks[0], self._vllm_config)
+        self.scheduler.set_layouts(ranks)
         namespace = ranks[0].namespace
-        if self._tells_events and not namespace.windows:  # of these, vLLM's hashes name no block
+        if self._has_events and not namespace.windows:  # of these, vLLM's hashes name no block
             self._events = PoolEvents(
                 self._num_ranks, ranks[0].block_tokens, namespace.block_tokens
             )
@@ -133,33 +159,24 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return True
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
-        metadata = self.scheduler.take_metadata()
-        self._add_saves(metadata, scheduler_output)
+        metadata = self.scheduler.build_metadata()
+        with faults_are_misses("build_connector_meta", self.metrics):
+            self.scheduler.add_saves(metadata, scheduler_output)
+            if self._events is not None:
+                self._events.plan(metadata.saves)
         return metadata
-
-    @degrades(lambda: None)
-    def _add_saves(self, metadata: PDStoreConnectorMetadata, scheduler_output: Any) -> None:
-        self.scheduler.add_saves(metadata, scheduler_output)
-        if self._near is not None:
-            self._near.take_wait(metadata)
-        if self._events is not None:
-            self._events.plan(metadata.saves)
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
-        self._take_up(report, connector_output.finished_recving or ())
-        if self._near is not None:
-            self._take_up(*self._near.take_ended(connector_output))
+        if report is not None:
+            self.scheduler.report(report)
+            if self._events is not None:
+                self._events.end_jobs(report.ended)
         given = getattr(connector_output, "kv_connector_stats", None)
         new = stats.stats_of(given, type(self).__name__)
         if new is not None and self._shows_status:
-            self.scheduler.worker_metrics.observe(new)
-
-    def _take_up(self, report: StepReport | None, loaded: Collection[str]) -> None:
-        self.scheduler.report(report, loaded)
-        if self._events is not None and report is not None:
-            self._events.take_ended(report.ended)
+            self.scheduler.worker_metrics.add(new)
 
     @degrades(lambda: (False, None))
     def request_finished(
@@ -176,8 +193,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: False)
     def has_pending_push_work(self) -> bool:
-        is_owed_a_step = self._near is not None and self._near.is_owed_a_step
-        return is_owed_a_step or self.scheduler.is_at_work
+        return self.scheduler.is_at_work
 
     @degrades(lambda: False)
     def has_pending_block_frees(self) -> bool:
@@ -193,7 +209,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(tuple)
     def take_events(self) -> Sequence[Any]:
         """Returns KV events of the pool, where `--kv-events-config` enables them."""
-        return self._events.take() if self._events is not None else ()
+        return self._events.pop() if self._events is not None else ()
 
     # Worker side.
 
@@ -220,54 +236,57 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
         Where tokens are drafted, vLLM ends steps on the last pipeline stage alone.
         """
-        if self._step.saves:
-            self.worker.finish_saves(self._step)
+        self.worker.open_saves.finish()
 
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker.start_loads(self._step)
+        try:
+            self.worker.start_loads(self._step)
+        finally:
+            self.worker.start_saves(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads are asynchronous."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        if self._step.saves:
-            self._save_layer(layer_name)
-
     @degrades(lambda: None)
-    def _save_layer(self, layer_name: str) -> None:
-        self.worker.layer_done(self._step, layer_name)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        self.worker.open_saves.layer_done(layer_name)
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
         # a runner calls it in a `finally`: then an exception of the forward is under way
         if sys.exc_info()[1] is self._handled:
-            self.worker.finish_saves(self._step)
+            self.worker.open_saves.finish()
         else:
-            self.worker.cancel_saves(self._step)
+            self.worker.open_saves.cancel()
 
     @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.take_loaded(finished_req_ids, wait_s=self._step.wait_s)
+        return None, self.worker.end_loads(finished_req_ids)[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        loaded = self.get_finished(finished_req_ids)[1] or set()
-        failed = self.worker.loads.failed & loaded if self.worker.fails_whole else set()
+        loaded, failed = self._end_loads(finished_req_ids)
+        if not self.worker.fails_whole:
+            failed = set()  # vLLM goes on behind the blocks that were loaded
         return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    @degrades(lambda: (set(), set()))
+    def _end_loads(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        return self.worker.end_loads(finished_req_ids)
 
     @degrades(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.loads.take_bad_blocks()
+        return self.worker.pop_bad_blocks()
 
     @degrades(lambda: None)
     def build_connector_worker_meta(self) -> Any:
-        return self.worker.take_report()
+        return self.worker.pop_report()
 
     # Both sides and the API server.
 
     @degrades(lambda: None)
     def get_kv_connector_stats(self) -> Any:
-        return self.metrics.take()
+        return self.metrics.pop()
 
     @degrades(lambda: None)
     def shutdown(self) -> None:

@@ -1,28 +1,39 @@
-"""pdstore's settings, layout and weights revision from vLLM's configuration and KV cache."""
+"""vLLM's configuration, KV cache and requests as pdstore's settings, layout, weights and keys."""
 
 from __future__ import annotations
 
-import inspect
+import functools
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from pdstore.adapters.vllm.stages import NamedLayer, all_layers
-from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.errors import ConfigError, LayoutError, PDStoreError
+from pdstore.format.keys import PromptKeys
+from pdstore.format.layout import LayerSpec, Layout, Pipeline
+from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import SHAPING, Json, canonical, shaping
 from pdstore.format.weights import weights_revision
+from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 
 log = logging.getLogger("vllm.pdstore")
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+class NamedLayer(NamedTuple):
+    """A layer and vLLM's name of it."""
+
+    name: str
+    spec: LayerSpec
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -178,6 +189,47 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
     return weights_revision(model.model, settings)
 
 
+def all_layers(
+    own: Callable[[], list[NamedLayer]], ranks: Any
+) -> tuple[list[NamedLayer], Pipeline | None]:
+    """Returns the model's layers in the layout's order, and their stages if there are several.
+
+    The ranks of a pipeline call it at the same time, and tell each other what `own` returns.
+    ranks: vLLM's group of them.
+    Raises LayoutError on all of them if `own` does on one: else the others would wait for it.
+    """
+    if ranks.world_size == 1:
+        return own(), None
+    told: list[list[NamedLayer] | str] = [""] * ranks.world_size
+    torch.distributed.all_gather_object(told, _told(own), group=ranks.cpu_group)
+    return joined(told, ranks.rank_in_group)
+
+
+def joined(
+    told: Sequence[Sequence[NamedLayer] | str], stage: int
+) -> tuple[list[NamedLayer], Pipeline]:
+    """Returns the layers of all stages, in the order in which one rank would have them.
+
+    told: the layers of each stage, by block table; or why it cannot be served.
+    stage: this rank's.
+    Raises LayoutError for the first stage that cannot be served.
+    """
+    layers: list[tuple[NamedLayer, int]] = []
+    for number, each in enumerate(told):
+        if isinstance(each, str):
+            raise LayoutError(f"pipeline stage {number}: {each}")
+        layers += [(layer, number) for layer in each]
+    layers.sort(key=lambda each: each[0].spec.table)  # stable: a table's layers stay in order
+    return [layer for layer, _ in layers], Pipeline(tuple(number for _, number in layers), stage)
+
+
+def _told(own: Callable[[], list[NamedLayer]]) -> list[NamedLayer] | str:
+    try:
+        return own()
+    except LayoutError as error:
+        return str(error)
+
+
 def _own_layers(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
 ) -> list[NamedLayer]:
@@ -253,18 +305,6 @@ def check_spec(name: str, spec: Any) -> None:
         raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
 
 
-def shows_outputs_first(vllm_config: Any) -> bool:
-    """True if vLLM looks at the loads in an output after it has shown it to the connector."""
-    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    taking_up: Any = getattr(scheduler, "_update_from_kv_xfer_finished", None)
-    try:
-        source = inspect.getsource(taking_up)
-    except (OSError, TypeError):  # it has no such method, or no source
-        return False
-    shown, looks = source.find(".update_connector_output("), source.find(".finished_recving")
-    return 0 <= shown < looks
-
-
 def _page(vllm_config: Any, layer: str) -> str:
     """The CPU backend's page format: it depends on the instruction set that its kernels use."""
     module = vllm_config.compilation_config.static_forward_context.get(layer)
@@ -291,3 +331,66 @@ def _tp_rank(vllm_config: Any) -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+def keys_of(
+    request: Any, cache: PrefixCacheManager, hashes_items: bool = True
+) -> PromptKeys | None:
+    """The keys of a request's prompt; they cover everything that its KV depends on.
+
+    None if no key can (`is_keyed`), and, after a warning, if the files of its LoRA adapter cannot
+    be read.
+    """
+    has_pages = cache.namespace.fields["page"] is not None
+    if not is_keyed(request, has_pages=has_pages, hashes_items=hashes_items):
+        return None
+    salt = (request.cache_salt or "").encode()
+    items = [
+        MultimodalItem(
+            feature.mm_position.offset,
+            feature.mm_position.length,
+            (getattr(feature, "mm_hash", None) or feature.identifier).encode(),
+        )
+        for feature in getattr(request, "mm_features", None) or ()
+    ]
+    lora = request.lora_request
+    digest = _lora_digest(lora.lora_int_id, lora.lora_path) if lora else b""
+    if digest is None:
+        return None
+    return cache.keys(
+        request.prompt_token_ids,
+        lora=digest,
+        cache_salt=salt,
+        items=sorted(items, key=lambda item: item.offset),
+    )
+
+
+def is_keyed(request: Any, has_pages: bool, hashes_items: bool = True) -> bool:
+    """True if a request's KV is determined by its tokens and may be shared.
+
+    has_pages: blocks are stored as the backend's packed pages. The last page may contain what an
+      earlier request left behind its end, so a request with a cache salt must not share pages.
+    hashes_items: vLLM names images, sounds and videos by their content (`describe.hashes_items`).
+    A LoRA adapter that was loaded in place of another one has no identity that a key could hold.
+    """
+    return not (
+        request.prompt_token_ids is None
+        or request.prompt_embeds is not None
+        or request.pooling_params is not None
+        or getattr(request, "resumable", False)
+        or getattr(request.lora_request, "load_inplace", False)
+        or (has_pages and request.cache_salt)
+        or (not hashes_items and getattr(request, "mm_features", None))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _lora_digest(number: int, path: str) -> bytes | None:
+    """A digest of an adapter's files as of its first request, when vLLM has just loaded them."""
+    try:
+        weights = weights_revision(path, Settings.model_construct(weights=None))
+        config = (Path(path) / "adapter_config.json").read_bytes()
+    except (PDStoreError, OSError) as error:
+        log.warning("requests with the LoRA adapter in %s bypass the pool: %s", path, error)
+        return None
+    return hashlib.sha256(config).digest() + weights.encode()

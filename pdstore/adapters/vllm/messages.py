@@ -1,14 +1,16 @@
 """Messages between the connector's scheduler side and its worker side.
 
 vLLM pickles them between the processes of one instance; they are never stored or sent further.
+Block ids travel as arrays of int64, -1 where a window has moved on, and are copied once more by
+`KVPool`.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -16,90 +18,62 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdstore.engine.request import JobEnd, LoadPlan, SavePlan
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import PromptKeys
-from pdstore.format.layout import BlockTables
+from pdstore.format.layout import NO_BLOCK
 from pdstore.format.namespace import Namespace
-from pdstore.outcome import Direction, Reason
 
-if TYPE_CHECKING:
-    from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+NULL_BLOCK = 0
+"""vLLM's id where a request holds no block, because its window has moved past the tokens."""
+
+Tables = list["array[int]"]
+"""Block ids of a request from its first token on: an array for each KV group."""
+
+
+def tables_of(block_ids: Sequence[Sequence[int]], num_blocks: int) -> Tables:
+    """Returns the first `num_blocks` of each of vLLM's block tables as KVPool reads them."""
+    return [
+        array("q", [NO_BLOCK if id == NULL_BLOCK else id for id in table[:num_blocks]])
+        for table in block_ids
+    ]
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """One load: the blocks that `keys` names, from `first_token` on, into the blocks of `tables`.
+    """One load into the blocks of `block_ids`.
 
-    num_tokens: leading tokens that vLLM counts on; a load that brings fewer has failed.
-    keys: None for a load that can only be reported as failed.
-    follow: the hand-off that P is still saving; the load follows it.
+    plan: None for a load that can only be reported as failed, for all of its blocks.
     """
 
     request_id: str
-    keys: PromptKeys | None
-    tables: BlockTables
-    first_token: int
-    num_tokens: int
-    follow: HandoffId | None = None
+    plan: LoadPlan | None
+    block_ids: Tables
 
 
 @dataclass(frozen=True)
 class SaveSpec:
-    """One save: the blocks that `keys` names, from `first_token` on.
+    """One save from the blocks of `block_ids`.
 
-    number: names the save in `StepReport.released`.
-    handoff: publish the whole prompt under this id when it is durable.
+    number: names the save in `StepReport`.
     """
 
     number: int
     request_id: str
-    keys: PromptKeys
-    tables: BlockTables
-    first_token: int
-    handoff: HandoffId | None = None
+    plan: SavePlan
+    block_ids: Tables
 
 
 @dataclass
 class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The work of one step, from the scheduler side to every worker.
 
-    started_handoffs: hand-offs that D may follow from now on, with the tokens of the prompt.
     aborted_handoffs: hand-offs that will not come.
-    wait_s: seconds for which a worker may wait for the end of a job.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
-    started_handoffs: list[tuple[HandoffId, int]] = field(default_factory=list)
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
-    wait_s: float = 0.0
-
-
-class Interval(NamedTuple):
-    """A time from its begin to its end, in seconds since the epoch."""
-
-    begin_at: float
-    end_at: float
-
-
-@dataclass(frozen=True)
-class EndedJob:
-    """A load or a save that has ended on one rank.
-
-    number: `SaveSpec.number`; None for a load.
-    num_tokens, reason: as in `JobResult`.
-    ran: from its start to its end.
-    in_store: from its first call of the store to the end of the last, if it made one.
-    """
-
-    request_id: str
-    number: int | None
-    direction: Direction
-    num_tokens: int
-    reason: Reason | None
-    ran: Interval
-    in_store: Interval | None = None
 
 
 @dataclass
@@ -107,32 +81,15 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The outcome of work that ended since the last step, from a worker to the scheduler side.
 
     released: by the number of a save, how many ranks no longer need its blocks.
-    failed: ids of requests whose load brought less than vLLM counts on, on any rank.
-    loaded: by the id of a request, the tokens that its load brought, and the seconds that a rank
-      worked on it; of several ranks, the slowest one's.
     ended: every load and save that has ended, of each rank.
     """
 
     released: Counter[int] = field(default_factory=Counter)
-    failed: set[str] = field(default_factory=set)
-    loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
-    ended: list[EndedJob] = field(default_factory=list)
+    ended: list[JobEnd] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        loaded = {
-            name: max(
-                (report.loaded[name] for report in (self, other) if name in report.loaded),
-                key=lambda load: load[1],
-            )
-            for name in {*self.loaded, *other.loaded}
-        }
-        return StepReport(
-            self.released + other.released,
-            self.failed | other.failed,
-            loaded,
-            self.ended + other.ended,
-        )
+        return StepReport(self.released + other.released, self.ended + other.ended)
 
 
 @dataclass(frozen=True)
@@ -141,15 +98,10 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     namespace: of that layout.
     block_tokens: tokens of one block in vLLM's block tables.
-    worker: the rank's worker, where it is in this process: it is not sent.
     """
 
     namespace: Namespace
     block_tokens: int
-    worker: PDStoreConnectorWorker | None = field(default=None, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[type[RankLayout], tuple[Namespace, int]]:
-        return RankLayout, (self.namespace, self.block_tokens)
 
     @staticmethod
     def common(ranks: Sequence[RankLayout]) -> RankLayout:

@@ -25,117 +25,102 @@ _TYPES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 
 
 class StepMetrics(Metrics):
-    """Metrics that also accumulate their changes since the last step."""
+    """Metrics that also accumulate their changes since the last step.
+
+    Decision: each change is noted when it is made. To collect the registry's samples in each step
+    and send their differences would need no such notes, but costs milliseconds a step: there are
+    540 of them, of which a step changes a few.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new = PDStoreStats()
-        self._gauges: dict[tuple[str, ...], Callable[[], float]] = {}  # by name and label values
-        self._shown: dict[tuple[str, ...], float] = {}
+        self._gauges: dict[str, Callable[[], float]] = {}  # by key
+        self._sent_gauges: dict[str, float] = {}
         self._gauges_at = 0.0
         super().__init__()
 
-    def take(self) -> PDStoreStats | None:
+    def pop(self) -> PDStoreStats | None:
         """Returns the changes since the last call, or None. Cheap: vLLM calls it in every step."""
-        now = time.monotonic()
-        is_time = now >= self._gauges_at
-        if is_time:
-            self._gauges_at = now + _GAUGES_EVERY_S
-            self.refresh()
         new = PDStoreStats()
         if not self._new.is_empty():
             with self._lock:
                 new, self._new = self._new, new
-        if is_time:
+        now = time.monotonic()
+        if now >= self._gauges_at:
+            self._gauges_at = now + _GAUGES_EVERY_S
+            self.refresh()
             new.data[_GAUGES] = self._changed_gauges()
         return None if new.is_empty() else new
 
-    def note_count(self, key: str, amount: float) -> None:
+    def count(self, key: str, amount: float) -> None:
         """Adds to a counter's change."""
         with self._lock:
             counters = self._new.data[_COUNTERS]
             counters[key] = counters.get(key, 0.0) + amount
 
-    def note_seconds(self, key: str, amount: float) -> None:
+    def observe(self, key: str, seconds: float) -> None:
         """Adds an observation of a histogram."""
         with self._lock:
-            self._new.data[_SECONDS].setdefault(key, []).append(amount)
+            self._new.data[_SECONDS].setdefault(key, []).append(seconds)
+
+    def show(self, key: str, read: Callable[[], float]) -> None:
+        """Reads a gauge by this function from now on."""
+        self._gauges[key] = read
 
     def _counter(self, name: str) -> Counting:
-        return _Noted(super()._counter(name), name, self.note_count)
+        return _Noted(super()._counter(name), name, self)
 
     def _seconds(self, name: str) -> Timing:
-        return _NotedSeconds(super()._seconds(name), name, self.note_seconds)
+        return _Noted(super()._seconds(name), name, self)
 
     def _gauge(self, name: str) -> Showing:
-        return _NotedGauge(super()._gauge(name), (name,), self._gauges)
+        return _Noted(super()._gauge(name), name, self)
 
     def _changed_gauges(self) -> dict[str, float]:
         """Returns the gauges that changed since the last call, by key with this process in it."""
         now = {key: read() for key, read in list(self._gauges.items())}
-        changed = {key: value for key, value in now.items() if self._shown.get(key, 0.0) != value}
-        self._shown |= changed
+        sent = self._sent_gauges
+        changed = {key: value for key, value in now.items() if sent.get(key, 0.0) != value}
+        sent |= changed
         process = os.getpid()
-        return {_key_of(f"{key[0]}@{process}", key[1:]): v for key, v in changed.items()}
+        return {f"{process}@{key}": value for key, value in changed.items()}
 
 
 class _Noted:
-    """A counter, or one of its label values, whose changes are noted. Keeps its children."""
+    """A metric, or one of its label values, whose changes a StepMetrics gets too.
 
-    def __init__(self, counter: Counting, key: str, note: Callable[[str, float], None]) -> None:
-        self._counter, self._key, self._note = counter, key, note
+    shown: the metric of the client library.
+    """
+
+    def __init__(self, shown: Any, key: str, step: StepMetrics) -> None:
+        self._shown = shown
+        self._key = key
+        self._step = step
         self._children: dict[tuple[str, ...], _Noted] = {}
 
     def labels(self, *values: str) -> _Noted:
         if (child := self._children.get(values)) is None:
-            child = _Noted(self._counter.labels(*values), _key_of(self._key, values), self._note)
-            self._children[values] = child
+            key = _key_of(self._key, values)
+            child = self._children[values] = _Noted(self._shown.labels(*values), key, self._step)
         return child
 
     def inc(self, amount: float = 1) -> None:
-        self._counter.inc(amount)
+        self._shown.inc(amount)
         if amount:
-            self._note(self._key, amount)
-
-
-class _NotedSeconds:
-    """A histogram, or one of its label values, whose observations are noted."""
-
-    def __init__(self, timing: Timing, key: str, note: Callable[[str, float], None]) -> None:
-        self._timing, self._key, self._note = timing, key, note
-
-    def labels(self, *values: str) -> _NotedSeconds:
-        return _NotedSeconds(self._timing.labels(*values), _key_of(self._key, values), self._note)
+            self._step.count(self._key, amount)
 
     def observe(self, amount: float) -> None:
-        self._timing.observe(amount)
-        self._note(self._key, amount)
-
-
-class _NotedGauge:
-    """A gauge, or one of its label values, that is read without prometheus' page.
-
-    key: its name, then its label values. readers: get the function that reads it.
-    """
-
-    def __init__(
-        self,
-        gauge: Showing,
-        key: tuple[str, ...],
-        readers: dict[tuple[str, ...], Callable[[], float]],
-    ) -> None:
-        self._gauge, self._key, self._readers = gauge, key, readers
-
-    def labels(self, *values: str) -> _NotedGauge:
-        return _NotedGauge(self._gauge.labels(*values), self._key + values, self._readers)
+        self._shown.observe(amount)
+        self._step.observe(self._key, amount)
 
     def set(self, value: float) -> None:
-        self._gauge.set(value)
-        self._readers[self._key] = lambda: value
+        self._shown.set(value)
+        self._step.show(self._key, lambda: value)
 
     def set_function(self, f: Callable[[], float]) -> None:
-        self._gauge.set_function(f)
-        self._readers[self._key] = f
+        self._shown.set_function(f)
+        self._step.show(self._key, f)
 
 
 def _key_of(name: str, values: Any) -> str:
@@ -232,12 +217,10 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return made
 
     def _set_gauge(self, key: str, value: float, engine_idx: int) -> None:
-        name, _, rest = key.partition("@")
-        process, *values = rest.split("|")
-        shown = _key_of(name, values)
+        process, _, shown = key.partition("@")
         of_processes = self._gauges.setdefault((engine_idx, shown), {})
         of_processes[process] = value
-        combine = sum if METRICS[name].across is Across.SUM else max
+        combine = sum if METRICS[shown.partition("|")[0]].across is Across.SUM else max
         self._child(shown, engine_idx).set(combine(of_processes.values()))
 
     def _child(self, key: str, engine_idx: int) -> Any:
@@ -257,7 +240,7 @@ class WorkerMetrics:
         nobody = SimpleNamespace(kv_transfer_config=None)
         self._metrics = PDStorePromMetrics(nobody, types, ["engine"], {0: ["0"]})
 
-    def observe(self, stats: PDStoreStats) -> None:
+    def add(self, stats: PDStoreStats) -> None:
         """Adds the changes of some steps."""
         self._metrics.observe(stats.data)
 

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from pdstore.adapters.vllm.degrades import kept_to_itself
-from pdstore.adapters.vllm.describe import (
-    layers_by_step,
-    layout_of,
-    revision_of,
-)
-from pdstore.adapters.vllm.ended_jobs import EndedJobs
+from pdstore.adapters.vllm.describe import layers_by_step, layout_of, revision_of
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
     RankLayout,
     SaveSpec,
     StepReport,
+    Tables,
 )
-from pdstore.adapters.vllm.running_loads import RunningLoads
-from pdstore.adapters.vllm.step_saves import StepSaves
-from pdstore.format.handoff import HandoffId
-from pdstore.format.layout import NO_BLOCK, BlockTables
+from pdstore.engine.request import JobEnd
+from pdstore.engine.self_test import self_test
+from pdstore.format.layout import NO_BLOCK, Layout
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
-from pdstore.self_test import self_test
+from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
+from pdstore.worker.save import OpenSave
 
 log = logging.getLogger("vllm.pdstore")
+
+
+@dataclass
+class _Running:
+    """A load or a save from its start until its end is reported.
+
+    job: None if it could not begin, or is not to. end: set on any thread when the job has ended.
+    """
+
+    spec: LoadSpec | SaveSpec
+    job: Job | None = None
+    end: JobEnd | None = None
+    is_released: bool = False
+
+    def watch(self, job: Job, number: int | None = None) -> None:
+        self.job = job
+        job.on_end(partial(self._ended, number))
+
+    def _ended(self, number: int | None, job: Job) -> None:
+        self.end = JobEnd.of(job, self.spec.request_id, number)
 
 
 class PDStoreConnectorWorker:
@@ -43,26 +60,24 @@ class PDStoreConnectorWorker:
     vLLM's worker thread calls it. Every load is reported, whatever happens: vLLM waits for it
     without a bound.
 
-    loads: those that run, and their outcomes.
+    open_saves: those of the current step, whose layers the model computes.
     """
 
     def __init__(
         self, settings: Settings, vllm_config: Any, kv_cache_config: Any, metrics: Metrics
     ) -> None:
         self._settings = settings
-        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._metrics = metrics
         self._pool: KVPool | None = None
-        self._rows_per_block = 1
         self._rank_layout: RankLayout | None = None
-        self._step_saves = StepSaves()
-        self._opened: PDStoreConnectorMetadata | None = None  # whose saves are open
-        self.loads = RunningLoads(metrics)
-        self._saves: dict[int, tuple[SaveSpec, Job]] = {}
-        self._saves_of: defaultdict[str, list[Job]] = defaultdict(list)  # by request
-        self._reported: set[int] = set()  # saves that are released and still run
-        self._ended = EndedJobs()
-        self._released: Counter[int] = Counter()
+        self._rows_per_block = 1
+        self.open_saves = OpenSaves()
+        self._loads: dict[str, _Running] = {}  # by request
+        self._saves: dict[int, _Running] = {}  # by number
+        self._bad_blocks: set[int] = set()
+        self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the pool on vLLM's allocated KV cache; its memory is pinned by the end of `ready`.
@@ -82,11 +97,11 @@ class PDStoreConnectorWorker:
         rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
         layers = layers_by_step(self._vllm_config, layout, list(caches))
         drafts = getattr(self._vllm_config, "speculative_config", None) is not None
-        self.begin(pool, rows_per_block, layers, ends_late=drafts)
+        self.use_pool(pool, rows_per_block, layers, ends_late=drafts)
         if not self._vllm_config.model_config.enforce_eager:
             pool.ready()
 
-    def begin(
+    def use_pool(
         self,
         pool: KVPool,
         rows_per_block: int = 1,
@@ -96,16 +111,15 @@ class PDStoreConnectorWorker:
     ) -> None:
         """Begins to load and save with a pool, which `close` closes.
 
-        rows_per_block: rows of the cache tensors that one block of vLLM's tables takes.
-        layers: names of the first layers of the pool's layout, in order; see `StepSaves`.
+        rows_per_block: rows of the cache tensors that one block of vLLM's tables fills.
+        layers: names of the first layers of the pool's layout, in order; see `OpenSaves`.
         ends_late: vLLM ends a step only when it has drafted tokens.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
-        self._rank_layout = RankLayout(pool.namespace, block_tokens, self)
-        self.loads = RunningLoads(self._metrics, block_tokens, fails_whole=self.fails_whole)
-        self._step_saves = StepSaves(pool.layout, layers, ends_late=ends_late)
+        self._rank_layout = RankLayout(pool.namespace, block_tokens)
+        self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def ready(self) -> None:
         """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""
@@ -132,139 +146,193 @@ class PDStoreConnectorWorker:
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
         return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no load and no save is running or still to be reported."""
+        return not (self._loads or self._saves)
+
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Starts the loads of a step; marks aborted hand-offs. Called in every step."""
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
-            self.loads.put(spec, None)
-            with kept_to_itself(spec.request_id):
-                self._start_load(spec)
+            running = self._loads[spec.request_id] = _Running(spec)
+            if (plan := spec.plan) is not None:
+                with self._starting(running, Direction.LOAD):
+                    rows = self._rows(spec.block_ids)
+                    job = self.pool.load(
+                        plan.keys, rows, first_token=plan.first_token, follow=plan.follow
+                    )
+                    running.watch(job)
 
-    def layer_done(self, metadata: PDStoreConnectorMetadata, name: str) -> None:
-        """Begins to save a layer range of a step, behind what is queued on the current stream."""
-        num_layers = self._step_saves.layer_done(name)
-        if num_layers:
-            self._open_saves(metadata)
-            self._step_saves.release(num_layers)
+    def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Starts the saves of a step, which read each layer when `open_saves` hears of it."""
+        for spec in metadata.saves:
+            running = self._saves[spec.number] = _Running(spec)
+            plan = spec.plan
+            with self._starting(running, Direction.SAVE, spec.number):
+                save = self.pool.begin_save(
+                    plan.keys,
+                    self._rows(spec.block_ids),
+                    first_token=plan.first_token,
+                    handoff=plan.handoff,
+                    after=self._saves_of(spec.request_id),
+                    starts=plan.starts,
+                )
+                self.open_saves.add(save)
+                running.watch(save.job, spec.number)
+            if running.job is None and plan.handoff is not None:
+                self.pool.abort_handoff(plan.handoff)
 
-    def finish_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Saves what is left of a step, behind what is queued on the current stream."""
-        try:
-            self._open_saves(metadata)
-        finally:
-            self._opened = None
-            self._step_saves.finish()
+    def end_loads(self, finished: Collection[str] = ()) -> tuple[set[str], set[str]]:
+        """Returns the requests whose load has ended since the last call, and those that failed.
 
-    def cancel_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Cancels the saves of a step that failed: not all of its layers are computed."""
-        try:
-            self._open_saves(metadata)  # their ends tell D, and release their blocks
-        finally:
-            self._opened = None
-            self._step_saves.cancel()
-
-    def take_loaded(self, finished: set[str], wait_s: float = 0.0) -> set[str]:
-        """Returns the requests whose load has ended since the last call, well or not.
+        A load has failed if it brought less than vLLM counts on.
 
         finished: requests that have ended; their loads are cancelled.
-        wait_s: time to wait for the end of a load or a save, if all that are known still run.
         """
-        if wait_s and not finished:
-            self._wait_for_end(wait_s)
-        return self.loads.take(finished)
+        loaded, failed = set(), set()
+        for request_id, running in list(self._loads.items()):
+            if running.job is not None and request_id in finished:
+                running.job.cancel()
+            if running.job is not None and running.end is None:
+                continue
+            del self._loads[request_id]
+            loaded.add(request_id)
+            if not self._end_load(running):
+                failed.add(request_id)
+        return loaded, failed
 
-    def take_complete(self, wait_s: float = 0.0) -> set[str]:
-        """Returns the requests whose load has brought all; `wait_s` as in `take_loaded`."""
-        if wait_s:
-            self._wait_for_end(wait_s)
-        return self.loads.take_complete()
+    def pop_bad_blocks(self) -> set[int]:
+        """Returns the ids of vLLM's blocks that the loads since the last call did not fill."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no load and no save is running or still to be reported."""
-        return not (len(self.loads) or self._saves or self._saves_of or self._reported)
-
-    def take_report(self) -> StepReport | None:
-        """Returns what has ended since the last report, for the scheduler side; None if nothing.
-
-        A near worker makes a report as long as jobs run: vLLM does not show an empty output.
-        """
-        for number, (spec, job) in list(self._saves.items()):
-            is_read = job.done if spec.handoff else job.captured
-            if is_read and number not in self._reported:
-                self._reported.add(number)
-                self._released[number] = 1
-            if job.done:
-                self._reported.discard(number)
+    def pop_report(self) -> StepReport | None:
+        """Returns what has ended since the last report, for the scheduler side; None if nothing."""
+        report, self._report = self._report, StepReport()
+        for number, running in list(self._saves.items()):
+            job, spec = running.job, running.spec
+            assert isinstance(spec, SaveSpec)
+            is_read = job is not None and job.captured and spec.plan.handoff is None
+            is_read = is_read or running.end is not None
+            if is_read and not running.is_released:
+                running.is_released = True
+                report.released[number] = 1
+            if running.end is not None:
+                report.ended.append(running.end)
                 del self._saves[number]
-                self._forget(spec.request_id, job)
-        is_shown = self.loads.is_near and bool(len(self.loads) or self._saves)
-        report = StepReport(self._released, *self.loads.take_outcomes(), self._ended.take())
-        self._released = Counter()
-        is_empty = not (report.released or report.failed or report.loaded or report.ended)
-        return None if is_empty and not is_shown else report
+        return report if report.released or report.ended else None
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
 
-    def _start_load(self, spec: LoadSpec) -> None:
-        if spec.keys is None:
-            return
-        rows = self._rows(spec.tables)
-        job = self.pool.load(spec.keys, rows, first_token=spec.first_token, follow=spec.follow)
-        self.loads.put(spec, job)
-        self._ended.watch(spec.request_id, job)
+    def _end_load(self, running: _Running) -> bool:
+        """Reports a load that has ended; returns whether it brought what vLLM counts on."""
+        assert isinstance(running.spec, LoadSpec)
+        plan, num_loaded, block_tokens = running.spec.plan, 0, 1
+        if self._rank_layout is not None:
+            block_tokens = self._rank_layout.block_tokens
+        if plan is not None and running.end is not None:
+            self._report.ended.append(running.end)
+            num_loaded = max(plan.first_token, running.end.num_tokens)
+            if num_loaded >= plan.num_tokens:
+                return True
+        if not self.fails_whole:
+            blocks = running.spec.block_ids[0][num_loaded // block_tokens :]
+            self._bad_blocks |= {id for id in blocks if id != NO_BLOCK}
+        return False
 
-    def _open_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the saves of a step, at the first call for it."""
-        if metadata is self._opened:
-            return
-        self._opened = metadata
-        for spec in metadata.saves:  # released at once if they cannot be started
-            self._released[spec.number] = 1
-        starts = metadata.started_handoffs
-        for spec in metadata.saves:
-            with kept_to_itself(spec.request_id):
-                self._open_save(spec, starts)
-                starts = []  # the first save of the step tells of all
-            if spec.number in self._released:
-                self._metrics.miss(Reason.FAULT)
-                if spec.handoff is not None:
-                    self.pool.abort_handoff(spec.handoff)
+    def _saves_of(self, request_id: str) -> list[Job]:
+        saves = self._saves.values()
+        return [each.job for each in saves if each.job and each.spec.request_id == request_id]
 
-    def _open_save(self, spec: SaveSpec, starts: Sequence[tuple[HandoffId, int]]) -> None:
-        save = self.pool.begin_save(
-            spec.keys,
-            self._rows(spec.tables),
-            first_token=spec.first_token,
-            handoff=spec.handoff,
-            after=self._saves_of.get(spec.request_id, ()),
-            starts=starts,
-        )
-        del self._released[spec.number]
-        self._step_saves.add(save)
-        self._saves[spec.number] = (spec, save.job)
-        self._ended.watch(spec.request_id, save.job, spec.number)
-        self._saves_of[spec.request_id].append(save.job)
+    @contextlib.contextmanager
+    def _starting(
+        self, running: _Running, direction: Direction, number: int | None = None
+    ) -> Iterator[None]:
+        """Logs and counts why a job could not begin: the others of its step begin all the same."""
+        try:
+            yield
+        except Exception:
+            self._metrics.miss(Reason.FAULT)
+            what, name = direction.value, running.spec.request_id
+            running.end = JobEnd.fault(direction, name, number)
+            log.exception("a %s of request %s could not begin", what, name)
 
-    def _wait_for_end(self, timeout_s: float) -> None:
-        jobs = [*self.loads.jobs, *(job for _, job in self._saves.values())]
-        if jobs and not any(job is None or job.done for job in jobs):
-            self._ended.wait(timeout_s)
-
-    def _forget(self, request_id: str, job: Job) -> None:
-        self._saves_of[request_id].remove(job)
-        if not self._saves_of[request_id]:
-            del self._saves_of[request_id]
-
-    def _rows(self, tables: BlockTables) -> BlockTables:
+    def _rows(self, block_ids: Tables) -> Tables:
         """Rows of the cache tensors; one of vLLM's blocks may be several of the kernel's."""
         n = self._rows_per_block
         if n == 1:
-            return tables
+            return block_ids
+        each = range(n)
         return [
-            [NO_BLOCK if id == NO_BLOCK else id * n + i for id in table for i in range(n)]
-            for table in tables
+            array("q", [NO_BLOCK if id == NO_BLOCK else id * n + i for id in table for i in each])
+            for table in block_ids
         ]
+
+
+class OpenSaves:
+    """The saves of one step, which save each layer range while the model computes the next ones.
+
+    A save reads a layer after the work that was queued on the current stream when the last layer of
+    its range was reported. Layers that are not reported during the step are saved from `finish` on,
+    and workers begin there where the layers are only queued on a device: vLLM's thread has then
+    queued all that the answer needs.
+
+    layout: of the pool; None while there is none.
+    layers: names of the first layers of its cache, in order, which may be saved during the step.
+    ends_late: steps end late, after drafts: workers begin when the last layer is queued.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        layers: Sequence[str] = (),
+        *,
+        ends_late: bool = False,
+    ) -> None:
+        self._layers = layers
+        self._num_layers = 0
+        self._goes_on = not ends_late
+        self._ends: dict[str, int] = {}  # the last layer of each range, with the number up to it
+        if layout is not None:
+            self._num_layers = len(layout.held_layers)
+            whole = layout.num_whole_ranges
+            counts = range(1, len(layers) + 1)
+            self._ends = {layers[n - 1]: n for n in counts if whole(n) > whole(n - 1)}
+        self._open: list[OpenSave] = []
+        self._computed: set[str] = set()
+
+    def add(self, save: OpenSave) -> None:
+        """Adds a save of this step, before any of its layers is computed."""
+        self._open.append(save)
+
+    def layer_done(self, name: str) -> None:
+        """Lets a layer range be saved when its last layer is queued, and all before it are."""
+        if self._open:
+            self._computed.add(name)
+            num_layers = self._ends.get(name, 0)
+            if num_layers and self._computed.issuperset(self._layers[:num_layers]):
+                for save in self._open:
+                    save.layers_done(num_layers, goes_on=self._goes_on)
+
+    def finish(self) -> None:
+        """Lets all that is left be saved, and ends the step. Cancels what cannot be."""
+        try:
+            while self._open:
+                self._open[-1].layers_done(self._num_layers)
+                self._open.pop()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the step and cancels the saves that are still open: not all layers are computed.
+
+        Their ends tell D, and release their blocks.
+        """
+        for save in self._open:
+            save.job.cancel()
+        self._open.clear()
+        self._computed.clear()

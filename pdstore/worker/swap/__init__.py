@@ -38,5 +38,4 @@ def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache
         library = load_library(settings, for_gpu=device.type == "cuda")
     if library is None:
         return TorchSwap(layout, kv_caches)
-    throughput = settings.native_mode == "throughput"
-    return NativeSwap(library, layout, kv_caches, throughput=throughput)
+    return NativeSwap(library, layout, kv_caches)

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from pdstore.adapters.sglang.page_wait import PageWait
+from pdstore.errors import StoreError
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
@@ -67,7 +68,7 @@ def serve(tmp_path):
         yield serve
 
 
-@pytest.mark.parametrize("store_url", [None, "memory://"], ids=["told", "polled"])
+@pytest.mark.parametrize("store_url", [None, "memory://"])
 def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve, store_url):
     d = serve(*([store_url] if store_url else []))
     with ThreadPoolExecutor() as threads:
@@ -183,3 +184,41 @@ def test_a_close_ends_a_wait(serve):
         waiting = d.begin(threads)
         d.wait.close()
         assert not waiting.result(LONG_S / 2)
+
+
+@pytest.fixture
+def followed():
+    """Returns the numbers that a load follows, when the store answers so to the looks of both."""
+    made = []
+
+    def followed(*script, clock, at_each=lambda: None):
+        settings = settings_of(lookup_wait_s=8.0, handoff_wait_s=1000)
+        made.append(PageWait(settings, Scripted(0, 1, *script), Metrics(), clock=clock))
+        assert made[-1].wait(KEYS)
+        return [(number, at_each())[0] for number in made[-1].arrivals(KEYS)]
+
+    yield followed
+    for wait in made:
+        wait.close()
+
+
+def test_each_page_gives_the_next_one_its_time(followed):
+    """Four pages take longer than a stall may, and are followed all the same."""
+    assert followed(0, 1, 1, 2, 2, 3, 3, 4, clock=Clock(step=1.0)) == [1, 2, 3, 4]
+
+
+def test_no_page_for_a_stall_is_the_end(followed):
+    assert followed(1, *[2] * 100, clock=Clock(step=1.0)) == [1, 2]
+
+
+def test_an_error_of_the_store_is_the_end(followed):
+    assert followed(1, StoreError("away"), 4, clock=Clock(step=1.0)) == [1]
+
+
+def test_the_callers_time_between_two_pages_does_not_count(followed):
+    clock = Clock()
+
+    def load():
+        clock.now += 16.0
+
+    assert followed(1, 2, 4, clock=clock, at_each=load) == [1, 2, 4]

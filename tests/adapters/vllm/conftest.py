@@ -84,7 +84,7 @@ def worker(instance):
 
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
     worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
-    worker.begin(instance.pool)
+    worker.use_pool(instance.pool)
     return worker
 
 

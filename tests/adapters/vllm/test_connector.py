@@ -11,6 +11,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
+from pdstore.engine.request import SavePlan
 from tests.support.kv import eventually
 
 IDS = list(range(1, 21))
@@ -21,7 +22,7 @@ def test_every_hook_of_a_running_engine_is_guarded():
     hooks = """on_new_request get_num_new_matched_tokens update_connector_output request_finished
         has_pending_push_work has_pending_block_frees reset_cache start_load_kv wait_for_save
         get_finished get_block_ids_with_load_errors build_connector_worker_meta
-        get_kv_connector_stats take_events shutdown _load _add_saves _save_layer"""
+        get_kv_connector_stats take_events shutdown _load save_kv_layer _end_loads"""
     for name in hooks.split():
         assert hasattr(getattr(PDStoreConnector, name), "__wrapped__"), name
 
@@ -41,11 +42,27 @@ def connector(instance, monkeypatch):
     )
     caches = SimpleNamespace(kv_cache_groups=[], num_blocks=64)
     connector = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
-    connector.worker.begin(instance.pool, layers=["a", "b", "c"])
+    connector.worker.use_pool(instance.pool, layers=["a", "b", "c"])
     monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(runner, "get_forward_context", lambda: None)
     return connector
+
+
+def test_a_hook_that_fails_answers_as_a_miss_and_is_counted(connector, monkeypatch):
+    monkeypatch.setattr(connector.worker, "end_loads", None)
+    connector.metrics.pop()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.metrics.pop().data["counters"] == {"misses|fault": 1}
+
+
+def test_an_interrupt_is_not_a_fault(connector, monkeypatch):
+    def interrupt(finished):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connector.worker, "end_loads", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        connector.get_finished(set())
 
 
 def run_step(connector, *saves, error=None, is_left_open=False):
@@ -68,7 +85,7 @@ def test_a_step_saves_what_it_computes_also_while_its_caller_handles_an_error(co
     try:
         raise ValueError("the caller's")
     except ValueError:
-        run_step(connector, SaveSpec(7, "request", keys, [IDS], 0))
+        run_step(connector, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
     eventually(lambda: instance.store.match(whole) == len(whole))
 
 
@@ -77,7 +94,9 @@ def test_layers_that_a_failed_forward_has_not_computed_are_not_saved(connector, 
     keys, handoff = instance.cache.keys(range(200)), HandoffId.new()
     with pytest.raises(MemoryError):
         run_step(
-            connector, SaveSpec(7, "request", keys, [IDS], 0, handoff), error=MemoryError("no room")
+            connector,
+            SaveSpec(7, "request", SavePlan(keys, 0, handoff), [IDS]),
+            error=MemoryError("no room"),
         )
     failed = [handoff.failed(instance.namespace)]
     eventually(lambda: instance.store.match(failed))
@@ -88,7 +107,7 @@ def test_a_step_that_the_runner_leaves_open_is_ended_by_the_next(connector, inst
     """vLLM's last pipeline stage alone ends a step where tokens are drafted."""
     keys = instance.cache.keys(range(200))
     whole = keys.store_keys(instance.namespace.parts)
-    run_step(connector, SaveSpec(7, "request", keys, [IDS], 0), is_left_open=True)
+    run_step(connector, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]), is_left_open=True)
     run_step(connector, is_left_open=True)
     eventually(lambda: instance.store.match(whole) == len(whole))
-    eventually(lambda: [connector.worker.take_report()] and connector.worker.is_idle)
+    eventually(lambda: [connector.worker.pop_report()] and connector.worker.is_idle)

@@ -1,4 +1,4 @@
-"""describe: which setting wins, and which configurations are refused."""
+"""describe: which setting wins, which configurations are refused, and what a key covers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
 from pdstore.adapters.vllm.describe import (
     check_spec,
     hashes_items,
+    is_keyed,
+    keys_of,
     layers_by_step,
     layout_of,
     refuse_unsupported,
@@ -30,6 +32,7 @@ from pdstore.adapters.vllm.describe import (
     settings_of,
 )
 from pdstore.errors import ConfigError, LayoutError
+from tests.support.instances import instance as instance
 from tests.support.vllm_draft import make_draft
 
 
@@ -264,3 +267,72 @@ def test_options_of_the_image_processor_are_a_field_where_there_are_any(describe
     plain = described(FullAttentionSpec).rope
     assert rope() == rope(mm_processor_kwargs={"device": "cpu"}) == plain
     assert len({plain, *(rope(mm_processor_kwargs={"fps": fps}) for fps in (1, 2))}) == 3
+
+
+def request(**changes):
+    return SimpleNamespace(
+        **{
+            "prompt_token_ids": [1, 2],
+            "prompt_embeds": None,
+            "pooling_params": None,
+            "lora_request": None,
+            "cache_salt": None,
+            "kv_transfer_params": None,
+            **changes,
+        }
+    )
+
+
+def test_a_prompt_of_tokens_is_keyed():
+    assert is_keyed(request(), has_pages=True)
+    assert is_keyed(request(cache_salt="mine"), has_pages=False)
+
+
+def test_images_that_vllm_only_numbers_have_no_keys(instance):
+    image = SimpleNamespace(
+        mm_position=SimpleNamespace(offset=0, length=2), identifier="renderer0-mm-1-image-0"
+    )
+    cache, pictured = instance().cache, request(mm_features=[image])
+    assert keys_of(pictured, cache, hashes_items=True) is not None
+    assert keys_of(pictured, cache, hashes_items=False) is None
+    assert keys_of(request(mm_features=[]), cache, hashes_items=False) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": None},
+        {"prompt_embeds": object()},
+        {"pooling_params": object()},
+        {"resumable": True},
+        {"lora_request": SimpleNamespace(load_inplace=True)},
+        {"cache_salt": "mine"},
+    ],
+)
+def test_what_tokens_do_not_name_is_not_keyed(changes):
+    assert not is_keyed(request(**changes), has_pages=True)
+
+
+def adapter(directory, weights):
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_int_id=1, lora_name="mine", lora_path=str(directory))
+
+
+def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, tmp_path):
+    cache = instance().cache
+    blocks = {
+        tuple(keys_of(request(lora_request=lora), cache).store_keys(cache.namespace.parts))
+        for lora in (
+            None,
+            adapter(tmp_path / "a" / "mine", b"first"),
+            adapter(tmp_path / "b" / "mine", b"other"),
+        )
+    }
+    assert len(blocks) == 3
+
+
+def test_an_adapter_whose_files_are_gone_bypasses_the_pool(instance, tmp_path):
+    gone = SimpleNamespace(lora_int_id=2, lora_name="mine", lora_path=str(tmp_path / "gone"))
+    assert keys_of(request(lora_request=gone), instance().cache) is None

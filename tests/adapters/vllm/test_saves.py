@@ -1,4 +1,4 @@
-"""SavePlanner: every computed token is saved once, and blocks are held until they are saved."""
+"""Saves: what a step computes is saved from vLLM's blocks, which are held until it is read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdstore import Layout
-from pdstore.adapters.vllm.block_refs import BlockRefs
-from pdstore.adapters.vllm.request import RequestTracker
-from pdstore.adapters.vllm.saves import SavePlanner
+from pdstore.adapters.vllm.saves import Saves
+from pdstore.engine.request import EngineRequest
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import PromptKeys
-from tests.support.kv import LAYERS, settings_of
+from tests.support.instances import instance as instance
+from tests.support.kv import settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
 TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -39,80 +37,100 @@ def pool():
 
 
 @pytest.fixture
-def tracker():
-    settings = settings_of()
-    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=64, rope="")
-    keys = PromptKeys(layout.namespace(settings, weights="w")).extend(PROMPT)
+def asked():
+    """vLLM's request of the prompt."""
     tokens = [*PROMPT, *range(1000, 1200)]
-    request = SimpleNamespace(
-        request_id="r", num_computed_tokens=0, num_tokens=len(PROMPT), all_token_ids=tokens
-    )
-    return RequestTracker(request, keys)
+    return SimpleNamespace(num_computed_tokens=0, num_tokens=len(PROMPT), all_token_ids=tokens)
 
 
-def planner_of(pool, **settings) -> SavePlanner:
-    refs = BlockRefs(pool, num_ranks=1)
-    planner = SavePlanner(settings_of(**settings), refs, BLOCK)
-    state = SimpleNamespace(get_block_ids=lambda request_id: [TABLE])
-    planner.step(SimpleNamespace(kv_connector_block_state=state))
-    return planner
+@pytest.fixture
+def state_of(instance):
+    def make(handoff=None, **settings):
+        cache = instance().cache
+        settings = settings_of(**settings)
+        state = EngineRequest(cache, settings, cache.keys(PROMPT), id="r", may_load=False)
+        state.handoff = handoff
+        return state
+
+    return make
 
 
-def compute(planner, tracker, *chunks):
-    """The saves of a request that is computed in these chunks."""
-    saves = []
-    for num_tokens in chunks:
-        saves.append(planner.plan(tracker, num_tokens))
-        tracker.request.num_computed_tokens += num_tokens
+def saves_of(pool, num_ranks=1):
+    saves = Saves(pool, BLOCK, num_ranks)
+    ids = SimpleNamespace(get_block_ids={"r": [TABLE]}.get)
+    saves.begin_step(SimpleNamespace(kv_connector_block_state=ids))
     return saves
 
 
-def test_each_chunk_saves_what_it_computes(pool, tracker):
-    saves = compute(planner_of(pool), tracker, 128, 128, 44)
-    assert [(s.first_token, s.keys.num_tokens) for s in saves] == [(0, 128), (128, 256), (256, 300)]
-    assert [list(s.tables[0]) for s in saves] == [TABLE[:2], TABLE[:4], TABLE[:5]]
+def compute(saves, state, asked, *chunks):
+    """The saves of a request that is computed in these chunks."""
+    specs = []
+    for num_tokens in chunks:
+        specs += saves.plan(state, asked, num_tokens)
+        asked.num_computed_tokens += num_tokens
+    return specs
 
 
-def test_a_save_holds_its_new_blocks_until_it_is_released(pool, tracker):
-    [first, second] = compute(planner_of(pool), tracker, 128, 128)
+def test_each_chunk_is_saved_from_the_blocks_up_to_its_end(pool, state_of, asked):
+    saves = compute(saves_of(pool), state_of(), asked, 128, 128, 44)
+    assert [list(save.block_ids[0]) for save in saves] == [TABLE[:2], TABLE[:4], TABLE[:5]]
+
+
+def test_a_save_holds_its_new_blocks_until_every_rank_has_read_them(pool, state_of, asked):
+    saves = saves_of(pool, num_ranks=2)
+    [first, second] = compute(saves, state_of(), asked, 128, 128)
     assert pool.held == TABLE[:2] + TABLE[2:4]
-    assert first.number != second.number
-
-
-def test_the_last_chunk_publishes_the_hand_off_and_holds_the_whole_prompt(pool, tracker):
-    tracker.handoff = HandoffId.new()
-    saves = compute(planner_of(pool), tracker, 256, 44)
-    assert [s.handoff for s in saves] == [None, tracker.handoff]
-    assert pool.held == TABLE[:4] + TABLE[:5]
-    assert tracker.is_announced
-    assert not tracker.is_prompt_pending
-
-
-def test_a_hand_off_of_a_prompt_that_is_saved_already_is_published_all_the_same(pool, tracker):
-    tracker.handoff, tracker.num_saved = HandoffId.new(), len(PROMPT)
-    tracker.request.num_computed_tokens = len(PROMPT) - 1
-    [save] = compute(planner_of(pool), tracker, 1)
-    assert save.handoff == tracker.handoff
-
-
-def test_a_decode_instance_saves_no_prompt(pool, tracker):
-    assert compute(planner_of(pool, role="decode"), tracker, 300) == [None]
+    saves.release({first.number: 1})
+    assert pool.held == TABLE[:4]
+    saves.release({first.number: 1, 99: 1})
+    assert pool.held == TABLE[2:4]
+    saves.release({second.number: 2})
     assert pool.held == []
+    assert len(saves) == 0
 
 
-def test_decoded_blocks_are_saved_when_they_are_whole(pool, tracker):
-    planner = planner_of(pool, save_decoded=True)
-    compute(planner, tracker, 300)
-    tracker.request.num_tokens = 330
-    tracker.request.num_computed_tokens = 319
-    assert planner.plan(tracker, 1) is None
-    tracker.request.num_computed_tokens = 320
-    save = planner.plan(tracker, 1)
-    assert (save.first_token, save.keys.num_tokens) == (300, 320)
+def test_the_save_that_publishes_a_hand_off_holds_the_whole_prompt(pool, state_of, asked):
+    compute(saves_of(pool), state_of(HandoffId.new()), asked, 256, 44)
+    assert pool.held == TABLE[:4] + TABLE[:5]
 
 
-def test_decoded_blocks_are_not_saved_unless_asked_for(pool, tracker):
-    planner = planner_of(pool)
-    compute(planner, tracker, 300)
-    tracker.request.num_tokens, tracker.request.num_computed_tokens = 400, 399
-    assert planner.plan(tracker, 1) is None
+def test_a_token_that_a_draft_may_take_back_is_not_saved(pool, state_of, asked):
+    saves, state = saves_of(pool), state_of(save_decoded=True)
+    compute(saves, state, asked, 300)
+    asked.num_tokens = asked.num_computed_tokens = 320
+    assert saves.plan(state, asked, 1) == [], "the last token has no KV"
+    asked.num_tokens = 321
+    [save] = saves.plan(state, asked, 1)
+    assert (save.plan.first_token, save.plan.keys.num_tokens) == (300, 320)
+
+
+def step(new=(), cached=(), resumed=()):
+    """A step of a vLLM that says what it adds: pairs of a request and its new blocks."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=id, block_ids=ids) for id, ids in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[id for id, _ in cached],
+            new_block_ids=[ids for _, ids in cached],
+            resumed_req_ids=set(resumed),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "table"),
+    [
+        ([{"new": [("r", ([1, 2],))]}, {"cached": [("r", ([3],))]}, {"cached": [("r", None)]}],
+         [1, 2, 3]),
+        ([{"new": [("r", ([1, 2],))]}, {"cached": [("r", ([7, 8, 9],))], "resumed": ["r"]}],
+         [7, 8, 9]),
+    ],
+    ids=["added", "preempted"],
+)  # fmt: skip
+def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, table):
+    saves = Saves(pool, BLOCK, 1)
+    for each in steps:
+        saves.begin_step(step(**each))
+    [save] = saves.plan(state_of(), asked, 192)
+    assert list(save.block_ids[0]) == table
+    saves.end_request("r")
+    assert saves.plan(state_of(), asked, 192) == []

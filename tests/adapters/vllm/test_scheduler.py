@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore import Layout, open_store
-from pdstore.adapters.vllm.messages import EndedJob, Interval, RankLayout, StepReport
-from pdstore.adapters.vllm.patience import Patience
+from pdstore.adapters.vllm.messages import RankLayout, StepReport
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
+from pdstore.engine.request import JobEnd
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.outcome import Direction, Reason
-from pdstore.scheduler.break_even import BreakEven
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
@@ -49,12 +48,12 @@ def scheduler_of(url):
     made = []
 
     def make(*, metrics=None, **changes):
-        options = ("may_follow", "patience", "longest_prompt", "weights_of")
+        options = ("may_follow", "patience_s", "longest_prompt", "weights_of")
         given = {name: changes.pop(name) for name in options if name in changes}
         settings = settings_of(**{"store": url, **changes})
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
         scheduler.bind(Pool())
-        scheduler.begin([RankLayout(namespace_of(settings), BLOCK)])
+        scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
         made.append(scheduler)
         return scheduler
 
@@ -91,9 +90,19 @@ def request(params=None, request_id="r"):
     )
 
 
+def loaded(request_id="r", num_tokens=300, reason=None):
+    """The report of a load that has ended."""
+    return StepReport(ended=[JobEnd(request_id, None, Direction.LOAD, num_tokens, reason, 0.01)])
+
+
+def saved_with(save, reason):
+    """The report of a save that has ended."""
+    return StepReport(ended=[JobEnd(save.request_id, 0, Direction.SAVE, 0, reason)])
+
+
 def step(scheduler, asked, num_tokens):
     """The metadata of a step that computes tokens of a request."""
-    metadata = scheduler.take_metadata()
+    metadata = scheduler.build_metadata()
     output = SimpleNamespace(
         num_scheduled_tokens={asked.request_id: num_tokens},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
@@ -122,7 +131,7 @@ def test_before_the_layout_is_known_nothing_is_found_or_saved():
 
 def test_without_any_layout_it_does_not_begin():
     with pytest.raises(ConfigError, match="MultiConnector"):
-        PDStoreConnectorScheduler(settings_of(), 1, StepMetrics()).begin([])
+        PDStoreConnectorScheduler(settings_of(), 1, StepMetrics()).set_layouts([])
 
 
 def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(scheduler_of, caplog):
@@ -136,7 +145,7 @@ def test_ranks_of_different_layouts_are_refused():
     settings = settings_of()
     ranks = [RankLayout(namespace_of(settings, weights), BLOCK) for weights in "ab"]
     with pytest.raises(ConfigError, match="differ in weights"):
-        PDStoreConnectorScheduler(settings, 2, StepMetrics()).begin(ranks)
+        PDStoreConnectorScheduler(settings, 2, StepMetrics()).set_layouts(ranks)
 
 
 @pytest.mark.usefixtures("saved")
@@ -145,48 +154,25 @@ def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
     assert found(scheduler, asked) == len(PROMPT)
     assert found(scheduler, asked, num_computed=2 * BLOCK) == len(PROMPT) - 2 * BLOCK
     scheduler.load(asked, [TABLE], len(PROMPT) - 2 * BLOCK)
-    [spec] = scheduler.take_metadata().loads
-    assert (spec.first_token, spec.num_tokens, spec.follow) == (2 * BLOCK, len(PROMPT), None)
-    assert list(spec.tables[0]) == TABLE
-    assert scheduler.take_metadata().loads == []
+    [spec] = scheduler.build_metadata().loads
+    plan = spec.plan
+    assert (plan.first_token, plan.num_tokens, plan.follow) == (2 * BLOCK, len(PROMPT), None)
+    assert list(spec.block_ids[0]) == TABLE
+    assert scheduler.build_metadata().loads == []
 
 
 @pytest.mark.usefixtures("saved")
 def test_the_first_answer_to_a_lookup_is_waited_for(scheduler_of):
-    scheduler, asked = scheduler_of(patience=Patience(step_s=30.0)), request()
+    scheduler, asked = scheduler_of(patience_s=30.0), request()
     scheduler.add(asked)  # vLLM shows a request before it asks about it
     assert scheduler.num_found(asked, 0) == len(PROMPT)
 
 
-def test_workers_wait_in_steps_that_only_ask(scheduler_of):
-    scheduler, asked = scheduler_of(), request()
-    nobody = SimpleNamespace(request_id=None, num_computed_tokens=0)
-    found(scheduler, asked)
-    assert step(scheduler, asked, 300).wait_s == 0.0
-    waits = [step(scheduler, nobody, 0).wait_s for _ in range(3)]
-    assert waits[0] == 0.0
-    assert 0.0 < waits[1] == waits[2]
-
-
-def test_while_a_lookup_is_under_way_they_do_not(scheduler_of):
-    scheduler = scheduler_of(role="decode", handoff_wait_s=30.0)
-    scheduler.add(request({"pdstore": {"attempt": "0" * 32}}))
-    nobody = SimpleNamespace(request_id=None, num_computed_tokens=0)
-    assert [step(scheduler, nobody, 0).wait_s for _ in range(3)] == [0.0] * 3
-
-
-def test_a_new_prompt_needs_no_patience_where_the_store_is_memory(scheduler_of, tmp_path):
-    url = f"shm://p?size=8MiB&dir={tmp_path}"
-    scheduler = scheduler_of(store=url, patience=Patience(step_s=0.0))
-    assert scheduler.num_found(request(), 0) == 0
-
-
-@pytest.mark.usefixtures("saved")
 def test_a_request_whose_load_failed_is_not_loaded_again(scheduler_of):
     scheduler, asked = scheduler_of(), request()
     found(scheduler, asked)
     scheduler.load(asked, [TABLE], len(PROMPT))
-    scheduler.report(StepReport(failed={"r"}), ["r"])
+    scheduler.report(loaded(reason=Reason.LOST, num_tokens=64))
     assert scheduler.num_found(asked, 0) == 0
 
 
@@ -195,7 +181,7 @@ def test_what_was_loaded_is_not_saved_again(scheduler_of):
     scheduler, asked = scheduler_of(), request()
     found(scheduler, asked)
     scheduler.load(asked, [TABLE], len(PROMPT))
-    scheduler.report(None, ["r"])
+    scheduler.report(loaded())
     asked.num_computed_tokens = len(PROMPT) - 1
     assert step(scheduler, asked, 1).saves == []
 
@@ -203,12 +189,12 @@ def test_what_was_loaded_is_not_saved_again(scheduler_of):
 def test_ps_answer_names_the_hand_off_that_its_last_chunk_publishes(scheduler_of):
     p, asked = scheduler_of(role="prefill"), request()
     p.add(asked)
-    assert [save.handoff for save in step(p, asked, 256).saves] == [None]
+    assert [save.plan.handoff for save in step(p, asked, 256).saves] == [None]
     metadata = step(p, asked, 44)
     said = Handoff.of(p.finish(asked))
-    assert [save.handoff for save in metadata.saves] == [said.id]
+    assert [save.plan.handoff for save in metadata.saves] == [said.id]
     assert said.num_tokens == len(PROMPT)
-    assert metadata.started_handoffs == [], "nobody waits for the start of a relayed hand-off"
+    assert metadata.saves[0].plan.starts == (), "nobody waits for the start of a relayed hand-off"
 
 
 def test_a_hand_off_that_ends_before_it_is_published_is_aborted(scheduler_of):
@@ -217,7 +203,7 @@ def test_a_hand_off_that_ends_before_it_is_published_is_aborted(scheduler_of):
     step(p, asked, 256)
     assert p.finish(asked) is None
     assert p.is_at_work
-    assert p.take_metadata().aborted_handoffs == [tracker.handoff]
+    assert p.build_metadata().aborted_handoffs == [tracker.handoff]
 
 
 def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended(scheduler_of):
@@ -227,7 +213,7 @@ def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended
     [save] = step(both, asked, 300).saves
     both.finish(asked)
     assert both.holds_blocks
-    both.report(StepReport(released=Counter({save.number: 1})), [])
+    both.report(StepReport(released=Counter({save.number: 1})))
     assert not both.holds_blocks
     assert both.is_at_work, "the save's end comes with a step"
 
@@ -240,8 +226,8 @@ def test_d_follows_a_hand_off_from_ps_answer_on(scheduler_of):
     theirs = request(params)
     assert found(d, theirs) == len(PROMPT)
     d.load(theirs, [TABLE], len(PROMPT))
-    [spec] = d.take_metadata().loads
-    assert spec.follow == Handoff.of(params).id
+    [spec] = d.build_metadata().loads
+    assert spec.plan.follow == Handoff.of(params).id
 
 
 def test_where_a_short_load_would_fail_the_request_d_waits_until_p_is_done(scheduler_of):
@@ -258,9 +244,9 @@ def test_p_tells_a_d_that_was_asked_with_it_of_its_start_once(scheduler_of):
     handoff = HandoffId.new()
     p, asked = scheduler_of(role="prefill"), request(Handoff(handoff).params())
     p.add(asked)
-    [(started, num_tokens)] = step(p, asked, 256).started_handoffs
+    [(started, num_tokens)] = step(p, asked, 256).saves[0].plan.starts
     assert (started.hex, num_tokens) == (handoff.hex, len(PROMPT))
-    assert step(p, asked, 44).started_handoffs == []
+    assert step(p, asked, 44).saves[0].plan.starts == ()
 
 
 def found_of(scheduler, asked):
@@ -290,7 +276,7 @@ def test_auto_leaves_a_part_of_the_third_prompt_to_be_computed_to_learn_its_rate
         scheduler.add(asked)
         assert found_of(scheduler, asked) == len(PROMPT)
         scheduler.load(asked, [TABLE], len(PROMPT))
-        scheduler.report(None, [name])
+        scheduler.report(loaded(name))
     third = request(request_id="third")
     scheduler.add(third)
     num_found = found_of(scheduler, third)
@@ -306,8 +292,8 @@ def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_c
     num_found = found(d, theirs)
     assert num_found == len(PROMPT) - 1
     d.load(theirs, [TABLE], num_found)
-    [spec] = d.take_metadata().loads
-    assert spec.keys is None
+    [spec] = d.build_metadata().loads
+    assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
 
 
@@ -316,19 +302,10 @@ def test_a_load_after_a_preemption_is_no_wait_of_the_client(scheduler_of, saved)
     both = scheduler_of(metrics=metrics)
     for asked.num_output_tokens in (0, 5):
         both.load(asked, [TABLE], found(both, asked))
-        both.report(None, ["r"])
+        both.report(loaded())
+        asked.num_computed_tokens = len(PROMPT) - 1
+        step(both, asked, 1)
     assert metrics.registry.get_sample_value("pdstore_exposed_seconds_count") == 1
-
-
-def test_a_preempted_prompt_holds_up_no_other(scheduler_of, monkeypatch):
-    """Nobody tells when it is computed again."""
-    both, asked, forgotten = scheduler_of(load="never"), request(), []
-    monkeypatch.setattr(BreakEven, "forget", lambda self, name: forgotten.append(name))
-    found(both, asked)
-    assert forgotten == ["r"], "before it was decided"
-    asked.num_output_tokens = 1
-    found(both, asked)
-    assert forgotten == ["r"] * 3, "before, and behind"
 
 
 def test_a_malformed_handoff_is_none_and_is_told(scheduler_of, saved, caplog):
@@ -337,29 +314,21 @@ def test_a_malformed_handoff_is_none_and_is_told(scheduler_of, saved, caplog):
     assert "r is taken without a hand-off" in caplog.text
 
 
-def ended(direction, reason):
-    """The report of a job that ended on a rank."""
-    at = Interval(1.0, 2.0)
-    return StepReport(ended=[EndedJob("other", 0, direction, 0, reason, at)])
-
-
 def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
     p, numbers = scheduler_of(role="prefill"), itertools.count()
 
-    def told():
+    def told(reason):
         asked = request(request_id=f"r{next(numbers)}")
         p.add(asked)
         [save] = step(p, asked, len(PROMPT)).saves
         answer = p.finish(asked)["pdstore"]
-        assert save.handoff.is_doubtful == ("last_save" in answer)
+        p.report(saved_with(save, reason))
+        assert save.plan.handoff.is_doubtful == ("last_save" in answer)
         return answer.get("last_save")
 
-    assert told() is None
-    p.report(ended(Direction.SAVE, Reason.STORE_FULL), ())
-    p.report(ended(Direction.LOAD, None), ())
-    assert told() == "store_full"
-    p.report(ended(Direction.SAVE, None), ())
-    assert told() is None
+    assert told(Reason.STORE_FULL) is None
+    assert told(None) == "store_full"
+    assert told(None) is None
 
 
 def test_p_says_what_its_files_are_where_a_setting_names_the_weights(scheduler_of):

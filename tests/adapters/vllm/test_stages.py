@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from pdstore.adapters.vllm.stages import NamedLayer, joined
+from pdstore.adapters.vllm.describe import NamedLayer, joined
 from pdstore.errors import LayoutError
 from pdstore.format.layout import LayerSpec
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, prefill

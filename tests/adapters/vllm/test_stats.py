@@ -21,17 +21,17 @@ def metrics():
 
 
 def test_a_step_in_which_nothing_happened_has_no_stats(metrics):
-    metrics.take()
-    assert metrics.take() is None
+    metrics.pop()
+    assert metrics.pop() is None
 
 
-def test_what_happened_is_taken_once(metrics):
+def test_what_happened_is_returned_once(metrics):
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(900)
-    taken = metrics.take()
+    taken = metrics.pop()
     assert taken.data["counters"] == {"misses|lost": 1, "tokens|loaded": 900}
     metrics.tokens.labels("loaded").inc(1)
-    assert metrics.take().data["counters"] == {"tokens|loaded": 1}
+    assert metrics.pop().data["counters"] == {"tokens|loaded": 1}
 
 
 def test_steps_and_processes_add_up(metrics):
@@ -39,16 +39,16 @@ def test_steps_and_processes_add_up(metrics):
     for each, seconds in ((metrics, 0.25), (other, 0.75)):
         each.job_ended(Direction.LOAD, None, seconds)
     other.jobs_alive.set(2)
-    total = metrics.take().aggregate(other.take())
+    total = metrics.pop().aggregate(other.pop())
     assert total.data["counters"] == {"jobs|load|ok": 2}
     assert total.data["seconds"] == {"job_seconds|load": [0.25, 0.75]}
-    assert total.data["gauges"] == {f"jobs_alive@{os.getpid()}": 2}
+    assert total.data["gauges"] == {f"{os.getpid()}@jobs_alive": 2}
 
 
 def test_a_connectors_stats_are_found_among_those_of_several(metrics):
     """MultiConnector hands each of its connectors the stats of all, which vLLM reads afterwards."""
     metrics.miss(Reason.LOST)
-    own = metrics.take()
+    own = metrics.pop()
     several = MultiKVConnectorStats({"Other": KVConnectorStats({"n": 1}), "PDStoreConnector": own})
     assert stats_of(own, "PDStoreConnector") is own
     assert stats_of(several, "PDStoreConnector") is own
@@ -71,7 +71,7 @@ def test_the_log_has_counts_and_mean_seconds():
 
 def test_reset_stats_are_empty(metrics):
     metrics.miss(Reason.LOST)
-    stats = metrics.take()
+    stats = metrics.pop()
     stats.reset()
     assert stats.is_empty()
     assert PDStoreStats().is_empty()
@@ -89,8 +89,8 @@ def test_the_metrics_page_shows_what_was_observed(metrics):
     metrics.job_ended(Direction.SAVE, Reason.STORE_FULL, 0.5)
     metrics.slots_lent.set(3)
     metrics.breaker_open.set(1)
-    taken = metrics.take()
-    other = {"gauges": {"slots_lent@9": 4, "breaker_open@9": 1}}  # another process's
+    taken = metrics.pop()
+    other = {"gauges": {"9@slots_lent": 4, "9@breaker_open": 1}}  # another process's
     shown.observe(other)
     shown.observe(taken.data)
     shown.observe(taken.data)

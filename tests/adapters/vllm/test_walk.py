@@ -68,7 +68,7 @@ class Engine:
         self.scheduler.bind_gpu_block_pool(BlockPool())
         self.scheduler.set_xfer_handshake_metadata({0: RankLayout(namespace, 16)})
         self.worker = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
-        self.worker.worker.begin(KVPool(settings, layout, caches_of(layout), namespace))
+        self.worker.worker.use_pool(KVPool(settings, layout, caches_of(layout), namespace))
 
     def step(self, tracer: Tracer, request, num_tokens: int) -> None:
         """Computes tokens of a request; the metadata crosses to the worker's process."""
@@ -154,7 +154,7 @@ def test_the_walk_of_a_saves_block_ids(open_traced):
         p = open_traced("prefill")
         with tracer.tracing():
             save(p, tracer)
-    tracer.walk_to("pds_arena_fill").check(frames=46, files=21, copies=5, names=5)
+    tracer.walk_to("pds_arena_fill").check(frames=37, files=17, copies=4, names=5)
 
 
 def test_the_walk_of_a_loads_block_ids(open_traced):
@@ -164,4 +164,4 @@ def test_the_walk_of_a_loads_block_ids(open_traced):
         d = open_traced("decode")
         with tracer.tracing():
             load(d, tracer, params)
-    tracer.walk_to("pds_arena_take").check(frames=43, files=19, copies=5, names=5)
+    tracer.walk_to("pds_arena_take").check(frames=41, files=18, copies=5, names=5)

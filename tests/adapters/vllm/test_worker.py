@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,22 +9,34 @@ import pytest
 from pdstore.adapters.vllm import worker as worker_module
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+from pdstore.engine.request import LoadPlan, SavePlan
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import PromptKeys
+from pdstore.outcome import Reason
 from tests.support.kv import Instance, eventually, settings_of
 from tests.support.seal_key import write_seal_key
 
 IDS = list(range(1, 21))
 
 
+def begin_saves(worker, *saves):
+    worker.start_saves(PDStoreConnectorMetadata(saves=list(saves)))
+
+
+def save(worker, *saves):
+    """Saves in a step whose layers are not reported."""
+    begin_saves(worker, *saves)
+    worker.open_saves.finish()
+
+
 def test_a_save_is_released_once_and_then_forgotten(worker, instance):
     keys = instance.cache.keys(range(200))
-    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)]))
+    save(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
     released = 0
 
     def is_forgotten():
         nonlocal released
-        report = worker.take_report()
+        report = worker.pop_report()
         released += report.released[7] if report else 0
         return worker.is_idle
 
@@ -34,61 +45,56 @@ def test_a_save_is_released_once_and_then_forgotten(worker, instance):
 
 
 def load(worker, spec):
+    """Loads; returns whether the load has failed."""
     worker.start_loads(PDStoreConnectorMetadata(loads=[spec]))
-    ended = []
-    eventually(lambda: ended.extend(worker.take_loaded(set())) or ended)
-    assert ended == ["request"]
+    [(loaded, failed)] = eventually(lambda: [each for each in [worker.end_loads()] if each[0]])
+    assert loaded == {"request"}
+    return failed == {"request"}
 
 
 def test_a_load_that_brings_what_vllm_counts_on_is_no_failure(worker, instance):
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
-    load(worker, LoadSpec("request", keys, [IDS], 0, 200))
-    assert not worker.loads.failed
-    assert not worker.loads.take_bad_blocks()
-
-
-def test_the_end_of_a_load_may_be_waited_for_in_the_step_that_asks(worker, instance):
-    keys = instance.cache.keys(range(200))
-    instance.pool.save(keys, IDS).wait(10)
-    worker.start_loads(PDStoreConnectorMetadata(loads=[LoadSpec("request", keys, [IDS], 0, 200)]))
-    assert worker.take_loaded(set(), wait_s=30.0) == {"request"}
-    assert [job.request_id for job in worker.take_report().ended] == ["request"]
-
-
-def test_nobody_waits_for_what_is_known_or_does_not_run(worker, instance):
-    keys = instance.cache.keys(range(200))
-    begin = time.monotonic()
-    assert worker.take_loaded(set(), wait_s=30.0) == set()
-    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)]))
-    for _ in range(2):  # the save's end is not reported yet
-        assert worker.take_loaded(set(), wait_s=30.0) == set()
-    failed = LoadSpec("failed", None, [IDS[:10]], 64, 160)
-    worker.start_loads(PDStoreConnectorMetadata(loads=[failed]))
-    assert worker.take_loaded(set(), wait_s=30.0) == {"failed"}
-    assert time.monotonic() - begin < 25.0
+    assert not load(worker, LoadSpec("request", LoadPlan(keys, 0, 200), [IDS]))
+    assert not worker.pop_bad_blocks()
 
 
 def test_a_load_that_brings_less_than_vllm_counts_on_is_a_failure(worker, instance):
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
-    load(worker, LoadSpec("request", keys.prefix(128), [IDS[:10]], 0, 160))
-    assert worker.loads.failed == {"request"}
-    assert worker.loads.take_bad_blocks() == set(IDS[8:10])
+    assert load(worker, LoadSpec("request", LoadPlan(keys.prefix(128), 0, 160), [IDS[:10]]))
+    assert worker.pop_bad_blocks() == set(IDS[8:10])
 
 
 def test_a_load_without_keys_is_a_failure_of_the_blocks_behind_the_local_ones(worker):
-    load(worker, LoadSpec("request", None, [IDS[:10]], 64, 160))
-    assert worker.loads.failed == {"request"}
-    assert worker.loads.take_bad_blocks() == set(IDS[4:10])
+    assert load(worker, LoadSpec("request", None, [IDS[4:10]]))
+    assert worker.pop_bad_blocks() == set(IDS[4:10])
+
+
+@pytest.mark.parametrize(("plans", "faults"), [(True, 1), (False, None)])
+def test_only_a_load_that_could_not_begin_is_a_fault(worker, instance, plans, faults):
+    """One without a plan is to fail, because its hand-off fell short; that is counted."""
+    plan = LoadPlan(instance.cache.keys(range(200)), 0, 200) if plans else None
+    assert load(worker, LoadSpec("request", plan, [[999] * 20]))
+    value = instance.pool.metrics.registry.get_sample_value
+    assert (value("pdstore_misses_total", {"reason": "fault"}) or None) == faults
+
+
+def test_a_load_of_a_request_that_has_ended_is_cancelled(worker, instance):
+    keys, missing = instance.cache.keys(range(200)), HandoffId.new()
+    spec = LoadSpec("request", LoadPlan(keys, 0, 200, missing), [IDS])
+    worker.start_loads(PDStoreConnectorMetadata(loads=[spec]))
+    assert worker.end_loads() == (set(), set()), "its blocks are written until it has ended"
+    eventually(lambda: worker.end_loads({"request"})[0])
+    [end] = worker.pop_report().ended
+    assert end.reason is Reason.CANCELLED
 
 
 def test_with_a_window_a_load_fails_whole(worker, instance):
     object.__setattr__(instance.namespace, "windows", {0: 64})
-    worker.begin(instance.pool)
-    load(worker, LoadSpec("request", None, [IDS[:10]], 64, 160))
-    assert worker.loads.failed == {"request"}
-    bad = worker.loads.take_bad_blocks()
+    worker.use_pool(instance.pool)
+    assert load(worker, LoadSpec("request", None, [IDS[4:10]]))
+    bad = worker.pop_bad_blocks()
     assert not bad, "vLLM would go on behind blocks that it has given back"
 
 
@@ -105,8 +111,8 @@ def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp
     worker = PDStoreConnectorWorker(sealed, config, cache, instance.pool.metrics)
     worker.register({})
     keys = PromptKeys(worker.pool.namespace).extend(range(200))
-    worker.finish_saves(PDStoreConnectorMetadata(saves=[SaveSpec(7, "r", keys, [IDS], 0)]))
-    eventually(lambda: [worker.take_report()] and worker.is_idle)
+    save(worker, SaveSpec(7, "r", SavePlan(keys, 0), [IDS]))
+    eventually(lambda: [worker.pop_report()] and worker.is_idle)
     worker.close()
     values = [path.read_bytes() for path in (tmp_path / "pool").glob("??/pds1:*:0:0:*")]
     assert len(values) == 4
@@ -119,7 +125,7 @@ def ranged(store):
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
     worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
-    worker.begin(instance.pool, layers=["a", "b", "c"])
+    worker.use_pool(instance.pool, layers=["a", "b", "c"])
     yield worker, instance
     instance.close()
 
@@ -130,34 +136,30 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store
     keys = instance.cache.keys(range(128))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
     whole = keys.store_keys(instance.namespace.parts)
-    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)])
-    worker.layer_done(step, "a")
-    worker.layer_done(step, "b")
+    begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
+    worker.open_saves.layer_done("a")
+    worker.open_saves.layer_done("b")
     eventually(lambda: store.match(first) == len(first))
     assert store.match(whole) < len(whole), "layer c is not computed yet"
-    assert worker.take_report() is None, "the blocks are still needed"
-    worker.layer_done(step, "c")
-    worker.finish_saves(step)
+    assert worker.pop_report() is None, "the blocks are still needed"
+    worker.open_saves.layer_done("c")
+    worker.open_saves.finish()
     eventually(lambda: store.match(whole) == len(whole))
 
 
 def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, monkeypatch):
-    """A save may end before its forward: begun behind that, the hand-off's beats never ended."""
     monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
     worker, instance = ranged
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
-    step = PDStoreConnectorMetadata(
-        saves=[SaveSpec(7, "request", keys, [IDS], 0, handoff)],
-        started_handoffs=[(handoff, 200)],
-    )
-    worker.layer_done(step, "a")
-    assert instance.pool.num_jobs == 0, "the forward begins without work of ours"
-    worker.layer_done(step, "b")
+    plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
+    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
+    worker.open_saves.layer_done("a")
+    worker.open_saves.layer_done("b")
     started = [handoff.started(instance.namespace)]
     eventually(lambda: store.match(started))
     assert not store.match([handoff.done(instance.namespace, 0)])
-    worker.layer_done(step, "c")
-    worker.finish_saves(step)
+    worker.open_saves.layer_done("c")
+    worker.open_saves.finish()
     eventually(lambda: store.match([handoff.done(instance.namespace, 0)]))
 
 
@@ -169,9 +171,9 @@ def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monke
         monkeypatch.setattr(name, lambda self, handoff, verb=verb: heard.append(verb))
     instance.pool.close()  # it refuses what comes now
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
-    save = SaveSpec(7, "request", keys, [IDS], 0, handoff)
-    step = PDStoreConnectorMetadata(saves=[save], started_handoffs=[(handoff, 200)])
-    worker.finish_saves(step)
+    plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
+    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
+    worker.open_saves.finish()
     assert heard[0] == "begin"
     assert heard[-1] == "end"
 
@@ -179,31 +181,41 @@ def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monke
 def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
     worker, instance = ranged
     keys = instance.cache.keys(range(128))
-    step = PDStoreConnectorMetadata(saves=[SaveSpec(7, "request", keys, [IDS], 0)])
-    worker.finish_saves(step)
+    begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
+    worker.open_saves.finish()
     whole = keys.store_keys(instance.namespace.parts)
     eventually(lambda: store.match(whole) == len(whole))
 
 
 def test_a_save_that_cannot_begin_takes_no_other_with_it(worker, instance, caplog):
     keys, bad, good = instance.cache.keys(range(200)), HandoffId.new(), HandoffId.new()
-    saves = [
-        SaveSpec(1, "bad", keys, [[999] * 20], 0, bad),
-        SaveSpec(2, "good", keys, [IDS], 0, good),
-    ]
-    worker.finish_saves(PDStoreConnectorMetadata(saves=saves))
+    save(
+        worker,
+        SaveSpec(1, "bad", SavePlan(keys, 0, bad), [[999] * 20]),
+        SaveSpec(2, "good", SavePlan(keys, 0, good), [IDS]),
+    )
     ends = [bad.failed(instance.namespace), good.done(instance.namespace, 0)]
     eventually(lambda: all(instance.store.match([end]) for end in ends))
-    eventually(lambda: worker.take_report() is None and worker.is_idle)
+    eventually(lambda: worker.pop_report() is None and worker.is_idle)
     assert "LayoutError" in caplog.text
 
 
 def test_a_load_that_cannot_begin_takes_no_other_with_it(worker, instance):
     keys, aborted = instance.cache.keys(range(200)), HandoffId.new()
     instance.pool.save(keys, IDS).wait(10)
-    loads = [LoadSpec("bad", keys, [[999] * 20], 0, 200), LoadSpec("good", keys, [IDS], 0, 200)]
+    loads = [
+        LoadSpec("bad", LoadPlan(keys, 0, 200), [[999] * 20]),
+        LoadSpec("good", LoadPlan(keys, 0, 200), [IDS]),
+    ]
     worker.start_loads(PDStoreConnectorMetadata(loads=loads, aborted_handoffs=[aborted]))
-    ended = set()
-    eventually(lambda: ended.update(worker.take_loaded(set())) or len(ended) == 2)
-    assert worker.loads.failed == {"bad"}
+    ended, failed = set(), set()
+
+    def are_over():
+        for all_of, new in zip((ended, failed), worker.end_loads(), strict=True):
+            all_of |= new
+        return len(ended) == 2
+
+    eventually(are_over)
+    assert failed == {"bad"}
+    assert {end.reason for end in worker.pop_report().ended} == {None, Reason.FAULT}
     eventually(lambda: instance.store.match([aborted.failed(instance.namespace)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,8 +18,9 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from pdstore.adapters.vllm.messages import EndedJob, Interval, SaveSpec
-from pdstore.adapters.vllm.pool_events import PoolEvents
+from pdstore.adapters.vllm.events import PoolEvents
+from pdstore.adapters.vllm.messages import SaveSpec
+from pdstore.engine.request import JobEnd, SavePlan
 from pdstore.format.handoff import HandoffId
 from pdstore.outcome import Direction
 from tests.adapters.vllm.asking import new_prompt, prefill
@@ -40,12 +42,12 @@ def request_of(num_tokens=200, name="r", **more):
 
 
 def save(number, first_token, name="r", handoff=None):
-    return SaveSpec(number, name, None, (), first_token, handoff)
+    keys = SimpleNamespace(block_tokens=BLOCK)
+    return SaveSpec(number, name, SavePlan(keys, first_token, handoff), [])
 
 
 def ended(number, num_tokens, name="r"):
-    at = Interval(0.0, 1.0)
-    return EndedJob(name, number, Direction.SAVE, num_tokens, None, at)
+    return JobEnd(name, number, Direction.SAVE, num_tokens, None)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def published(hashes):
 
 def told(events):
     """The hashes of the blocks told since the last call."""
-    return [each for event in events.take() for each in event.block_hashes]
+    return [each for event in events.pop() for each in event.block_hashes]
 
 
 def decoded(payload):
@@ -71,7 +73,7 @@ def test_a_subscriber_decodes_them_as_vllms_own(events, tmp_path):
     asked = request_of(cache_salt="tenant")
     events.add(asked)
     events.plan([save(1, 0)])
-    events.take_ended([ended(1, 200)])
+    events.end_jobs([ended(1, 200)])
     endpoint = f"ipc://{tmp_path}/events"
     publisher = ZmqEventPublisher(0, endpoint=endpoint)
     context = zmq.Context()
@@ -79,7 +81,7 @@ def test_a_subscriber_decodes_them_as_vllms_own(events, tmp_path):
     try:
         subscriber.subscribe(b"")
         subscriber.connect(endpoint)
-        batch = KVEventBatch(ts=0.0, events=events.take())
+        batch = KVEventBatch(ts=0.0, events=events.pop())
         end = time.monotonic() + WAIT_MS / 1000
         while not subscriber.poll(100):  # what is published before it has joined is not heard
             assert time.monotonic() < end
@@ -123,10 +125,10 @@ def test_only_whole_stored_blocks_are_told_and_only_when_durable(events):
     events.add(asked)
     events.plan([save(1, 0), save(2, 64)])
     assert told(events) == []
-    events.take_ended([ended(1, 70)])
+    events.end_jobs([ended(1, 70)])
     assert told(events) == published(asked.block_hashes[:4])
-    events.take_ended([ended(2, 200)])
-    [event] = events.take()
+    events.end_jobs([ended(2, 200)])
+    [event] = events.pop()
     assert event.block_hashes == published(asked.block_hashes[4:12])
     assert [event.parent_block_hash] == published(asked.block_hashes[3:4])
     assert event.token_ids == list(range(64, 192))
@@ -136,9 +138,9 @@ def test_behind_a_gap_nothing_is_told_until_it_is_filled(events):
     asked = request_of()
     events.add(asked)
     events.plan([save(1, 0), save(2, 64), save(3, 128)])
-    events.take_ended([ended(3, 192), ended(2, 128)])
+    events.end_jobs([ended(3, 192), ended(2, 128)])
     assert told(events) == []
-    events.take_ended([ended(1, 64)])
+    events.end_jobs([ended(1, 64)])
     assert told(events) == published(asked.block_hashes[:12])
 
 
@@ -146,7 +148,7 @@ def test_what_a_save_could_not_store_is_not_told(events):
     asked = request_of()
     events.add(asked)
     events.plan([save(1, 0), save(2, 128)])
-    events.take_ended([ended(1, 64), ended(2, 192)])
+    events.end_jobs([ended(1, 64), ended(2, 192)])
     assert told(events) == published(asked.block_hashes[:4])
 
 
@@ -154,7 +156,7 @@ def test_a_handoff_tells_the_whole_prompt_that_it_has_checked(events):
     asked = request_of()
     events.add(asked)
     events.plan([save(1, 128, handoff=HandoffId.new())])
-    events.take_ended([ended(1, 200)])
+    events.end_jobs([ended(1, 200)])
     assert told(events) == published(asked.block_hashes[:12])
 
 
@@ -162,9 +164,9 @@ def test_all_ranks_must_have_stored_a_block():
     events, asked = PoolEvents(2, ENGINE_BLOCK, BLOCK), request_of()
     events.add(asked)
     events.plan([save(1, 0)])
-    events.take_ended([ended(1, 200)])
+    events.end_jobs([ended(1, 200)])
     assert told(events) == []
-    events.take_ended([ended(1, 128)])
+    events.end_jobs([ended(1, 128)])
     assert told(events) == published(asked.block_hashes[:8])
 
 
@@ -173,15 +175,15 @@ def test_a_block_is_told_once_until_the_pool_is_cleared(events):
     for asked in (first, second):
         events.add(asked)
     events.plan([save(1, 0), save(2, 0, "s")])
-    events.take_ended([ended(1, 200), ended(2, 128, "s")])
+    events.end_jobs([ended(1, 200), ended(2, 128, "s")])
     assert told(events) == published(first.block_hashes[:12])
     events.clear()
-    [removed] = events.take()
+    [removed] = events.pop()
     assert isinstance(removed, BlockRemoved)
     assert removed.medium == "STORAGE"
     assert sorted(removed.block_hashes) == sorted(published(first.block_hashes[:12]))
     events.clear()
-    assert events.take() == []
+    assert events.pop() == []
 
 
 def test_a_save_may_end_after_its_request(events):
@@ -189,10 +191,10 @@ def test_a_save_may_end_after_its_request(events):
     events.add(asked)
     events.plan([save(1, 0)])
     events.finish("r")
-    events.take_ended([ended(1, 64)])
+    events.end_jobs([ended(1, 64)])
     assert told(events) == published(asked.block_hashes[:4])
     events.plan([save(2, 64)])
-    events.take_ended([ended(2, 192)])  # forgotten with its last save
+    events.end_jobs([ended(2, 192)])  # forgotten with its last save
     assert told(events) == []
 
 
@@ -200,5 +202,5 @@ def test_without_vllms_hashes_nothing_is_told(events):
     asked = Request("r", list(range(200)), SamplingParams(max_tokens=1), None)
     events.add(asked)
     events.plan([save(1, 0)])
-    events.take_ended([ended(1, 200)])
+    events.end_jobs([ended(1, 200)])
     assert told(events) == []

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pdstore import LayerSpec, Layout, open_store
+from pdstore.engine.self_test import self_test
 from pdstore.errors import StoreError
-from pdstore.self_test import self_test
 from pdstore.settings import read_settings
 from pdstore.store.optional import ListsValues
 from pdstore.worker.job import Job

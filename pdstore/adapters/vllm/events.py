@@ -1,4 +1,4 @@
-"""PoolEvents: tells vLLM's subscribers of KV events which blocks the pool has."""
+"""PoolEvents: vLLM's KV events of the blocks that the pool has."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
-from pdstore.adapters.vllm.messages import EndedJob, SaveSpec
+from pdstore.adapters.vllm.messages import SaveSpec
+from pdstore.engine.request import JobEnd
 
 MEDIUM = "STORAGE"
-_MOST_TOLD = 1 << 18  # hashes that are remembered
+_MOST_HASHES = 1 << 18  # hashes that are remembered
 
 
 @dataclass
@@ -49,11 +50,11 @@ class PoolEvents:
         self._num_ranks = num_ranks
         self._engine_block_tokens, self._block_tokens = engine_block_tokens, block_tokens
         self._requests: dict[str, _Request] = {}
-        self._told: OrderedDict[Any, None] = OrderedDict()
+        self._published: OrderedDict[Any, None] = OrderedDict()
         self._events: list[Any] = []
 
     def add(self, request: Any) -> None:
-        """Takes up a request; again is fine."""
+        """Adds a request; again is fine."""
         self._requests.setdefault(request.request_id, _Request(request))
 
     def finish(self, request_id: str) -> None:
@@ -64,19 +65,18 @@ class PoolEvents:
             self._forget_if_over(request_id, known)
 
     def plan(self, saves: Sequence[SaveSpec]) -> None:
-        """Takes up saves that are about to begin."""
+        """Adds saves that are about to begin."""
         for save in saves:
             known = self._requests.get(save.request_id)
             if known is None:
                 continue
-            first = 0 if save.handoff is not None else save.first_token
-            first -= first % self._block_tokens
+            first = save.plan.first_read
             known.reached = first if known.reached is None else min(known.reached, first)
             known.saves[save.number] = first, []
 
-    def take_ended(self, jobs: Sequence[EndedJob]) -> None:
-        """Takes jobs that have ended on some rank."""
-        for job in jobs:
+    def end_jobs(self, ends: Sequence[JobEnd]) -> None:
+        """Counts jobs that have ended on some rank."""
+        for job in ends:
             known = self._requests.get(job.request_id)
             if known is None or job.number not in known.saves:
                 continue
@@ -85,16 +85,16 @@ class PoolEvents:
             if len(tokens) == self._num_ranks:
                 del known.saves[job.number]
                 known.ended.append((first, min(tokens)))
-                self._tell(known)
+                self._publish(known)
                 self._forget_if_over(job.request_id, known)
 
     def clear(self) -> None:
-        """Takes back what was told: the pool was cleared."""
-        if self._told:
-            self._events.append(BlockRemoved(block_hashes=list(self._told), medium=MEDIUM))
-            self._told.clear()
+        """Withdraws what was published: the pool was cleared."""
+        if self._published:
+            self._events.append(BlockRemoved(block_hashes=list(self._published), medium=MEDIUM))
+            self._published.clear()
 
-    def take(self) -> list[Any]:
+    def pop(self) -> list[Any]:
         """Returns the events since the last call."""
         events, self._events = self._events, []
         return events
@@ -103,7 +103,7 @@ class PoolEvents:
         if known.is_finished and not known.saves:
             del self._requests[request_id]
 
-    def _tell(self, known: _Request) -> None:
+    def _publish(self, known: _Request) -> None:
         """Tells of the blocks that are durable now, as far as all before them are, too."""
         reached = start = known.reached or 0
         for first, end in sorted(known.ended):
@@ -124,11 +124,11 @@ class PoolEvents:
 
     def _is_new(self, block_hash: Any) -> bool:
         name = maybe_convert_block_hash(block_hash)
-        is_new = name not in self._told
-        self._told[name] = None
-        self._told.move_to_end(name)
-        if len(self._told) > _MOST_TOLD:
-            self._told.popitem(last=False)
+        is_new = name not in self._published
+        self._published[name] = None
+        self._published.move_to_end(name)
+        if len(self._published) > _MOST_HASHES:
+            self._published.popitem(last=False)
         return is_new
 
     def _add(self, request: Any, numbers: Sequence[int]) -> None:

@@ -1,0 +1,143 @@
+"""Records: one record for each request, made when it has ended and all of its jobs have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from pdstore.engine.request import EngineRequest, Interval, JobEnd
+from pdstore.outcome import Direction
+from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import Phase, RequestRecord, plain
+
+_PATIENCE_S = 60.0
+
+
+class Records:
+    """Gives the journal one record for each request. Any thread may call it.
+
+    role: PDSTORE_ROLE.
+    patience_s: after this time a request's record is made without the jobs that still run.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        role: str,
+        patience_s: float = _PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._journal = journal
+        self._role = role
+        self._patience_s = patience_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ended: dict[EngineRequest, float] = {}  # with the time when its record is made
+
+    def ended_request(self, request_id: str) -> EngineRequest | None:
+        """Returns the request of this id that has ended and still has jobs; None without one."""
+        with self._lock:
+            return next((each for each in self._ended if each.id == request_id), None)
+
+    def has_running_jobs(self) -> bool:
+        """Returns whether jobs of a request that has ended still run, for which a record waits."""
+        now = self._clock()
+        with self._lock:
+            late = [request for request, at in self._ended.items() if now > at]
+        for request in late:
+            self._make(request)
+        return bool(self._ended)
+
+    def job_ended(self, request: EngineRequest, end: JobEnd) -> None:
+        """Adds the end of a job of a request, which may have ended before."""
+        if end.direction is Direction.SAVE:
+            request.cache.note_saves([end.reason])
+        with self._lock:
+            request.ends.append(end)
+            is_over = request in self._ended and len(request.ends) >= request.num_jobs
+        if is_over:
+            self._make(request)
+
+    def end_request(self, request: EngineRequest) -> None:
+        """Makes the record of a request that has ended, now or when its jobs have."""
+        with self._lock:
+            self._ended[request] = self._clock() + self._patience_s
+            is_over = len(request.ends) >= request.num_jobs
+        if is_over:
+            self._make(request)
+
+    def close(self) -> None:
+        """Makes the records that are left."""
+        for request in list(self._ended):
+            self._make(request)
+
+    def _make(self, request: EngineRequest) -> None:
+        with self._lock:
+            is_first = self._ended.pop(request, None) is not None
+        if is_first:
+            self._journal.add(record_of(request, self._role))
+
+
+def record_of(request: EngineRequest, role: str) -> RequestRecord:
+    """Returns the record of a request: of several ranks the one that did least counts."""
+    handoff = request.handoff or (request.given.id if request.given is not None else None)
+    loads, saves = (
+        [end for end in list(request.ends) if end.direction is direction] for direction in Direction
+    )
+    reasons = [end.reason for end in (*saves, *loads)]
+    num_prompt = request.keys.num_tokens
+    num_loaded = min((end.num_tokens for end in loads), default=request.num_present)
+    phases = [
+        *request.timer.phases(),
+        *_phase(request, "load", [end.ran for end in loads]),
+        *_phase(request, "save", [end.ran for end in saves]),
+    ]
+    return RequestRecord(
+        request_id=plain(request.id),
+        handoff=handoff.hex if handoff is not None else None,
+        role=role,
+        arrived_at=request.timer.arrived_at,
+        num_tokens=num_prompt,
+        num_matched=request.found.num_tokens if request.found is not None else 0,
+        num_loaded=max(0, min(num_loaded, num_prompt - 1) - request.num_present),
+        num_computed=request.num_fed,
+        num_saved=_saved_by_all(saves, is_published=request.is_published),
+        reason=next((reason for reason in (*reasons, request.reason) if reason is not None), None),
+        phases=tuple(sorted(phases, key=lambda phase: phase.begin_s)),
+        in_store=(
+            *_phase(request, "load", [end.in_store for end in loads]),
+            *_phase(request, "save", [end.in_store for end in saves]),
+        ),
+        traceparent=request.traceparent,
+    )
+
+
+def _phase(
+    request: EngineRequest, name: str, intervals: Sequence[Interval | None]
+) -> tuple[Phase, ...]:
+    """Returns the phase from the first begin to the last end, if there is one."""
+    known = [interval for interval in intervals if interval is not None]
+    if not known:
+        return ()
+    arrived_at = request.timer.arrived_at
+    begin, end = min(i.begin_at for i in known), max(i.end_at for i in known)
+    return (Phase(name, max(0.0, begin - arrived_at), max(0.0, end - arrived_at)),)
+
+
+def _saved_by_all(saves: Sequence[JobEnd], *, is_published: bool) -> int:
+    """Returns the leading tokens that are durable in the pool: all ranks make each save.
+
+    A save knows of its own blocks alone, so one that fell short ends the count. The last one of a
+    hand-off knows of all.
+    """
+    ends_of: dict[int, list[JobEnd]] = {}
+    for end in saves:
+        ends_of.setdefault(end.number or 0, []).append(end)
+    num_tokens, is_whole = 0, True
+    for number in sorted(ends_of):
+        ends = ends_of[number]
+        if is_whole or (is_published and number == max(ends_of)):
+            num_tokens = max(num_tokens, min(end.num_tokens for end in ends))
+            is_whole = all(end.reason is None for end in ends)
+    return num_tokens

@@ -1,0 +1,433 @@
+"""EngineRequest: the state of one request, from its lookup to its last save, whatever the engine.
+
+An adapter asks it what to load and what to save, and says what has become of that. It moves no
+bytes: the engine gives the plans to `KVPool`, which may be in another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.keys import PromptKeys
+from pdstore.format.namespace import Json, Namespace
+from pdstore.metrics import Metrics
+from pdstore.outcome import Direction, Reason
+from pdstore.scheduler.break_even import BreakEven, Decision
+from pdstore.scheduler.lookup import Lookup, Match
+from pdstore.scheduler.prefix_cache import PrefixCacheManager
+from pdstore.settings import Settings
+from pdstore.telemetry.request_record import RequestTimer
+from pdstore.worker.job import Job
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """One load, in the words of `KVPool.load`.
+
+    num_tokens: leading tokens that the engine counts on. A load that brings fewer has failed.
+    """
+
+    keys: PromptKeys
+    first_token: int
+    num_tokens: int
+    follow: HandoffId | None = None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """One save, in the words of `KVPool.begin_save`; it follows the request's earlier saves.
+
+    starts: the hand-off that D may follow from now on, with the tokens of its prompt.
+    """
+
+    keys: PromptKeys
+    first_token: int
+    handoff: HandoffId | None = None
+    starts: tuple[tuple[HandoffId, int], ...] = ()
+
+    @property
+    def first_read(self) -> int:
+        """The first token of the blocks that the save may read.
+
+        A hand-off may save any block of the prompt again, if the store has lost it.
+        """
+        if self.handoff is not None:
+            return 0
+        return self.first_token - self.first_token % self.keys.block_tokens
+
+
+class Interval(NamedTuple):
+    """A time from its begin to its end, in seconds since the epoch."""
+
+    begin_at: float
+    end_at: float
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """The end of one load or save on one rank; it may be sent to another process.
+
+    request_id, number: the engine's names of the request and the save; a load has no number.
+    num_tokens, reason, busy_s: as in `JobResult`.
+    ran: from its start to its end; None for a job that could not begin.
+    in_store: from its first call of the store to the end of the last, if it made one.
+    """
+
+    request_id: str
+    number: int | None
+    direction: Direction
+    num_tokens: int
+    reason: Reason | None
+    busy_s: float = 0.0
+    ran: Interval | None = None
+    in_store: Interval | None = None
+
+    @classmethod
+    def fault(cls, direction: Direction, request_id: str = "", number: int | None = None) -> JobEnd:
+        """Returns the end of a job that could not begin."""
+        return cls(request_id, number, direction, 0, Reason.FAULT)
+
+    @classmethod
+    def of(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
+        """Returns the end of a job that has just ended."""
+        result, calls, now = job.result, job.in_store, time.monotonic()
+        assert result is not None
+        zero = time.time() - now  # monotonic seconds are this host's own
+        return cls(
+            request_id,
+            number,
+            job.direction,
+            result.num_tokens,
+            result.reason,
+            result.busy_s,
+            Interval(zero + job.began, zero + now),
+            Interval(zero + calls[0], zero + calls[1]) if calls is not None else None,
+        )
+
+
+class PromptTimes:
+    """Decides what is loaded, by what prompts cost to compute. Made once for an engine.
+
+    An engine may begin a step before the one before it has ended. But a request has its first token
+    only when its prompt is computed. So the time is cut there, and each part of it belongs to all
+    tokens of prompts that were scheduled in it. Only the scheduler's thread calls it.
+    """
+
+    def __init__(self, break_even: BreakEven, clock: Callable[[], float] = time.monotonic) -> None:
+        self.break_even = break_even
+        self._clock = clock
+        self._running: set[EngineRequest] = set()  # whose prompt is being computed
+        self._chunks: list[tuple[EngineRequest, int, int]] = []
+        self._since = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings, namespace: Namespace, metrics: Metrics) -> PromptTimes | None:
+        """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
+        if settings.load == "always":
+            return None
+        may_split = not namespace.windows
+        return cls(
+            BreakEven(settings.load, namespace.block_tokens, may_split=may_split, metrics=metrics)
+        )
+
+    def begin_step(self, request: EngineRequest, start: int, stop: int) -> None:
+        """Adds the tokens of a prompt that a step computes."""
+        if not self._running:
+            self._since = self._clock()
+        self._running.add(request)
+        self._chunks.append((request, start, stop))
+
+    def end_prompt(self, request: EngineRequest) -> None:
+        """Ends a prompt that is computed, and with it the time of all that ran since the last."""
+        if request not in self._running:
+            return
+        self._running.remove(request)
+        chunks, self._chunks = self._chunks, []
+        before, self._since = self._since, self._clock()
+        if chunks:  # else its own were counted with another prompt's end
+            for outcome in self.break_even.computed(chunks, self._since - before):
+                cast("EngineRequest", outcome.name).took_s = outcome.took_s
+
+    def forget(self, request: EngineRequest) -> None:
+        """Drops a request that has ended."""
+        self.break_even.forget(request)
+        self._running.discard(request)
+        self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """One request's use of the pool. Only the scheduler's thread calls it.
+
+    Each plan becomes one job on each rank, and `Records.job_ended` gets every end.
+
+    id, traceparent: of the request, for its record.
+    params: its `kv_transfer_params`. Raises ValueError for a hand-off that is malformed.
+    prompt_times: decides what is loaded; None loads all that is found.
+    may_load: False if the engine computes all of the prompt, whatever the pool has.
+    may_follow: load a hand-off while P still saves it. Without it D waits until P is done: for
+      engines in which a load that falls short fails its request.
+    num_ranks: workers that make each load and each save.
+
+    handoff: the hand-off's id if this instance is P for the request, else None.
+    given: the hand-off that came with the request, if this instance is D.
+    found: the lookup's match, once `poll` has seen it.
+    num_present: leading tokens that the engine had when it last asked what can be loaded.
+    num_saved: leading tokens that are in the pool or being saved.
+    num_fed: tokens of the prompt that the model was given here.
+    took_s: from the decision until the prompt's KV was there; None until that is known.
+    num_jobs, ends: planned jobs of all ranks, and how those that are over have ended.
+    """
+
+    cache: PrefixCacheManager
+    settings: Settings
+    keys: PromptKeys
+    params: Mapping[str, Json] | None = None
+    id: str = ""
+    traceparent: str | None = None
+    prompt_times: PromptTimes | None = None
+    may_load: bool = True
+    may_follow: bool = True
+    num_ranks: int = 1
+
+    handoff: HandoffId | None = field(init=False, default=None)
+    given: Handoff | None = field(init=False, default=None)
+    found: Match | None = field(init=False, default=None)
+    num_present: int = field(init=False, default=0)
+    num_saved: int = field(init=False, default=0)
+    num_fed: int = field(init=False, default=0)
+    decision: Decision | None = field(init=False, default=None)
+    took_s: float | None = field(init=False, default=None)
+    is_published: bool = field(init=False, default=False)
+    num_jobs: int = field(init=False, default=0)
+    ends: list[JobEnd] = field(init=False, default_factory=list)
+    timer: RequestTimer = field(init=False, default_factory=RequestTimer)
+
+    def __post_init__(self) -> None:
+        is_prefill = self.cache.is_prefill(self.params)
+        self._starts: tuple[tuple[HandoffId, int], ...] = ()
+        self._answer: dict[str, Json] = {}
+        self._lookup: Lookup | None = None
+        self._was_polled = False
+        self._num_usable = 0  # leading tokens of the match that the engine may count as computed
+        self._load: LoadPlan | None = None  # the load that runs
+        self._num_earlier_ends = 0
+        self._shortfall: Reason | None = None
+        self._decoded: PromptKeys | None = None
+        self._is_fed = False  # the whole prompt was given to the model
+        self._is_answering = False
+        if is_prefill:
+            self.handoff, self._answer = self.cache.announce(self.keys, self.params)
+            if Handoff.of(self.params) is not None:  # D got the request at the same time
+                self._starts = ((self.handoff, self.keys.num_tokens),)
+        else:
+            self.given = Handoff.of(self.params)
+        if self.may_load:
+            find = self.cache.follow if self.may_follow else self.cache.lookup
+            self.timer.begin("wait")
+            self._lookup = find(self.keys, None if is_prefill else self.params)
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Returns whether it is known what can be loaded; the first call waits at most so long."""
+        if self._lookup is None or self.found is not None:
+            return True
+        self.found = self._lookup.poll()
+        if self.found is None and wait_s > 0.0 and not self._was_polled:
+            with contextlib.suppress(TimeoutError):
+                self.found = self._lookup.wait(wait_s)
+        self._was_polled = True
+        if self.found is not None:
+            self.timer.end("wait")
+        return self.found is not None
+
+    def find(self, num_present: int, num_tokens: int) -> int:
+        """Returns how many leading tokens can be there when a load has ended, once `poll` is true.
+
+        num_present: leading tokens that the engine has. The result if no load is worth it.
+        num_tokens: of the prompt, or of the prompt and the answer of a preempted request.
+        """
+        self.num_present = num_present
+        if self.found is None or not self.may_load or num_present >= num_tokens - 1:
+            return num_present  # the last token is computed anyway
+        # The last token is computed again. If the engine were told that all are present, it would
+        # give back the block that only the last token's window still reads.
+        most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
+        end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
+        if self.prompt_times is None:
+            return end
+        break_even = self.prompt_times.break_even
+        self.decision = break_even.decide(
+            self,
+            start=num_present,
+            found=end,
+            num_tokens=num_tokens,
+            follows=self.found.follow is not None,
+        )
+        if self._is_fed:  # preempted: it is not told when all of it is computed again
+            break_even.forget(self)
+        return self.decision.num_tokens
+
+    def plan_load(self, end: int, room: int) -> LoadPlan:
+        """Returns the load of the tokens behind `num_present`.
+
+        end: leading tokens that the engine counts on: what `find` returned, or fewer.
+        room: tokens that fit into the engine blocks of the request.
+        """
+        assert self.found is not None, "poll has not seen the match"
+        keys = self.found.keys
+        if end < self._num_usable or keys.num_tokens > room:
+            keys = keys.prefix(end)
+        self._load = LoadPlan(keys, self.num_present, end, self.found.follow)
+        self._num_earlier_ends = len(self.ends)
+        self.num_jobs += self.num_ranks
+        return self._load
+
+    @property
+    def is_loading(self) -> bool:
+        """True while a rank's job of the planned load has not ended."""
+        return self._load is not None and len(self._load_ends()) < self.num_ranks
+
+    def end_load(self) -> int:
+        """Ends the load when all ranks' jobs have; returns the leading tokens that are there now.
+
+        A load that fell short is not tried again.
+        """
+        plan, self._load = self._load, None
+        if plan is None:
+            return self.num_present
+        ends = self._load_ends()
+        num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
+        num_loaded = max(plan.first_token, num_loaded)
+        busy_s = max((end.busy_s for end in ends), default=0.0)
+        if self.prompt_times is not None:
+            self.prompt_times.break_even.worked(self, busy_s)
+            self.prompt_times.break_even.load_ended(self, num_loaded)
+        self.cache.note_load(num_loaded - plan.first_token, busy_s)
+        if num_loaded < plan.num_tokens:
+            reasons = (end.reason for end in ends if end.reason is not None)
+            self.give_up(next(reasons, Reason.FAULT))
+        if not self._is_fed:  # else it was preempted, and no client waits for its first token
+            self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
+        self.num_saved = max(self.num_saved, num_loaded)
+        return num_loaded
+
+    def give_up(self, reason: Reason = Reason.FAULT) -> None:
+        """Loads nothing for this request any more, because something failed for it."""
+        if self.prompt_times is not None:
+            self.prompt_times.break_even.load_ended(self, self.num_present)
+        self.may_load = False
+        self._load = None
+        self._shortfall = self._shortfall or reason
+
+    @property
+    def reason(self) -> Reason | None:
+        """The reason why less than all was found or loaded so far; None if nothing is missing."""
+        return self._shortfall or (self.found.reason if self.found is not None else None)
+
+    @property
+    def failure(self) -> Reason | None:
+        """The reason why the request must end now: its hand-off fell short.
+
+        None if it goes on, which PDSTORE_ON_MISS decides.
+        """
+        must_load = self.given is not None and self.settings.on_miss == "fail"
+        return self.reason if must_load else None
+
+    def begin_step(self, start: int, stop: int) -> None:
+        """Counts the tokens that a step computes. start, stop: the first one and the one behind."""
+        end = self.keys.num_tokens
+        if self._is_fed or start >= end:
+            return
+        self.timer.begin("compute")
+        self.num_fed += min(stop, end) - start
+        self._is_fed = stop >= end
+        if self.prompt_times is not None:
+            self.prompt_times.begin_step(self, start, min(stop, end))
+
+    def end_prompt(self) -> None:
+        """Ends the time of computing the prompt: its first token is there. Again is fine.
+
+        An engine that begins steps of several requests says it of all before the next step begins.
+        """
+        if not self._is_answering:
+            self._is_answering = True
+            self.timer.end("compute")
+            if self.prompt_times is not None:
+                self.prompt_times.end_prompt(self)
+
+    def plan_save(self, start: int, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
+        """Returns the save of what a step computes; None if it completes no block.
+
+        start, stop: as `begin_step` takes them. The blocks of an answer are saved as soon as all of
+          their tokens are before `stop`: leave out those that a later step may compute again.
+        token_ids: the prompt's and the answer's, at least those before `stop`.
+        """
+        if self._is_prompt_pending and self.settings.role != "decode":
+            if self.handoff is not None and not self.num_saved:
+                # The engine had them, so they were saved: the hand-off saves what is gone again.
+                self.num_saved = start - start % self.keys.block_tokens
+            return self._plan_save(self.keys.prefix(stop))
+        step = self.keys.block_tokens
+        if self.settings.save_decoded and stop // step > self.num_saved // step:
+            return self._plan_save(self._decoded_until(stop, token_ids))
+        return None
+
+    def end(self) -> HandoffId | None:
+        """Ends the request; returns the hand-off to abort, because nothing will publish it."""
+        if self.prompt_times is not None:
+            self.prompt_times.forget(self)
+        if self._lookup is not None:
+            self._lookup.cancel()
+        self.end_prompt()
+        return None if self.is_published else self.handoff
+
+    @property
+    def answer(self) -> dict[str, Json]:
+        """The `kv_transfer_params` of P's answer; empty where D has nothing to wait for."""
+        return self._answer if self.is_published else {}
+
+    @property
+    def decided(self) -> dict[str, Json]:
+        """The decision as an answer says it, once its prompt is there; empty where none was."""
+        if self.decision is None or self.took_s is None:
+            return {}
+        _, way, load_s, compute_s = self.decision
+        said: dict[str, Json] = {"decision": way, "took_s": self.took_s}
+        return said | {"estimated_load_s": load_s, "estimated_compute_s": compute_s}
+
+    @property
+    def _is_prompt_pending(self) -> bool:
+        """True while a part of the prompt is to be saved, or its hand-off to be published."""
+        is_saved = self.num_saved >= self.keys.num_tokens
+        return not is_saved or (self.handoff is not None and not self.is_published)
+
+    def _load_ends(self) -> list[JobEnd]:
+        new = self.ends[self._num_earlier_ends :]
+        return [end for end in new if end.direction is Direction.LOAD]
+
+    def _plan_save(self, keys: PromptKeys) -> SavePlan | None:
+        """Returns the save of the new tokens of `keys`; the prompt's last one publishes it."""
+        is_last = self._is_prompt_pending and keys.num_tokens == self.keys.num_tokens
+        handoff = self.handoff if is_last else None
+        if keys.num_tokens <= self.num_saved and handoff is None:
+            return None
+        plan = SavePlan(keys, min(self.num_saved, keys.num_tokens), handoff, self._starts)
+        self._starts = ()
+        self.num_saved = max(self.num_saved, keys.num_tokens)
+        self.is_published |= handoff is not None
+        self.num_jobs += self.num_ranks
+        return plan
+
+    def _decoded_until(self, num_tokens: int, token_ids: Sequence[int]) -> PromptKeys:
+        """Returns the keys of the whole blocks in the first `num_tokens` of prompt and answer."""
+        if self._decoded is None:
+            self._decoded = self.keys.prefix(self.keys.num_tokens - 1)
+        end = num_tokens - num_tokens % self.keys.block_tokens
+        if end > self._decoded.num_tokens:
+            self._decoded.extend(list(token_ids[self._decoded.num_tokens : end]))
+        return self._decoded.prefix(end)

@@ -1,0 +1,123 @@
+"""Records: a request is one record when it has ended and its jobs have ended on all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdstore.engine.record import Records
+from pdstore.engine.request import EngineRequest, Interval, JobEnd
+from pdstore.format.handoff import HandoffId
+from pdstore.outcome import Direction, Reason
+from pdstore.telemetry.journal import Journal
+from tests.support.clock import Clock
+from tests.support.instances import instance as instance
+from tests.support.instances import store as store
+from tests.support.kv import settings_of
+
+NUM_TOKENS = 100
+
+
+@pytest.fixture
+def journal():
+    return Journal()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def records(journal, clock):
+    return Records(journal, "prefill", patience_s=60, clock=clock)
+
+
+@pytest.fixture
+def request_of(instance):
+    cache = instance().cache
+
+    def make(num_jobs, **more):
+        keys = cache.keys(range(NUM_TOKENS))
+        request = EngineRequest(cache, settings_of(), keys, id="cmpl-7", traceparent="00-aa-bb-01")
+        for name, value in {"num_jobs": num_jobs, **more}.items():
+            setattr(request, name, value)
+        return request
+
+    return make
+
+
+def ended(direction, num_tokens=NUM_TOKENS, reason=None, number=None):
+    at = time.time()
+    ran, in_store = Interval(at, at + 1), Interval(at, at)
+    return JobEnd("cmpl-7", number, direction, num_tokens, reason, 0.1, ran, in_store)
+
+
+def report(records, request, *ends):
+    for end in ends:
+        records.job_ended(request, end)
+
+
+def test_a_record_waits_for_the_saves_of_every_rank(records, journal, request_of):
+    handoff = HandoffId.new()
+    request = request_of(4, handoff=handoff)
+    request.begin_step(0, 64)
+    request.begin_step(64, 128)
+    report(records, request, *(ended(Direction.SAVE, n, number=0) for n in (64, 48)))
+    records.end_request(request)
+    assert records.ended_request("cmpl-7") is request
+    assert records.has_running_jobs()
+    assert journal.last() == []
+    report(records, request, *[ended(Direction.SAVE, number=1)] * 2)
+    [record] = journal.last()
+    assert not records.has_running_jobs()
+    assert records.ended_request("cmpl-7") is None
+    assert (record.handoff, record.num_computed, record.num_saved) == (handoff.hex, 100, 100)
+    assert {phase.name for phase in record.phases} == {"wait", "compute", "save"}
+    assert record.traceparent == "00-aa-bb-01"
+
+
+@pytest.mark.parametrize(
+    ("handoff", "num_saved"), [(None, 48), (HandoffId.new(), 100)], ids=["plain", "hand-off"]
+)
+def test_a_save_that_fell_short_ends_what_is_saved_but_for_a_hand_off_that_saves_it_again(
+    records, journal, request_of, handoff, num_saved
+):
+    request = request_of(3, handoff=handoff, is_published=handoff is not None)
+    saves = [
+        ended(Direction.SAVE, number=7),
+        ended(Direction.SAVE, 32, number=5),
+        ended(Direction.SAVE, 48, Reason.LOST, number=6),
+    ]
+    report(records, request, *saves)
+    records.end_request(request)
+    [record] = journal.last()
+    assert (record.num_saved, record.reason) == (num_saved, Reason.LOST)
+
+
+def test_what_all_ranks_have_loaded_counts_but_for_the_token_that_is_computed_again(
+    records, journal, request_of
+):
+    request = request_of(2, num_present=16)
+    report(records, request, ended(Direction.LOAD), ended(Direction.LOAD, 64, Reason.LOST))
+    records.end_request(request)
+    [record] = journal.last()
+    assert (record.num_loaded, record.reason) == (48, Reason.LOST)
+    assert [part.name for part in record.in_store] == ["load"]
+
+
+def test_a_job_that_never_ends_delays_a_record_by_its_patience_at_most(
+    records, journal, clock, request_of
+):
+    records.end_request(request_of(1))
+    assert records.has_running_jobs()
+    clock.now += 61
+    assert not records.has_running_jobs()
+    assert len(journal.last()) == 1
+
+
+def test_the_end_of_the_instance_makes_the_records_that_are_left(records, journal, request_of):
+    records.end_request(request_of(1))
+    records.close()
+    assert len(journal.last()) == 1

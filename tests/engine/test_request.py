@@ -1,0 +1,200 @@
+"""EngineRequest: what an engine loads and saves for a request, and what its end leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore import EngineRequest, Handoff, HandoffId, JobEnd, Reason
+from pdstore.format.keys import PromptKeys
+from pdstore.outcome import Direction
+from tests.support.instances import instance as instance
+from tests.support.instances import store as store
+from tests.support.kv import eventually, settings_of
+
+BLOCK, PROMPT = 64, list(range(1, 301))
+ROOM = 320
+TOKENS = [*PROMPT, *range(1000, 1200)]
+
+
+@pytest.fixture
+def instance_(instance):
+    return instance()
+
+
+@pytest.fixture
+def request_of(instance_):
+    """Makes requests of the prompt: `request_of(role="prefill")`; params is the hand-off."""
+
+    def make(params=None, *, may_load=False, tokens=PROMPT, **settings):
+        keys = instance_.cache.keys(tokens)
+        settings = settings_of(**settings)
+        return EngineRequest(instance_.cache, settings, keys, params, may_load=may_load)
+
+    return make
+
+
+def saved(instance, tokens=PROMPT):
+    table = list(range(1, len(tokens) // 16 + 2))
+    instance.pool.save(instance.cache.keys(tokens), table).wait(20)
+
+
+def published_by(request):
+    """The request as P has it: a hand-off that its prompt's last save publishes."""
+    request.handoff = HandoffId.new()
+    return request
+
+
+def compute(request, *chunks, start=0):
+    """The saves of a prompt that is computed in these chunks."""
+    saves = []
+    for num_tokens in chunks:
+        request.begin_step(start, start + num_tokens)
+        saves.append(request.plan_save(start, start + num_tokens, TOKENS))
+        start += num_tokens
+    return saves
+
+
+def end_load(request, num_tokens, reason=None):
+    assert request.is_loading
+    request.ends.append(JobEnd("", None, Direction.LOAD, num_tokens, reason, 0.1))
+    assert not request.is_loading
+    return request.end_load()
+
+
+def loaded(request, num_present=0):
+    eventually(request.poll)
+    end = request.find(num_present, len(PROMPT))
+    return request.plan_load(end, ROOM)
+
+
+def test_a_stored_prompt_is_loaded_behind_what_the_engine_has(request_of, instance_):
+    saved(instance_)
+    request = request_of(may_load=True)
+    plan = loaded(request, num_present=2 * BLOCK)
+    assert (plan.first_token, plan.num_tokens, plan.keys.num_tokens) == (2 * BLOCK, 300, 300)
+    assert end_load(request, 300) == 300
+    assert request.reason is None
+    assert compute(request, 1, start=299) == [None], "it is in the pool"
+
+
+def test_an_engine_may_load_fewer_tokens_than_are_found(request_of, instance_):
+    saved(instance_)
+    request = request_of(may_load=True)
+    assert eventually(request.poll)
+    request.find(0, len(PROMPT))
+    assert request.plan_load(130, ROOM).keys.num_tokens == 128
+
+
+def test_with_all_but_the_last_token_there_nothing_is_loaded(request_of, instance_):
+    saved(instance_)
+    request = request_of(may_load=True)
+    eventually(request.poll)
+    assert request.find(299, 300) == 299
+
+
+def test_the_first_answer_is_waited_for(request_of, instance_):
+    saved(instance_)
+    request = request_of(may_load=True)
+    assert request.poll(wait_s=30.0)
+
+
+def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_saved_again(
+    request_of, instance_
+):
+    saved(instance_)
+    request = request_of(may_load=True)
+    loaded(request)
+    assert end_load(request, 128, Reason.LOST) == 128
+    assert request.reason is Reason.LOST
+    assert request.find(0, len(PROMPT)) == 0
+    [save] = compute(request, 172, start=128)
+    assert (save.first_token, save.keys.num_tokens) == (128, 300)
+
+
+@pytest.mark.parametrize(("on_miss", "failure"), [("fail", Reason.LOST), ("compute", None)])
+def test_a_hand_off_that_fell_short_fails_its_request_where_the_setting_says_so(
+    request_of, instance_, on_miss, failure
+):
+    saved(instance_)
+    request = request_of(may_load=True, on_miss=on_miss)
+    request.given = Handoff(HandoffId.new())
+    loaded(request)
+    end_load(request, 128, Reason.LOST)
+    assert request.failure is failure
+
+
+def test_each_chunk_saves_what_it_computes(request_of):
+    saves = compute(request_of(), 128, 128, 44)
+    assert [(s.first_token, s.keys.num_tokens) for s in saves] == [(0, 128), (128, 256), (256, 300)]
+
+
+def test_the_last_chunk_publishes_the_hand_off_and_may_read_the_whole_prompt(request_of):
+    request = published_by(request_of())
+    saves = compute(request, 256, 44)
+    assert [save.handoff for save in saves] == [None, request.handoff]
+    assert [save.first_read for save in saves] == [0, 0]
+    assert request.end() is None
+
+
+def test_a_hand_off_that_nothing_publishes_is_left_to_be_aborted(request_of):
+    request = published_by(request_of())
+    compute(request, 256)
+    assert request.end() == request.handoff
+    assert request.answer == {}
+
+
+def test_a_hand_off_of_a_prompt_that_is_saved_already_is_published_all_the_same(request_of):
+    request = published_by(request_of())
+    request.num_saved = len(PROMPT)
+    [save] = compute(request, 1, start=299)
+    assert save.handoff == request.handoff
+
+
+def test_d_is_told_once_that_p_has_begun_where_both_were_asked_at_once(request_of):
+    asked = Handoff(HandoffId.new())
+    p = request_of({**asked.params(), "do_remote_decode": True}, role="both")
+    first, second = compute(p, 128, 172)
+    assert [(id.hex, count) for id, count in first.starts] == [(asked.id.hex, len(PROMPT))]
+    assert second.starts == ()
+
+
+def test_a_decode_instance_saves_no_prompt(request_of):
+    assert compute(request_of(role="decode"), 300) == [None]
+
+
+def test_decoded_blocks_are_saved_when_they_are_whole(request_of):
+    request = request_of(save_decoded=True)
+    compute(request, 300)
+    assert compute(request, 19, start=300) == [None]
+    [save] = compute(request, 1, start=319)
+    assert (save.first_token, save.keys.num_tokens) == (300, 320)
+
+
+def test_decoded_blocks_are_not_saved_unless_asked_for(request_of):
+    request = request_of()
+    assert compute(request, 300, 100)[1] is None
+
+
+@pytest.mark.parametrize("num_prompt", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 200])
+@pytest.mark.parametrize("stride", [1, 63, 64, 200])
+def test_decoded_blocks_have_the_keys_of_the_next_turns_prompt(request_of, num_prompt, stride):
+    request = request_of(tokens=TOKENS[:num_prompt], save_decoded=True)
+    namespace = request.keys.namespace
+    whole = PromptKeys(namespace).extend(TOKENS)
+    compute(request, num_prompt)
+    for start in range(num_prompt, 500 - stride, stride):
+        stop = start + stride
+        save = request.plan_save(start, stop, TOKENS)
+        if save is not None:
+            end = stop // BLOCK * BLOCK
+            assert save.keys.num_tokens == end
+            expected = whole.prefix(end).store_keys(namespace.parts)
+            assert save.keys.store_keys(namespace.parts) == expected
+    assert request.num_saved >= (500 - stride) // BLOCK * BLOCK
+    assert request.keys.num_tokens == num_prompt
+
+
+def test_the_model_is_counted_for_each_token_of_the_prompt_once(request_of):
+    request = request_of()
+    compute(request, 128, 172, 1)
+    assert request.num_fed == 300
