@@ -23,10 +23,12 @@ STORES = [Looked, KeyByKey, Telling]
 class Rig:
     """A manager over a store, and all that tests ask of it."""
 
-    def __init__(self, store, **changes):
+    def __init__(self, store, lookup_wait_s=1.0, **changes):
         self.store = store
-        settings = settings_of(**{"handoff_wait_s": 30.0, "lookup_wait_s": 1.0, **changes})
-        self.cache = PrefixCacheManager(settings, NAMESPACE, store=store)
+        settings = settings_of(**{"handoff_wait_s": 30.0, **changes})
+        self.cache = PrefixCacheManager(
+            settings, NAMESPACE, store=store, lookup_wait_s=lookup_wait_s
+        )
         self.keys = self.cache.keys(range(10))
         self.long = self.cache.keys(range(400))
         self.last = self.long.store_keys([Part(0, 0)])[-1]

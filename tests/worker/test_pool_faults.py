@@ -12,12 +12,14 @@ import pytest
 from pdstore import KVPool, Layout
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.outcome import Reason
+from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
 from tests.support.kv import (
     BLOCK_BYTES,
     LAYERS,
     POISON,
+    Instance,
     caches_of,
     eventually,
     settings_of,
@@ -201,3 +203,21 @@ def test_a_result_keeps_no_slot_memory_alive(store, instance):
     assert isinstance(error, StoreUnavailable)
     assert error.__traceback__ is None
     assert error.__cause__.__traceback__ is None
+
+
+def test_a_flipped_bit_in_a_file_is_a_miss(tmp_path):
+    store = open_store(f"file://{tmp_path}/pool", settings_of())
+    p, d = Instance(store, native="require"), Instance(store, fill=POISON, native="require")
+    prompt, blocks = range(300), list(range(1, 20))
+    p.pool.save(p.cache.keys(prompt), blocks).wait(10)
+    third = p.cache.keys(prompt).store_keys(p.namespace.parts)[2]
+    (path,) = (tmp_path / "pool").rglob(third)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    result = d.pool.load(d.cache.keys(prompt), blocks).wait(10)
+    assert (result.num_tokens, result.reason) == (2 * p.layout.block_tokens, Reason.CORRUPT)
+    assert not path.exists(), "what did not verify is removed"
+    p.close()
+    d.close()
+    store.close()

@@ -192,8 +192,9 @@ def followed():
     made = []
 
     def followed(*script, clock, at_each=lambda: None):
-        settings = settings_of(lookup_wait_s=8.0, handoff_wait_s=1000)
-        made.append(PageWait(settings, Scripted(0, 1, *script), Metrics(), clock=clock))
+        settings = settings_of(handoff_wait_s=1000)
+        store = Scripted(0, 1, *script)
+        made.append(PageWait(settings, store, Metrics(), stall_s=8.0, clock=clock))
         assert made[-1].wait(KEYS)
         return [(number, at_each())[0] for number in made[-1].arrivals(KEYS)]
 

@@ -56,7 +56,7 @@ def test_names_tell_nothing_of_a_page_in_another_namespace(open_pool, tmp_path):
 
 
 def test_a_decode_server_that_finds_nothing_says_what_an_sglang_router_has_to_do(open_pool, caplog):
-    assert open_pool(role="decode", lookup_wait_s=0.1).num_stored(HASHES) == 0
+    assert open_pool(role="decode").num_stored(HASHES) == 0
     eventually(lambda: "has to ask that instance for each prompt first" in caplog.text)
     assert "kv_transfer_params" not in caplog.text
 
