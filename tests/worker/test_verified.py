@@ -25,7 +25,7 @@ def test_damaged_values_and_those_of_other_keys_are_wrong():
 
 
 def test_a_flipped_bit_in_a_file_is_a_miss(library, tmp_path):
-    store = FileStore(tmp_path / "pool", library=lambda: library)
+    store = FileStore(tmp_path / "pool", built=lambda: library)
     p, d = Instance(store, native="require"), Instance(store, fill=POISON, native="require")
     prompt, blocks = range(300), list(range(1, 20))
     p.pool.save(p.cache.keys(prompt), blocks).wait(10)
