@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from pdstore import Reason
+from pdstore.format.namespace import FORMAT_VERSION
 from tests.support.mini_engine_kit import (
     ask,
     decode,
@@ -70,7 +71,7 @@ def test_versions_of_two_formats_compute_and_name_the_field_both_ways(
     assert (usage["reason"], usage["loaded_tokens"]) == ("namespace", 0)
     assert usage["computed_tokens"] >= len(PROMPT)
     assert to_other.json()["choices"][0]["token_ids"] == right[id(PROMPT)]
-    assert "format: 1 there, 91 here" in other.log
+    assert f"format: {FORMAT_VERSION} there, 9{FORMAT_VERSION} here" in other.log
     assert 'pdstore_misses_total{reason="namespace"} 1.0' in other.metrics
 
     asked = {"prompt": OTHER_PROMPT, "max_tokens": 1, "kv_transfer_params": PULL}
@@ -78,7 +79,7 @@ def test_versions_of_two_formats_compute_and_name_the_field_both_ways(
     from_other = decode(ours, OTHER_PROMPT, params)
     assert (from_other.request.miss_reason, from_other.request.num_loaded) == ("namespace", 0)
     assert from_other.ids == right[id(OTHER_PROMPT)]
-    assert "format: 91 there, 1 here" in caplog.text
+    assert f"format: 9{FORMAT_VERSION} there, {FORMAT_VERSION} here" in caplog.text
 
 
 @pytest.mark.nightly
