@@ -114,7 +114,7 @@ def test_a_store_that_fails_is_a_problem_until_it_answers(open_one, said, tmp_pa
 
 def test_an_engine_tries_its_own_layout_first_where_it_is_asked_to(open_one, said, tmp_path):
     open_one("decode", selftest=True)
-    assert said("self-test: a block of 64 tokens came back byte for byte")
+    assert said("bytes came back byte for byte")
     spoilt = f"faulty+file://{tmp_path}/pool?error_rate=0&miss_rate=0&corrupt_rate=1"
     with pytest.raises(pdstore.StoreError, match="self-test's load failed"):
         open_one("decode", selftest=True, store=spoilt)

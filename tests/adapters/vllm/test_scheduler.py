@@ -175,12 +175,6 @@ def test_while_a_lookup_is_under_way_they_do_not(scheduler_of):
     assert [step(scheduler, nobody, 0).wait_s for _ in range(3)] == [0.0] * 3
 
 
-def test_a_new_prompt_needs_no_patience_where_the_store_is_memory(scheduler_of, tmp_path):
-    url = f"shm://p?size=8MiB&dir={tmp_path}"
-    scheduler = scheduler_of(store=url, patience=Patience(step_s=0.0))
-    assert scheduler.num_found(request(), 0) == 0
-
-
 @pytest.mark.usefixtures("saved")
 def test_a_request_whose_load_failed_is_not_loaded_again(scheduler_of):
     scheduler, asked = scheduler_of(), request()
