@@ -302,7 +302,7 @@ def test_error_codes_are_counted_and_shown(cluster):
 def test_the_doctor_tries_a_real_pool(cluster, capsys):
     """Rule 11."""
     status, out = main(["doctor", "--store", cluster.url]), capsys.readouterr().out
-    assert "put, match, get, verify and remove are right" in out
+    assert "save, find, load, compare and remove are right" in out
     assert status == 1
     assert "less than one prompt" in out  # the tests' pool is small
 
