@@ -42,7 +42,7 @@ def test_a_lost_block_ends_the_request_and_gives_its_blocks_back(open_instance, 
     p, d = open_instance("prefill"), open_instance("decode", pd=STRICT)
     params = saved(p, prompt_of(150))
     store = open_store(url, read_settings(store=url))
-    store.remove([stored(p, prompt_of(150))[1].key])
+    store.remove(stored(p, prompt_of(150)).keys[1:2])
     store.close()
     assert decode(d, prompt_of(150), params).finish == failed("absent")
     until(lambda: d.cache.num_free == d.cache.num_blocks)
@@ -53,7 +53,7 @@ def test_a_lost_block_ends_the_request_and_gives_its_blocks_back(open_instance, 
 def test_a_damaged_block_ends_the_request(open_instance, url):
     p, d = open_instance("prefill"), open_instance("decode", pd=STRICT)
     params = saved(p, prompt_of(150))
-    flip_a_bit(url, stored(p, prompt_of(150))[1])
+    flip_a_bit(url, stored(p, prompt_of(150))[1:2])
     assert decode(d, prompt_of(150), params).finish == failed("corrupt")
 
 
