@@ -26,8 +26,8 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import read_settings
-from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import Instrumented
 from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.pool import KVPool
 

@@ -28,9 +28,8 @@ from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.store.find import find_optional
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
 from pdstore.store.wrappers import WrapperStore
 
 NAMESPACE = Namespace({"benchmark": "waiting"}, (Part(0, 0),), block_tokens=64)

@@ -20,8 +20,7 @@ from pdstore.format.keys import BlockKey, Kind
 from pdstore.format.namespace import Json, prefix_of
 from pdstore.outcome import Reason
 from pdstore.store.base import MAX_KEY_CHARS
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ALL_KEYS, StoredValue, TellsRoom
+from pdstore.store.optional import ALL_KEYS, StoredValue, TellsRoom, find_optional
 
 _UNREADABLE = {
     Reason.CORRUPT: "damaged: its checksum is wrong",

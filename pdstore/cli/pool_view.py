@@ -21,8 +21,7 @@ from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.arena.options import DEFAULT_DIRECTORY
 from pdstore.store.base import Slots, Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ListsValues, StoredValue
+from pdstore.store.optional import ListsValues, StoredValue, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore

@@ -26,8 +26,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.file.store import FileStore
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ListsValues, Room, TellsRoom
+from pdstore.store.optional import ListsValues, Room, TellsRoom, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.worker.movers import check_values_fit
 

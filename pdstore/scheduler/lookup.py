@@ -14,8 +14,7 @@ from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Part
 from pdstore.outcome import Reason, reason_of
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of
+from pdstore.store.base import Store, count_of
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for its marker

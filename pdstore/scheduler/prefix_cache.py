@@ -23,9 +23,8 @@ from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_ov
 from pdstore.scheduler.mismatch import Mismatches
 from pdstore.settings import LOOKUP_WAIT_S, Settings, doubts_of
 from pdstore.store.base import Store
-from pdstore.store.circuit_breaker import problem_of
-from pdstore.store.connect import connect_store
-from pdstore.store.room_watch import RoomWatch
+from pdstore.store.connect import RoomWatch, connect_store
+from pdstore.store.wrappers import problem_of
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)

@@ -1,14 +1,22 @@
-"""The Store contract: what pdstore needs from anything that keeps blocks."""
+"""The Store contract: what pdstore needs from anything that keeps blocks.
+
+A count that a store answers with decides which slots are verified and scattered. So `count_of` and
+its neighbours check it before anything relies on it: an impossible one is an error of the store.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
-from pdstore.errors import StoreClosed
+from pdstore.errors import BadValue, StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
 
 MAX_KEY_CHARS = 200
@@ -179,3 +187,51 @@ def _check_names(keys: Sequence[BlockKey]) -> None:
         or not 0 < min(map(len, keys)) <= max(map(len, keys)) <= MAX_KEY_CHARS
     ):
         raise ValueError(f"bad block key among {len(keys)}, the first of them {keys[0]!r}")
+
+
+def count_of(answer: object, keys: Sequence[object], store: Store) -> int:
+    """Returns a store's answer about `keys`, or their values, if it is an int in 0..len(keys).
+
+    Raises StoreError for any other answer.
+    """
+    if is_count(answer, len(keys)):
+        return answer
+    first = keys[0] if keys else "no key"
+    raise StoreError(f"{store.label}: answered {answer!r} about {len(keys)} keys from {first} on")
+
+
+def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
+    """Returns how many of the first `keys` were served before `error`; 0 if it claims too many.
+
+    At least one key is left behind a BadValue: the one that it is about.
+    """
+    most = len(keys) - isinstance(error, BadValue)
+    return error.num_done if is_count(error.num_done, most) else 0
+
+
+def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set[BlockKey]:
+    """Returns the keys that a store says are stored; `answers` has a bool for each of them.
+
+    Raises StoreError for anything else.
+    """
+    if not isinstance(answers, Sequence) or len(answers) != len(keys):
+        raise StoreError(f"{store.label}: did not answer about each of {len(keys)} keys")
+    if not set(map(type, answers)) <= {bool}:
+        raise StoreError(
+            f"{store.label}: answered about {len(keys)} keys with more than yes and no"
+        )
+    return set(itertools.compress(keys, answers))
+
+
+def is_count(answer: object, most: int) -> TypeGuard[int]:
+    """True if `answer` is an int in 0..most; a bool is none."""
+    return isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= most
+
+
+@functools.lru_cache(maxsize=64)
+def log_once(log: logging.Logger, line: str) -> None:
+    """Logs a line for information; does nothing if this logger was given it lately.
+
+    For what stores say when they open: both halves of an instance open the same store.
+    """
+    log.info("%s", line)

@@ -10,8 +10,7 @@ from pdstore.errors import Forged, OtherSeal, StoreError
 from pdstore.format.envelope import ENVELOPE_BYTES, Envelopes
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.outcome import Reason
-from pdstore.store.base import Slots, Store, check_call
-from pdstore.store.checked import count_of, num_done_of
+from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
 from pdstore.store.optional import (
     ErrorCodes,
     FindsKeys,

@@ -15,10 +15,8 @@ from typing import TypeVar
 
 from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of, stored_among
-from pdstore.store.find import find_optional
-from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.store.base import Store, count_of, stored_among
+from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
 from pdstore.threads import Deadline, Ticker, call_or
 
 T = TypeVar("T")

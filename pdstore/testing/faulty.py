@@ -13,8 +13,7 @@ from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ErrorCodes
+from pdstore.store.optional import ErrorCodes, find_optional
 from pdstore.store.registry import check_url, open_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore

@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Slots, Store
-from pdstore.store.checked import is_count
+from pdstore.store.base import Slots, Store, is_count
 
 
 def fresh_keys(count: int) -> list[BlockKey]:

@@ -10,8 +10,7 @@ from pdstore.errors import StoreError
 from pdstore.format.handoff import HandoffId, Pulse
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of
+from pdstore.store.base import Store, count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.watch import Waiter
 from pdstore.worker.block_range import Split

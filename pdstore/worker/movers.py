@@ -14,13 +14,10 @@ from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
-from pdstore.store.base import Store
-from pdstore.store.checked import count_of
-from pdstore.store.circuit_breaker import problem_of
-from pdstore.store.find import find_optional
-from pdstore.store.optional import LimitsValues
+from pdstore.store.base import Store, count_of
+from pdstore.store.optional import LimitsValues, find_optional
 from pdstore.store.seal import seal_store
-from pdstore.store.wrappers import WrapperStore
+from pdstore.store.wrappers import WrapperStore, problem_of
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values

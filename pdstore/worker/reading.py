@@ -12,8 +12,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
-from pdstore.store.base import Slots, Store
-from pdstore.store.checked import count_of, num_done_of
+from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.worker.job import ChildJob
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.values import Values

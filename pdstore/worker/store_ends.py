@@ -18,10 +18,8 @@ from pdstore.native.arena import Taken, ValueBatch
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction, Reason
 from pdstore.store.arena.store import ArenaStore
-from pdstore.store.base import Slots
-from pdstore.store.checked import count_of
-from pdstore.store.find import find_optional
-from pdstore.store.optional import SealingWriter, VerifyingReader
+from pdstore.store.base import Slots, count_of
+from pdstore.store.optional import SealingWriter, VerifyingReader, find_optional
 from pdstore.threads import Deadline
 from pdstore.worker.block_range import Split
 from pdstore.worker.job import ChildJob

@@ -14,7 +14,7 @@ import pytest
 
 from pdstore.settings import Settings, variable_of
 from pdstore.store import open_store
-from pdstore.store.seal_key_file import read_seal_keys
+from pdstore.store.seal import read_seal_keys
 from tests.docs.commands import GPU, ROOT, RUN_BY, commands, words
 
 COMMANDS = commands()

@@ -13,7 +13,7 @@ from pdstore.format.handoff import Handoff
 from pdstore.format.namespace import Namespace, Part
 from pdstore.settings import Settings, read_settings, variable_of
 from pdstore.store import open_store
-from pdstore.store.seal_key_file import read_seal_keys
+from pdstore.store.seal import read_seal_keys
 from pdstore.store.url import StoreURL, without_secret
 from tests.fuzz.search import attempted, num_examples, search
 

@@ -17,9 +17,9 @@ from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
-from pdstore.store.circuit_breaker import OPEN_S
 from pdstore.store.connect import connect_store
 from pdstore.store.url import without_secret
+from pdstore.store.wrappers import OPEN_S
 from pdstore.testing.threads import start_background
 from tests.support.kv import BLOCK_BYTES, Instance, eventually
 

@@ -6,7 +6,7 @@ import pytest
 
 from pdstore.errors import StoreError, WrongLength
 from pdstore.format.keys import BlockKey
-from pdstore.store.checked import count_of, num_done_of, stored_among
+from pdstore.store.base import count_of, num_done_of, stored_among
 from pdstore.store.memory import MemoryStore
 
 KEYS = [BlockKey("a"), BlockKey("b")]

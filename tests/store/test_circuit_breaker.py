@@ -9,8 +9,7 @@ import pytest
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots
-from pdstore.store.circuit_breaker import CircuitBreaker, problem_of
-from pdstore.store.wrappers import WrapperStore
+from pdstore.store.wrappers import CircuitBreaker, WrapperStore, problem_of
 from pdstore.testing.threads import start_background
 from tests.support.clock import Clock
 from tests.support.scripted_store import Scripted

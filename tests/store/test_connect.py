@@ -14,9 +14,9 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import Namespace, Part
 from pdstore.store.base import Slots
-from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.connect import connect_store, read_marker, read_pool_id
 from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import CircuitBreaker
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 NOWHERE = "redis+unix:///nowhere/redis.sock"

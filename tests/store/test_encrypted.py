@@ -12,9 +12,14 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.connect import read_pool_id
 from pdstore.store.encrypted import Encrypted
 from pdstore.store.file.store import FileStore
-from pdstore.store.find import find_optional
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import FindsKeys, SealingWriter, TellsChanges, VerifyingReader
+from pdstore.store.optional import (
+    FindsKeys,
+    SealingWriter,
+    TellsChanges,
+    VerifyingReader,
+    find_optional,
+)
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import assert_values, empty_slots, get, put
 

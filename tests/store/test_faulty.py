@@ -11,9 +11,8 @@ import pytest
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ErrorCodes
+from pdstore.store.optional import ErrorCodes, find_optional
+from pdstore.store.wrappers import CircuitBreaker
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 

@@ -7,12 +7,9 @@ import pytest
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.store.arena.store import ArenaStore
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.find import find_optional
-from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ErrorCodes, FindsKeys, SealingWriter, TellsChanges
-from pdstore.store.wrappers import WrapperStore
+from pdstore.store.optional import ErrorCodes, FindsKeys, SealingWriter, TellsChanges, find_optional
+from pdstore.store.wrappers import CircuitBreaker, Instrumented, WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
 

@@ -9,7 +9,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.instrumented import Instrumented
+from pdstore.store.wrappers import Instrumented
 from tests.support.kv import settings_of
 from tests.support.scripted_store import Scripted
 

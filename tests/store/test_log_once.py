@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pdstore.store import open_store
-from pdstore.store.log_once import log_once
+from pdstore.store.base import log_once
 from tests.support.kv import settings_of
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,8 @@ from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import Slots, open_store
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.find import find_optional
-from pdstore.store.instrumented import Instrumented
-from pdstore.store.optional import FindsKeys, TellsChanges
+from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 
 SETTINGS = read_settings()
 KEYS = [BlockKey(f"pds1:{'0' * 32}:handoff:{i:032x}:0:done") for i in range(40)]

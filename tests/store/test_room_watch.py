@@ -6,8 +6,8 @@ import pytest
 
 from pdstore.errors import StoreUnavailable
 from pdstore.metrics import Metrics
+from pdstore.store.connect import RoomWatch
 from pdstore.store.optional import Room
-from pdstore.store.room_watch import RoomWatch
 from tests.support.kv import eventually
 from tests.support.scripted_store import Scripted
 

@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 from pdstore.errors import ConfigError
-from pdstore.store.seal_key_file import read_seal_keys
+from pdstore.store.seal import read_seal_keys
 
 A, B = "ab" * 32, "0C" * 32
 

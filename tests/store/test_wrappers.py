@@ -7,10 +7,8 @@ import contextlib
 import pytest
 
 from pdstore.metrics import Metrics
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.instrumented import Instrumented
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import CallWrapper, WrapperStore
+from pdstore.store.wrappers import CallWrapper, CircuitBreaker, Instrumented, WrapperStore
 from pdstore.testing import StoreTests
 
 

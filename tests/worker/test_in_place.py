@@ -12,8 +12,7 @@ from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store import open_store
-from pdstore.store.circuit_breaker import CircuitBreaker
-from pdstore.store.instrumented import Instrumented
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 from pdstore.testing.values import get, put
 from pdstore.worker.swap.native import NativeSwap
 from tests.support.arena_kit import SpiedArena, place_of

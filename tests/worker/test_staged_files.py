@@ -10,9 +10,8 @@ from pdstore import JobResult, Reason
 from pdstore.format.keys import Kind, kind_of
 from pdstore.metrics import Metrics
 from pdstore.native.library import load_library
-from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.file.store import FileStore
-from pdstore.store.instrumented import Instrumented
+from pdstore.store.wrappers import CircuitBreaker, Instrumented
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 

@@ -15,10 +15,8 @@ from pdstore.errors import BadValue, ConfigError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import Reason, reason_of
-from pdstore.store.base import Slots, Store
-from pdstore.store.checked import count_of, num_done_of, stored_among
-from pdstore.store.find import find_optional
-from pdstore.store.optional import FindsKeys
+from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
+from pdstore.store.optional import FindsKeys, find_optional
 from pdstore.worker.staging import slot_bytes_for
 from pdstore_lmcache.chunk_names import ChunkName
 from pdstore_lmcache.chunk_task import ChunkTask

@@ -26,8 +26,7 @@ from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_too_long
 from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions
-from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
-from pdstore.store.log_once import log_once
+from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 

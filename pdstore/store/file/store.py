@@ -21,7 +21,7 @@ from pdstore.format.namespace import prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.base import Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.errors import error_of, named_error
@@ -29,7 +29,6 @@ from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.leases import Leases
 from pdstore.store.file.plain import Ended, read_values, write_values
 from pdstore.store.file.writer import Writer
-from pdstore.store.log_once import log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 

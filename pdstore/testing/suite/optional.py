@@ -11,8 +11,7 @@ import pytest
 from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.base import Store
-from pdstore.store.find import find_optional
-from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom
+from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom, find_optional
 from pdstore.testing.values import assert_values, content, fresh_keys, get, put
 
 SIZE = 64 << 10

@@ -21,8 +21,8 @@ from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.outcome import JobResult, Reason
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Slots
-from pdstore.store.circuit_breaker import CircuitBreaker
 from pdstore.store.mooncake.client import PROBE_S
+from pdstore.store.wrappers import CircuitBreaker
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import content, get, put
 from tests.support.kv import POISON, Instance, eventually
