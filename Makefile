@@ -23,7 +23,7 @@ DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
 .PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check docs bench
-.PHONY: bench-handoff release
+.PHONY: bench-handoff release coverage coverage-seams coverage-vllm coverage-report
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,20 @@ test: setup ## The test suite
 VLLM_TESTS := tests/adapters/vllm tests/examples/test_demo_vllm.py # to collect all takes 20 s
 test-vllm: setup-vllm ## The tests with vLLM
 	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(if $(findstring tests/,$(ARGS)),,$(VLLM_TESTS)) $(ARGS)
+
+# What enters each room by its seam; neither servers of vLLM nor the examples' processes. What forks
+# between threads, or interrupts each line, hangs where each line is counted.
+SEAMS := $(addprefix tests/,format native scheduler engine store worker cli telemetry status misconfigurations) \
+  $(wildcard tests/test_*.py)
+VLLM_SEAMS = $(shell grep -LE '\b(pair|launcher)\b' tests/adapters/vllm/test_*.py) tests/adapters/vllm/test_events.py
+COUNTABLE := not fork and not signal_handler
+coverage: coverage-seams coverage-vllm coverage-report ## How much of each folder of pdstore/ the seams' tests run
+coverage-seams: setup
+	@$(BIN)/python -m coverage run -m pytest -m 'not vllm and not nightly' -k '$(COUNTABLE)' $(SEAMS) || [ $$? = 1 ]
+coverage-vllm: setup-vllm
+	@$(VLLM_BIN)/python -m coverage run -m pytest -m 'vllm and not nightly' $(VLLM_SEAMS) || [ $$? = 1 ]
+coverage-report: setup
+	@$(BIN)/python -m coverage combine -q && $(BIN)/python -m tests.support.rooms
 
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)
