@@ -3,6 +3,7 @@
 // Decision: the lock is held while descriptors change and never while bytes move. Whoever copies a
 // value out looks at its slot's generation afterwards: as long as that is the one it found, the
 // bytes were those of the value.
+// Decision: docs/decisions/028-arena.md
 #pragma once
 #include <memory>
 

@@ -3,6 +3,7 @@
 // Decision: the value that was used longest ago goes first, whatever its size: either the oldest of
 // the same size, or, where a slab of another size has not been used for longer than that, the whole
 // slab changes its size. So a model that nobody asks any more leaves its room to the next.
+// Decision: docs/decisions/026-markers-have-room.md
 #include <fcntl.h>
 
 #include <algorithm>

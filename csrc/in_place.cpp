@@ -9,6 +9,7 @@
 // Decision: a share of a save is many batches, each with an event of its own, and each is published
 // as soon as it is sealed: few calls for much, and yet whoever loads the values hears of them while
 // the rest is copied.
+// Decision: docs/decisions/018-in-place.md
 #include <algorithm>
 #include <atomic>
 #include <cstring>

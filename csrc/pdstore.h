@@ -3,6 +3,7 @@
 // Decision: addresses and numbers only, so one library serves every Python, torch and engine. Every
 // function returns 0 or a code below; those that can say more fill a pds_error. Structs are copied.
 // Any thread may call; only pds_wait, pds_close and pds_register wait for the device.
+// Decision: docs/decisions/021-block-copies.md
 #pragma once
 #include <stdint.h>
 

@@ -5,6 +5,7 @@
 // 9 MiB reach 97 % of the link and let others in after 0.3 ms. The thread sleeps until the
 // older lane is nearly done, so it costs a few percent of a core; when there is nothing to do,
 // lightly at first: one that slept deeply begins 0.2 ms late. Only this thread touches its lanes.
+// Decision: docs/decisions/023-pump.md
 #pragma once
 #include <atomic>
 #include <condition_variable>

@@ -5,6 +5,7 @@
 // multiprocessors. Descriptors travel by value in the kernel's parameters, so no table is shared
 // and none has a lifetime. The vector is the widest that fits every row's start and length, so
 // there is no tail to forget; a warp holds several vectors per lane in flight.
+// Decision: docs/decisions/022-no-kernel-writes-host.md
 #include <algorithm>
 
 #include "stage.h"

@@ -6,6 +6,7 @@
 // CPUs. The crew works beside the caller, because each file is moved by one thread. A header holds
 // the sum, so it is written last, and the file has its name only then. Of a read only what goes
 // well is done here: the caller reads again step by step to find out which value is not right.
+// Decision: docs/decisions/019-files-in-one-call.md
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>

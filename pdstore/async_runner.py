@@ -1,5 +1,6 @@
 """AsyncRunner: one function at a time beside the caller, on a thread and stream of its own."""
 
+# Decision: docs/decisions/038-async-runner.md
 from __future__ import annotations
 
 import threading

@@ -12,10 +12,13 @@ import pytest
 
 from pdstore.settings import Settings, variable_of
 from tests.docs.tables import advice_table, metrics_table, settings_table
+from tests.support.house import native_sources, python_files
 from tests.test_modules import FLOORS
 
 ROOT = Path(__file__).parent.parent
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("deploy/*.md")])
+DOCUMENTS += DECISIONS
 MAX_README_LINES = 130
 MAX_SETTINGS = 25
 
@@ -90,14 +93,17 @@ def test_every_page_is_in_the_sites_navigation():
     assert len(set(listed)) == len(listed)
 
 
-def test_every_decision_has_a_name_of_its_own_and_a_status():
-    headings = re.findall(r"^### (.+)$", (ROOT / "DESIGN.md").read_text(), flags=re.MULTILINE)
-    found = [
-        re.fullmatch(r"D(\d+) .+ — (?:holds|changed|changed by D\d+|open)", h) for h in headings
-    ]
-    assert all(found), headings
-    numbers = sorted(int(match[1]) for match in found)
-    assert numbers == list(range(1, len(numbers) + 1))
+def test_code_refers_to_each_decision_at_the_head_of_what_it_explains():
+    files = [ROOT / f for f in python_files("pdstore", "integrations", "examples", "benchmarks")]
+    heads = "".join(path.read_text()[:3000] for path in [*files, *native_sources()])
+    assert set(re.findall(r"docs/decisions/(\S+\.md)", heads)) == {page.name for page in DECISIONS}
+
+
+def test_a_decision_says_why_what_was_given_up_and_how_to_check():
+    for page in DECISIONS:
+        parts = re.findall(r"^(?:# |\*\*)([\w ]+)\.(?:\*\*)? ", page.read_text(), re.MULTILINE)
+        number = str(int(page.name[:3]))
+        assert parts == [number, "Context", "Choice", "Given up", "How to check"], page.name
 
 
 def test_the_architecture_has_the_floors_in_their_order():

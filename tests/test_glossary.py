@@ -30,10 +30,10 @@ ALLOWED = {
 
 
 def banned_words() -> set[str]:
-    """The words in backticks of the last column of each table, and of the last paragraph."""
-    rows = re.findall(r"^\|[^|]+\|[^|]+\|([^|]*)\|$", GLOSSARY, flags=re.MULTILINE)
-    last = GLOSSARY.rpartition("not ")[2]
-    return {word for text in (*rows, last) for word in re.findall(r"`(\w+)`", text)}
+    """The words in backticks behind each "not" to the end of its entry."""
+    entries = re.split(r"\n(?=- |\n)", GLOSSARY.partition("\n## ")[2])
+    behind = [text for entry in entries for text in re.split("[;:] not ", entry)[1:]]
+    return {word for text in behind for word in re.findall(r"`(\w+)`", text)}
 
 
 def names_in_python(path: Path) -> Iterator[str]:

@@ -12,8 +12,6 @@ PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text()
     for name in ("requirements", "misconfigurations", "tested_misconfigurations")
 }
-PENDING = set()
-"""Numbers of mistakes of a first use that have no row yet."""
 FAMILIES = {
     "R-DEV-": 12,
     "R-AW-": 20,
@@ -36,8 +34,8 @@ def names_in(cell: str) -> set[str]:
 
 
 def mistakes_in(page: str) -> list[str]:
-    """The mistakes in a page's tables, in the first column or behind a number."""
-    first = r"^\| (?:\d+ \| )?((?!mistake|what|#|-)[^|]+) \| "
+    """The mistakes in a page's tables, in the first column."""
+    first = r"^\| ((?!mistake|what|-)[^|]+) \| "
     return re.findall(first, PAGES[page], flags=re.MULTILINE)
 
 
@@ -65,7 +63,6 @@ def test_every_mistake_that_users_read_of_has_a_test():
     assert "tests/" not in PAGES["misconfigurations"]
 
 
-def test_every_mistake_of_a_first_use_has_a_row_with_its_words_and_tests():
-    row = r"^\| (\d+) \| [^|]+ \| [^|]+ \| `tests/[^|]+` \|$"
-    rows = re.findall(row, PAGES["tested_misconfigurations"], flags=re.MULTILINE)
-    assert sorted(map(int, rows)) == sorted(set(range(1, 35)) - PENDING)
+def test_every_row_of_the_tested_mistakes_names_its_tests():
+    rows = re.findall(r"^\| [^|]+ \| `tests/[^|]+` \|$", PAGES["tested_misconfigurations"], re.M)
+    assert len(rows) == len(mistakes_in("tested_misconfigurations")) >= 84

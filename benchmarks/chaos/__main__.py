@@ -12,6 +12,7 @@ from the seed and the round's number; where they hit the code does not. The exit
 anything was wrong.
 """
 
+# Decision: docs/decisions/039-model-and-fuzz.md
 from __future__ import annotations
 
 import argparse

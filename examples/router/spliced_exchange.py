@@ -1,5 +1,6 @@
 """SplicedExchange: passes P's token on at once, and D's answer behind it."""
 
+# Decision: docs/decisions/036-router-splice.md
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,6 @@
 """Stored values: a 64-byte header, then the payload; sealed before put, verified after get."""
 
+# Decision: docs/decisions/001-pool-verifies.md
 from __future__ import annotations
 
 import struct

@@ -3,12 +3,11 @@
 The client waits for P's answer, so P says only what it has at hand, and asks no store and no file:
 the name of the last block, how its last save ended, a digest of its weights that a thread has made.
 
-Beats show that the instance which saves a hand-off is alive. A store can neither replace a value
-nor say how old one is, so the beats go round a ring of keys: beat n is put under key n modulo RING,
-and those before beat n - 1 are removed after it. A reader finds the last two beats, and other ones
-each period.
+Beats show that the instance which saves a hand-off is alive. Beat n is put under key n modulo RING,
+and those before beat n - 1 are removed after it.
 """
 
+# Decision: docs/decisions/011-markers.md
 from __future__ import annotations
 
 import secrets

@@ -1,7 +1,7 @@
 """Tokens -> prefix hashes -> block keys, within a namespace.
 
 The format is fixed so that every engine, language and router derives the same keys
-(tests/vectors/keys.json):
+(tests/format/vectors/keys.json):
 
     root    h_-1 = H(namespace | lp(LoRA digest) | lp(cache salt))
     block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
@@ -12,6 +12,7 @@ extra is a multimodal item's content hash, then the item's offset relative to th
 token as little-endian int32.
 """
 
+# Decision: docs/decisions/008-partial-tails.md
 from __future__ import annotations
 
 import enum

@@ -1,5 +1,6 @@
 """Layout: layers, KV groups, shards, stages and payload order of one model on one rank."""
 
+# Decision: docs/decisions/006-layer-ranges.md
 from __future__ import annotations
 
 import hashlib

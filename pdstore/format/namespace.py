@@ -1,5 +1,6 @@
 """Namespace: the properties that make the stored bytes of two instances interchangeable."""
 
+# Decision: docs/decisions/005-namespace-fields.md
 from __future__ import annotations
 
 import hashlib

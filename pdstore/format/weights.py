@@ -1,5 +1,6 @@
 """The weights of a checkpoint: where they lie, and the digest that tells two of one shape apart."""
 
+# Decision: docs/decisions/009-weights-digest.md
 from __future__ import annotations
 
 import hashlib

@@ -1,10 +1,6 @@
-"""BreakEven: decides which part of a prompt is loaded and which is computed.
+"""BreakEven: decides which part of a prompt is loaded and which is computed."""
 
-Decision: two moving averages, of what a token costs to load and to compute, and one comparison of
-what there is to load with what there is to compute. Costs by size and by position, windows of time
-and split loads won nothing beyond 5 % of the better way in 82 of 84 rows of `benchmarks.decide`.
-"""
-
+# Decision: docs/decisions/015-load-or-compute.md
 from __future__ import annotations
 
 import math

@@ -3,6 +3,7 @@
 Locking: there is none. `add` and `close` come from any thread; a wait belongs to the watch's one.
 """
 
+# Decision: docs/decisions/014-lookups-never-block.md
 from __future__ import annotations
 
 import enum

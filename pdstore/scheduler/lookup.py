@@ -1,5 +1,6 @@
 """Lookup: a question of the scheduler to the store, the Match that answers it, and who asks."""
 
+# Decision: docs/decisions/007-sliding-windows.md
 from __future__ import annotations
 
 import threading

@@ -4,6 +4,7 @@ A count that a store answers with decides which slots are verified and scattered
 its neighbours check it before anything relies on it: an impossible one is an error of the store.
 """
 
+# Decisions: docs/decisions/002-put-if-absent.md, docs/decisions/025-clear.md
 from __future__ import annotations
 
 import functools

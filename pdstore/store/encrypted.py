@@ -1,5 +1,6 @@
 """Encrypted: any store, with its values encrypted before they leave this process."""
 
+# Decision: docs/decisions/010-seal.md
 from __future__ import annotations
 
 import threading

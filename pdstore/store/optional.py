@@ -1,5 +1,6 @@
 """Optional protocols: what some stores offer beyond the contract; `find_optional` asks for one."""
 
+# Decision: docs/decisions/004-store-contract.md
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,6 @@
 """Reasons of a miss or a drop: what each means, what to look at, and its warning in the log."""
 
+# Decision: docs/decisions/037-one-door-for-misses.md
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,6 @@
 """Follow: finds what P has stored of a hand-off, and releases it to the load that follows it."""
 
+# Decision: docs/decisions/012-following.md
 from __future__ import annotations
 
 import time

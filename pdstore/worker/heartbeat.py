@@ -1,5 +1,6 @@
 """Heartbeat and Markers: tell D, beside the blocks, that P lives, has begun, or will not go on."""
 
+# Decision: docs/decisions/013-heartbeat.md
 from __future__ import annotations
 
 import contextlib

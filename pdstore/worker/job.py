@@ -1,12 +1,11 @@
 """Job: one save or load in flight, what it does, and the workers that are at it.
 
-Decision: one job, one lock. It guards the shares of the job's work, the copies that run and the
-end. So "is anything left to do" and "may a copy begin" have one answer each, and no thread can act
-between two looks at it. The lock is held for a few lines of Python; no store call, copy or watcher
-runs under it. Nothing here may be called from a signal handler, which might wait for a lock of its
-own thread.
+One lock of each job guards the shares of its work, the copies that run and the end. No store call,
+copy or watcher runs under it. Nothing here may be called from a signal handler, which might wait
+for a lock of its own thread.
 """
 
+# Decision: docs/decisions/003-end-and-copies.md
 from __future__ import annotations
 
 import contextlib

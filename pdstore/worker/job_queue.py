@@ -1,12 +1,11 @@
 """JobQueue: which job each worker does next, and until when.
 
-Decision: one lock, a sorted list of ready jobs for each direction, and workers that are all alike.
-No job is run or ended under the lock, and no I/O is done. A job's own lock may be taken under it,
-never the other way round. Of equally urgent jobs the one whose time is up first comes first; a
-job's time limit grows with its bytes. So a small job passes a large one that came shortly before,
-and none starves. Nothing here may be called from a signal handler.
+One lock guards a sorted list of ready jobs for each direction. No job is run or ended under it, and
+no I/O is done. A job's own lock may be taken under it, never the other way round. Nothing here may
+be called from a signal handler.
 """
 
+# Decision: docs/decisions/016-shared-jobs.md
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,6 @@
 """Saves: what a save does, how its layers are released to it, and the flush that waits for all."""
 
+# Decision: docs/decisions/020-saves-behind-launch.md
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,6 @@
 """Host memory that copies use: pinned while the process does other things, and lent as slots."""
 
+# Decision: docs/decisions/017-slots.md
 from __future__ import annotations
 
 import contextlib

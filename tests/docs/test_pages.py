@@ -61,12 +61,12 @@ def test_the_page_of_the_api_has_every_public_name_once():
     assert sorted([*shown, *of_errors]) == sorted([*pdstore.public.__all__, "errors"])
 
 
-@pytest.mark.parametrize("page", ["benchmarks", "comparison", "fleet"])
-def test_every_raw_file_that_a_page_names_is_there(page):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    named = set(re.findall(r"\b(\w+\.json)\b", text))
-    assert named
-    assert not {name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()}
+def test_the_raw_files_are_those_that_the_pages_name():
+    texts = {page.stem: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
+    named = {page: set(re.findall(r"\b\w+\.(?:json|txt)\b", text)) for page, text in texts.items()}
+    there = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert there <= set().union(*named.values())
+    assert named["benchmarks"] | named["comparison"] | named["fleet"] <= there
 
 
 def test_names_in_a_docstring_become_a_list():

@@ -4,6 +4,7 @@ LMCache finds it by `--l2-adapter` with the type "plugin", this package as `modu
 PDStoreL2Adapter as `class_name`.
 """
 
+# Decision: docs/decisions/035-lmcache-sets.md
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,6 @@
 """PagePool: SGLang's host pool as pdstore copies it, and its pages found, loaded and saved."""
 
+# Decision: docs/decisions/034-sglang-pages.md
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,6 @@
 """vLLM's configuration, KV cache and requests as pdstore's settings, layout, weights and keys."""
 
+# Decision: docs/decisions/033-vllm-namespace.md
 from __future__ import annotations
 
 import functools

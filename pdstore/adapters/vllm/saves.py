@@ -1,5 +1,6 @@
 """Saves: what each step saves, and vLLM's blocks, which are held until that is read."""
 
+# Decision: docs/decisions/031-vllm-block-references.md
 from __future__ import annotations
 
 import itertools

@@ -4,6 +4,7 @@ A lookup is started in one step and polled in later ones; a step waits a moment 
 The workers get their loads and saves with the metadata of a step.
 """
 
+# Decision: docs/decisions/032-vllm-failed-loads.md
 from __future__ import annotations
 
 import logging

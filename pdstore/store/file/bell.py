@@ -2,15 +2,12 @@
 
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
-A put writes a byte into every pipe; each listener polls its own. So nobody polls the directory,
-nothing has to run, and a process that was killed leaves a pipe without a reader, which the next
-ring removes. Pipes reach the processes of one kernel only: puts of other hosts ring nowhere here.
-
-A pipe of another boot has no reader here, and may be another host's. So a listener touches its pipe
-now and then, and the next ring removes one that nobody has touched for long. A listener that finds
-its own removed makes another.
+A put writes a byte into every pipe; each listener polls its own. The next ring removes a pipe
+without a reader. A pipe of another boot may be another host's: it is removed when nobody has
+touched it for long. So a listener touches its pipe now and then, and makes another if it is gone.
 """
 
+# Decision: docs/decisions/027-file-bells.md
 from __future__ import annotations
 
 import contextlib

@@ -1,23 +1,19 @@
 """Barrier: holds a failed call back until nothing reads or writes its memory any more.
 
-The library gives up some calls while their transfers go on. Late bytes would land in slots that
-hold another block by then: between that block's verification and its scatter, or between its gather
-and its checksum.
+The library gives up some calls while their transfers go on; late bytes would land in another block.
 
-Shared memory: the library's own calls to `mooncake_client` end after 30 s. That is the default of
-its RPC library, and no variable changes it: MC_RPC_TIMEOUT_MS is for calls to the master, MC_TCP_*
-for sockets that move values. A `mooncake_client` that was stopped during a request resumes it
-later, and may even read the request from its socket only then. It holds a lock from the start to
-the end of such a request, and takes that lock exclusively to forget memory. So once it has answered
-that it forgot all memory of a connection, that connection's requests are over, or will be refused.
+Shared memory: the library's own calls to `mooncake_client` end after 30 s, which no variable
+changes. A `mooncake_client` that was stopped during a request resumes it later. It holds a lock
+from the start to the end of such a request, and takes that lock exclusively to forget memory. So
+once it has answered that it forgot all memory of a connection, that connection's requests are over,
+or will be refused.
 
 TCP and RDMA: the library waits 60 s for a transfer, a constant, and then reports a failure without
-cancelling the transfer. An earlier failure is reported only when the transport is done with the
-memory: TCP has closed the socket (after MC_TCP_STATUS_TIMEOUT_SEC or MC_TCP_PROGRESS_TIMEOUT_SEC),
-or a NIC has completed the request with an error (after its retries). Closing the connection ends
-the other transfers.
+cancelling the transfer. A failure that comes earlier comes when the transport, a socket or a NIC,
+is done with the memory. Closing the connection ends the other transfers.
 """
 
+# Decision: docs/decisions/029-mooncake-late-bytes.md
 from __future__ import annotations
 
 import logging

@@ -1,10 +1,6 @@
-"""Servers: one redis server, or the nodes of a cluster and the way to the one that has a key.
+"""Servers: one redis server, or the nodes of a cluster and the way to the one that has a key."""
 
-redis-py has a client for clusters. It repeats each unanswered command by itself, one after another,
-so a node that hangs would hold up a call for as many time-outs as the call has commands. Here a
-call waits for a node once.
-"""
-
+# Decision: docs/decisions/030-redis-fan-out.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
