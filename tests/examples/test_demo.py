@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
 import subprocess
@@ -15,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import pools, processes, prompts
+from examples.demo import pools, processes
 from examples.demo.__main__ import main
-from examples.demo.client import Answer
 from examples.demo.conversation import Conversation
 from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
-from examples.demo.report import Run, Runs, as_json, lines, problems_of, table, verdict
+from examples.demo.report import Run, Runs, problems_of, verdict
 from examples.demo.row import Row
 from tests.support.child import child
 from tests.support.redis_server import need_redis_server
@@ -122,44 +119,6 @@ def test_what_only_one_run_promises_is_said_too(runs: Runs, problem: str) -> Non
     assert problem in found
 
 
-def test_a_row_compares_token_ids_and_logprobs() -> None:
-    alone = Answer(token_ids=[5, 6], logprobs=[-0.5, -1.0])
-    assert Row.of(replace(alone, logprobs=[-0.5, -1.25]), alone).max_logprob_diff == 0.25
-    assert not Row.of(replace(alone, token_ids=[5, 7]), alone).same_ids
-    assert not Row.of(replace(alone, logprobs=[-0.5]), alone).is_same
-    assert not Row.of(Answer(), Answer()).is_same
-    assert not Row.of(replace(alone, logprobs=[-0.5, math.nan]), alone).is_same
-    assert Row.of(alone, alone).is_same
-
-
-def test_the_table_is_aligned_and_fits_a_terminal() -> None:
-    other = replace(GOOD, prompt_tokens=12345, same_ids=False, ttft_s=12.3, text="is\nthe " * 9)
-    heading, good, bad = table([replace(GOOD, text="the store"), other]).splitlines()
-    assert heading.index("answer", 70) == good.index("the store") == bad.index("is the")
-    assert max(len(heading), len(good), len(bad)) < 100
-    assert (good.split()[5], bad.split()[5]) == ("yes", "NO")
-    many = replace(OFF, rows=OFF.rows * 5, computed=1300)
-    assert max(map(len, lines(runs_of(many, many, many)))) < 100
-
-
-def test_the_json_has_one_entry_a_prompt() -> None:
-    off = replace(OFF, rows=[replace(GOOD, max_logprob_diff=math.inf)])
-    result = as_json(runs_of(ON, PLAIN, off), [])
-    assert result["ok"] is True
-    assert json.loads(json.dumps(result, allow_nan=False)) == result
-    assert result["requests"][0] == {
-        "prompt_tokens": 130,
-        "loaded_tokens": 129,
-        "computed_tokens": 1,
-        "ttft_s": 0.02,
-        "same_ids": True,
-        "max_logprob_diff": 2e-7,
-        "reason": None,
-    }
-    assert result["plain_proxy"]["requests"] == result["requests"]
-    assert as_json(runs_of(ON, PLAIN, OFF), ["x"])["ok"] is False
-
-
 def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"trap '' TERM; sleep 600 & echo $! > {note}.new; mv {note}.new {note}; exit 0"
@@ -179,16 +138,6 @@ def test_a_child_that_ends_early_fails_the_wait_with_its_log(logs: Path) -> None
         with pytest.raises(DemoError, match=r"(?s)child ended with status 1.*no such thing"):
             children.wait_ready(DEADLINE_S, lambda text: None)
     assert sorted((logs / "child.log").read_text().splitlines()) == ["first", "no such thing"]
-
-
-def test_a_child_that_is_never_ready_fails_the_wait() -> None:
-    said: list[str] = []
-    with Processes() as children:
-        started = children.start("child", SLEEP, lambda: False)
-        with pytest.raises(DemoError, match="child is not ready after 0 s"):
-            children.wait_ready(0.0, said.append)
-    assert said == ["waiting for child (0 s)"]
-    assert started.popen.returncode == -signal.SIGTERM
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
@@ -257,33 +206,6 @@ def test_the_pool_is_the_users_unless_another_is_asked_for(
     assert str(choose(given, variables)) == line
 
 
-@pytest.mark.usefixtures("signal_handlers")
-def test_the_first_line_names_the_pool(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PDSTORE_STORE", URL)
-    assert main(["--model", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.splitlines()[0] == f"pool        {URL_LINE}"
-
-
-@pytest.mark.usefixtures("signal_handlers")
-def test_a_url_that_is_none_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--store", "nonsense"]) == 1
-    assert "--store: bad store URL 'nonsense'" in capsys.readouterr().out
-
-
-def test_a_file_pool_goes_away() -> None:
-    with Processes() as children, open_pool("file", children) as url:
-        directory = Path(url.removeprefix("file://"))
-        (directory / "block").write_bytes(b"x")
-    assert not directory.exists()
-
-
-def test_a_given_pool_is_taken_as_it_is() -> None:
-    with Processes() as children, open_pool("redis://somewhere:1/0", children) as url:
-        assert url == "redis://somewhere:1/0"
-
-
 @pytest.mark.redis
 def test_a_redis_pool_answers_and_goes_away() -> None:
     need_redis_server()
@@ -296,40 +218,6 @@ def test_a_redis_pool_answers_and_goes_away() -> None:
 
 
 @pytest.mark.usefixtures("signal_handlers")
-def test_a_file_that_cannot_be_written_ends_it_before_it_has_worked(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--json: cannot write .*: No such file or directory"):
-        main(["--json", str(tmp_path / "none" / "result.json")])
-
-
-@pytest.mark.usefixtures("signal_handlers")
-def test_a_missing_redis_server_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("examples.demo.__main__.make_prompts", lambda model: [])
-    note = tmp_path / "result.json"
-    (tmp_path / "tokenizer.json").touch()
-    assert main(["--store", "redis", "--model", str(tmp_path), "--json", str(note)]) == 1
-    assert "apt-get install redis-server" in capsys.readouterr().out
-    result = json.loads(note.read_text())
-    assert (result["store"], result["engine"], result["ok"]) == ("redis", "mini", False)
-
-
-@pytest.mark.usefixtures("signal_handlers")
 def test_a_missing_checkpoint_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--model", str(tmp_path)]) == 1
     assert f"no checkpoint in {tmp_path}" in capsys.readouterr().out
-
-
-def test_prompts_have_the_lengths_that_matter(tmp_path: Path) -> None:
-    from examples.train_checkpoint import train_tokenizer
-
-    train_tokenizer([" ".join(prompts.SENTENCES)], 512).save_pretrained(tmp_path)
-    made = prompts.make_prompts(tmp_path)
-    assert len(made) >= 8
-    assert [len(prompt) for prompt in made if isinstance(prompt, list)] == [64, 128]
-    first, second = made[-2:]
-    shared = " ".join(prompts.SENTENCES[4:12])
-    assert first.startswith(shared)
-    assert second.startswith(shared)
-    assert first != second

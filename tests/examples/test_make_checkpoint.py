@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,20 +34,6 @@ def test_it_is_an_ordinary_checkpoint_with_two_kv_heads(tmp_path, monkeypatch, c
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-@pytest.mark.nightly
-def test_training_again_gives_the_same_bytes(tmp_path):
-    paths = [maker.make_checkpoint(tmp_path / name, steps=3) for name in "ab"]
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        first, second = ((path / name).read_bytes() for path in paths)
-        assert first == second
-
-
-def test_it_is_trained_once(tmp_path, monkeypatch):
-    path = maker.make_checkpoint(tmp_path / "once", steps=1)
-    monkeypatch.delattr(trainer, "train_model")
-    assert maker.make_checkpoint(tmp_path / "once", steps=1) == path
-
-
 def test_a_process_that_waits_for_another_ones_training_says_so(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(maker, "CACHE", tmp_path)
     made = tmp_path / "made"
@@ -62,19 +47,6 @@ def test_a_process_that_waits_for_another_ones_training_says_so(tmp_path, monkey
         assert waiting.result(timeout=60) == made
 
 
-def test_training_teaches_something(tmp_path):
-    documents = maker.documents_of_repository()
-    text = documents[0][:1000]
-    ids = trainer.train_tokenizer(documents)(text, return_tensors="pt")["input_ids"]
-    losses = [
-        transformers.AutoModelForCausalLM.from_pretrained(
-            maker.make_checkpoint(tmp_path / str(steps), steps=steps)
-        )(input_ids=ids, labels=ids).loss.item()
-        for steps in (1, 20)
-    ]
-    assert losses[1] < losses[0] - 0.3
-
-
 def test_an_interrupted_training_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -83,21 +55,6 @@ def test_an_interrupted_training_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         maker.make_checkpoint(tmp_path / "out", steps=1)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.nightly
-def test_of_two_at_once_one_trains_and_both_have_it(tmp_path):
-    command = [sys.executable, "-m", "examples.make_checkpoint", "--steps", "1", "--out"]
-    both = [
-        subprocess.Popen(
-            [*command, str(tmp_path / "out")], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=60) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert [out.decode().strip() for out, _ in said] == [str(tmp_path / "out")] * 2
-    assert sum(b"training" in progress for _, progress in said) == 1
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path):

@@ -70,48 +70,6 @@ def test_d_loads_what_p_has_saved_while_p_computes_the_rest(
     assert (at_d.request.num_loaded, at_d.request.num_fed) == (149, 1)
 
 
-def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(
-    open_instance, checkpoints, monkeypatch
-):
-    p, d = open_instance("prefill", max_num_batched_tokens=64), open_instance("decode")
-    gate = Gate(p, monkeypatch)
-    for seed, held_s in ((1, 1.5), (2, 0.2)):  # the first shows how long P computes
-        prompt, params = prompt_of(150, seed), {"pdstore": {"attempt": HandoffId.new().hex}}
-        at_p = ask(p, prompt, max_tokens=1, kv_transfer_params={**PULL, **params})
-        at_d = ask(d, prompt, kv_transfer_params=params)
-        gate.wait_for_step()
-        time.sleep(held_s)  # P computes
-        assert bool(at_d.request.block_ids) == (seed == 1)
-        gate.open(3)
-        gate.wait_for_step()
-        gate.wait_for_step()
-        assert at_p.wait().finish == Finish("length")
-        assert_same(at_d.wait(), *expect(checkpoints["llama"], prompt))
-        assert at_d.request.num_fed == 1
-
-
-def test_the_first_layers_are_stored_while_the_model_computes_the_next(
-    open_instance, url, monkeypatch
-):
-    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # this model's are small
-    p = open_instance("prefill", pd={"layer_ranges": 2})
-    prompt, forward = prompt_of(64), p.model.forward
-    keys = stored(p, prompt).keys
-    store = open_store(url, read_settings(store=url))
-
-    def held(chunks, cache, layer_written):
-        def hold(layer):
-            layer_written(layer)
-            until(lambda: sum(store.match([key]) for key in keys) == layer + 1)
-
-        return forward(chunks, cache, hold)
-
-    monkeypatch.setattr(p.model, "forward", held)
-    assert ask(p, prompt, max_tokens=1).wait().finish == Finish("length")
-    assert len(keys) == 2
-    store.close()
-
-
 def test_a_step_that_fails_cancels_its_saves(open_instance, monkeypatch):
     p = open_instance("prefill")
     forward, begun = p.model.forward, []
@@ -182,15 +140,6 @@ def test_prompts_with_a_common_beginning_share_its_blocks(open_instance, checkpo
     assert asked.request.num_fed == 1
 
 
-def test_p_loads_what_the_pool_has_and_still_hands_over(open_instance):
-    p, d = open_instance("prefill"), open_instance("decode")
-    hand_over(p, prompt_of(200))
-    until_stored(p)
-    again = ask(p, prompt_of(200), max_tokens=1).wait()
-    assert (again.request.num_loaded, again.request.num_fed) == (199, 1)
-    assert decode(d, prompt_of(200), again.request.answer_params).request.num_fed == 1
-
-
 def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, checkpoints):
     engine = open_instance("both")
     first = ask(engine, prompt_of(100)).wait()
@@ -201,16 +150,6 @@ def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, check
     assert second.request.num_fed == 1
     params = hand_over(engine, prompt_of(90))
     assert decode(engine, prompt_of(90), params).request.num_fed == 1
-
-
-def test_p_and_d_can_be_asked_at_once(open_instance, checkpoints):
-    p, d = open_instance("prefill"), open_instance("decode")
-    params = {"pdstore": {"attempt": HandoffId.new().hex}}
-    waiting = ask(d, prompt_of(150), kv_transfer_params=params)
-    until(lambda: waiting.request.state is State.LOOKING_UP)
-    ask(p, prompt_of(150), max_tokens=1, kv_transfer_params=params).wait()
-    assert_same(waiting.wait(), *expect(checkpoints["llama"], prompt_of(150)))
-    assert waiting.request.num_fed == 1
 
 
 def test_a_wiped_pool_costs_d_a_prefill_and_nothing_else(open_instance, checkpoints, url):

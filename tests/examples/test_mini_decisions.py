@@ -6,7 +6,7 @@ import pytest
 
 from examples.mini_engine.answer import Answer
 from examples.mini_engine.protocol import Body
-from tests.support.mini_engine_kit import PULL, ask, prompt_of, until_stored
+from tests.support.mini_engine_kit import PULL, ask, prompt_of
 
 SLOW = "bytes_per_s=100KB&error_rate=0&miss_rate=0&corrupt_rate=0"
 TOKENS = 200  # 100 KB of KV: a second of that store, and a few hundredths of computing
@@ -49,19 +49,6 @@ def test_always_loads_and_never_computes(open_instance, load, way):
     else:
         assert request.decided["decision"] == way
         assert request.decided["took_s"] > 0
-
-
-@pytest.mark.parametrize(("load", "way"), [("always", "load"), ("never", "compute")])
-def test_p_decides_for_a_warm_prefix_too(open_instance, load, way):
-    first, p = (open_instance("prefill", f"memory://warm-{load}", load) for _ in range(2))
-    prefix = prompt_of(TOKENS)
-    ask(first, prefix, max_tokens=1, kv_transfer_params=PULL).wait()
-    until_stored(first)
-    longer = [*prefix, *prompt_of(40, seed=1)]
-    request = ask(p, longer, max_tokens=1, kv_transfer_params=PULL).wait().request
-    assert request.num_loaded == (TOKENS // 64 * 64 if way == "load" else 0)
-    answer = Answer(p.model.tokenizer, "m", Body(prompt=longer), request).end("length")[-1]
-    assert answer.usage.pdstore.get("decision") == (None if load == "always" else way)
 
 
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):

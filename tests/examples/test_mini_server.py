@@ -20,7 +20,6 @@ from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
 from examples.ports import free_port
 from pdstore import PDStoreError, read_settings
-from pdstore.errors import ConfigError
 from tests.docs.commands import commands
 from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
@@ -103,15 +102,6 @@ def test_an_answer_says_what_it_cost(serving):
     }
 
 
-def test_ids_and_text_are_the_same_prompt(serving):
-    ids = serving.engine.model.tokenizer(PROMPT)["input_ids"]
-    by_text = serving.ask(return_token_ids=True)["choices"][0]
-    by_ids = serving.ask(prompt=ids, return_token_ids=True)["choices"][0]
-    assert by_text == by_ids
-    assert by_text["prompt_token_ids"] == ids
-    assert serving.engine.model.tokenizer.decode(by_text["token_ids"]) == by_text["text"]
-
-
 def test_a_stream_says_the_same_in_parts(serving):
     options = {"max_tokens": 40, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
     whole = serving.ask(**options)
@@ -145,16 +135,6 @@ def test_half_a_character_is_held_back(serving, monkeypatch):
     monkeypatch.setattr(serving.engine.model, "forward", say)
     parts = serving.stream(max_tokens=5)
     assert [part["choices"][0]["text"] for part in parts] == ["", "é", "", "", "€", ""]
-
-
-def test_logprobs_are_the_models(serving):
-    logprobs = serving.ask(max_tokens=4, logprobs=3)["choices"][0]["logprobs"]
-    for chosen, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
-        assert len(top) == 3
-        assert max(top.values()) == chosen
-    assert (
-        serving.ask(max_tokens=4, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [{}] * 4
-    )
 
 
 @pytest.mark.parametrize(
@@ -239,19 +219,6 @@ def test_a_client_that_goes_ends_its_request(serving, monkeypatch):
         gate.open(1)
         until(lambda: serving.engine.cache.num_free == 32)
         assert len(request.output_ids) == 1
-
-
-def test_a_client_that_goes_during_a_stream_ends_its_request(serving, monkeypatch):
-    gate = Gate(serving.engine, monkeypatch)
-    body = {"prompt": "x", "max_tokens": 400, "stream": True}
-    gate.open(3)
-    with serving.client.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        request = serving.engine.scheduler.running[0]  # it runs until the client has gone
-    until(lambda: request.is_aborted)
-    gate.open(1)
-    until(lambda: serving.engine.cache.num_free == 32)
 
 
 def test_a_failed_step_is_a_500_with_its_reason(serving, monkeypatch):
@@ -354,14 +321,6 @@ def test_a_wrong_option_is_refused_by_name(checkpoint, option, words, capsys, mo
     with pytest.raises((PDStoreError, SystemExit)) as refused:
         Engine(parse(["--model", str(checkpoint), *option]))
     assert words in capsys.readouterr().err + str(refused.value)
-
-
-def test_a_store_that_nothing_can_open_is_refused_before_the_model_is_loaded(
-    checkpoint, monkeypatch
-):
-    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
-    with pytest.raises(ConfigError, match="did you mean redis://"):
-        parse(["--model", str(checkpoint), "--store", "redsi://x"])
 
 
 def started(*options):

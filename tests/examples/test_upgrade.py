@@ -113,11 +113,6 @@ def test_a_change_on_one_side_is_a_miss_that_is_named(open_engine, pd, caplog, c
     assert right.ids == ask(p, PROMPT).wait().ids
 
 
-def test_once_both_are_changed_they_share_blocks_again(open_engine, pd):
-    p, d = (open_engine("llama", pd | {"weights": "model@2"}) for _ in "pd")
-    assert decode(d, PROMPT, hand_over(p, PROMPT)).request.num_loaded == len(PROMPT) - 1
-
-
 @pytest.mark.nightly
 def test_a_p_that_is_told_to_stop_ends_its_save_first(start_other, open_engine, pd):
     """D, which is asked after P has gone, loads what P answered a moment before."""

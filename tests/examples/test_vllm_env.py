@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -29,31 +27,6 @@ def test_it_installs_what_vllm_needs_less_what_breaks_it(monkeypatch: pytest.Mon
         "transformers<6,>=5",
         "torchmetrics>=1",
     ]
-
-
-def test_help_installs_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(vllm_env, "pip", lambda *arguments: pytest.fail(f"pip {arguments}"))
-    monkeypatch.setattr(sys, "argv", ["vllm_env.py", "--help"])
-    with pytest.raises(SystemExit):
-        vllm_env.main()
-    assert "make setup-vllm" in capsys.readouterr().out
-
-
-def test_pip_gets_the_user_s_options_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-
-    def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        seen.append(command)
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("PIP_ARGS", "--extra-index-url 'http://a b'")
-    with pytest.raises(SystemExit, match="status 1"):
-        vllm_env.pip("x==1")
-    assert seen[0][:4] == [sys.executable, "-m", "pip", "install"]
-    assert seen[0][-3:] == ["--extra-index-url", "http://a b", "x==1"]
 
 
 def test_vllm_is_found_under_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

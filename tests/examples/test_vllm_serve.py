@@ -33,11 +33,6 @@ def test_it_becomes_vllm_serve_of_this_python(become) -> None:
     assert environment["PDSTORE_ROLE"] == "decode"
 
 
-def test_options_of_the_user_come_after_those_for_a_tiny_checkpoint(become) -> None:
-    command, _ = become("--tiny", "--block-size=32")
-    assert command.index("--block-size=64") < command.index("--block-size=32")
-
-
 def test_the_cpu_s_environment_is_for_the_cpu_only_and_the_user_s_wins(
     become, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,15 +157,6 @@ async def test_a_hanging_d_is_a_504() -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (504, "upstream_error")
 
 
-async def test_requests_go_round() -> None:
-    ps, ds = [Fake(), Fake()], [Fake(), Fake(), Fake()]
-    async with routed([*ps], [*ds]) as client:
-        for _ in range(6):
-            await client.post("/v1/completions", json=BODY)
-    assert [len(p.bodies) for p in ps] == [3, 3]
-    assert [len(d.bodies) for d in ds] == [2, 2, 2]
-
-
 async def test_a_d_that_breaks_off_breaks_the_answer_and_is_not_asked_again() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b"data: one\n\n"

@@ -45,6 +45,8 @@ async def test_concurrent_gives_one_handoff_id_to_both_and_does_not_wait_for_p()
     assert all(len(bytes.fromhex(each)) == 16 for each in ids)
     assert [b["kv_transfer_params"]["pdstore"]["attempt"] for b in p.bodies] == ids
     assert p.bodies[0]["max_tokens"] == 1
+    assert p.bodies[0]["kv_transfer_params"]["do_remote_decode"] is True
+    assert d.bodies[0]["kv_transfer_params"].keys() == {"pdstore"}
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -54,14 +56,6 @@ async def test_concurrent_answers_with_d_when_p_fails(status: int) -> None:
         assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
         while status == 500 and not await metric(client, "router_degraded_total"):
             await anyio.lowlevel.checkpoint()
-
-
-async def test_p_is_told_that_it_prefills_for_another_instance() -> None:
-    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake(says({"id": "d"}))
-    async with routed([p], [d], mode="concurrent") as client:
-        await client.post("/v1/completions", json=BODY)
-    assert p.bodies[0]["kv_transfer_params"]["do_remote_decode"] is True
-    assert d.bodies[0]["kv_transfer_params"].keys() == {"pdstore"}
 
 
 @pytest.mark.parametrize("p", [says({}, 500), says({"id": "p"})])

@@ -10,8 +10,6 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.examples.router.test_first_chat_token import answer as chat_answer
-from tests.examples.router.test_first_token import answer
 from tests.support.router_kit import (
     BODY,
     PARAMS,
@@ -26,6 +24,32 @@ from tests.support.router_kit import (
 )
 
 pytestmark = pytest.mark.anyio
+
+
+def answer(text: str = " a", finish_reason: str = "length", **more: Any) -> dict[str, Any]:
+    """P's, to a prompt of three tokens."""
+    ids = {"token_ids": [7], "prompt_token_ids": [1, 2, 3]}
+    choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None, **ids}
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    head = {"id": "p", "created": 1, "kv_transfer_params": {"pdstore": {}}}
+    return {**head, "choices": [choice | more], "usage": usage}
+
+
+def chat_answer(content: str | None = " a", finish_reason: str = "length", **more: Any) -> Any:
+    """P's, to a prompt of three tokens; `more` goes into the message."""
+    message = {"role": "assistant", "content": content, "refusal": None} | more
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    return {
+        "id": "p",
+        "created": 1,
+        "object": "chat.completion",
+        "choices": [choice | {"logprobs": None, "token_ids": [7]}],
+        "usage": usage,
+        "prompt_token_ids": [1, 2, 3],
+        "kv_transfer_params": {"pdstore": {}},
+    }
+
 
 FIRST = answer() | {"kv_transfer_params": PARAMS}
 REST = BODY | {"prompt": [1, 2, 3, 7], "max_tokens": 8}
@@ -131,7 +155,14 @@ async def test_a_d_that_breaks_off_behind_the_token_is_a_502() -> None:
     assert failures == 1
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"stop": ["x"]}, {"seed": 3}])
+OF_THE_ANSWER_SO_FAR = [
+    *({"n": 2}, {"best_of": 2}, {"echo": True}, {"stop": ["x"]}, {"seed": 3}),
+    *({"presence_penalty": 0.5}, {"prompt": ["one", "two"]}, {"response_format": {"type": "x"}}),
+    *({"some_new_field": 1}, {"stream_options": {"continuous_usage_stats": True}}),
+]
+
+
+@pytest.mark.parametrize("more", OF_THE_ANSWER_SO_FAR, ids=str)
 async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> None:
     p, d = Fake(says(FIRST)), Fake(says({"id": "d"}))
     async with spliced(p, d) as client:
@@ -140,8 +171,11 @@ async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> Non
     assert "return_token_ids" not in p.bodies[0]
 
 
-async def test_half_a_character_is_ds_alone() -> None:
-    p = Fake(says(answer(text="\ufffd") | {"kv_transfer_params": PARAMS}))
+@pytest.mark.parametrize(
+    "first", [answer(text="a\ufffd"), answer(text=""), answer(token_ids=[1, 2]), {"choices": []}]
+)
+async def test_a_token_that_cannot_be_told_alone_is_ds(first: dict[str, Any]) -> None:
+    p = Fake(says(first | {"kv_transfer_params": PARAMS}))
     d = Fake(says({"id": "d"}))
     async with spliced(p, d) as client:
         assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
@@ -238,6 +272,24 @@ async def test_where_d_takes_no_ids_chats_go_as_without() -> None:
         assert await metric(client, "router_spliced_total") == 0
     assert [body["max_tokens"] for body in d.bodies] == [1, 9, 9]
     assert [body.get("return_token_ids") for body in p.bodies] == [True, None]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        *({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}),
+    ],
+    ids=["image", "tools", "format"],
+)
+async def test_chats_of_images_and_tools_are_ds_alone(more: dict[str, Any]) -> None:
+    p, d = Fake(says(chat_answer() | {"kv_transfer_params": PARAMS})), chatting(takes_ids=True)
+    async with spliced(p, d) as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT | more)).json()["id"] == "d"
+    assert "return_token_ids" not in p.bodies[0]
 
 
 async def test_without_parameters_of_p_d_still_gets_the_ids() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
 
 import anyio
 import httpx
@@ -13,7 +12,6 @@ import pytest
 from examples.router.app import Options, make_app
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
-from tests.support.browser import needs_browser, shown
 from tests.support.router_kit import BODY, PARAMS, Fake, nobody, routed, says
 
 pytestmark = pytest.mark.anyio
@@ -71,22 +69,6 @@ async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:
             await anyio.sleep(0.01)  # the answer is there a moment before
     assert [each["reason"] for each in page["requests"]] == ["no P could prefill it"]
     assert list(page["reasons"]) == ["prefill: status"]
-
-
-@pytest.mark.slow
-@needs_browser
-async def test_a_browser_shows_that_an_instance_is_away(caplog, tmp_path: Path) -> None:
-    caplog.set_level(logging.INFO)
-    d = Fake(says({"id": "d"}))
-    with nobody() as gone:
-        async with routed([gone], [d], status_port=0) as client:
-            await client.post("/v1/completions", json=BODY, headers={"x-request-id": "r-8"})
-            url = page_in(caplog.text)
-            page = await anyio.to_thread.run_sync(shown, url, tmp_path)
-    assert f"prefill {gone}: cannot be reached" in page
-    assert "prefill: connect" in page
-    assert "r-8" in page
-    assert "var(--decode)" in page
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
