@@ -112,6 +112,13 @@ def test_a_busy_port_is_said(script: str, python: Path) -> None:
     assert f"port {port} is in use" in done.stderr
 
 
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1"])
+def test_a_port_that_is_none_is_said(port: str) -> None:
+    done = run("run_prefill.sh", PREFILL_PORT=port)
+    assert done.returncode == 2
+    assert f"not a port: '{port}'" in done.stderr
+
+
 @pytest.mark.parametrize("script", ENGINES)
 def test_a_missing_model_is_said(script: str, python: Path, tmp_path: Path) -> None:
     done = run(script, "--port", free_port(), PYTHON=python, MODEL=tmp_path)
@@ -125,6 +132,36 @@ def test_a_missing_environment_is_said(script: str, tmp_path: Path) -> None:
     done = run(script, root=tmp_path, **free_ports())
     assert (done.returncode, done.stdout) == (2, "")
     assert f"make -C {tmp_path} setup" in done.stderr
+
+
+@pytest.mark.parametrize("script", [*ENGINES, "run_pd_storage.sh"])
+def test_vllm_has_an_environment_of_its_own(script: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = run(script, "--engine", "vllm", root=tmp_path, **free_ports())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"make -C {tmp_path} setup-vllm" in done.stderr
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_vllm_gets_options_for_a_tiny_checkpoint_only_with_the_tiny_one(
+    script: str, python: Path, model: Path
+) -> None:
+    arguments = ["--engine", "vllm", "--port", free_port()]
+    own = json.loads(run(script, *arguments, PYTHON=python, MODEL=model).stdout)["arguments"]
+    assert own[:2] == ["-m", "examples.vllm_serve"]
+    assert "--tiny" not in own
+    tiny = json.loads(run(script, *arguments, PYTHON=python).stdout.splitlines()[-1])["arguments"]
+    assert "--tiny" in tiny
+
+
+def test_an_environment_without_the_packages_is_passed_over(tmp_path: Path, python: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("#!/bin/sh\nexit 1\n")
+    empty.chmod(0o700)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python.rename(tmp_path / "venv" / "bin" / "python")
+    done = run("run_pd_storage.sh", PYTHON=empty, VIRTUAL_ENV=tmp_path / "venv")
+    assert json.loads(done.stdout)["arguments"] == ["-m", "examples.demo"]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +183,20 @@ def test_an_engine_is_started_with_the_switch_on(
     assert "PD_TRANSFER_VIA_STORAGE=1" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "variable"), [("run_prefill.sh", "PREFILL_PORT"), ("run_decode.sh", "DECODE_PORT")]
+)
+def test_ports_store_and_model_come_from_the_environment_too(
+    script: str, variable: str, python: Path, model: Path
+) -> None:
+    port = free_port()
+    given = {"PYTHON": python, "MODEL": model, variable: port, "PDSTORE_STORE": "file:///x"}
+    seen = json.loads(run(script, **given).stdout)
+    assert str(port) in seen["arguments"]
+    assert str(model) in seen["arguments"]
+    assert seen["env"]["PDSTORE_STORE"] == "file:///x"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     script: str, python: Path, model: Path
@@ -161,6 +212,11 @@ def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     assert json.loads(output)["pid"] == process.pid
 
 
+def test_without_a_store_the_package_chooses(python: Path, model: Path) -> None:
+    done = run("run_prefill.sh", "--port", free_port(), PYTHON=python, MODEL=model)
+    assert "PDSTORE_STORE" not in json.loads(done.stdout)["env"]
+
+
 @pytest.mark.parametrize("script", ENGINES)
 @pytest.mark.parametrize("name", MOONCAKE_VARIABLES)
 def test_mooncakes_variables_name_the_pool_as_they_do_for_the_demo(
@@ -173,6 +229,19 @@ def test_mooncakes_variables_name_the_pool_as_they_do_for_the_demo(
     assert f"pool {chosen}" in done.stderr
 
 
+@pytest.mark.parametrize("name", MOONCAKE_VARIABLES)
+def test_a_store_that_is_named_wins_over_mooncakes_variables(
+    name: str, python: Path, model: Path
+) -> None:
+    given = {"PYTHON": python, "MODEL": model, name: "h:2"}
+    by_option = run("run_decode.sh", "--port", free_port(), "--store", "file:///x", **given)
+    given["PDSTORE_STORE"] = "file:///x"
+    by_variable = run("run_decode.sh", "--port", free_port(), **given)
+    for done in (by_option, by_variable):
+        assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == "file:///x"
+        assert "mooncake" not in done.stderr
+
+
 def test_the_router_finds_p_and_d_and_says_how_to_ask(python: Path) -> None:
     port = free_port()
     done = run("run_router.sh", PYTHON=python, ROUTER_PORT=port, PREFILL_PORT=11, DECODE_PORT=12)
@@ -182,10 +251,40 @@ def test_the_router_finds_p_and_d_and_says_how_to_ask(python: Path) -> None:
     assert f"curl http://127.0.0.1:{port}/v1/completions" in done.stderr
 
 
+def test_the_router_takes_many_instances(python: Path) -> None:
+    given = ["--mode", "concurrent", "--prefill", "http://a", "--prefill", "http://b"]
+    done = run("run_router.sh", "--port", free_port(), *given, PYTHON=python)
+    options = json.loads(done.stdout)["arguments"]
+    assert options[options.index("--mode") + 1] == "concurrent"
+    assert [options[i + 1] for i, o in enumerate(options) if o == "--prefill"] == [
+        "http://a",
+        "http://b",
+    ]
+
+
 def test_the_demo_passes_its_options_on(python: Path, model: Path) -> None:
     done = run("run_pd_storage.sh", "--store", "redis", PYTHON=python, MODEL=model)
     asked = json.loads(done.stdout)["arguments"]
     assert asked == ["-m", "examples.demo", "--model", str(model), "--store", "redis"]
+
+
+def test_make_explains_itself() -> None:
+    done = subprocess.run(
+        ["make", "-s"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    targets = (
+        "setup",
+        "setup-vllm",
+        "demo",
+        "test",
+        "test-vllm",
+        "nightly",
+        "check",
+        "bench",
+        "release",
+    )
+    for target in targets:
+        assert f"make {target} " in done.stdout
 
 
 def free_ports() -> dict[str, int]:
