@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections import Counter, deque
@@ -80,11 +81,16 @@ def test_nothing_grows_with_requests(instance):
         for pool in (p.pool, d.pool):
             eventually(lambda pool=pool: pool.num_jobs == 0)
 
+    def grown():
+        now = held_by_pdstore()
+        return {name: n - before[name] for name, n in now.items() if n - before[name] >= 20}
+
     serve(range(20))
     before = held_by_pdstore()
     serve(range(20, 100))
-    grown = {name: n - before[name] for name, n in held_by_pdstore().items() if n > before[name]}
-    assert all(more < 20 for more in grown.values()), grown
+    with contextlib.suppress(AssertionError):  # a heartbeat forgets what has ended at its next turn
+        eventually(lambda: not grown())
+    assert not grown()
 
 
 def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):

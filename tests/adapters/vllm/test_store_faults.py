@@ -161,6 +161,7 @@ def test_a_store_that_takes_no_writes_costs_d_one_wait(pair):
             assert since["pdstore_misses_total:handoff_dead"] == 0
         finally:
             client.execute_command("REPLICAOF", "NO", "ONE")
+    assert_loads_again(pair)  # P asks the store again when its breaker's pause is over
     assert handed_over()[1].loaded == LONG
     assert handed_over()[0] is None
 
