@@ -9,8 +9,8 @@ once it has answered that it forgot all memory of a connection, that connection'
 or will be refused.
 
 TCP and RDMA: the library waits 60 s for a transfer, a constant, and then reports a failure without
-cancelling the transfer. A failure that comes earlier comes when the transport, a socket or a NIC,
-is done with the memory. Closing the connection ends the other transfers.
+cancelling the transfer. A failure before that is reported only when the socket or the NIC is done
+with the memory. Closing the connection ends the other transfers.
 """
 
 # Decision: docs/decisions/029-mooncake-late-bytes.md
