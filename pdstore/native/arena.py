@@ -84,7 +84,7 @@ class ValueBatch(NamedTuple):
     sizes: int64 each, headers included.
     starts: the first 56 bytes of each value, side by side.
     engine: makes the copies.
-    items, ids: the copies, packed as `Engine.submit` takes them; their payloads are set here.
+    items, block_ids: the copies, packed as `Engine.submit` takes them; their payloads are set here.
     ready: a CUDA event's handle that the copies wait for; 0: for nothing.
     """
 
@@ -93,7 +93,7 @@ class ValueBatch(NamedTuple):
     starts: bytes
     engine: Engine
     items: bytes
-    ids: bytes
+    block_ids: bytes
     ready: int = 0
 
     @property
@@ -116,9 +116,9 @@ class ValueBatch(NamedTuple):
             sizes=self.sizes,
             starts=self.starts,
             items=self.items,
-            ids=self.ids,
+            ids=self.block_ids,
             count=self.num_values,
-            num_ids=len(self.ids) // 8,
+            num_ids=len(self.block_ids) // 8,
             memory=memory,
             ready=self.ready,
             lock_ns=_BATCH_PATIENCE_NS,

@@ -14,10 +14,9 @@ from pdstore.outcome import Reason
 from pdstore.store.base import Store, count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.watch import Waiter
-from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks, bytes_of
+from pdstore.worker.values import PromptBlocks, Split, bytes_of
 
 _WINDOW = 128
 """Keys that one call matches; each is leased, so it is no more than will be loaded soon."""
@@ -53,7 +52,7 @@ class _Lane:
             self._at += found
         return self._at > before
 
-    def release(self, work: LoadWork, split: Split) -> bool:
+    def release_whole(self, work: LoadWork, split: Split) -> bool:
         """Releases the blocks that are whole in this layer range. Returns whether there are any."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
@@ -148,7 +147,7 @@ class Follow(Waiter):
         except StoreError:  # what was found before it is loaded, the rest is asked for again
             cut = None
         for lane in self._lanes:
-            moved |= lane.release(self._work, self._split)
+            moved |= lane.release_whole(self._work, self._split)
         if moved:
             self._note_life(asked_at)
         is_complete = all(lane.is_complete for lane in self._lanes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pdstore.errors import ReadOnly, StoreError
 from pdstore.format import block
@@ -82,14 +83,14 @@ class Heartbeat:
         self._due_at: float | None = None
         self._thread = Ticker("pdstore-heartbeat", self._turn)  # the last: it uses all of these
 
-    def begin(self, handoff: HandoffId) -> None:
+    def begin_beats(self, handoff: HandoffId) -> None:
         """Beats for a hand-off, from now on."""
         if self._is_mine and handoff.instance is not None:
             self._ends[handoff] = None
             if self._due_at is None:  # else a turn comes anyway
                 self._thread.wake()
 
-    def end(self, handoff: HandoffId) -> None:
+    def end_beats(self, handoff: HandoffId) -> None:
         """Ends the beats for a hand-off. Does nothing for one that has ended or never began."""
         if handoff in self._ends:
             self._ends[handoff] = Deadline(self._linger_s)
@@ -102,7 +103,7 @@ class Heartbeat:
         for handoff, end in self._ends.copy().items():
             if end is not None and end.is_over():
                 self._ends.pop(handoff, None)
-        due_at, self._due_at = self._due_at, None  # a `begin` after this wakes
+        due_at, self._due_at = self._due_at, None  # a `begin_beats` after this wakes
         if not self._ends:
             return None
         now = time.monotonic()
@@ -119,16 +120,15 @@ class Heartbeat:
         return self._beats[instance]
 
 
+@dataclass(eq=False)
 class MarkWork(Work):
     """Stores markers of a hand-off, and nothing else."""
 
-    def __init__(self, mover: Mover, markers: Mapping[BlockKey, block.Header]) -> None:
-        super().__init__()
-        self._mover = mover
-        self._markers = markers
+    mover: Mover
+    markers: Mapping[BlockKey, block.Header]
 
-    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        reason = self._mover.mark(child, self._markers)
+    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        reason = self.mover.mark(child, self.markers)
         return None if reason is None else Shortfall(reason)
 
 

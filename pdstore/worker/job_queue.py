@@ -190,7 +190,7 @@ class JobQueue:
 
     def _end_all(self) -> None:
         for job in list(self._alive):
-            job.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+            job.end_with(Reason.CLOSED, PoolClosed("the pool was closed"))
 
     def _wait_until_idle(self, seconds: float) -> None:
         with self._is_idle:
@@ -245,19 +245,18 @@ class JobQueue:
             ready = self._ready[job.direction]
             del ready[bisect_left(ready, entry)]
 
-    def _next_turn(self) -> _Turn | None:
+    def _next_turn(self) -> ChildJob | None:
         """Returns the next work of a worker; None at the end."""
         with self._has_ready:
             while not self._is_closed:
                 job = self._choose()
-                child = None if job is None else job.begin_child(self._goes_on)
-                if job is not None and child is not None:
+                if job is None:
+                    self._has_ready.wait()
+                elif (child := job.begin_child(self._goes_on, self._turn_ended)) is not None:
                     self._waiting[job.direction].pop(job, None)
                     self._num_busy[job.direction] += 1
                     self._children.add(child)
-                    return _Turn(child, self._turn_ended)
-                if job is None:
-                    self._has_ready.wait()
+                    return child
         return None
 
     def _choose(self) -> Job | None:
@@ -320,7 +319,7 @@ class JobQueue:
             self._next_deadline = min(deadlines, default=planned)
             pause = None if self._next_deadline == math.inf else self._next_deadline - now
         for job in late:
-            job.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
+            job.end_with(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause
 
     def _gauges(self) -> list[tuple[Showing, Callable[[], int]]]:
@@ -334,22 +333,6 @@ class JobQueue:
             gauges.append((self._metrics.queue_jobs.labels(way.value), partial(len, waiting)))
             gauges.append((self._metrics.queue_bytes.labels(way.value), num_bytes))
         return gauges
-
-
-class _Turn:
-    """A child job's time on a worker."""
-
-    def __init__(self, child: ChildJob, ended: Callable[[ChildJob], None]) -> None:
-        self._child = child
-        self._ended = ended
-
-    def run(self) -> None:
-        self._child.run()
-        self._ended(self._child)
-
-    def fail(self, error: Exception) -> None:
-        self._ended(self._child)
-        self._child.fail(error)
 
 
 def _bytes_of(jobs: dict[Job, None]) -> int:

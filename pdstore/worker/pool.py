@@ -22,7 +22,6 @@ from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.store.watch import KeyWatch
 from pdstore.threads import Deadline
-from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import Heartbeat, Markers
 from pdstore.worker.job import Job, Urgency
@@ -32,7 +31,7 @@ from pdstore.worker.movers import open_mover
 from pdstore.worker.save import OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import LayerCache, ReadyEvent, Swap
-from pdstore.worker.values import PromptBlocks, bytes_of, check_windows, tables_of
+from pdstore.worker.values import RANGE_BYTES, PromptBlocks, bytes_of, check_windows, tables_of
 
 log = logging.getLogger(__name__)
 
@@ -165,11 +164,14 @@ class KVPool:
 
         starts: as `start_handoff` takes them, when the first layers are done.
         """
-        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
+        first_block = self._first_block(keys, first_token)
+        num_blocks = self._swap.num_blocks
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
-            self._heartbeat.begin(started)
+            self._heartbeat.begin_beats(started)
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
@@ -187,11 +189,11 @@ class KVPool:
         else:
             self._queue.submit(job, after)
             if handoff is not None:
-                self._heartbeat.begin(handoff)
+                self._heartbeat.begin_beats(handoff)
                 job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
         marks = [partial(self._markers.start_here, *start) for start in starts]
-        return OpenSave(job, work, prompt, self._mover.split, order, wake, marks)
+        return OpenSave(job, work, prompt, self._mover.way.split, order, wake, marks)
 
     def load(
         self,
@@ -219,20 +221,40 @@ class KVPool:
             as it is stored. The load ends when all are loaded, when P has failed, or when nothing
             was stored for PDSTORE_HANDOFF_WAIT_S.
         """
-        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
-        check_windows(self.layout, prompt.tables)
+        first_block = self._first_block(keys, first_token)
         engine_block = self.layout.engine_block_tokens
         if first_token % engine_block:
             raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
+        num_blocks = self._swap.num_blocks
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        check_windows(self.layout, tables)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
-        return self._start_load(work, prompt, first_block, follow)
+        num_bytes = bytes_of(self.layout, keys, first_block)
+        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
+        job = Job(
+            Direction.LOAD,
+            work,
+            num_bytes=num_bytes,
+            seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
+            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
+        )
+        split, wake = self._mover.way.split, partial(self._queue.wake, job)
+        if follow is None:
+            work.release(split.ranges(first_block, len(keys), num_bytes))
+            work.close()
+        self._queue.submit(job)
+        if follow is not None and not job.done:  # else it was refused
+            context = self._store, job, work, prompt, first_block, follow
+            self._watch.add(Follow(*context, stall_s=wait_s, split=split, wake=wake))
+        return job
 
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
         """Tells D that the first blocks of this hand-off are on their way, so that D may follow it.
 
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
-        self._heartbeat.begin(handoff)
+        self._heartbeat.begin_beats(handoff)
         return self._markers.start(handoff, num_tokens)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
@@ -240,7 +262,7 @@ class KVPool:
 
         `save` does this itself for a hand-off that it cannot complete.
         """
-        self._heartbeat.end(handoff)
+        self._heartbeat.end_beats(handoff)
         return self._markers.fail(handoff)
 
     @property
@@ -261,58 +283,18 @@ class KVPool:
                 thread.close(limit.remaining_s())
             self._resources.close()
 
-    def _start_load(
-        self, work: LoadWork, prompt: PromptBlocks, first_block: int, follow: HandoffId | None
-    ) -> Job:
-        num_bytes = bytes_of(self.layout, prompt.keys, first_block)
-        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
-        job = Job(
-            Direction.LOAD,
-            work,
-            num_bytes=num_bytes,
-            seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
-            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
-        )
-        if follow is None:
-            work.release(self._mover.split.ranges(first_block, len(prompt.keys), num_bytes))
-            work.close()
-            return self._queue.submit(job)
-        self._queue.submit(job)
-        if not job.done:  # else it was refused
-            following = Follow(
-                self._store,
-                job,
-                work,
-                prompt,
-                first_block,
-                follow,
-                stall_s=wait_s,
-                split=self._mover.split,
-                wake=partial(self._queue.wake, job),
-            )
-            self._watch.add(following)
-        return job
-
     def _note_end(self, handoff: HandoffId, job: Job) -> None:
-        self._heartbeat.end(handoff)
+        self._heartbeat.end_beats(handoff)
         if not job.durable:
             self.abort_handoff(handoff)
 
-    def _prompt_of(
-        self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int
-    ) -> tuple[PromptBlocks, int]:
-        """Returns the prompt with its block tables, and the block that `first_token` is in.
-
-        Raises LayoutError for arguments that do not fit.
-        """
+    def _first_block(self, keys: PromptKeys, first_token: int) -> int:
+        """Returns the block that `first_token` is in. Raises LayoutError for bad arguments."""
         if keys.namespace.digest != self.namespace.digest:
             raise LayoutError("these keys are of another namespace than the pool's")
         if not 0 <= first_token <= keys.num_tokens:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
-        first_block = first_token // self.layout.block_tokens
-        num_blocks = self._swap.num_blocks
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
-        return PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables), first_block
+        return first_token // self.layout.block_tokens
 
     def _log_start(self, store: Store) -> None:
         """Logs all that an operator compares between two instances in one line, and how it copies.

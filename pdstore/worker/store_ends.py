@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from pdstore.errors import LayoutError, StoreError, StoreTimeout
@@ -21,13 +22,12 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, count_of
 from pdstore.store.optional import SealingWriter, VerifyingReader, find_optional
 from pdstore.threads import Deadline
-from pdstore.worker.block_range import Split
-from pdstore.worker.job import ChildJob
+from pdstore.worker.job import ChildJob, Shortfall
 from pdstore.worker.reading import Ends, Read, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.values import Values
+from pdstore.worker.values import Split, Values
 
 _LOOK_S = 0.05
 _MOST_TRIES = 3
@@ -63,7 +63,11 @@ class StoreEnd(ABC):
     def save(
         self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
     ) -> Reason | None:
-        """Saves as `Mover.save` does."""
+        """Saves values; on return nothing is under way. Returns why not all of them, or None.
+
+        A count of the store's may be of values that it loses later. Raises StoreError.
+        gathered: called for each source when it has been copied out of the paged cache.
+        """
 
     @abstractmethod
     def load_window(
@@ -74,8 +78,12 @@ class StoreEnd(ABC):
         ready: ReadyEvent | None,
         loaded: Loaded,
     ) -> tuple[Read, Values]:
-        """Loads some of the first values, whole blocks of them.
+        """Loads some of the first values, whole blocks of them: get, verify, scatter.
 
+        The last copy may be under way still; `child` waits for it.
+        first_token: of the prompt; tokens before it are not written.
+        ready: the copies wait on it; the store is asked before.
+        loaded: called after each copy.
         Returns the outcome, and the values that are left to be loaded.
         """
 
@@ -128,7 +136,7 @@ class StagedEnd(StoreEnd):
             while rest:
                 with self.slots(child, rest.sizes) as slots:
                     if not len(slots):
-                        child.check()
+                        child.raise_if_over()
                         return Reason.NO_SLOTS
                     window, rest = rest[: len(slots)], rest[len(slots) :]
                     with child.copying():
@@ -150,8 +158,8 @@ class StagedEnd(StoreEnd):
         with contextlib.ExitStack() as held:
             numbers = self._lend_beside_a_copy(child, held, len(values))
             if not numbers:
-                child.check()
-                return Read(0, Reason.NO_SLOTS), values
+                child.raise_if_over()
+                return Read(0, Shortfall(Reason.NO_SLOTS)), values
             window = values[: values.num_whole(len(numbers))]
             slots = self._slots(numbers, window.sizes)
             read = self._read(child, window, slots)
@@ -318,12 +326,12 @@ class InPlaceEnd(StoreEnd):
             if found.num_right < len(window):
                 read = found
                 window = window[: window.num_whole(found.num_right)]
-        return Read(0, Reason.LOST), rest
+        return Read(0, Shortfall(Reason.LOST)), rest
 
     def _wait_for_memory(self, child: ChildJob) -> None:
         """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""
         while not self.memory.is_ready(_LOOK_S):
-            child.check()
+            child.raise_if_over()
 
     def _fill(self, child: ChildJob, sources: Sequence[Source]) -> StoreError | None:
         """Stores all values in one call; returns why not all of them, or None."""
@@ -384,15 +392,15 @@ class InPlaceEnd(StoreEnd):
 
     def _batch(self, values: Values, first_token: int, ready: ReadyEvent | None) -> ValueBatch:
         before = _tokens_before(values, first_token, self._ends.layout)
-        columns = values.parts, values.block_ids, values.num_cells, before
-        packed = self._swap.pack_columns(*columns, [0] * len(values))
+        columns = [0] * len(values), values.parts, values.num_cells, before
+        block_ids = array("q", chain.from_iterable(values.block_ids))
         return ValueBatch(
             keys=values.keys,
             sizes=array("q", values.sizes).tobytes(),
             starts=b"".join(values.starts),
             engine=self._swap.engine,
-            items=packed.items,
-            ids=packed.ids,
+            items=self._swap.pack_items(*columns, map(len, values.block_ids)),
+            block_ids=block_ids.tobytes(),
             ready=self._swap.handle_of(ready),
         )
 

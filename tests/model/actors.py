@@ -22,7 +22,6 @@ from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.block_range import Split
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import Beats, MarkWork
 from pdstore.worker.job import ChildJob, Job
@@ -33,7 +32,7 @@ from pdstore.worker.save import SaveWork
 from pdstore.worker.staging import Staging
 from pdstore.worker.store_ends import StagedEnd
 from pdstore.worker.swap.torch import TorchSwap
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import PromptBlocks, Split
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.rules import Rules
 from tests.model.watch import STALL_S, Watch
@@ -362,7 +361,7 @@ class Actors:
 
 def carry(job: Job) -> JobResult | None:
     """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
-    while (child := job.begin_child(lambda _: True)) is not None:
+    while (child := job.begin_child(lambda _: True, lambda _: None)) is not None:
         call_child(child)
     return job.result
 

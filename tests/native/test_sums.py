@@ -64,7 +64,7 @@ class Rig:
             starts=b"".join(bytes([i + 1]) * 56 for i in range(len(values))),
             engine=swap.engine,
             items=packed.items,
-            ids=packed.ids,
+            block_ids=packed.block_ids,
         )
 
     def values(self, num_tokens, first_token=0):

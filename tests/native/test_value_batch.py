@@ -51,7 +51,7 @@ class Rig:
                 "starts": b"".join(bytes([block]) * 56 for block in blocks),
                 "engine": self.swap.engine,
                 "items": packed.items,
-                "ids": packed.ids,
+                "block_ids": packed.block_ids,
                 **changes,
             }
         )
@@ -154,7 +154,7 @@ def test_a_size_that_is_not_that_of_its_copy_reserves_and_moves_nothing(rig, wro
 def test_fewer_ids_than_the_copies_name_move_nothing(rig):
     batch = rig.batch(fresh_keys(2), [3, 5])
     with pytest.raises(ValueError, match="argument"):
-        rig.store.fill([batch._replace(ids=batch.ids[:8])])
+        rig.store.fill([batch._replace(block_ids=batch.block_ids[:8])])
     assert rig.store.counts().reserved == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdstore.worker.block_range import Split
+from pdstore.worker.values import Split
 
 
 def test_ranges_are_even_and_in_order():

@@ -11,10 +11,9 @@ from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.block_range import Split
 from pdstore.worker.follow import Follow
 from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import PromptBlocks, Split
 from tests.support.clock import Clock
 from tests.support.jobs import carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of

@@ -68,9 +68,9 @@ def beats(recorder, namespace):
 
 def test_it_beats_from_a_hand_offs_begin_to_its_end(heartbeat, recorder):
     one = heartbeat()
-    one.begin(ONE)
+    one.begin_beats(ONE)
     eventually(lambda: len(recorder.put_at) >= 3)
-    one.end(ONE)
+    one.end_beats(ONE)
     count = len(recorder.put_at)
     time.sleep(7 * PERIOD_S)  # in which it would beat on
     assert len(recorder.put_at) <= count + 1, "the turn that was under way"
@@ -79,17 +79,17 @@ def test_it_beats_from_a_hand_offs_begin_to_its_end(heartbeat, recorder):
 def test_many_hand_offs_are_one_beat_a_period(heartbeat, recorder):
     one, begin = heartbeat(), time.monotonic()
     for handoff in (ONE, OTHER, *(HandoffId.new(INSTANCE) for _ in range(20))):
-        one.begin(handoff)
+        one.begin_beats(handoff)
     eventually(lambda: len(recorder.put_at) >= 5)
     assert len(recorder.put_at) <= (time.monotonic() - begin) / PERIOD_S
-    one.end(ONE)
+    one.end_beats(ONE)
     count = len(recorder.put_at)
     eventually(lambda: len(recorder.put_at) > count)  # for the others
 
 
 def test_the_pool_keeps_only_the_last_two_beats(heartbeat, recorder, p):
     one = heartbeat()
-    one.begin(ONE)
+    one.begin_beats(ONE)
     for number in (RING, 2 * RING):
         eventually(lambda number=number: len(recorder.put_at) > number)
         assert sum(beats(recorder, p.namespace)) in (2, 3)  # between a put and a remove
@@ -97,7 +97,7 @@ def test_the_pool_keeps_only_the_last_two_beats(heartbeat, recorder, p):
 
 def test_it_beats_on_when_the_store_was_away(heartbeat, recorder, p):
     one, recorder.is_away = heartbeat(), True
-    one.begin(ONE)
+    one.begin_beats(ONE)
     eventually(lambda: len(recorder.put_at) >= 2)
     assert not any(beats(recorder, p.namespace))
     recorder.is_away = False
@@ -107,7 +107,7 @@ def test_it_beats_on_when_the_store_was_away(heartbeat, recorder, p):
 @pytest.mark.parametrize("handoff", [HandoffId("1" * 32), None])
 def test_nothing_is_put_for_nothing_announced(heartbeat, recorder, handoff):
     one = heartbeat(publish=handoff is not None)
-    one.begin(handoff or ONE)
+    one.begin_beats(handoff or ONE)
     time.sleep(5 * PERIOD_S)  # in which it would beat
     assert recorder.put_at == []
 
@@ -116,11 +116,11 @@ def test_the_stage_with_the_first_layer_beats_until_the_others_must_have_ended(h
     first, later = (
         heartbeat(layer_ranges=3, pipeline=Pipeline((0, 0, 1), stage)) for stage in range(2)
     )
-    later.begin(ONE)
+    later.begin_beats(ONE)
     time.sleep(5 * PERIOD_S)  # in which it would beat
     assert recorder.put_at == []
-    first.begin(ONE)
-    first.end(ONE)
+    first.begin_beats(ONE)
+    first.end_beats(ONE)
     eventually(lambda: len(recorder.put_at) >= 3)
 
 

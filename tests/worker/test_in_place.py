@@ -20,7 +20,7 @@ from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 SIZE = BLOCK_BYTES + HEADER_BYTES
-AT_ONCE = "pdstore.worker.block_range.RANGES_AT_ONCE"
+AT_ONCE = "pdstore.worker.values.RANGES_AT_ONCE"
 
 
 @pytest.fixture

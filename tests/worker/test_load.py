@@ -17,10 +17,10 @@ from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.block_range import RANGE_BYTES, BlockRange
 from pdstore.worker.load import LoadWork
+from pdstore.worker.reading import Read
 from pdstore.worker.swap.torch import TorchSwap
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import RANGE_BYTES, BlockRange, PromptBlocks
 from tests.support.interrupt import acts_at_line
 from tests.support.jobs import carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
@@ -261,17 +261,19 @@ def test_nothing_counts_behind_a_copy_that_failed(store):
 
 
 class Copies:
-    """A mover that has every value, and notes the blocks that it was asked for."""
+    """A mover, and its way to a store of every value; it notes the blocks that are asked for."""
 
     def __init__(self):
+        self.way = self
         self.blocks: set[int] = set()
 
     def to_follow(self, ready):
         return ready
 
-    def load(self, child, values, first_token, ready, loaded):
+    def load_window(self, child, values, first_token, ready, loaded):
         self.blocks |= set(values.numbers)
         loaded(values, None)
+        return Read(len(values)), []
 
 
 def loads_with(p, begin, act):

@@ -18,9 +18,8 @@ from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put
-from pdstore.worker.block_range import BlockRange, Split
 from pdstore.worker.save import SaveWork
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import BlockRange, PromptBlocks, Split
 from tests.support.interrupt import acts_at_line
 from tests.support.jobs import SAVE, carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
@@ -196,7 +195,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     assert job.wait(10).reason is not None
     found = lookup.wait(5)
     assert found.reason in (Reason.HANDOFF_FAILED, None)
-    gate.end(None)
+    gate.end_with(None)
 
 
 def test_two_ranks_mark_their_own_shards_only(instance, store):
@@ -376,11 +375,12 @@ def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
 
 
 class Keeps:
-    """A mover that stores every value."""
+    """A mover, and its way to the store, that stores every value."""
 
     split = Split(1)
 
     def __init__(self):
+        self.way = self
         self.stored: set[str] = set()
 
     def to_follow(self, ready):

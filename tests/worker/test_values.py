@@ -6,8 +6,7 @@ import pytest
 
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
-from pdstore.worker.block_range import BlockRange
-from pdstore.worker.values import bytes_of
+from pdstore.worker.values import BlockRange, bytes_of
 from tests.support.values_kit import FULL, SLIDING, prompt_of
 
 

@@ -43,7 +43,7 @@ class Packed(NamedTuple):
     """Copies in the engine's form; their payloads must stay alive."""
 
     items: bytes
-    ids: bytes
+    block_ids: bytes
 
 
 class RelaxedCudaApi(CudaApi):
@@ -167,17 +167,28 @@ class NativeSwap(Swap):
 
         payloads: addresses; 0 for a call that sets them itself.
         """
-        numbers = map(self._parts.__getitem__, parts)
-        columns = payloads, numbers, num_tokens, first_tokens, map(len, block_ids)
-        items = b"".join(map(_ITEM.pack, *columns))
+        items = self.pack_items(payloads, parts, num_tokens, first_tokens, map(len, block_ids))
         return Packed(items, array("q", chain.from_iterable(block_ids)).tobytes())
+
+    def pack_items(
+        self,
+        payloads: Iterable[int],
+        parts: Sequence[Part],
+        num_tokens: Sequence[int],
+        first_tokens: Sequence[int],
+        num_block_ids: Iterable[int],
+    ) -> bytes:
+        """Packs the columns of copies beside their block ids, of which each has so many."""
+        numbers = map(self._parts.__getitem__, parts)
+        columns = payloads, numbers, num_tokens, first_tokens, num_block_ids
+        return b"".join(map(_ITEM.pack, *columns))
 
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
     ) -> Ticket:
         """Starts packed copies; see `start`."""
         way = int(direction is Direction.LOAD)
-        return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
+        return self._engine.submit(way, packed.items, packed.block_ids, stream=stream, ready=ready)
 
     def checksums(self, values: Sequence[memoryview]) -> list[int]:
         addresses = [address_of(value) for value in values]

@@ -131,7 +131,7 @@ def ranged(store):
 
 
 def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store, monkeypatch):
-    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
+    monkeypatch.setattr("pdstore.worker.values.Split.early_bytes", 0)  # these ranges are small
     worker, instance = ranged
     keys = instance.cache.keys(range(128))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
@@ -148,7 +148,7 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store
 
 
 def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, monkeypatch):
-    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
+    monkeypatch.setattr("pdstore.worker.values.Split.early_bytes", 0)  # these ranges are small
     worker, instance = ranged
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
