@@ -116,10 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--burst-tokens", type=int)
     parser.add_argument("--pool", type=Path, help="a memory-backed directory (default /dev/shm)")
     parser.add_argument("--pool-size", default=None, help="of each store, such as 24GiB")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--window", type=int, help="tokens that each layer sees; all by default")
-    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
+    _add_model(parser)
     parser.add_argument(
         "--block",
         type=int,
@@ -142,6 +139,13 @@ def parse() -> argparse.Namespace:
     if given.window and given.engine == "mini":
         parser.error("--window goes with --engine vllm: the mini engine stores all tokens")
     return given
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--window", type=int, help="tokens that each layer sees; all by default")
+    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
 
 
 def _add_comparisons(parser: argparse.ArgumentParser) -> None:

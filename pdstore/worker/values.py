@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pdstore.errors import LayoutError
 from pdstore.format import block
@@ -21,7 +21,7 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Part
 
-Tables = tuple[tuple[int, ...], ...]
+Tables = tuple[Sequence[int], ...]
 
 RANGE_BYTES = 32 << 20
 """About how much a worker takes at a time of much. Smaller ranges lose to Python's lock, larger
@@ -260,17 +260,23 @@ def tables_of(
 ) -> Tables:
     """Returns the block tables of a prompt; a plain list of ids is the only one.
 
+    Tables that are arrays of int64 are kept and not copied: nobody may change them.
     num_blocks: of the paged cache.
     first_block: what belongs to the pool's blocks before it is not checked.
     Raises LayoutError for tables that do not fit.
     """
-    given = tuple(block_ids)  # read once, because it may be an iterator
+    given: Any = tuple(block_ids)  # read once, because it may be an iterator
+    tables: Tables
     try:
-        tables: Tables = (tuple(map(operator.index, cast("tuple[int, ...]", given))),)
+        tables = (tuple(map(operator.index, given)),)
     except TypeError:
         try:
-            several = cast("tuple[Iterable[int], ...]", given)
-            tables = tuple(tuple(map(operator.index, table)) for table in several)
+            tables = tuple(
+                table
+                if getattr(table, "typecode", "") == "q"
+                else tuple(map(operator.index, table))
+                for table in given
+            )
         except TypeError as error:
             raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
     if len(tables) != layout.num_tables:

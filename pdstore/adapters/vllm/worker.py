@@ -46,11 +46,8 @@ class _Running:
     end: JobEnd | None = None
     is_released: bool = False
 
-    def watch(self, job: Job, number: int | None = None) -> None:
-        self.job = job
-        job.on_end(partial(self._ended, number))
-
-    def _ended(self, number: int | None, job: Job) -> None:
+    def job_ended(self, number: int | None, job: Job) -> None:
+        """Takes note of the end. number: of a save."""
         self.end = JobEnd.of(job, self.spec.request_id, number)
 
 
@@ -160,10 +157,10 @@ class PDStoreConnectorWorker:
             if (plan := spec.plan) is not None:
                 with self._starting(running, Direction.LOAD):
                     rows = self._rows(spec.block_ids)
-                    job = self.pool.load(
+                    running.job = self.pool.load(
                         plan.keys, rows, first_token=plan.first_token, follow=plan.follow
                     )
-                    running.watch(job)
+                    running.job.on_end(partial(running.job_ended, None))
 
     def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
         """Starts the saves of a step, which read each layer when `open_saves` hears of it."""
@@ -180,7 +177,8 @@ class PDStoreConnectorWorker:
                     starts=plan.starts,
                 )
                 self.open_saves.add(save)
-                running.watch(save.job, spec.number)
+                running.job = save.job
+                running.job.on_end(partial(running.job_ended, spec.number))
             if running.job is None and plan.handoff is not None:
                 self.pool.abort_handoff(plan.handoff)
 

@@ -154,7 +154,7 @@ def test_the_walk_of_a_saves_block_ids(open_traced):
         p = open_traced("prefill")
         with tracer.tracing():
             save(p, tracer)
-    tracer.walk_to("pds_arena_fill").check(frames=29, files=14, copies=4, names=3)
+    tracer.walk_to("pds_arena_fill").check(frames=18, files=11, copies=3, names=2)
 
 
 def test_the_walk_of_a_loads_block_ids(open_traced):
@@ -164,4 +164,4 @@ def test_the_walk_of_a_loads_block_ids(open_traced):
         d = open_traced("decode")
         with tracer.tracing():
             load(d, tracer, params)
-    tracer.walk_to("pds_arena_take").check(frames=31, files=14, copies=5, names=3)
+    tracer.walk_to("pds_arena_take").check(frames=19, files=11, copies=4, names=2)

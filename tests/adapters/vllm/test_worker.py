@@ -166,7 +166,7 @@ def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, mo
 def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monkeypatch):
     """Its end comes before the step's end, when D is told of the start."""
     heard = []
-    for verb in ("begin", "end"):
+    for verb in ("begin_beats", "end_beats"):
         name = f"pdstore.worker.heartbeat.Heartbeat.{verb}"
         monkeypatch.setattr(name, lambda self, handoff, verb=verb: heard.append(verb))
     instance.pool.close()  # it refuses what comes now
@@ -174,8 +174,8 @@ def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monke
     plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
     begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
     worker.open_saves.finish()
-    assert heard[0] == "begin"
-    assert heard[-1] == "end"
+    assert heard[0] == "begin_beats"
+    assert heard[-1] == "end_beats"
 
 
 def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
