@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from pydantic import ByteSize
@@ -16,7 +17,7 @@ from pdstore.errors import ConfigError, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
-from pdstore.threads import Deadline
+from pdstore.threads import Deadline, Worker
 from pdstore.worker.swap.base import Registrar
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,13 @@ def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> 
     return [Span(address + at, min(step, num_bytes - at)) for at in range(0, num_bytes, step)]
 
 
+class _Step(NamedTuple):
+    """The work of a thread that pins: one piece."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
 class PinnedMemory:
     """Memory that is being pinned: made present by four threads, registered by one at a time.
 
@@ -84,7 +92,7 @@ class PinnedMemory:
         self._error: Exception | None = None
         self._stopped = threading.Event()
         self._ended = threading.Event()  # all is pinned, or what was is undone
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker] = []
         if registrar is None:
             self._ended.set()
             return
@@ -92,9 +100,7 @@ class PinnedMemory:
         self._left.extend(spans_of(address_of(view), len(view), slot_bytes, span_bytes))
         self._num_at_work = min(_POPULATORS, len(self._left))
         for i in range(self._num_at_work):
-            name = f"pdstore-pin-{i}"
-            self._threads.append(threading.Thread(target=self._pin, name=name, daemon=True))
-            self._threads[-1].start()
+            self._workers.append(Worker(f"pdstore-pin-{i}", self._next_step))
 
     @property
     def progress(self) -> float:
@@ -126,9 +132,7 @@ class PinnedMemory:
         """Unregisters everything, the last piece first; before the memory goes. Twice is fine."""
         self._stopped.set()
         limit = Deadline(timeout_s)
-        for thread in self._threads:
-            thread.join(limit.remaining_s())
-        if any(thread.is_alive() for thread in self._threads):
+        if not all(worker.join(limit.remaining_s()) for worker in self._workers):
             log.warning("staging is still being pinned at close")
             return
         self._undo()
@@ -136,26 +140,20 @@ class PinnedMemory:
     def _state(self) -> str:
         return f"pinned to {100 * self.progress:.0f} % of {self.num_bytes / 2**30:.1f} GiB"
 
-    def _pin(self) -> None:
-        """Pins one piece after the other, as one of several threads; the last says the end."""
-        try:
-            while self._left and not self._is_over():
-                self._pin_next()
-        except Exception as error:
-            self._error = self._error or error
+    def _next_step(self) -> _Step | None:
+        """Returns the next piece's work; None at the end, which the last of the threads says."""
         with self._lock:
+            if self._left and not self._is_over():
+                return _Step(partial(self._pin, self._left.popleft()), self._fail)
             self._num_at_work -= 1
             is_last = self._num_at_work == 0
         if is_last:
             if self._error is not None:
                 self._undo()
             self._ended.set()
+        return None
 
-    def _pin_next(self) -> None:
-        try:
-            span = self._left.popleft()
-        except IndexError:  # another thread has taken the last one
-            return
+    def _pin(self, span: Span) -> None:
         self._registrar.populate(*span)
         with self._lock:
             if not self._is_over():
@@ -163,15 +161,21 @@ class PinnedMemory:
                 self._pinned.append(span)
                 self._stopped.wait(self._pause_s)
 
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+
     def _is_over(self) -> bool:
         return self._error is not None or self._stopped.is_set()
 
     def _undo(self) -> None:
         while self._pinned:
-            try:
-                self._registrar.unregister(self._pinned.pop().address)
-            except SwapError as error:
-                log.warning("staging: %s", error)
+            self._unregister(self._pinned.pop())
+
+    def _unregister(self, span: Span) -> None:
+        try:
+            self._registrar.unregister(span.address)
+        except SwapError as error:
+            log.warning("staging: %s", error)
 
 
 class Staging:
