@@ -288,7 +288,7 @@ class JobQueue:
 
     def _turn_ended(self, child: ChildJob) -> None:
         with self._has_ready:
-            self._num_busy[child.direction] -= 1
+            self._num_busy[child.job.direction] -= 1
             self._children.discard(child)
 
     def _forget(self, job: Job) -> None:

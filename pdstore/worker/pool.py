@@ -190,7 +190,7 @@ class KVPool:
             job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
         marks = [partial(self._start_here, *start) for start in starts]
-        return OpenSave(job, work, prompt, self._mover.way.split, order, wake, marks)
+        return OpenSave(job, work, order, wake, marks)
 
     def load(
         self,
@@ -236,14 +236,14 @@ class KVPool:
             seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
-        split, wake = self._mover.way.split, partial(self._queue.wake, job)
         if follow is None:
-            work.release(split.ranges(first_block, len(keys), num_bytes))
+            ranges = self._mover.way.split.ranges(first_block, len(keys), num_bytes)
+            work.release(ranges)
             work.close()
         self._queue.submit(job)
         if follow is not None and not job.done:  # else it was refused
-            context = self._store, job, work, prompt, first_block, follow
-            self._watch.add(Follow(*context, stall_s=wait_s, split=split, wake=wake))
+            wake = partial(self._queue.wake, job)
+            self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))
         return job
 
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
@@ -330,7 +330,7 @@ class KVPool:
             self.namespace.hex,
             self._settings.role,
             ", ".join(sorted({plan.path for plan in out + back})),
-            self._mover.memory_bytes >> 20,
+            self._mover.way.memory.num_bytes >> 20,
             self._settings.workers,
             empty_settings(self._settings),
         )

@@ -302,7 +302,7 @@ class Actors:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
         else:
-            self._follow(store, job, work, prompt, found.follow)
+            self._follow(store, job, work, found.follow)
         result = carry(job)
         assert result is not None
         return result
@@ -312,7 +312,6 @@ class Actors:
         store: ReplayStore,
         job: Job,
         work: LoadWork,
-        prompt: PromptBlocks,
         handoff: HandoffId,
     ) -> None:
         watch = Watch(store, self.rules)
@@ -320,11 +319,8 @@ class Actors:
             store,
             job,
             work,
-            prompt,
-            0,
             handoff,
             stall_s=STALL_S,
-            split=Split(1),
             wake=lambda: None,
             clock=watch.clock,
         )
