@@ -261,9 +261,7 @@ def test_never_computes_what_the_pool_has_and_the_answer_says_so(scheduler_of, s
     assert found_of(scheduler, asked) == 0
     step(scheduler, asked, len(PROMPT))
     asked.num_output_tokens = 1
-    told = scheduler.finish(asked)["pdstore_decision"]
-    assert told["decision"] == "compute"
-    assert told["took_s"] > 0
+    assert scheduler.finish(asked)["pdstore_decision"] == {"decision": "compute"}
 
 
 def test_auto_leaves_a_part_of_the_third_prompt_to_be_computed_to_learn_its_rate(
