@@ -88,15 +88,6 @@ def test_a_watcher_is_called_once_and_finds_the_job_done():
     assert heard == [JobResult(0)] * 2
 
 
-def test_a_watcher_that_fails_keeps_no_other_from_hearing(caplog):
-    job, heard = job_of(), []
-    job.on_end(lambda job: 1 // 0)
-    job.on_end(heard.append)
-    job.end_with(None)
-    assert heard == [job]
-    assert "failed" in caplog.text
-
-
 def test_watchers_that_come_while_the_job_ends_are_called_once_each():
     for _ in range(200):
         job, heard = job_of(), []
@@ -168,25 +159,6 @@ def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
     carry(job, lambda job: False)
     assert done == [0, 1]
     assert job.result == JobResult(0)
-
-
-def test_the_last_of_several_workers_does_the_end():
-    first_inside, go_on, ends = threading.Event(), threading.Event(), []
-
-    def slow(child):
-        first_inside.set()
-        assert go_on.wait(10)
-
-    job = job_of(Shares(slow, lambda child: None, last=lambda child: ends.append(1)))
-    join = start_background(lambda: carry(job))
-    assert first_inside.wait(10)
-    carry(job)
-    assert not job.num_ready
-    assert ends == []
-    go_on.set()
-    join(10)
-    assert ends == [1]
-    assert job.done
 
 
 def test_many_workers_do_each_share_and_the_end_once():

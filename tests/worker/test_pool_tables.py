@@ -108,15 +108,6 @@ def test_a_gap_in_the_window_ends_the_prompt_before_it(half, store):
     assert p.cache.match(keys).num_tokens == 2 * BLOCK, "the window before block 2 is whole"
 
 
-def test_a_prompt_whose_window_is_gone_is_no_hit(half, store):
-    p = half([FULL, SLIDING])
-    keys = p.cache.keys(range(320))
-    p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10)
-    store.remove(keys.store_keys([part for part in p.layout.parts if part.group == 1]))
-    found = p.cache.match(keys)
-    assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
-
-
 def test_layers_that_all_slide_match_by_their_windows(half):
     p = half([SLIDING, SLIDING])
     keys = p.cache.keys(range(160))
@@ -141,24 +132,24 @@ def short_load(half, store, lost, tables, first_token=0):
     return result.num_tokens
 
 
-@pytest.mark.parametrize("lost", [0, 5, 9])
-def test_a_load_that_falls_short_where_the_window_has_moved_on_counts_nothing(half, store, lost):
-    """Behind a smaller end the window's blocks were not lent, so no engine can go on there."""
-    assert short_load(half, store, lost, [FULL_IDS, behind(SLIDING_IDS, 160)]) == 0
+ALL = [FULL_IDS, SLIDING_IDS]
+MOVED_ON = [FULL_IDS, behind(SLIDING_IDS, 160)]
+FROM_64 = [FULL_IDS, [NO_BLOCK] * 4 + SLIDING_IDS[4:]]
 
 
-@pytest.mark.parametrize(("lost", "end"), [(0, 0), (2, 32), (9, 144)])
-def test_a_load_that_falls_short_counts_all_where_every_block_was_lent(half, store, lost, end):
-    assert short_load(half, store, lost, [FULL_IDS, SLIDING_IDS]) == end
-
-
-@pytest.mark.parametrize(("lost", "end"), [(8, 128), (7, 112), (6, 64), (5, 64)])
+@pytest.mark.parametrize(
+    ("tables", "first_token", "lost", "end"),
+    [
+        *[(MOVED_ON, 0, lost, 0) for lost in (0, 5, 9)],  # a smaller end's window was not lent
+        *[(ALL, 0, lost, 16 * lost) for lost in (0, 2, 9)],
+        *[(FROM_64, 64, *end) for end in ((8, 128), (7, 112), (6, 64), (5, 64))],
+    ],
+)
 def test_a_load_that_falls_short_counts_up_to_the_last_end_whose_window_was_lent(
-    half, store, lost, end
+    half, store, tables, first_token, lost, end
 ):
-    """Blocks 4 and later were lent, the first 64 tokens were there: the window of 112 is whole."""
-    tables = [FULL_IDS, [NO_BLOCK] * 4 + SLIDING_IDS[4:]]
-    assert short_load(half, store, lost, tables, first_token=64) == end
+    """No engine can go on from an end before which a window lacks a block."""
+    assert short_load(half, store, lost, tables, first_token) == end
 
 
 def test_a_full_layer_has_a_block_for_every_token(half):

@@ -294,23 +294,6 @@ def test_a_save_that_finds_the_store_full_says_how_much_is_durable(store, instan
     assert isinstance(result.error, StoreFull)
 
 
-def test_a_save_runs_on_all_workers_that_may_save(store, instance):
-    class Counting(WrapperStore):
-        """Holds puts until as many are on their way as can be."""
-
-        num_puts, enough = 0, threading.Event()
-
-        def put(self, keys, slots):
-            self.num_puts += 1
-            if self.num_puts == 4:
-                self.enough.set()
-            assert self.enough.wait(10)
-            return super().put(keys, slots)
-
-    p = instance(over=Counting(store), workers=5, range_bytes=1)
-    assert save(p, range(320)).num_tokens == 320
-
-
 @pytest.mark.parametrize("num_tokens", [1, 64, 150, 320])
 @pytest.mark.parametrize("handoff", [False, True])
 def test_a_save_in_ranges_stores_what_one_range_stores(store, instance, num_tokens, handoff):
@@ -319,24 +302,6 @@ def test_a_save_in_ranges_stores_what_one_range_stores(store, instance, num_toke
     assert save(p, range(num_tokens), handoff=attempt) == JobResult(num_tokens)
     assert load(d, range(num_tokens)).num_tokens == num_tokens
     assert_loaded(p, d, num_tokens)
-
-
-def test_a_save_in_ranges_is_captured_when_all_ranges_are_copied(store, instance):
-    class Holding(WrapperStore):
-        opened = threading.Event()
-
-        def put(self, keys, slots):
-            assert self.opened.wait(10)
-            return super().put(keys, slots)
-
-    holding = Holding(store)
-    p = instance(over=holding, workers=2, range_bytes=1)  # one of them is for loads
-    job = p.pool.save(p.cache.keys(range(128)), P_BLOCKS)
-    other = p.pool.load(p.cache.keys(range(10)), D_BLOCKS)
-    assert other.wait(10).reason is Reason.LOST
-    assert not job.captured
-    holding.opened.set()
-    assert job.wait(10).num_tokens == 128
 
 
 def test_block_ids_before_a_handoffs_first_token_are_checked_before_they_are_read(store, instance):
