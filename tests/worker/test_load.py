@@ -209,7 +209,8 @@ class Copies:
     def to_follow(self, ready):
         return ready
 
-    def load_window(self, child, values, first_token, ready, loaded):
+    def load_window(self, child, move, loaded):
+        values = move.values
         self.blocks |= set(values.numbers)
         loaded(values, None)
         return Read(len(values)), []

@@ -354,9 +354,9 @@ class Keeps:
     def num_matched(self, child, keys):
         return next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
 
-    def save(self, child, sources, gathered):
-        for source in sources:
-            self.stored |= set(source.values.keys)
+    def save(self, child, moves, gathered):
+        for move in moves:
+            self.stored |= set(move.values.keys)
             gathered()
 
 
