@@ -130,9 +130,8 @@ class LoadWork(Work):
         move = Move(values, self.ready, self.first_token)
         try:
             while move.values and gap is None:
-                read, rest = self.mover.way.load_window(child, move, loaded)
+                gap, rest = self.mover.way.load_window(child, move, loaded)
                 move = move._replace(values=rest)
-                gap = read.shortfall
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:

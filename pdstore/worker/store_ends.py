@@ -83,12 +83,14 @@ class StoreEnd(ABC):
         """
 
     @abstractmethod
-    def load_window(self, child: ChildJob, move: Move, loaded: Loaded) -> tuple[Read, Values]:
+    def load_window(
+        self, child: ChildJob, move: Move, loaded: Loaded
+    ) -> tuple[Shortfall | None, Values]:
         """Loads some of the first values, whole blocks of them: get, verify, scatter.
 
         The last copy may be under way still; `child` waits for it.
         loaded: called after each copy.
-        Returns the outcome, and the values that are left to be loaded.
+        Returns why some of them are not loaded, and the values behind them.
         """
 
     def put_at_once(self, key: BlockKey, value: bytes) -> bool:
@@ -152,13 +154,15 @@ class StagedEnd(StoreEnd):
                         return Reason.STORE_ERROR
         return None
 
-    def load_window(self, child: ChildJob, move: Move, loaded: Loaded) -> tuple[Read, Values]:
+    def load_window(
+        self, child: ChildJob, move: Move, loaded: Loaded
+    ) -> tuple[Shortfall | None, Values]:
         with contextlib.ExitStack() as held:
             values = move.values
             numbers = self._lend_beside_a_copy(child, held, len(values))
             if not numbers:
                 child.raise_if_over()
-                return Read(0, Shortfall(Reason.NO_SLOTS)), values
+                return Shortfall(Reason.NO_SLOTS), values
             window = values[: values.num_whole(len(numbers))]
             slots = self._slots(numbers, window.sizes)
             read = self._read(child, window, slots)
@@ -170,7 +174,7 @@ class StagedEnd(StoreEnd):
                     partial(_finish, held.pop_all(), wait, partial(loaded, usable, None))
                 )
                 self._ends.count_tokens("loaded", usable.num_counted)
-        return read, values[len(window) :]
+        return read.shortfall, values[len(window) :]
 
     def _put(self, child: ChildJob, values: Values, slots: Slots) -> bool:
         """Seals and stores values that were gathered; False if the store took not all of them."""
@@ -299,20 +303,22 @@ class InPlaceEnd(StoreEnd):
             gathered()
         return None
 
-    def load_window(self, child: ChildJob, move: Move, loaded: Loaded) -> tuple[Read, Values]:
+    def load_window(
+        self, child: ChildJob, move: Move, loaded: Loaded
+    ) -> tuple[Shortfall | None, Values]:
         self._wait_for_memory(child)
         values = move.values
         window = values[: values.num_whole(min(self._window, len(values)))]
-        rest, read = values[len(window) :], Read(len(window))
+        rest, shortfall = values[len(window) :], None
         for _ in range(_MOST_TRIES):
             if not window or self._begins(child, move._replace(values=window), loaded):
-                return read, rest
+                return shortfall, rest
             with self.slots(child, window.sizes, len(window)) as slots:
                 found = read_values(self._ends, child, window, slots)
             if found.num_right < len(window):
-                read = found
+                shortfall = found.shortfall
                 window = window[: window.num_whole(found.num_right)]
-        return Read(0, Shortfall(Reason.LOST)), rest
+        return Shortfall(Reason.LOST), rest
 
     def _wait_for_memory(self, child: ChildJob) -> None:
         """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""
