@@ -83,13 +83,6 @@ def test_chunks_are_loaded_while_p_still_computes_others(p, d):
     assert_loaded(p, d, 200)
 
 
-def test_blocks_before_the_first_token_are_left_alone(p, d):
-    job = follow(d, 200, first_token=80)
-    p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
-    assert job.wait(10) == JobResult(200)
-    assert_loaded(p, d, 200, 80)
-
-
 def test_no_token_counts_before_all_its_layers_are_loaded(p, d):
     job = follow(d, 200)
     save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)

@@ -46,18 +46,6 @@ def save(p, num_tokens):
     return p.cache.keys(range(num_tokens))
 
 
-@pytest.mark.parametrize("first_token", [0, 48, 64, 144])
-@pytest.mark.parametrize("num_tokens", [150, 192, 320])
-def test_a_load_in_ranges_brings_what_one_job_brings(p, d, num_tokens, first_token):
-    keys = save(p, num_tokens)
-    job = d.pool.load(keys, D_BLOCKS, first_token=first_token)
-    assert job.wait(10).num_tokens == num_tokens
-    got, want = d.tokens(D_BLOCKS), p.tokens(P_BLOCKS)
-    assert torch.equal(got[first_token:num_tokens], want[first_token:num_tokens])
-    assert (got[:first_token] == POISON).all()
-    assert (got[num_tokens:] == POISON).all()
-
-
 def test_the_tokens_before_the_first_gap_count_and_the_load_counts_once(p, d, store):
     keys = save(p, 320)
     names = keys.store_keys(keys.namespace.parts)

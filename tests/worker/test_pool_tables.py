@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys, Reason
+from pdstore import KVPool, LayerSpec, Layout, PromptKeys, Reason
 from pdstore.errors import LayoutError
 from pdstore.format.layout import NO_BLOCK
 from tests.support.kv import POISON, caches_of, settings_of
@@ -18,45 +18,12 @@ SLIDING = LayerSpec(2, 8, kind="sliding", window=WINDOW, table=1)
 FULL_IDS, SLIDING_IDS = list(range(20, 40)), list(range(40, 60))
 
 
-class Half:
-    """Both halves over one store, for a layout of any kind."""
-
-    def __init__(self, store, layers, fill=None, page=None):
-        self.settings = settings_of(block_tokens=BLOCK)
-        self.layout = Layout.of(
-            self.settings,
-            dtype="float32",
-            layers=layers,
-            engine_block_tokens=BLOCK,
-            rope="",
-            page=page,
-        )
-        namespace = self.layout.namespace(self.settings, weights="w")
-        self.caches = caches_of(self.layout, fill=fill)
-        if page is not None:  # head before token, as pages of one head must be
-            self.caches = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in self.caches]
-        self.cache = PrefixCacheManager(self.settings, namespace, store=store)
-        self.pool = KVPool(self.settings, self.layout, self.caches, namespace, store=store)
-
-    def tokens(self, ids, layer, start, stop):
-        return self.caches[layer][ids].flatten(0, 1)[start:stop]
-
-    def close(self):
-        self.pool.close()
-        self.cache.close()
-
-
 @pytest.fixture
-def half(store):
-    made = []
+def half(instance):
+    def make(layers, fill=None, **more):
+        return instance(fill, layers=layers, block_tokens=BLOCK, **more)
 
-    def make(*args, **kwargs):
-        made.append(Half(store, *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def behind(ids: list[int], num_tokens: int) -> list[int]:
@@ -77,7 +44,7 @@ def test_d_needs_of_a_sliding_layer_only_the_window_that_p_still_holds(half, num
     assert d.pool.load(found.keys, tables).wait(10).num_tokens == num_tokens
     start = max(0, num_tokens - WINDOW)
     for layer, ids, first in ((0, FULL_IDS, 0), (1, SLIDING_IDS, start)):
-        got, want = (each.tokens(ids, layer, first, num_tokens) for each in (d, p))
+        got, want = (each.tokens(ids, layer)[first:num_tokens] for each in (d, p))
         assert torch.equal(got, want)
     held = [id for id in tables[1] if id != NO_BLOCK]
     rest = [i for i in range(d.caches[1].shape[0]) if i not in held]
@@ -127,7 +94,7 @@ def short_load(half, store, lost, tables, first_token=0):
     assert result.reason is Reason.LOST
     for layer, ids in ((0, FULL_IDS), (1, SLIDING_IDS)):
         seen = max(first_token, result.num_tokens - WINDOW) if layer else first_token
-        got, want = (each.tokens(ids, layer, seen, result.num_tokens) for each in (d, p))
+        got, want = (each.tokens(ids, layer)[seen : result.num_tokens] for each in (d, p))
         assert torch.equal(got, want), "all that the next token sees is there"
     return result.num_tokens
 

@@ -8,7 +8,7 @@ from pdstore import Layout
 from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
-from pdstore.worker.values import BlockRange, Split, bytes_of, check_windows, tables_of
+from pdstore.worker.values import BlockRange, Split, bytes_of, tables_of
 from tests.support.kv import settings_of
 from tests.support.values_kit import FULL, SLIDING, prompt_of
 
@@ -117,11 +117,6 @@ def tables(ids, *, layers=(FULL,), num_tokens=64, num_blocks=8, first_block=0):
     return tables_of(of_layers(*layers), num_tokens, ids, num_blocks, first_block)
 
 
-def test_several_tables_come_as_a_list_for_each():
-    both = [list(IDS), [NO_BLOCK, NO_BLOCK, 2, 3]]
-    assert tables(both, layers=(FULL, SLIDING)) == tuple(map(tuple, both))
-
-
 @pytest.mark.parametrize(
     ("ids", "word"),
     [
@@ -144,14 +139,3 @@ def test_ids_before_the_first_block_are_not_looked_at():
     assert tables(ids, num_tokens=128, first_block=1) == (ids,)
     with pytest.raises(LayoutError):
         tables(ids, num_tokens=128)
-
-
-def test_an_empty_prompt_has_an_empty_table():
-    assert tables([], num_tokens=0) == ((),)
-
-
-def test_a_window_may_begin_at_a_blocks_edge_alone():
-    layout = of_layers(FULL, SLIDING)
-    check_windows(layout, [range(8), [NO_BLOCK] * 4 + [1] * 4])
-    with pytest.raises(LayoutError, match="a window begins inside a block"):
-        check_windows(layout, [range(8), [NO_BLOCK] * 3 + [1] * 5])

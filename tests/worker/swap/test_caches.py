@@ -49,34 +49,10 @@ def test_a_page_of_one_head_is_one_cell():
         assert cells.data_ptr() == cache.data_ptr()
 
 
-def test_a_page_that_is_not_contiguous_is_refused():
-    layout = layout_of(order="page", page="packed", block_tokens=4)
-    with pytest.raises(LayoutError, match="contiguous"):
-        pages_as_cells(layout, caches_of(layout, 4))
-
-
 def test_without_pages_the_caches_are_left_as_they_are():
     layout = layout_of()
     caches = caches_of(layout, 4)
     assert pages_as_cells(layout, caches) == caches
-
-
-class Event:
-    """An event of an engine's own kind: only the host can wait for it."""
-
-    def __init__(self) -> None:
-        self.is_waited_for = False
-
-    def synchronize(self) -> None:
-        self.is_waited_for = True
-
-
-def test_an_event_that_the_device_cannot_wait_on_is_waited_for_on_the_host():
-    layout = layout_of()
-    swap, event = TorchSwap(layout, caches_of(layout)), Event()
-    assert swap.to_follow(event) is None
-    assert event.is_waited_for
-    assert swap.to_follow(None) is None
 
 
 def test_payloads_may_lie_in_any_memory_unless_a_registrar_says_otherwise():
