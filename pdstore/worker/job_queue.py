@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 
+from prometheus_client import Gauge
+
 from pdstore.device_pin import DevicePin
 from pdstore.errors import JobDeadline, JobError, PoolClosed, QueueFull, StoreError, StoreTimeout
-from pdstore.metrics import Metrics, Showing
+from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
 from pdstore.threads import Deadline, Ticker, Worker
 from pdstore.worker.job import ChildJob, Job, Urgency
@@ -89,7 +91,7 @@ class JobQueue:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, 0.0)
             for i in range(num_workers):
-                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_turn, pin))
+                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_turn, pin.hold))
             undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
@@ -316,9 +318,9 @@ class JobQueue:
             job.end_with(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause
 
-    def _gauges(self) -> list[tuple[Showing, Callable[[], int]]]:
+    def _gauges(self) -> list[tuple[Gauge, Callable[[], int]]]:
         """Returns what shows the queue's numbers. The metrics read them without the lock."""
-        gauges: list[tuple[Showing, Callable[[], int]]] = [
+        gauges: list[tuple[Gauge, Callable[[], int]]] = [
             (self._metrics.jobs_alive, lambda: self.num_alive),
             (self._metrics.hung_store_calls, lambda: self.num_hung),
         ]
