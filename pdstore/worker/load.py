@@ -12,6 +12,7 @@ from pdstore.errors import StoreError
 from pdstore.outcome import Reason, reason_of
 from pdstore.worker.job import ChildJob, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
+from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import BlockRange, PromptBlocks, Values
 
@@ -126,11 +127,11 @@ class LoadWork(Work):
             return None
         loaded = partial(self._note_loaded, piece, values)
         gap: Shortfall | None = None
-        way, rest = self.mover.way, values
+        move = Move(values, self.ready, self.first_token)
         try:
-            while rest and gap is None:
-                read, rest = way.load_window(child, rest, self.first_token, self.ready, loaded)
-                gap = read.shortfall
+            while move.values and gap is None:
+                gap, rest = self.mover.way.load_window(child, move, loaded)
+                move = move._replace(values=rest)
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:

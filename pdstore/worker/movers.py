@@ -17,7 +17,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of
 from pdstore.store.optional import LimitsValues, find_optional
 from pdstore.store.seal import seal_store
-from pdstore.store.wrappers import WrapperStore, problem_of
+from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
@@ -27,9 +27,6 @@ from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.values import Split, Values
 
 log = logging.getLogger(__name__)
-
-_REGISTER_S = 30.0
-_REGISTER_BYTES_PER_S = 1e9
 
 
 class Mover:
@@ -45,25 +42,10 @@ class Mover:
         self.way = way
         self.ends = ends
 
-    @property
-    def problem(self) -> str | None:
-        """The trouble of the store now, in a sentence; None while all is well."""
-        return problem_of(self.ends.store)
-
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are in the store; renews their leases."""
         with child.in_store_call():
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
-
-    def ready(self, timeout_s: float | None) -> None:
-        """Waits until the memory of copies is registered; jobs wait too, until their deadline.
-
-        timeout_s: None: 30 s and one more for each GB.
-        Raises why it cannot be registered, or TimeoutError.
-        """
-        if timeout_s is None:
-            timeout_s = _REGISTER_S + self.way.memory.num_bytes / _REGISTER_BYTES_PER_S
-        self.way.memory.ready(timeout_s)
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
         """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
@@ -109,7 +91,7 @@ def open_mover(
     range_bytes: int,
     undo: contextlib.ExitStack,
 ) -> Mover:
-    """Opens the mover that suits a store; `Mover.ready` waits until its memory is registered.
+    """Opens the mover that suits a store; `KVPool.ready` waits until its memory is registered.
 
     store: the values that are moved to it are encrypted where PDSTORE_SEAL_KEY_FILE says so.
     undo: gets what closes that memory again.

@@ -22,6 +22,7 @@ from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.store.watch import KeyWatch
+from pdstore.store.wrappers import problem_of
 from pdstore.threads import Deadline
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import Heartbeat, MarkWork
@@ -37,6 +38,7 @@ from pdstore.worker.values import RANGE_BYTES, PromptBlocks, bytes_of, check_win
 log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
+_PIN_S = 30.0
 
 
 class KVPool:
@@ -98,14 +100,17 @@ class KVPool:
     @property
     def problem(self) -> str | None:
         """The trouble of the store or of its calls now, in a sentence; None while all is well."""
-        return self._queue.problem or self._mover.problem
+        return self._queue.problem or problem_of(self._mover.ends.store)
 
     def ready(self, timeout_s: float | None = None) -> None:
         """Waits until host memory is pinned: graphs may be captured then. Earlier jobs wait, too.
 
         timeout_s: None: 30 s and one more for each GB. Raises SwapError and TimeoutError.
         """
-        self._mover.ready(timeout_s)
+        memory = self._mover.way.memory
+        if timeout_s is None:
+            timeout_s = _PIN_S + memory.num_bytes / _BYTES_PER_S
+        memory.ready(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until all saves so far are durable, but for those that their owner cancelled.

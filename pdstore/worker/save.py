@@ -17,7 +17,7 @@ from pdstore.outcome import JobResult, Reason
 from pdstore.threads import Deadline
 from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
-from pdstore.worker.store_ends import Source
+from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of, tables_of
 
@@ -92,22 +92,22 @@ class SaveWork(Work):
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
     def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
-        sources = []
+        moves = []
         for piece in pieces:
             ready = self.mover.ends.swap.to_follow(piece.ready)
             values = self.prompt.values(piece.blocks, piece.layer_range)
             if self.handoff is None:
                 values = values[self.mover.num_matched(child, values.keys) :]
             if values:
-                sources.append(Source(values, ready))
+                moves.append(Move(values, ready))
             else:
                 self._note_copied(child)
-        if not sources:
+        if not moves:
             return None
-        reason = self.mover.way.save(child, sources, partial(self._note_copied, child))
+        reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
         if reason is None and self.handoff is not None:
-            for values, _ in sources:  # a lease: D comes for them, also when all is late
-                self.mover.num_matched(child, values.keys)
+            for move in moves:  # a lease: D comes for them, also when all is late
+                self.mover.num_matched(child, move.values.keys)
         return reason
 
     def _note_copied(self, child: ChildJob) -> None:
@@ -143,8 +143,8 @@ class SaveWork(Work):
         ready = self.mover.ends.swap.to_follow(self._ready)
         num_bytes = bytes_of(layout, keys, first_block)
         for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
-            source = Source(prompt.values(blocks), ready)
-            reason = self.mover.way.save(child, [source], lambda: None)
+            move = Move(prompt.values(blocks), ready)
+            reason = self.mover.way.save(child, [move], lambda: None)
             if reason is not None:
                 return reason
         return None

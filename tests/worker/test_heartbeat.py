@@ -233,9 +233,3 @@ def test_a_marker_that_nobody_can_see_is_lost(instance, store):
 
     p = instance(over=Forgetful(store))
     assert p.pool.abort_handoff(NAMED).wait(10).reason is Reason.LOST
-
-
-def test_a_read_only_instance_marks_nothing(instance, store):
-    p = instance(publish=False)
-    assert p.pool.abort_handoff(NAMED).wait(10).reason is Reason.READ_ONLY
-    assert store.match([NAMED.failed(p.namespace)]) == 0

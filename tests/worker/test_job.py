@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 import weakref
@@ -88,33 +87,6 @@ def test_a_watcher_is_called_once_and_finds_the_job_done():
     assert heard == [JobResult(0)] * 2
 
 
-def test_a_watcher_that_fails_keeps_no_other_from_hearing(caplog):
-    job, heard = job_of(), []
-    job.on_end(lambda job: 1 // 0)
-    job.on_end(heard.append)
-    job.end_with(None)
-    assert heard == [job]
-    assert "failed" in caplog.text
-
-
-def test_watchers_that_come_while_the_job_ends_are_called_once_each():
-    for _ in range(200):
-        job, heard = job_of(), []
-        start = threading.Barrier(2)
-
-        def watch(job=job, heard=heard, start=start):
-            start.wait(10)
-            for i in range(5):
-                job.on_end(lambda _, i=i: heard.append(i))
-
-        def end(job=job, start=start):
-            start.wait(10)
-            job.end_with(None)
-
-        start_background(watch, end)(10)
-        assert sorted(heard) == [0, 1, 2, 3, 4]
-
-
 def test_a_save_is_captured_when_it_says_so_or_when_it_has_ended():
     said = job_of()
     assert not said.captured
@@ -128,15 +100,6 @@ def test_a_save_is_captured_when_it_says_so_or_when_it_has_ended():
 def test_a_save_is_durable_when_nothing_is_missing(reason, durable):
     assert not job_of().durable
     assert ended(JobResult(0, reason)).durable is durable
-
-
-def test_a_forked_child_cancels_nothing():
-    job = job_of()
-    pid = os.fork()
-    if pid == 0:
-        job.cancel()
-        os._exit(job.done)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 def carry(job, goes_on=lambda job: True) -> None:
@@ -168,25 +131,6 @@ def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
     carry(job, lambda job: False)
     assert done == [0, 1]
     assert job.result == JobResult(0)
-
-
-def test_the_last_of_several_workers_does_the_end():
-    first_inside, go_on, ends = threading.Event(), threading.Event(), []
-
-    def slow(child):
-        first_inside.set()
-        assert go_on.wait(10)
-
-    job = job_of(Shares(slow, lambda child: None, last=lambda child: ends.append(1)))
-    join = start_background(lambda: carry(job))
-    assert first_inside.wait(10)
-    carry(job)
-    assert not job.num_ready
-    assert ends == []
-    go_on.set()
-    join(10)
-    assert ends == [1]
-    assert job.done
 
 
 def test_many_workers_do_each_share_and_the_end_once():
@@ -378,14 +322,6 @@ def test_an_error_in_a_result_holds_no_frames():
     gc.collect()
     assert job.result.error.__cause__ is not None
     assert gone[0]() is None
-
-
-def test_the_end_of_a_job_counts_the_progress_of_then():
-    work = Shares(lambda child: setattr(work, "tokens", 64) or job.cancel())
-    job = job_of(work)
-    carry(job)
-    assert job.result.num_tokens == 64
-    assert job.result.reason is Reason.CANCELLED
 
 
 def test_the_last_word_is_that_of_the_end():
