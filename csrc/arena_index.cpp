@@ -22,7 +22,8 @@ int64_t rounded(int64_t units) {
 
 }  // namespace
 
-Index::Index(int file, char *base, const Geometry &geometry, const Times &times, const Owner &owner)
+Index::Index(int file, char *base, const Geometry &geometry, const pds_arena_options &times,
+             const Owner &owner)
     : file_(file),
       geometry_(geometry),
       times_(times),
@@ -68,7 +69,7 @@ uint32_t Index::find(std::string_view key, int64_t now) {
         found.state == State::kStored && (found.hash & (geometry_.num_heads - 1)) == head;
     if (!fits || ++steps > kLongestChain) throw Damaged();
     if (found.hash != hash || key_of(found) != key) continue;
-    if (found.kind != kShortLived || since(found.used_at, now) < times_.short_lived) return id;
+    if (found.kind != kShortLived || since(found.used_at, now) < times_.short_lived_ns) return id;
     free(id);
     return kNone;
   }
@@ -119,12 +120,11 @@ void Index::unlink(List &list, uint32_t id) {
 void Index::touch(uint32_t id, int64_t now) {
   Slot &used = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr) throw Damaged();
-  unlink(sized->used, id);
-  add_newest(sized->used, id);
+  Class &sized = class_of_slot(id);
+  unlink(sized.used, id);
+  add_newest(sized.used, id);
   used.used_at = slab.used_at = now;
-  used.lease_end = std::max(used.lease_end, now + times_.lease);
+  used.lease_end = std::max(used.lease_end, now + times_.lease_ns);
   slab.lease_end = std::max(slab.lease_end, used.lease_end);
 }
 
@@ -134,7 +134,7 @@ uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t 
   if (units > geometry_.units_per_slab()) return kNone;
   Class *sized = class_of(units);
   if (sized == nullptr) return kNone;
-  const uint32_t id = take(*sized, kind, now);
+  const uint32_t id = reserve_slot(*sized, kind, now);
   if (id == kNone) return kNone;
   Slot &taken = slot(id);
   taken.kind = kind, taken.key_bytes = static_cast<uint8_t>(key.size());
@@ -150,50 +150,47 @@ void Index::publish(uint32_t id, int64_t now) {
   Slot &made = slot(id);
   if (find(key_of(made), now) != kNone) return free(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr) throw Damaged();
+  Class &sized = class_of_slot(id);
   made.used_at = now, made.is_backed = 1;
-  made.lease_end = made.kind == kForever ? kForeverNs : now + times_.fresh;
+  made.lease_end = made.kind == kForever ? kForeverNs : now + times_.fresh_ns;
   slab.used_at = now, slab.lease_end = std::max(slab.lease_end, made.lease_end);
   --slab.num_reserved;
   made.state = State::kStored;
   chain(id);
-  add_newest(sized->used, id);
+  add_newest(sized.used, id);
   ++header_->changes;
 }
 
 void Index::free(uint32_t id) {
   Slot &given = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr) throw Damaged();
+  Class &sized = class_of_slot(id);
   const State state = given.state;
   if (state == State::kFree) return;
   if (state == State::kStored) unchain(id);
   if (state == State::kReserved) {
     --slab.num_reserved;
   } else {
-    unlink(sized->used, id);
+    unlink(sized.used, id);
   }
-  ++given.generation;
-  given.state = State::kFree;
-  add_newest(sized->free, id);
-  sized->full_until = 0;
+  give_up(given);
+  add_newest(sized.free, id);
+  sized.full_until = 0;
   if (--slab.num_used == 0) slab.lease_end = 0;
 }
 
 void Index::set_aside(uint32_t id, int64_t until) {
   Slot &given = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr || given.state != State::kReserved) throw Damaged();
+  Class &sized = class_of_slot(id);
+  if (given.state != State::kReserved) throw Damaged();
   ++given.generation;
   given.lease_end = until;
   given.state = State::kResting;
   --slab.num_reserved;
   slab.lease_end = std::max(slab.lease_end, until);
-  add_oldest(sized->used, id);
-  sized->full_until = 0;
+  add_oldest(sized.used, id);
+  sized.full_until = 0;
 }
 
 bool Index::is_reserved(int64_t id, uint64_t generation) {

@@ -1,5 +1,3 @@
-#include "arena_lock.h"
-
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -8,7 +6,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
+
+#include "arena_index.h"
 
 namespace pds::arena {
 namespace {

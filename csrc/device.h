@@ -136,11 +136,13 @@ class OnDevice {
 class Crew;
 
 // Null where there is no such device. In a test build faults can be told to it.
-// crew: helps the CPU form to copy; null: whoever calls copies alone.
+// crew: copies for the CPU form; null where nothing is to be copied.
 std::unique_ptr<Device> open_device(int32_t index, Crew *crew = nullptr);
-std::unique_ptr<Device> open_cpu_device(Crew *crew);
 std::unique_ptr<Device> open_cuda_device(int32_t index);
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);
+// The launchers of the kernels.
+int launch_stage(Stream stream, Direction direction, const StageParams &params);
+int launch_sum(Stream stream, const SumParams &params, uint64_t *digests);
 int exchange_capture_mode(int32_t *mode);
 int32_t count_cuda_devices();
 bool built_with_cuda();

@@ -26,24 +26,22 @@ class Engine {
 
   int32_t add_host(uint64_t address, int64_t bytes);
   // summed: numbers of items whose digests the ticket gets, in this order.
-  pds_error submit(Direction direction, const pds_item *items, int64_t num_items,
-                   const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
+  pds_error submit(Direction direction, const std::vector<pds_item> &items,
+                   std::vector<int64_t> ids, Stream stream, Event ready,
                    std::shared_ptr<Ticket> *ticket, const std::vector<int64_t> &summed = {});
-  Plan explain(Direction direction, int32_t part, int32_t num_tokens) const {
-    return plan_of(layout_, direction, part, num_tokens, device_->has_batch());
+  pds_plan explain(Direction direction, int32_t part, int32_t num_tokens) const {
+    return layout_.plan_of(direction, part, num_tokens, device_->has_batch());
   }
   const Layout &layout() const { return layout_; }
   Crew &crew() { return crew_; }
-  pds_stats stats(Direction direction) { return pump(direction).stats(); }
   bool is_of_this_process() const;
 
  private:
   Engine() = default;
-  Pump &pump(Direction direction) { return direction == Direction::kOut ? *out_ : *in_; }
-  std::string check(const JobItems &job, const pds_item *items, int64_t num_ids);
+  std::string check(const JobItems &job, const std::vector<pds_item> &items) const;
   std::string check_ids(const JobItems &job, const pds_item &item, const Item &place,
                         std::vector<bool> *taken) const;
-  bool is_host(uint64_t address, int64_t bytes, size_t *guess) const;
+  bool is_host(uint64_t address, int64_t bytes) const;
   pds_error order(Job *job, Stream stream, Event ready);
 
   Layout layout_;

@@ -2,8 +2,8 @@
 //
 // Decision: addresses and numbers only, so one library serves every Python, torch and engine. Every
 // function returns 0 or a code below; those that can say more fill a pds_error. Structs are copied.
-// Any thread may call; only pds_wait, pds_close and pds_register wait for the device.
-// Decision: docs/decisions/021-block-copies.md
+// No pointer may be null. Any thread may call; only pds_wait, pds_close and pds_register wait for
+// the device. Decision: docs/decisions/021-block-copies.md
 #pragma once
 #include <stdint.h>
 
@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 17 };
+enum { PDS_ABI = 18 };
 
 enum {
   PDS_OK = 0,
@@ -32,9 +32,7 @@ enum {
   PDS_ERR_VALUE = 14,     // a value is missing, or is not the one that was asked for
 };
 
-enum { PDS_OUT = 0, PDS_IN = 1 };                  // paged cache -> slots, slots -> paged cache
-enum { PDS_TOKEN_MAJOR = 0, PDS_HEAD_MAJOR = 1 };  // [layer][token][head] or [layer][head][token]
-enum { PDS_SERVING = 0, PDS_THROUGHPUT = 1 };
+enum { PDS_OUT = 0, PDS_IN = 1 };  // paged cache -> slots, slots -> paged cache
 enum { PDS_PATH_AUTO = 0, PDS_PATH_BATCH = 1, PDS_PATH_STRIDED = 2, PDS_PATH_STAGE = 3 };
 enum { PDS_CPU = -1 };  // as a device: host memory, no GPU
 
@@ -66,7 +64,7 @@ typedef struct {
   int32_t part;
 } pds_region;
 
-// One kind of payload: [layer][token][head][cell], or with head and token exchanged.
+// One kind of payload: [layer][token][head][cell].
 typedef struct {
   int32_t num_layers, num_heads;
   int64_t cell;  // bytes per token and head: K and V
@@ -78,8 +76,7 @@ typedef struct {
   int64_t num_blocks;    // engine blocks in the paged cache
   int32_t block_tokens;  // tokens of an engine block
   int32_t max_tokens;    // of a payload
-  int32_t order, mode, path;
-  int32_t num_parts, num_regions;
+  int32_t path, num_parts, num_regions;
   int32_t num_lanes;                        // of a direction; here and below 0 is the default
   int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths
   int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane
@@ -105,10 +102,6 @@ typedef struct {
   char why[104];
 } pds_plan;
 
-typedef struct {
-  int64_t bytes, slices, cpu_ns;  // submitted to the device so far; of the pump thread
-} pds_stats;
-
 int32_t pds_info(pds_info_t *info);
 
 int32_t pds_open(const pds_options *options, const pds_part *parts, const pds_region *regions,
@@ -121,7 +114,6 @@ int32_t pds_stop(pds_engine *engine);
 int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes);
 int32_t pds_explain(const pds_engine *engine, int32_t direction, int32_t part, int32_t num_tokens,
                     pds_plan *plan);
-int32_t pds_get_stats(pds_engine *engine, int32_t direction, pds_stats *stats);
 
 // Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until
 // the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted).
@@ -229,7 +221,7 @@ typedef struct {
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
 // Gathers, seals and publishes what is not stored, batch by batch; `done`: how many batches, also
-// after a failure. Kinds and is_new (the value was stored now): of all batches' values.
+// after a failure. Kinds: of all batches' values; is_new (stored now): of those that are done.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, uint8_t *is_new, int64_t *done,
                        pds_error *error);

@@ -52,10 +52,8 @@ class Pump {
         sizes_(options.sizes),
         linger_us_(options.linger_us),
         poisoned_(poisoned),
-        lanes_(options.num_lanes),
-        params_(std::make_unique<StageParams>()),
-        sum_params_(std::make_unique<SumParams>()) {
-    set_keys(sum_params_.get());
+        lanes_(options.num_lanes) {
+    set_keys(&sum_params_);
   }
 
   // Starts the thread; what failed, if its lanes cannot be made.
@@ -64,7 +62,6 @@ class Pump {
   bool push(const JobPtr &job);
   // Ends what is queued, waits for the device, joins the thread.
   void stop();
-  pds_stats stats();
 
  private:
   struct Lane {
@@ -79,24 +76,26 @@ class Pump {
   };
 
   void loop();
-  pds_error open_lanes();
+  void open_lanes();
   void close_lanes();
-  JobPtr take();
+  JobPtr next_due();
   bool is_due(Job &job);
-  void rest(std::unique_lock<std::mutex> *lock);
+  void wait_for_work(std::unique_lock<std::mutex> *lock);
   bool is_busy() const;
   void run(const JobPtr &job);
+  void run_slice(Lane &lane, const JobPtr &job, const Slice &slice);
   void settle(Lane &lane);
   void settle_oldest();
-  void expect(Lane &lane, int64_t bytes);
-  pds_error submit(Lane &lane, const Slice &slice, const Job &job);
-  pds_error copy(Lane &lane, const Slice &slice, const Job &job);
-  pds_error stage(Lane &lane, const Slice &slice, const Job &job);
-  pds_error launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
-                   const std::vector<uint64_t> &rings);
-  pds_error batch(Lane &lane, int64_t slice);
-  pds_error sum(Lane &lane, const Job &job);
-  pds_error failed(const char *call, int code, int64_t slice) const;
+  void set_due(Lane &lane, int64_t bytes);
+  void submit(Lane &lane, const Slice &slice, const Job &job);
+  void copy(Lane &lane, const Slice &slice, const Job &job);
+  void stage(Lane &lane, const Slice &slice, const Job &job);
+  void launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
+              const std::vector<uint64_t> &rings);
+  void batch(Lane &lane, Direction direction);
+  void sum(Lane &lane, const Job &job);
+  pds_error error(const char *call, int code, int64_t slice) const;
+  void check(const char *call, int code) const;
   void fail(Job &job, const pds_error &error);
   void recover(const pds_error &cause);
   void finish(const JobPtr &job);
@@ -117,9 +116,9 @@ class Pump {
   size_t turn_ = 0;
   Copies copies_;
   std::vector<Strided> strided_;
-  std::unique_ptr<StageParams> params_;
-  std::unique_ptr<SumParams> sum_params_;
-  std::atomic<int64_t> bytes_{0}, slices_{0};
+  StageParams params_{};
+  SumParams sum_params_{};
+  int64_t slice_ = -1;  // that is being submitted
   std::thread thread_;
 };
 

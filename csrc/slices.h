@@ -6,8 +6,7 @@
 #pragma once
 #include <vector>
 
-#include "device.h"
-#include "plan.h"
+#include "layout.h"
 
 namespace pds {
 
@@ -32,7 +31,7 @@ struct Segment {
 };
 
 struct Slice {
-  Path path = Path::kStage;
+  int32_t path = PDS_PATH_STAGE;
   int64_t bytes = 0;
   std::vector<Segment> segments;
 };
@@ -55,7 +54,7 @@ class SliceWalk {
   bool next(Slice *slice, int64_t most_bytes);
 
  private:
-  const Plan &plan_of(const Item &item);
+  const pds_plan &plan_of(const Item &item);
 
   const Layout &layout_;
   const JobItems &job_;
@@ -64,16 +63,12 @@ class SliceWalk {
   int64_t item_ = 0;
   int32_t layer_ = 0;
   int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is of
-  Plan plan_;
+  pds_plan plan_{};
 };
 
-// The contiguous pieces of a segment.
+// Adds a segment's contiguous pieces, or its strided copies.
 void add_pieces(const Layout &layout, const JobItems &job, const Segment &segment, Copies *copies);
-// The strided copies of a segment.
 void add_strided(const Layout &layout, const JobItems &job, const Segment &segment,
                  std::vector<Strided> *copies);
-// Where a segment's bytes are in its payload.
-void span_of(const Layout &layout, const JobItems &job, const Segment &segment, int64_t *offset,
-             int64_t *bytes);
 
 }  // namespace pds

@@ -309,7 +309,7 @@ class NativeArena:
         self._check(self._short_calls.pds_arena_confirm(self._handle, copies.handle, *out))
         return there.value, right.value
 
-    def wait(self, seen: int, timeout_s: float) -> int:
+    def wait_for_change(self, seen: int, timeout_s: float) -> int:
         """Waits until the count of publications is not `seen`; returns the count."""
         changes = c_uint32()
         timeout_us = int(max(timeout_s, 0.0) * 1e6)

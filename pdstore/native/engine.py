@@ -21,9 +21,7 @@ from pdstore.native.abi import (
     Options,
     PartShape,
     Plan,
-    PumpStats,
     Region,
-    Stats,
     raise_error,
 )
 from pdstore.native.library import Library, joined
@@ -84,13 +82,6 @@ class Engine:
         return CopyPlan(
             path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
         )
-
-    def stats(self, direction: int) -> PumpStats:
-        """The work done so far in one direction: 0 from the cache to slots, 1 to the cache."""
-        stats = Stats()
-        with self._lock:
-            self._calls.pds_get_stats(self._open(), direction, byref(stats))
-        return PumpStats(stats.bytes, stats.slices, stats.cpu_ns / 1e9)
 
     def submit(
         self,

@@ -23,7 +23,6 @@ HEADER = native_kit.SOURCES / "pdstore.h"
         ("pds_item", abi.Item),
         ("pds_error", abi.Error),
         ("pds_plan", abi.Plan),
-        ("pds_stats", abi.Stats),
         ("pds_arena_value", abi.ArenaValue),
         ("pds_live", native_kit.Live),
         ("pds_values", abi.Values),

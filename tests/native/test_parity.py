@@ -26,7 +26,7 @@ SHAPES = st.fixed_dictionaries(
 
 @st.composite
 def layouts(draw) -> Layout:
-    """Up to 18 regions of small copies, in every order and split."""
+    """Up to 18 regions of small copies, in every split."""
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     heads = draw(st.sampled_from([1, 2, 4]))
     specs = [
@@ -40,7 +40,6 @@ def layouts(draw) -> Layout:
         layers=tuple(layers),
         block_tokens=engine * draw(st.sampled_from([1, 2, 4])),
         engine_block_tokens=engine,
-        order=draw(st.sampled_from(["token", "head"])),
         num_shards=draw(st.sampled_from([s for s in (1, 2, 4) if heads % s == 0])),
     )
 
@@ -55,7 +54,6 @@ def deep_layouts(draw) -> Layout:
         * draw(st.integers(1, 80)),
         block_tokens=2,
         engine_block_tokens=draw(st.sampled_from([1, 2])),
-        order=draw(st.sampled_from(["token", "head"])),
     )
 
 

@@ -141,7 +141,7 @@ class ArenaStore(Store):
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()
-        return self._arena.wait(seen or 0, 0.0 if seen is None else timeout_s)
+        return self._arena.wait_for_change(seen or 0, 0.0 if seen is None else timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         memory = self._enter()
