@@ -7,18 +7,16 @@
 
 namespace {
 
-using pds::error_of, pds::guarded, pds::report;
+using pds::guarded, pds::report;
 
 // Calls body(device) on a device from a caller's thread.
 template <typename Body>
 int32_t on_device(int32_t index, const char *call, pds_error *error, Body body) {
   return guarded(error, [&] {
     const auto device = pds::open_device(index);
-    if (device == nullptr) return report(error_of(PDS_ERR_NO_DEVICE, "no such device"), error);
     const pds::OnDevice scope(*device);
-    const int code = scope.code() != 0 ? scope.code() : body(*device);
-    if (code == 0) return report({}, error);
-    return report(error_of(PDS_ERR_DEVICE, device->describe(code), code, call), error);
+    pds::check(*device, call, body(*device));
+    return report({}, error);
   });
 }
 
@@ -34,35 +32,36 @@ extern "C" int32_t pds_info(pds_info_t *info) {
 extern "C" int32_t pds_open(const pds_options *options, const pds_part *parts,
                             const pds_region *regions, pds_engine **engine, pds_error *error) {
   return guarded(error, [&] {
-    *error = {};
-    auto made = pds::Engine::open(*options, parts, regions, error);
-    if (made != nullptr) *engine = new pds_engine{std::move(made)};
-    return error->code;
+    auto made = std::make_unique<pds_engine>(*options, parts, regions);
+    made->start();
+    *engine = made.release();
+    return report({}, error);
   });
 }
 
 extern "C" int32_t pds_close(pds_engine *engine) {
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // a fork has no such threads
   delete engine;
   return PDS_OK;
 }
 
 extern "C" int32_t pds_stop(pds_engine *engine) {
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;
-  engine->engine->stop();
+  engine->stop();
   return PDS_OK;
 }
 
 extern "C" int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes) {
-  return guarded(nullptr, [&] { return engine->engine->add_host(address, bytes); });
+  return guarded(nullptr, [&] {
+    engine->add_host(address, bytes);
+    return PDS_OK;
+  });
 }
 
 extern "C" int32_t pds_explain(const pds_engine *engine, int32_t direction, int32_t part,
                                int32_t num_tokens, pds_plan *plan) {
   pds_item item{};
   item.part = part, item.num_tokens = num_tokens;
-  if (!engine->engine->layout().holds(item)) return PDS_ERR_ARGUMENT;
-  *plan = engine->engine->explain(static_cast<pds::Direction>(direction), part, num_tokens);
+  if (!engine->layout().holds(item)) return PDS_ERR_ARGUMENT;
+  *plan = engine->explain(static_cast<pds::Direction>(direction), part, num_tokens);
   return PDS_OK;
 }
 
@@ -70,16 +69,14 @@ extern "C" int32_t pds_submit(pds_engine *engine, int32_t direction, const pds_i
                               int64_t num_items, const int64_t *ids, int64_t num_ids,
                               uint64_t stream, uint64_t ready, pds_ticket **ticket,
                               pds_error *error) {
-  if (direction != PDS_OUT && direction != PDS_IN) {
-    return report(error_of(PDS_ERR_ARGUMENT, "no such direction"), error);
-  }
   return guarded(error, [&] {
+    if (direction != PDS_OUT && direction != PDS_IN) pds::refuse("no such direction");
     auto made = std::make_unique<pds_ticket>();
-    const pds_error failed = engine->engine->submit(
+    made->ticket = engine->submit(
         static_cast<pds::Direction>(direction), {items, items + num_items}, {ids, ids + num_ids},
-        reinterpret_cast<pds::Stream>(stream), reinterpret_cast<pds::Event>(ready), &made->ticket);
-    if (failed.code == PDS_OK) *ticket = made.release();
-    return report(failed, error);
+        reinterpret_cast<pds::Stream>(stream), reinterpret_cast<pds::Event>(ready));
+    *ticket = made.release();
+    return report({}, error);
   });
 }
 

@@ -25,6 +25,8 @@ template <typename Body>
 int32_t guarded(pds_error *out, Body body) {
   try {
     return body();
+  } catch (const Failure &failure) {
+    return report(failure.error, out);
   } catch (const std::bad_alloc &) {
     return report(error_of(PDS_ERR_MEMORY, "out of host memory"), out);
   } catch (const std::exception &error) {
@@ -34,8 +36,8 @@ int32_t guarded(pds_error *out, Body body) {
 
 }  // namespace pds
 
-struct pds_engine {
-  std::unique_ptr<pds::Engine> engine;
+struct pds_engine : pds::Engine {
+  using Engine::Engine;
 };
 struct pds_ticket {
   std::shared_ptr<pds::Ticket> ticket;

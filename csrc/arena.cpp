@@ -164,42 +164,32 @@ int32_t Arena::locked(int64_t lock_ns, Body body) {
 }
 
 int32_t Arena::close() {
-  if (!is_of_this_process()) return PDS_ERR_CLOSED;
-  if (is_over_.exchange(true)) return PDS_OK;
-  ++index_.header().changes;
-  futex_wake(index_.header().changes, INT_MAX);
-  const std::unique_lock<std::shared_mutex> alone(calls_);
-  try {
-    with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
-  } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
-  } catch (const Damaged &) {
+  const bool was_open = !is_over_.exchange(true);
+  if (is_of_this_process()) {
+    if (!was_open) return PDS_OK;
+    ++index_.header().changes;
+    futex_wake(index_.header().changes, INT_MAX);
+    const std::unique_lock<std::shared_mutex> alone(calls_);
+    try {
+      with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
+    } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
+    } catch (const Damaged &) {
+    }
   }
-  ::close(file_);
+  if (file_ >= 0) ::close(file_);
   file_ = -1;
   return PDS_OK;
 }
 
-void Arena::forget() {
-  is_over_ = true;
-  if (file_ >= 0) ::close(file_);
-  file_ = -1;
-}
-
-int32_t Arena::match(const Keys &keys, int64_t *found, int64_t lock_ns) {
+int32_t Arena::find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock_ns) {
   return locked(lock_ns, [&](int64_t now) {
-    *found = 0;
-    for (const auto key : keys) {
-      const uint32_t id = index_.find(key, now);
-      if (id == kNone) break;
-      index_.touch(id, now);
-      ++*found;
+    std::fill_n(stored, keys.size(), 0);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const uint32_t id = index_.find(keys[i], now);
+      stored[i] = id != kNone;
+      if (leases && id == kNone) break;
+      if (leases) index_.touch(id, now);
     }
-  });
-}
-
-int32_t Arena::which(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
-  return locked(lock_ns, [&](int64_t now) {
-    for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
   });
 }
 

@@ -37,14 +37,13 @@ class Arena {
 
   const Geometry &geometry() const { return geometry_; }
 
-  // After it no call of this process is in the index.
+  // After it no call of this process is in the index. In the child of a fork: only lets go of the
+  // parent's locks, which must not live as long as the child.
   int32_t close();
-  // In the child of a fork: the parent's locks must not live as long as the child.
-  void forget();
 
   // lock_ns: how long a call waits for the lock; negative: for as long as the options say.
-  int32_t match(const Keys &keys, int64_t *found, int64_t lock_ns);
-  int32_t which(const Keys &keys, uint8_t *stored, int64_t lock_ns);
+  // stored: of each key. leases: leases the first ones, and looks no further than they go.
+  int32_t find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock_ns);
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   // places: of the first keys for which there is room; none for what is stored.
@@ -57,7 +56,7 @@ class Arena {
   void abandon_later(const Places &places);
   // places: of the first keys that are stored and have the size.
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns);
-  // How many of the first are what they were when their places were given.
+  // Counts the first that are what they were when their places were given.
   int64_t still_there(const Places &places);
   int32_t wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *changes);
   int32_t count(pds_arena_counts *counts);

@@ -131,27 +131,16 @@ extern "C" int32_t pds_arena_open(int32_t file, const pds_arena_options *options
 
 extern "C" int32_t pds_arena_close(pds_arena *arena) { return arena->arena->close(); }
 
-extern "C" int32_t pds_arena_forget(pds_arena *arena) {
-  arena->arena->forget();
-  return PDS_OK;
-}
-
 extern "C" int32_t pds_arena_free(pds_arena *arena) {
   delete arena;
   return PDS_OK;
 }
 
-extern "C" int32_t pds_arena_match(pds_arena *arena, int64_t lock_ns, const char *keys,
-                                   int64_t num_keys, int64_t *found) {
-  *found = 0;
-  return with_keys(arena, keys, num_keys,
-                   [&](Arena &a, const Keys &all) { return a.match(all, found, lock_ns); });
-}
-
-extern "C" int32_t pds_arena_which(pds_arena *arena, int64_t lock_ns, const char *keys,
-                                   int64_t num_keys, uint8_t *stored) {
-  return with_keys(arena, keys, num_keys,
-                   [&](Arena &a, const Keys &all) { return a.which(all, stored, lock_ns); });
+extern "C" int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys,
+                                  int64_t num_keys, int32_t leases, uint8_t *stored) {
+  return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
+    return a.find(all, leases != 0, stored, lock_ns);
+  });
 }
 
 extern "C" int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys) {

@@ -138,7 +138,8 @@ class Index {
   bool is_kept(const Slot &slot, int64_t now) const;
   bool add_slab(Class &sized, int64_t now);
   bool assign(int64_t slab, Class &sized, int64_t now);
-  int64_t coldest_slab(const Class &beside, int64_t now);
+  template <typename MayGo>
+  int64_t coldest_slab(const Class &beside, MayGo may_go) const;
   void empty(int64_t slab);
 
   void chain(uint32_t id);

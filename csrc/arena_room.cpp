@@ -87,10 +87,26 @@ bool Index::assign(int64_t slab, Class &sized, int64_t now) {
   return true;
 }
 
+// The slab of another size that was used longest ago, of those that may go; or -1.
+template <typename MayGo>
+int64_t Index::coldest_slab(const Class &beside, MayGo may_go) const {
+  int64_t coldest = -1;
+  const auto age_of = [&](const Slab &slab) { return slab.num_used == 0 ? -1 : slab.used_at; };
+  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
+    const Slab &slab = slabs_[i];
+    if (slab.units == 0 || slab.units == beside.units) continue;
+    if (coldest >= 0 && age_of(slab) >= age_of(slabs_[coldest])) continue;
+    if (may_go(i)) coldest = i;
+  }
+  return coldest;
+}
+
 // Frees one slot of a class. False if all is kept.
 bool Index::evict(Class &sized, int64_t now) {
   const uint32_t victim = oldest_unkept(sized, now);
-  const int64_t slab = coldest_slab(sized, now);
+  const int64_t slab = coldest_slab(sized, [&](int64_t i) {
+    return slabs_[i].num_reserved == 0 && !is_ahead(slabs_[i].lease_end, now);
+  });
   const auto is_older = [&] {
     return victim == kNone || slabs_[slab].num_used == 0 ||
            slabs_[slab].used_at < slots_[victim].used_at;
@@ -117,14 +133,10 @@ bool Index::sacrifice(Class &sized, int64_t now) {
     free(id);
     return true;
   }
-  int64_t coldest = -1;
-  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
-    const Slab &slab = slabs_[i];
-    const Slot *first = &slots_[id_of(i, 0)];
-    if (slab.units == 0 || slab.units == sized.units) continue;
-    if (coldest >= 0 && slab.used_at >= slabs_[coldest].used_at) continue;
-    if (std::none_of(first, first + slots_of(i), is_needed)) coldest = i;
-  }
+  const int64_t coldest = coldest_slab(sized, [&](int64_t slab) {
+    const Slot *first = &slots_[id_of(slab, 0)];
+    return std::none_of(first, first + slots_of(slab), is_needed);
+  });
   if (coldest < 0) return false;
   empty(coldest);
   return assign(coldest, sized, now);
@@ -146,19 +158,6 @@ uint32_t Index::oldest_unkept(Class &sized, int64_t now) {
   }
   sized.full_until = soonest;
   return kNone;
-}
-
-// The slab of another size that was used longest ago and has nothing that is kept; or -1.
-int64_t Index::coldest_slab(const Class &beside, int64_t now) {
-  int64_t coldest = -1;
-  const auto age_of = [&](const Slab &slab) { return slab.num_used == 0 ? -1 : slab.used_at; };
-  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
-    const Slab &slab = slabs_[i];
-    if (slab.units == 0 || slab.units == beside.units || slab.num_reserved != 0) continue;
-    if (is_ahead(slab.lease_end, now)) continue;
-    if (coldest < 0 || age_of(slab) < age_of(slabs_[coldest])) coldest = i;
-  }
-  return coldest;
 }
 
 // Takes a slab out of use, with all that is in it.

@@ -157,7 +157,9 @@ std::unique_ptr<Device> open_device(int32_t index, Crew *crew) {
   } else if (index >= 0 && index < count_cuda_devices()) {
     device = open_cuda_device(index);
   }
-  return device == nullptr ? nullptr : with_faults(std::move(device));
+  if (device != nullptr) return with_faults(std::move(device));
+  const std::string why = "there is no CUDA device " + std::to_string(index) + " that can be used";
+  throw Failure{error_of(PDS_ERR_NO_DEVICE, why)};
 }
 
 }  // namespace pds

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "geometry.h"
-#include "pdstore.h"
+#include "ticket.h"
 
 namespace pds {
 
@@ -117,28 +117,35 @@ class Device {
   virtual int unregister_host(uint64_t address) = 0;
 };
 
-// Runs something on the device from a caller's thread.
+inline pds_error device_error(const Device &device, const char *call, int code, int64_t slice) {
+  return error_of(PDS_ERR_DEVICE, device.describe(code), code, call, slice);
+}
+
+// Throws a Failure for a code that is not 0.
+inline void check(const Device &device, const char *call, int code, int64_t slice = -1) {
+  if (code != 0) throw Failure{device_error(device, call, code, slice)};
+}
+
+// Puts a caller's thread on the device for as long as this lives.
 class OnDevice {
  public:
-  explicit OnDevice(Device &device) : device_(device), code_(device.push()) {}
-  ~OnDevice() {
-    if (code_ == 0) device_.pop();
+  explicit OnDevice(Device &device) : device_(device) {
+    check(device, "cuCtxPushCurrent", device.push());
   }
+  ~OnDevice() { device_.pop(); }
   OnDevice(const OnDevice &) = delete;
   OnDevice &operator=(const OnDevice &) = delete;
-  int code() const { return code_; }
 
  private:
   Device &device_;
-  int code_;
 };
 
 class Crew;
 
-// Null where there is no such device. In a test build faults can be told to it.
+// Throws a Failure where there is no such device. In a test build faults can be told to it.
 // crew: copies for the CPU form; null where nothing is to be copied.
 std::unique_ptr<Device> open_device(int32_t index, Crew *crew = nullptr);
-std::unique_ptr<Device> open_cuda_device(int32_t index);
+std::unique_ptr<Device> open_cuda_device(int32_t index);  // null if it cannot be used
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);
 // The launchers of the kernels.
 int launch_stage(Stream stream, Direction direction, const StageParams &params);

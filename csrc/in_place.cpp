@@ -36,21 +36,9 @@ struct Batch {
   const char *start(int64_t i) const { return values.starts + i * kSummedOfHeader; }
 };
 
-uint64_t sum_of(const char *value, int64_t bytes) {
-  pds::Sum sum;
-  sum.add(value, 0, bytes);
-  return sum.digest();  // little-endian, as every machine this is built for
-}
-
-bool is_right(const char *value, int64_t bytes, const char *start) {
-  if (std::memcmp(value, start, kSummedOfHeader) != 0) return false;
-  const uint64_t digest = sum_of(value, bytes);
-  return std::memcmp(value + kSummedOfHeader, &digest, sizeof digest) == 0;
-}
-
 // Starts the copies of the values that have a place. summed: numbers of those that are summed.
 int32_t submit(Engine &engine, pds::Direction direction, Batch &batch,
-               const std::vector<int64_t> &summed, pds_error *error) {
+               const std::vector<int64_t> &summed) {
   const pds_values &values = batch.values;
   std::vector<pds_item> items;
   std::vector<int64_t> ids;
@@ -71,11 +59,9 @@ int32_t submit(Engine &engine, pds::Direction direction, Batch &batch,
     ids.insert(ids.end(), first, first + item.num_ids);
   }
   if (items.empty() && values.count > 0) return PDS_OK;
-  std::shared_ptr<pds::Ticket> ticket;  // nobody ends it if the copies are refused
-  *error = engine.submit(direction, items, ids, nullptr, reinterpret_cast<pds::Event>(values.ready),
-                         &ticket, summed);
-  if (error->code == PDS_OK) batch.ticket = std::move(ticket);
-  return error->code;
+  batch.ticket = engine.submit(direction, items, std::move(ids), nullptr,
+                               reinterpret_cast<pds::Event>(values.ready), summed);
+  return PDS_OK;
 }
 
 int32_t reserve(Arena &arena, Batch &batch, const uint8_t *kinds) {
@@ -92,8 +78,7 @@ int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
   engine.crew().each(values.count, [&](int64_t i) {
     if (batch.places[i].slot < 0) return;
     std::memcpy(batch.value(i), batch.start(i), kSummedOfHeader);
-    const uint64_t digest = sum_of(batch.value(i), values.sizes[i]);
-    std::memcpy(batch.value(i) + kSummedOfHeader, &digest, sizeof digest);
+    pds::set_header(batch.value(i), batch.start(i), pds::sum_of(batch.value(i), values.sizes[i]));
   });
   int64_t done = 0;
   const int32_t code = arena.publish(batch.places, &done, values.lock_ns);
@@ -107,14 +92,14 @@ int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const ui
              int64_t *done, pds_error *error) {
   int32_t code = PDS_OK;
   const auto step = [&](auto body) {
-    if (code == PDS_OK) code = pds::guarded(nullptr, body);
+    if (code == PDS_OK) code = pds::guarded(error, body);
   };
   for (Batch &batch : batches) {
     step([&] { return reserve(arena, batch, kinds); });
     kinds += batch.values.count;
   }
   for (Batch &batch : batches) {
-    step([&] { return submit(engine, pds::Direction::kOut, batch, {}, error); });
+    step([&] { return submit(engine, pds::Direction::kOut, batch, {}); });
   }
   for (Batch &batch : batches) {
     if (batch.ticket != nullptr) {
@@ -151,7 +136,7 @@ int32_t await_sums(const pds::Layout &layout, const Batch &batch,
 }
 
 int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
-                      std::vector<pds::Awaited> *awaited, pds_error *error) {
+                      std::vector<pds::Awaited> *awaited) {
   const pds_values &values = batch.values;
   int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_ns);
   if (code != PDS_OK) return code;
@@ -166,9 +151,13 @@ int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
   std::atomic<bool> all_right{true};
   engine.crew().each(others.size(), [&](int64_t n) {
     const int64_t i = others[n];
-    if (all_right && !is_right(batch.value(i), values.sizes[i], batch.start(i))) all_right = false;
+    const auto is_right = [&] {
+      const uint64_t sum = pds::sum_of(batch.value(i), values.sizes[i]);
+      return pds::is_header(batch.value(i), batch.start(i), sum);
+    };
+    if (all_right && !is_right()) all_right = false;
   });
-  return all_right ? submit(engine, pds::Direction::kIn, batch, summed, error) : PDS_ERR_VALUE;
+  return all_right ? submit(engine, pds::Direction::kIn, batch, summed) : PDS_ERR_VALUE;
 }
 
 // Counts the first values that were right when they were copied.
@@ -182,21 +171,17 @@ int64_t num_right(const pds_ticket &ticket) {
     sum.add(value.header.data(), 0, kHeaderBytes);
     sum.add_payload(digests.data() + at, value.payload_bytes);
     at = end;
-    const uint64_t digest = sum.digest();
-    if (std::memcmp(value.header.data() + kSummedOfHeader, &digest, sizeof digest) != 0) {
-      return value.number;
-    }
+    const char *header = value.header.data();
+    if (!pds::is_header(header, header, sum.digest())) return value.number;
   }
   return ticket.places.size();
 }
 
 // Calls body(batches) if the arguments can be what they should be.
 template <typename Body>
-int32_t with_batches(pds_engine *engine, const pds_values *all, int64_t count, pds_error *error,
-                     Body body) {
+int32_t with_batches(const pds_values *all, int64_t count, pds_error *error, Body body) {
   *error = {};
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
-  return pds::guarded(nullptr, [&] {
+  return pds::guarded(error, [&] {
     std::vector<Batch> batches;
     for (const pds_values *values = all; values < all + count; ++values) {
       batches.push_back({*values});
@@ -216,11 +201,11 @@ extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pd
                                   int64_t num_batches, const uint8_t *kinds, uint8_t *is_new,
                                   int64_t *done, pds_error *error) {
   *done = 0;
-  return with_batches(engine, batches, num_batches, error, [&](std::vector<Batch> &parts) {
+  return with_batches(batches, num_batches, error, [&](std::vector<Batch> &parts) {
     int64_t count = 0;
     for (const Batch &part : parts) count += part.values.count;
     if (!pds::arena::are_kinds(kinds, count)) return int32_t{PDS_ERR_ARGUMENT};
-    const int32_t code = fill(*arena->arena, *engine->engine, parts, kinds, done, error);
+    const int32_t code = fill(*arena->arena, *engine, parts, kinds, done, error);
     for (int64_t i = 0; i < *done; ++i) {
       for (const auto &place : parts[i].places) *is_new++ = place.slot >= 0;
     }
@@ -230,11 +215,10 @@ extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pd
 
 extern "C" int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                                   pds_ticket **ticket, pds_error *error) {
-  return with_batches(engine, values, 1, error, [&](std::vector<Batch> &batches) {
+  return with_batches(values, 1, error, [&](std::vector<Batch> &batches) {
     auto made = std::make_unique<pds_ticket>();
     Batch &batch = batches.front();
-    const int32_t code =
-        start_scatter(*arena->arena, *engine->engine, batch, &made->awaited, error);
+    const int32_t code = start_scatter(*arena->arena, *engine, batch, &made->awaited);
     if (code == PDS_OK) {
       made->places = std::move(batch.places);
       made->ticket = std::move(batch.ticket);

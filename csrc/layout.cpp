@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "sums.h"
+#include "ticket.h"
 
 namespace pds {
 namespace {
@@ -52,39 +53,37 @@ bool RegionClass::is_strided(const Block &block) const {
   return step > 0 && (by_depth || by_pitch);
 }
 
-std::string Layout::assign(const pds_options &options, const pds_part *shapes,
-                           const pds_region *regions) {
+void Layout::assign(const pds_options &options, const pds_part *shapes, const pds_region *regions) {
   num_blocks = options.num_blocks, path = options.path;
   block_tokens = options.block_tokens, max_tokens = options.max_tokens;
   if (num_blocks < 1 || num_blocks > INT32_MAX || block_tokens < 1 || max_tokens < block_tokens) {
-    return "no engine blocks";
+    refuse("no engine blocks");
   }
-  if (path < PDS_PATH_AUTO || path > PDS_PATH_STAGE) return "no such path";
+  if (path < PDS_PATH_AUTO || path > PDS_PATH_STAGE) refuse("no such path");
   for (int32_t i = 0; i < options.num_parts; ++i) {
     if (shapes[i].num_layers < 1 || shapes[i].num_heads < 1 || shapes[i].cell < 1) {
-      return "a part has no layers, heads or bytes";
+      refuse("a part has no layers, heads or bytes");
     }
     parts.push_back({shapes[i].num_layers, shapes[i].num_heads * shapes[i].cell, {}});
   }
   for (int32_t i = 0; i < options.num_regions; ++i) {
-    const std::string why = add(regions[i], shapes);
-    if (!why.empty()) return why;
+    const int32_t part = regions[i].part;
+    if (part < 0 || part >= options.num_parts) refuse("a region of no part");
+    add(regions[i], shapes[part]);
   }
   for (Part &part : parts) {
-    if (part.classes.empty()) return "a part without regions";
+    if (part.classes.empty()) refuse("a part without regions");
     for (RegionClass &of_shape : part.classes) of_shape.step = step_of(of_shape);
     part.can_be_summed = can_sum(*this, part);
   }
-  return parts.empty() ? "no parts" : "";
+  if (parts.empty()) refuse("no parts");
 }
 
-std::string Layout::add(const pds_region &r, const pds_part *shapes) {
-  if (r.part < 0 || r.part >= static_cast<int32_t>(parts.size())) return "a region of no part";
-  const pds_part &p = shapes[r.part];
+void Layout::add(const pds_region &r, const pds_part &p) {
   if (r.base == 0 || r.width < 1 || r.start < 0 || r.start + r.width > p.cell) {
-    return "a region is outside its payload's cell";
+    refuse("a region is outside its payload's cell");
   }
-  if (r.layer < 0 || r.layer >= p.num_layers) return "a region's layer is outside its part";
+  if (r.layer < 0 || r.layer >= p.num_layers) refuse("a region's layer is outside its part");
   const Shape shape = join({r.block_stride, r.token_stride, r.head_stride, r.width, r.start, p.cell,
                             p.num_heads, false, false});
   auto &classes = parts[r.part].classes;
@@ -92,11 +91,10 @@ std::string Layout::add(const pds_region &r, const pds_part *shapes) {
                             [&](const RegionClass &c) { return same(c.shape, shape); });
   if (found == classes.end()) found = classes.insert(found, RegionClass{shape, {}, {}, 0});
   if (!found->layers.empty() && found->layers.back() >= r.layer) {
-    return "regions are not in the order of their layers";
+    refuse("regions are not in the order of their layers");
   }
   found->bases.push_back(r.base);
   found->layers.push_back(r.layer);
-  return "";
 }
 
 std::pair<int32_t, int32_t> Layout::blocks_of(const Item &item) const {

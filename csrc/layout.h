@@ -12,7 +12,7 @@
 // memory first. On the way to the host blocks of 512 KiB in pieces of 16 KiB are enough: a prefill
 // runs beside those copies, and gathering slows it more than the copies gain.
 #pragma once
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -54,8 +54,8 @@ struct Layout {
   int32_t block_tokens = 0, max_tokens = 0;
   int32_t path = PDS_PATH_AUTO;  // forced
 
-  // Empty, or why these regions are not a layout.
-  std::string assign(const pds_options &options, const pds_part *shapes, const pds_region *regions);
+  // Throws a Failure if these regions are no layout.
+  void assign(const pds_options &options, const pds_part *shapes, const pds_region *regions);
 
   // Such a payload is one of this layout.
   bool holds(const pds_item &item) const {
@@ -72,7 +72,7 @@ struct Layout {
   pds_plan plan_of(Direction direction, int32_t part, int32_t num_tokens, bool has_batch) const;
 
  private:
-  std::string add(const pds_region &region, const pds_part *shapes);
+  void add(const pds_region &region, const pds_part &shape);
 };
 
 }  // namespace pds

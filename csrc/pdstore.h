@@ -77,11 +77,9 @@ typedef struct {
   int32_t block_tokens;  // tokens of an engine block
   int32_t max_tokens;    // of a payload
   int32_t path, num_parts, num_regions;
-  int32_t num_lanes;                        // of a direction; here and below 0 is the default
-  int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths
+  int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths; 0: the default
   int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane
   int64_t first_bytes;                      // the first slice of a copy that finds the lanes empty
-  int64_t max_pieces;                       // of one batch call
   int64_t linger_us;                        // after a copy its thread sleeps lightly for so long
 } pds_options;
 
@@ -185,17 +183,16 @@ enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of value
 int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
 int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,
                        pds_arena_info *info);
-// Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine.
+// Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine. The child of a fork
+// must close what its parent has open, which stays open for the parent.
 int32_t pds_arena_close(pds_arena *arena);
-int32_t pds_arena_forget(pds_arena *arena);  // in the child of a fork instead
-int32_t pds_arena_free(pds_arena *arena);    // nobody may be in a call
+int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
 // lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
 // that did not get it has done nothing.
-int32_t pds_arena_match(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
-                        int64_t *found);
-// stored[i]: whether the i-th key is; no lease, no use.
-int32_t pds_arena_which(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
-                        uint8_t *stored);
+// stored[i]: whether the i-th key is. leases: the first ones that are get a lease and count as
+// used, and the others are not looked for.
+int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
+                       int32_t leases, uint8_t *stored);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);

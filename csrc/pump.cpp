@@ -25,31 +25,24 @@ int64_t duration_ns(int64_t bytes) { return bytes * 1000 / kBytesPerUs; }
 
 uint64_t address(void *pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
-// A device call of the pump's thread that failed.
-struct Failure {
-  pds_error error;
-};
-
 }  // namespace
 
-pds_error Pump::start() {
-  std::promise<pds_error> started;
-  auto result = started.get_future();
-  thread_ = std::thread([this, &started] {
+void Pump::start() {
+  const auto started = std::make_shared<std::promise<pds_error>>();
+  thread_ = std::thread([this, started] {
     pthread_setname_np(pthread_self(),
                        direction_ == Direction::kOut ? "pdstore-out" : "pdstore-in");
     try {
       open_lanes();
-      started.set_value({});
+      started->set_value({});
       loop();
     } catch (const Failure &failure) {  // of open_lanes
-      started.set_value(failure.error);
+      started->set_value(failure.error);
     }
     close_lanes();
   });
-  const pds_error error = result.get();
-  if (error.code != PDS_OK) thread_.join();
-  return error;
+  const pds_error error = started->get_future().get();
+  if (error.code != PDS_OK) throw Failure{error};
 }
 
 void Pump::open_lanes() {
@@ -57,7 +50,7 @@ void Pump::open_lanes() {
   for (Lane &lane : lanes_) {
     check("cudaStreamCreate", device_.open_stream(&lane.stream));
     check("cudaEventCreate", device_.open_event(&lane.done, true));
-    check("cudaMalloc", device_.allocate(sizes_.stage_bytes, &lane.ring));
+    check("cudaMalloc", device_.allocate(options_.stage_bytes, &lane.ring));
     if (direction_ == Direction::kOut) continue;
     constexpr size_t kBytes = kMostDigests * sizeof(uint64_t);
     void **digests = reinterpret_cast<void **>(&lane.digests);
@@ -108,7 +101,7 @@ bool Pump::is_due(Job &job) {
   if (job.ready == nullptr || stopping_ || poisoned_) return true;
   bool over = false;
   if (const int code = device_.query(job.ready, &over)) {
-    fail(job, error("cudaEventQuery", code, 0));
+    fail(job, device_error(device_, "cudaEventQuery", code, 0));
     return true;
   }
   return over;
@@ -117,7 +110,7 @@ bool Pump::is_due(Job &job) {
 // Waits for something to do.
 void Pump::wait_for_work(std::unique_lock<std::mutex> *lock) {
   const auto awaited = [this] { return stopping_ || !queue_.empty(); };
-  const int64_t until = now_ns() + 1000 * linger_us_;
+  const int64_t until = now_ns() + 1000 * options_.linger_us;
   while (!awaited() && now_ns() < until) changed_.wait_for(*lock, kLightSleep);
   changed_.wait(*lock, awaited);
 }
@@ -158,9 +151,9 @@ void Pump::loop() {
 }
 
 void Pump::run(const JobPtr &job) {
-  SliceWalk walk(layout_, job->work, sizes_, device_.has_batch());
+  SliceWalk walk(layout_, job->work, options_, device_.has_batch());
   Slice slice;
-  int64_t most = is_busy() ? INT64_MAX : sizes_.first_bytes;
+  int64_t most = is_busy() ? INT64_MAX : options_.first_bytes;
   for (; job->error.code == PDS_OK && walk.next(&slice, most); most = twice(most)) {
     Lane &lane = lanes_[turn_++ % lanes_.size()];
     settle(lane);
@@ -215,7 +208,7 @@ void Pump::settle(Lane &lane) {
   const int code = device_.synchronize(lane.done, expected, awake);
   if (code != 0) {
     const int64_t slice = job->num_slices - job->in_flight;
-    const pds_error cause = error("cudaEventSynchronize", code, slice);
+    const pds_error cause = device_error(device_, "cudaEventSynchronize", code, slice);
     fail(*job, cause);
     recover(cause);
   } else if (lane.num_digests > 0) {
@@ -244,14 +237,7 @@ void Pump::settle_oldest() {
   }
 }
 
-pds_error Pump::error(const char *call, int code, int64_t slice) const {
-  return error_of(PDS_ERR_DEVICE, device_.describe(code), code, call, slice);
-}
-
-// Throws a Failure for a code that is not 0.
-void Pump::check(const char *call, int code) const {
-  if (code != 0) throw Failure{error(call, code, slice_)};
-}
+void Pump::check(const char *call, int code) const { pds::check(device_, call, code, slice_); }
 
 void Pump::fail(Job &job, const pds_error &error) {
   if (job.error.code == PDS_OK) job.error = error;

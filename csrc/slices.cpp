@@ -5,6 +5,8 @@
 namespace pds {
 namespace {
 
+constexpr int64_t kMaxPieces = 256;  // a batch call keeps the driver from everybody else meanwhile
+
 // Calls visit(regions, begin, end, block) for every class and engine block of a segment.
 template <typename Visit>
 void for_each_block(const Layout &layout, const JobItems &job, const Segment &segment,
@@ -48,7 +50,7 @@ bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
     if (plan.path == PDS_PATH_BATCH) {
       const int64_t blocks = (item.num_tokens + layout_.block_tokens - 1) / layout_.block_tokens;
       const int64_t per = std::max<int64_t>(1, plan.num_pieces * blocks / part.num_layers);
-      layers = std::min(layers, std::max<int64_t>(0, sizes_.max_pieces - pieces) / per);
+      layers = std::min(layers, std::max<int64_t>(0, kMaxPieces - pieces) / per);
       pieces += std::max<int64_t>(layers, 0) * per;
     }
     if (layers < 1 && !slice->segments.empty()) break;

@@ -39,15 +39,15 @@ struct Slice {
 // Segments begin at multiples of this in a lane's ring.
 constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-struct SliceSizes {
-  int64_t copy_bytes, stage_bytes;
+struct PumpOptions {
+  int64_t copy_bytes, stage_bytes;  // of a slice
   int64_t first_bytes;  // where nothing runs yet: the first slice is prepared before the link works
-  int64_t max_pieces;   // of a batch
+  int64_t linger_us;    // how long a thread that has nothing to do sleeps lightly
 };
 
 class SliceWalk {
  public:
-  SliceWalk(const Layout &layout, const JobItems &job, SliceSizes sizes, bool has_batch)
+  SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes, bool has_batch)
       : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
 
   // The next slice, of at most so many bytes, into `slice`; false at the end.
@@ -58,7 +58,7 @@ class SliceWalk {
 
   const Layout &layout_;
   const JobItems &job_;
-  const SliceSizes sizes_;
+  const PumpOptions &sizes_;
   const bool has_batch_;
   int64_t item_ = 0;
   int32_t layer_ = 0;

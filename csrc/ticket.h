@@ -30,6 +30,15 @@ inline pds_error error_of(int32_t code, const std::string &message, int32_t devi
   return error;
 }
 
+// Thrown where a call cannot go on.
+struct Failure {
+  pds_error error;
+};
+
+[[noreturn]] inline void refuse(const std::string &why) {
+  throw Failure{error_of(PDS_ERR_ARGUMENT, why)};
+}
+
 inline pds_error poisoned_error() {
   return error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context");
 }

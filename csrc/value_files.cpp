@@ -51,15 +51,13 @@ int64_t read_piece(int file, char *to, int64_t bytes) {
 }
 
 // Reads all of an open file. False if that fails, or if it has not exactly so many bytes.
-bool read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
-  Sum sum;
+bool read_value(int file, char *to, int64_t bytes, Sum *sum) {
   for (int64_t at = 0; at < bytes;) {
     const int64_t wanted = std::min(kPieceBytes, bytes - at);
     if (read_piece(file, to + at, wanted) != wanted) return false;
-    sum.add(to, at, at + wanted);
+    sum->add(to, at, at + wanted);
     at += wanted;
   }
-  *checksum = sum.digest();
   char more;
   return read_piece(file, &more, 1) == 0;
 }
@@ -67,12 +65,11 @@ bool read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
 // True if a file has exactly these bytes behind a header that begins so, and they fit their sum.
 bool read_right(const char *path, char *to, int64_t bytes, const char *start) {
   int file;
-  uint64_t digest = 0;  // little-endian, as every machine this is built for
+  Sum sum;
   if (open_file(path, O_RDONLY, &file) != 0) return false;
-  const bool is_read = read_value(file, to, bytes, &digest);
+  const bool is_read = read_value(file, to, bytes, &sum);
   close(file);
-  return is_read && std::memcmp(to, start, kSummedOfHeader) == 0 &&
-         std::memcmp(to + kSummedOfHeader, &digest, sizeof digest) == 0;
+  return is_read && pds::is_header(to, start, sum.digest());
 }
 
 int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
@@ -96,8 +93,7 @@ int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
     sum.add(value, at, end);
     if (const int32_t why = write_piece(file, value + at, end - at, at)) return why;
   }
-  const uint64_t digest = sum.digest();  // little-endian, as every machine this is built for
-  std::memcpy(value + kSummedOfHeader, &digest, sizeof digest);
+  pds::set_header(value, start, sum.digest());
   return write_piece(file, value, kHeaderBytes, 0);
 }
 
@@ -142,12 +138,6 @@ bool are_values(const uint64_t *addresses, const int64_t *sizes, int64_t count) 
   return count >= 0;
 }
 
-int32_t check(const pds_engine *engine, const uint64_t *addresses, const int64_t *sizes,
-              int64_t count) {
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
-  return are_values(addresses, sizes, count) ? PDS_OK : PDS_ERR_ARGUMENT;
-}
-
 timespec time_of(int64_t ns) {
   constexpr int64_t kNs = 1000000000;
   return {static_cast<time_t>(ns / kNs), static_cast<long>(ns % kNs)};
@@ -159,20 +149,18 @@ extern "C" int32_t pds_sum_values(const uint64_t *addresses, const int64_t *size
                                   uint64_t *checksums) {
   if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
   for (int64_t i = 0; i < count; ++i) {
-    Sum sum;
-    sum.add(reinterpret_cast<const char *>(addresses[i]), 0, sizes[i]);
-    checksums[i] = sum.digest();
+    checksums[i] = pds::sum_of(reinterpret_cast<const char *>(addresses[i]), sizes[i]);
   }
   return PDS_OK;
 }
 
 extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
                                    const int64_t *sizes, const char *starts, int64_t count) {
-  if (const int32_t code = check(engine, addresses, sizes, count)) return code;
+  if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
   return pds::guarded(nullptr, [&] {
     const std::vector<const char *> path = each_of(paths, count);
     std::atomic<bool> all_right{true};
-    engine->engine->crew().each(count, [&](int64_t i) {
+    engine->crew().each(count, [&](int64_t i) {
       char *to = reinterpret_cast<char *>(addresses[i]);
       if (all_right && !read_right(path[i], to, sizes[i], starts + i * kSummedOfHeader)) {
         all_right = false;
@@ -186,7 +174,7 @@ extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, c
                                     const uint64_t *addresses, const int64_t *sizes,
                                     const char *starts, int64_t count, int64_t *num_written,
                                     int32_t *why) {
-  if (const int32_t code = check(engine, addresses, sizes, count)) return code;
+  if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
   *num_written = 0, *why = 0;
   return pds::guarded(nullptr, [&] {
     const std::vector<const char *> path = each_of(paths, count);
@@ -200,7 +188,7 @@ extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, c
                         starts + i * kSummedOfHeader);
     };
     std::atomic<bool> all_written{true};
-    engine->engine->crew().each(count, [&](int64_t i) {
+    engine->crew().each(count, [&](int64_t i) {
       if (all_written && write(i) != 0) all_written = false;
     });
     if (all_written) {

@@ -122,7 +122,6 @@ void reserve(View &view, Batch &batch, bool bytes_count) {
 
 void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
   Batch batch(random, 1 + random() % 12);
-  int64_t found;
   std::vector<uint8_t> stored(batch.count());
   switch (random() % 8) {
     case 0:
@@ -132,8 +131,9 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 4: return reserves ? reserve(view, batch, bytes_count) : void();
     case 5: pds_arena_remove(view.arena, batch.keys.data(), batch.count()); return;
     case 6:
-      pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
-      pds_arena_which(view.arena, -1, batch.keys.data(), batch.count(), stored.data());
+      for (const int32_t leases : {0, 1}) {
+        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), leases, stored.data());
+      }
       return;
     default:
       if (random() % 20 == 0) pds_arena_clear(view.arena, "pds1:key1");
@@ -191,9 +191,10 @@ void processes_killed_anywhere() {
     child = fork();
     if (child == 0) act_for_ever(file, n);
     Batch batch(random, 4);
-    int64_t found;
+    std::vector<uint8_t> stored(batch.count());
     get(view, batch, true);
-    const int32_t code = pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
+    const int32_t code =
+        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), 1, stored.data());
     expect(code == PDS_OK, "the lock of a dead process can be taken");
   }
   for (const pid_t child : alive) {

@@ -71,8 +71,8 @@ PartShape = _struct("PartShape", "num_layers:i32 num_heads:i32 cell:i64")
 Options = _struct(
     "Options",
     "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 path:i32"
-    " num_parts:i32 num_regions:i32 num_lanes:i32 copy_out_bytes:i64 copy_in_bytes:i64"
-    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64 max_pieces:i64"
+    " num_parts:i32 num_regions:i32 copy_out_bytes:i64 copy_in_bytes:i64"
+    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64"
     " linger_us:i64",
 )
 Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
@@ -119,10 +119,8 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],
     "pds_arena_open": [c_int32, _P, _P, _P],
     "pds_arena_close": [_P],
-    "pds_arena_forget": [_P],
     "pds_arena_free": [_P],
-    "pds_arena_match": [_P, c_int64, c_char_p, c_int64, _P],
-    "pds_arena_which": [_P, c_int64, c_char_p, c_int64, _P],
+    "pds_arena_find": [_P, c_int64, c_char_p, c_int64, c_int32, _P],
     "pds_arena_remove": [_P, c_char_p, c_int64],
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],

@@ -164,31 +164,34 @@ class NativeArena:
         self.data_at = int(info.data_at)
         self.data_bytes = int(info.data_bytes)
         self.slab_bytes = int(info.slab_bytes)
-        _forget_in_forked_children()
+        _close_in_forked_children()
         _open_arenas.add(self)
 
     def close(self) -> None:
-        """Ends it for this process; running calls end first. Twice is fine."""
-        self._calls.pds_arena_close(self._handle)
+        """Ends it for this process; running calls end first. Twice is fine.
 
-    def forget(self) -> None:
-        """Ends it in the child of a fork, where it is the parent's."""
-        self._calls.pds_arena_forget(self._handle)
+        In the child of a fork it stays open for the parent.
+        """
+        self._calls.pds_arena_close(self._handle)
 
     def __del__(self) -> None:
         if self._handle:
             self._calls.pds_arena_free(self._handle)
 
-    def match_keys(self, keys: Sequence[str]) -> int:
-        """Leases the values of the first keys that are stored; returns how many."""
-        found = c_int64()
-        self._check(self._short("match", len(keys), text_of(keys), len(keys), byref(found)))
-        return found.value
+    def find(self, keys: Sequence[str], *, leases: bool) -> list[bool]:
+        """Returns for each key whether it is stored.
 
-    def which(self, keys: Sequence[str]) -> list[bool]:
-        """Returns for each key whether it is stored; leases nothing."""
-        stored = (c_uint8 * len(keys))()
-        self._check(self._short("which", len(keys), text_of(keys), len(keys), stored))
+        leases: leases the first ones that are, and looks for no others.
+        """
+        # A short call keeps Python's lock, which a busy engine gives back late. Long batches, and a
+        # call that has to wait for the arena's lock, do without.
+        stored, code = (c_uint8 * len(keys))(), int(Code.TIMEOUT)
+        values = text_of(keys), len(keys), leases, stored
+        if len(keys) <= _SHORT_BATCH:
+            code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
+        if code == Code.TIMEOUT:
+            code = self._calls.pds_arena_find(self._handle, -1, *values)
+        self._check(code)
         return list(map(bool, bytes(stored)))
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -316,19 +319,6 @@ class NativeArena:
         self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
         return changes.value
 
-    def _short(self, verb: str, count: int, *args: object) -> int:
-        """Makes a call that is over at once unless somebody holds the lock; returns its code.
-
-        Such a call keeps Python's lock, which a busy engine gives back late. Long batches, and a
-        call that has to wait, do without.
-        """
-        name, code = f"pds_arena_{verb}", int(Code.TIMEOUT)
-        if count <= _SHORT_BATCH:
-            code = getattr(self._short_calls, name)(self._handle, _PATIENCE_NS, *args)
-        if code == Code.TIMEOUT:
-            code = getattr(self._calls, name)(self._handle, -1, *args)
-        return code
-
     def _check(self, code: int, num_done: int = 0) -> None:
         if code != Code.OK:
             raise self._error(code, num_done)
@@ -344,14 +334,14 @@ _open_arenas: weakref.WeakSet[NativeArena] = weakref.WeakSet()
 
 
 @cache
-def _forget_in_forked_children() -> None:
+def _close_in_forked_children() -> None:
     """A child that kept the file open would keep its parent's locks after the parent's death."""
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_close_all)
 
 
-def _forget_all() -> None:
+def _close_all() -> None:
     for arena in list(_open_arenas):
-        arena.forget()
+        arena.close()
 
 
 def text_of(keys: Sequence[str]) -> bytes:

@@ -194,33 +194,26 @@ class Engine:
 
 
 class Ticket:
-    """A started copy. Dropping the ticket does not stop the copy."""
+    """A started copy. Dropping the ticket does not stop the copy.
+
+    handle: the copy, for other calls of the library.
+    """
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
         self._calls = library.calls
         self._short_calls = library.short_calls
-        self._handle = handle
+        self.handle = handle
         self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end; False after `timeout_s`. Raises SwapError if the copy failed."""
         error = Error()
-        code = self._calls.pds_wait(self._handle, int(timeout_s * 1e6), byref(error))
+        code = self._calls.pds_wait(self.handle, int(timeout_s * 1e6), byref(error))
         if code == Code.PENDING:
             return False
         raise_error(error)
         return True
 
-    @property
-    def done(self) -> bool:
-        """True if the copy has ended. Raises SwapError if it failed."""
-        return self.wait(0)
-
-    @property
-    def handle(self) -> c_void_p:
-        """The copy, for other calls of the library."""
-        return self._handle
-
     def __del__(self) -> None:
         if os.getpid() == self._pid:
-            self._short_calls.pds_free_ticket(self._handle)
+            self._short_calls.pds_free_ticket(self.handle)
