@@ -247,8 +247,10 @@ int32_t Arena::back(Places *places) {
     const Places refused(places->begin() + i, places->end());
     const int32_t code = with_lock(-1, [&](int64_t now) {
       const int64_t until = index_.deny(now);
-      for (const Place &place : refused)
-        index_.set_aside_if_reserved(place.slot, place.generation, until);
+      for (const auto &[slot, generation, offset, unbacked] : refused) {
+        if (index_.is_reserved(slot, generation))
+          index_.set_aside(static_cast<uint32_t>(slot), until);
+      }
     });
     if (code != PDS_OK) abandon_later(*places);
     places->resize(i);

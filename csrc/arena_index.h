@@ -90,7 +90,6 @@ class Index {
   // These are for what a caller remembers: nothing happens to a slot that is not its own any more.
   bool is_reserved(int64_t id, uint64_t generation);
   void free_if_reserved(int64_t id, uint64_t generation);
-  void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until);
   // The bytes that a slot has room for.
   int64_t room_of(uint32_t id) { return slabs_[slab_of(id)].units * kUnit; }
   void count(pds_arena_counts *counts);

@@ -71,7 +71,7 @@ bool Index::add_slab(Class &sized, int64_t now) {
 
 // Cuts a slab that is not in use into slots. False if the file system has no memory for them.
 bool Index::assign(int64_t slab, Class &sized, int64_t now) {
-  const int64_t count = geometry_.units_per_slab() / sized.units;
+  const int64_t count = geometry_.slots_per_slab / sized.units;
   const int64_t at = geometry_.slots_at + id_of(slab, 0) * static_cast<int64_t>(sizeof(Slot));
   if (fallocate(file_, 0, at, count * static_cast<int64_t>(sizeof(Slot))) != 0) {
     deny(now);

@@ -1,10 +1,8 @@
 // Values that are gathered into an arena or scattered from it, a call for many of them.
 //
-// Decision: whoever calls from Python holds its lock between calls, and takes it from the engine
-// after each. So all that is done with the values of one share of a save is one call, and all but
-// the wait for the copies of a share of a load. Only what goes well is done here: if any value is
-// missing, wrong or has no room, or the lock is not free soon, then the call ends with a code, and
-// the caller goes step by step to find out which and why.
+// Only what goes well is done here: if any value is missing, wrong or has no room, or the lock is
+// not free soon, then the call ends with a code, and the caller goes step by step to find out which
+// and why.
 //
 // Decision: a share of a save is many batches, each with an event of its own, and each is published
 // as soon as it is sealed: few calls for much, and yet whoever loads the values hears of them while

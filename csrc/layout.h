@@ -1,16 +1,18 @@
 // Where the caches of one engine are: parts, their regions, the blocks of an item, and which path
-// moves which payload.
+// moves which payload, and a job cut into slices.
 //
 // Decision: regions that differ only in base and layer are one class, so that a block of many
 // layers is one strided copy or one kernel launch. Everything is checked once, when the layout is
 // assigned.
 //
 // Decision: the path is chosen by the layout, the direction and the tokens in the block alone, so
-// that it never changes unseen. Nothing ever writes host memory from the GPU's processors: even two
-// thread blocks that do so slow a decode step by 149 %; copy engines cost it about 1 %. The copy
-// engines want pieces of 64 KiB or engine blocks of 2 MiB; everything smaller is gathered in device
-// memory first. On the way to the host blocks of 512 KiB in pieces of 16 KiB are enough: a prefill
-// runs beside those copies, and gathering slows it more than the copies gain.
+// that it never changes unseen. The copy engines want pieces of 64 KiB or engine blocks of 2 MiB,
+// on the way to the host 512 KiB in pieces of 16 KiB; all else is gathered in device memory first.
+// Decision: docs/decisions/022-no-kernel-writes-host.md
+//
+// Decision: a slice is what one lane has in flight, so its size bounds how long somebody else's
+// small copy waits. It holds whole items where they fit, and a range of one item's layers where
+// they do not; one path per slice.
 #pragma once
 #include <utility>
 #include <vector>
@@ -74,5 +76,66 @@ struct Layout {
  private:
   void add(const pds_region &region, const pds_part &shape);
 };
+
+// An item whose payload is summed after the copy, and where its digests begin among the job's.
+struct SumOf {
+  int64_t item;
+  uint32_t first_digest;
+};
+
+struct JobItems {
+  Direction direction;
+  std::vector<Item> items;
+  std::vector<int64_t> ids;
+  std::vector<SumOf> sums{};
+  int64_t num_digests = 0;
+};
+
+// Some layers of one item.
+struct Segment {
+  int64_t item;
+  int32_t layer0, layer1;
+};
+
+struct Slice {
+  int32_t path = PDS_PATH_STAGE;
+  int64_t bytes = 0;
+  std::vector<Segment> segments;
+};
+
+// Segments begin at multiples of this in a lane's ring.
+constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+struct PumpOptions {
+  int64_t copy_bytes, stage_bytes;  // of a slice
+  int64_t first_bytes;  // where nothing runs yet: the first slice is prepared before the link works
+  int64_t linger_us;    // how long a thread that has nothing to do sleeps lightly
+};
+
+class SliceWalk {
+ public:
+  SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes, bool has_batch)
+      : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
+
+  // The next slice, of at most so many bytes, into `slice`; false at the end.
+  bool next(Slice *slice, int64_t most_bytes);
+
+ private:
+  const pds_plan &plan_of(const Item &item);
+
+  const Layout &layout_;
+  const JobItems &job_;
+  const PumpOptions &sizes_;
+  const bool has_batch_;
+  int64_t item_ = 0;
+  int32_t layer_ = 0;
+  int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is of
+  pds_plan plan_{};
+};
+
+// Adds a segment's contiguous pieces, or its strided copies.
+void add_pieces(const Layout &layout, const JobItems &job, const Segment &segment, Copies *copies);
+void add_strided(const Layout &layout, const JobItems &job, const Segment &segment,
+                 std::vector<Strided> *copies);
 
 }  // namespace pds

@@ -7,7 +7,7 @@
 // that one kernel fits all paths and strides whose rows begin and end at 16 bytes.
 // Decision: docs/decisions/040-arena-summed-after-the-copy.md
 #pragma once
-#include "slices.h"
+#include "layout.h"
 
 namespace pds {
 
