@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,6 @@ from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.watch import Pace
-from pdstore.threads import Latch
 
 
 class PageWait:
@@ -63,7 +63,7 @@ class PageWait:
         self._before: list[bytes] = []  # the batch that was expected last, if it was a full one
         self._expected: dict[bytes, float] = {}  # until when, by a batch's first page
         self._queue = LookupQueue(partial(find, store), self._stall_s)
-        self._closed = Latch()
+        self._closed = threading.Event()
 
     def wait(self, keys: PromptKeys) -> bool:
         """Waits for the pages of a batch. True if they are expected, though not all are stored.
@@ -111,7 +111,7 @@ class PageWait:
         """
         pace = Pace()
         stall_end = self._clock() + self._stall_s
-        while not self._closed.is_set:
+        while not self._closed.is_set():
             asked_at = time.monotonic()
             found = self._match(keys)
             pause_s = pace.after(1, time.monotonic() - asked_at)

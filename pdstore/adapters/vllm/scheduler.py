@@ -31,7 +31,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.reporting import Reporting
-from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -97,7 +97,7 @@ class PDStoreConnectorScheduler:
         namespace = layout.namespace
         self._block_tokens = layout.block_tokens
         cache = self._cache = self._open(namespace)
-        self._prompt_times = PromptTimes.of(self._settings, namespace, self._metrics)
+        self._prompt_times = PromptTimes.from_settings(self._settings, namespace, self._metrics)
         self._reporting = Reporting(
             self._settings,
             cache,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pdstore.metrics import Counting, Metrics, Showing, Timing, known_labels
+from pdstore.metrics import M, Metrics, known_labels
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Across, Kind, Metric
 
 _COUNTERS, _SECONDS, _GAUGES = "counters", "seconds", "gauges"
@@ -68,14 +68,8 @@ class StepMetrics(Metrics):
         """Reads a gauge by this function from now on."""
         self._gauges[key] = read
 
-    def _counter(self, name: str) -> Counting:
-        return _Noted(super()._counter(name), name, self)
-
-    def _seconds(self, name: str) -> Timing:
-        return _Noted(super()._seconds(name), name, self)
-
-    def _gauge(self, name: str) -> Showing:
-        return _Noted(super()._gauge(name), name, self)
+    def _made(self, kind: type[M], name: str) -> M:
+        return cast("M", _Noted(super()._made(kind, name), name, self))
 
     def _changed_gauges(self) -> dict[str, float]:
         """Returns the gauges that changed since the last call, by key with this process in it."""

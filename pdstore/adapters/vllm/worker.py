@@ -48,7 +48,7 @@ class _Running:
 
     def job_ended(self, number: int | None, job: Job) -> None:
         """Takes note of the end. number: of a save."""
-        self.end = JobEnd.of(job, self.spec.request_id, number)
+        self.end = JobEnd.of_job(job, self.spec.request_id, number)
 
 
 class PDStoreConnectorWorker:
