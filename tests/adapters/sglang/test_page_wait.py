@@ -41,7 +41,7 @@ class D:
     def begin(self, threads: ThreadPoolExecutor) -> Future[bool]:
         """Waits on a thread; returns when the store has been looked at."""
         before = self.num_looks()
-        waiting = threads.submit(self.wait.wait, KEYS)
+        waiting = threads.submit(self.wait.wait_for_pages, KEYS)
         eventually(lambda: self.num_looks() > before)
         return waiting
 
@@ -87,7 +87,7 @@ def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve, 
 def test_a_prompt_of_which_no_page_comes_is_not_expected(serve):
     d = serve(stall_s=0.1)
     d.store_pages(0, 1)
-    assert not d.wait.wait(KEYS)
+    assert not d.wait.wait_for_pages(KEYS)
     assert d.wait.arrivals(KEYS) is None
 
 
@@ -96,7 +96,7 @@ def test_pages_are_expected_no_longer_than_a_hand_off_may_take():
     settings = settings_of(handoff_wait_s=10.0)
     wait = PageWait(settings, Scripted(0, 1), Metrics(), stall_s=LONG_S, clock=clock)
     with contextlib.closing(wait):
-        assert wait.wait(KEYS)
+        assert wait.wait_for_pages(KEYS)
         assert wait.arrivals(KEYS) is not None
         clock.now += 11.0
         assert wait.arrivals(KEYS) is None
@@ -113,9 +113,9 @@ def test_pages_are_waited_for_until_those_of_a_full_batch_before_them_have_come(
     settings, clock = settings_of(handoff_wait_s=1000), Clock(step=1.0)
     wait = PageWait(settings, store, Metrics(), stall_s=8.0, batch_pages=batch_pages, clock=clock)
     with contextlib.closing(wait):
-        assert wait.wait(KEYS)
+        assert wait.wait_for_pages(KEYS)
         assert store.num_calls == 2
-        assert wait.wait(OTHERS)
+        assert wait.wait_for_pages(OTHERS)
         assert store.num_calls == 2 + num_looks
 
 
@@ -131,7 +131,7 @@ def test_two_requests_for_one_prompt_expect_the_same_pages(serve):
 def test_what_is_stored_already_is_not_waited_for(serve):
     d = serve()
     d.store_pages(0, 1, 2, 3)
-    d.wait.wait(KEYS)
+    d.wait.wait_for_pages(KEYS)
     assert d.num_waits() == 0
 
 
@@ -146,7 +146,7 @@ def test_pages_that_do_not_come_are_given_up(serve, bounds):
     d = serve(**bounds)
     d.store_pages(0, 1)
     began = time.monotonic()
-    d.wait.wait(KEYS)
+    d.wait.wait_for_pages(KEYS)
     assert time.monotonic() - began < LONG_S / 2
     assert d.num_waits() == 1
 
@@ -154,11 +154,11 @@ def test_pages_that_do_not_come_are_given_up(serve, bounds):
 def test_after_waits_in_vain_no_prompt_is_waited_for_until_one_is_stored(serve):
     d = serve(stall_s=0.2, most_vain=2, rest_s=LONG_S)
     for _ in range(4):
-        d.wait.wait(KEYS)
+        d.wait.wait_for_pages(KEYS)
     assert d.num_waits() == 2
     d.store_pages(0, 1, 2, 3)
-    d.wait.wait(KEYS)
-    d.wait.wait(OTHERS)
+    d.wait.wait_for_pages(KEYS)
+    d.wait.wait_for_pages(OTHERS)
     assert d.num_waits() == 3
 
 
@@ -167,14 +167,14 @@ def test_after_the_rest_one_prompt_is_waited_for_again(serve):
     d = serve(stall_s=0.2, most_vain=1, rest_s=5.0, clock=clock)
     for now, num_waits in [(100.0, 1), (104.0, 1), (106.0, 2), (106.5, 2)]:
         clock.now = now
-        d.wait.wait(KEYS)
+        d.wait.wait_for_pages(KEYS)
         assert d.num_waits() == num_waits
 
 
 def test_a_store_that_is_away_is_not_waited_for(serve):
     d = serve("redis://127.0.0.1:1/0")
     began = time.monotonic()
-    d.wait.wait(KEYS)
+    d.wait.wait_for_pages(KEYS)
     assert time.monotonic() - began < LONG_S / 2
 
 
@@ -195,7 +195,7 @@ def followed():
         settings = settings_of(handoff_wait_s=1000)
         store = Scripted(0, 1, *script)
         made.append(PageWait(settings, store, Metrics(), stall_s=8.0, clock=clock))
-        assert made[-1].wait(KEYS)
+        assert made[-1].wait_for_pages(KEYS)
         return [(number, at_each())[0] for number in made[-1].arrivals(KEYS)]
 
     yield followed

@@ -28,7 +28,9 @@ def open_pool(tmp_path):
 
         def open_pool(weights="w", **settings):
             settings = settings_of(**{"store": f"file://{tmp_path}/pool", **settings})
-            pages = HostPages.of(wheel.mha_pool(), ServedModel("float16", weights, "", None), 0, 1)
+            pages = HostPages.of_host_pool(
+                wheel.mha_pool(), ServedModel("float16", weights, "", None), 0, 1
+            )
             pool = PagePool(settings, pages, weights, Metrics())
             return stack.enter_context(contextlib.closing(pool))
 
@@ -37,20 +39,24 @@ def open_pool(tmp_path):
 
 def test_a_page_that_is_missing_ends_the_prefix(open_pool):
     pool = open_pool()
-    assert pool.save([HASHES[0], HASHES[2]], [0, 2]) == 2
+    assert pool.save([HASHES[0], HASHES[2]], kit.indices_of([0, 2])) == 2
     assert pool.num_stored(HASHES) == 1
-    assert pool.load(HASHES, [4, 5, 6]) == 1
+    assert pool.load(HASHES, kit.indices_of([4, 5, 6])) == 1
 
 
 def test_no_page_is_no_work(open_pool):
     pool = open_pool()
-    assert [pool.num_stored([]), pool.load([], []), pool.save([], [])] == [0, 0, 0]
+    assert [
+        pool.num_stored([]),
+        pool.load([], torch.arange(0)),
+        pool.save([], torch.arange(0)),
+    ] == [0, 0, 0]
 
 
 def test_names_tell_nothing_of_a_page_in_another_namespace(open_pool, tmp_path):
     """So a tenant cannot look in the other's names for a prompt that it guesses."""
     for weights in ("a", "b"):
-        assert open_pool(weights).save(HASHES, [0, 1, 2]) == 3
+        assert open_pool(weights).save(HASHES, kit.indices_of([0, 1, 2])) == 3
     names = {path.name.rsplit(":", 1)[1] for path in (tmp_path / "pool").rglob("pds1:*:0:0:*")}
     assert len(names) == 6
 
@@ -77,14 +83,14 @@ def test_a_second_close_finds_nothing_to_end(open_pool):
     pool.close()
     pool.close()
     assert pool.num_stored(HASHES) == 0
-    assert pool.load(HASHES, [0, 1, 2]) == 0
+    assert pool.load(HASHES, kit.indices_of([0, 1, 2])) == 0
 
 
 SERVED = ServedModel("float16", "w", "", None)
 
 
 def pages_of(pool, rank=0, size=1):
-    return HostPages.of(pool, SERVED, rank, size)
+    return HostPages.of_host_pool(pool, SERVED, rank, size)
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])

@@ -21,9 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdstore.adapters.vllm.describe import (
-    check_spec,
     hashes_items,
-    is_keyed,
     keys_of,
     layers_by_step,
     layout_of,
@@ -199,32 +197,13 @@ def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypa
         refuse_unsupported(vllm_config(), sliding)
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ({"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
-        ({"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
-        ({"cache_role": SparseCacheRole.INDEXER}, "scales apart"),
-        ({"non_causal": True}, "not causal"),
-    ],
-)
-def test_blocks_that_are_more_than_their_tokens_are_refused(spec, reason):
-    with pytest.raises(LayoutError, match=reason):
-        check_spec("layer", SimpleNamespace(**spec))
-
-
-def test_plain_and_per_tensor_blocks_are_taken():
-    for mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        check_spec("layer", SimpleNamespace(kv_quant_mode=mode))
-    check_spec("layer", SimpleNamespace(cache_role=SparseCacheRole.SPARSE))
-
-
 @pytest.fixture
 def described(monkeypatch):
     """Describes one rank's layers: `described(MLAAttentionSpec, tp_size=2)`."""
 
-    def describe(kind, tp_size=1, tp_rank=0, **model):
-        spec = kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **SHARED[kind])
+    def describe(kind, tp_size=1, tp_rank=0, spec=None, **model):
+        shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1}
+        spec = kind(**shape, dtype=torch.float32, **(spec or {}))
         groups = [KVCacheGroupSpec(NAMES, spec)]
         replicas = kv_cache_groups_tp_replicas(groups, tp_size)
         caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
@@ -245,7 +224,18 @@ def described(monkeypatch):
     return describe
 
 
-SHARED = {FullAttentionSpec: {"max_tp_shards": 1}, MLAAttentionSpec: {"max_tp_shards": 1}}
+@pytest.mark.parametrize(
+    ("kind", "spec", "reason"),
+    [
+        (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
+        (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
+        (FullAttentionSpec, {"non_causal": True}, "not causal"),
+    ],
+)
+def test_blocks_that_are_more_than_their_tokens_are_refused(described, kind, spec, reason):
+    with pytest.raises(LayoutError, match=reason):
+        described(kind, spec=spec)
+    described(kind, spec={"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR})
 
 
 def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described):
@@ -283,11 +273,6 @@ def request(**changes):
     )
 
 
-def test_a_prompt_of_tokens_is_keyed():
-    assert is_keyed(request(), has_pages=True)
-    assert is_keyed(request(cache_salt="mine"), has_pages=False)
-
-
 def test_images_that_vllm_only_numbers_have_no_keys(instance):
     image = SimpleNamespace(
         mm_position=SimpleNamespace(offset=0, length=2), identifier="renderer0-mm-1-image-0"
@@ -306,11 +291,14 @@ def test_images_that_vllm_only_numbers_have_no_keys(instance):
         {"pooling_params": object()},
         {"resumable": True},
         {"lora_request": SimpleNamespace(load_inplace=True)},
-        {"cache_salt": "mine"},
     ],
 )
-def test_what_tokens_do_not_name_is_not_keyed(changes):
-    assert not is_keyed(request(**changes), has_pages=True)
+def test_what_tokens_do_not_name_has_no_keys(instance, changes):
+    cache = instance().cache
+    assert keys_of(request(**changes), cache) is None
+    assert keys_of(request(cache_salt="mine"), cache) is not None
+    object.__setattr__(cache.namespace, "fields", {**cache.namespace.fields, "page": "packed"})
+    assert keys_of(request(cache_salt="mine"), cache) is None, "a packed page may hold more"
 
 
 def adapter(directory, weights):

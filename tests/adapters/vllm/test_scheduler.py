@@ -19,6 +19,8 @@ from pdstore.outcome import Direction, Reason
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
+IDLE = SimpleNamespace(num_scheduled_tokens={})
+"""A step that computes nothing."""
 TABLE = [10, 11, 12, 13, 14]
 
 
@@ -52,7 +54,7 @@ def scheduler_of(url):
         given = {name: changes.pop(name) for name in options if name in changes}
         settings = settings_of(**{"store": url, **changes})
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
-        scheduler.bind(Pool())
+        scheduler.saves.block_pool = Pool()
         scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
         made.append(scheduler)
         return scheduler
@@ -102,12 +104,11 @@ def saved_with(save, reason):
 
 def step(scheduler, asked, num_tokens):
     """The metadata of a step that computes tokens of a request."""
-    metadata = scheduler.build_metadata()
     output = SimpleNamespace(
         num_scheduled_tokens={asked.request_id: num_tokens},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
     )
-    scheduler.add_saves(metadata, output)
+    metadata = scheduler.build_metadata(output)
     asked.num_computed_tokens += num_tokens
     return metadata
 
@@ -124,7 +125,7 @@ def found(scheduler, asked, num_computed=0):
 
 def test_before_the_layout_is_known_nothing_is_found_or_saved():
     scheduler = PDStoreConnectorScheduler(settings_of(), 1, StepMetrics())
-    scheduler.bind(Pool())
+    scheduler.saves.block_pool = Pool()
     assert scheduler.num_found(request(), 0) == 0
     assert step(scheduler, request(), 300).saves == []
 
@@ -154,11 +155,11 @@ def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
     assert found(scheduler, asked) == len(PROMPT)
     assert found(scheduler, asked, num_computed=2 * BLOCK) == len(PROMPT) - 2 * BLOCK
     scheduler.load(asked, [TABLE], len(PROMPT) - 2 * BLOCK)
-    [spec] = scheduler.build_metadata().loads
+    [spec] = scheduler.build_metadata(IDLE).loads
     plan = spec.plan
     assert (plan.first_token, plan.num_tokens, plan.follow) == (2 * BLOCK, len(PROMPT), None)
     assert list(spec.block_ids[0]) == TABLE
-    assert scheduler.build_metadata().loads == []
+    assert scheduler.build_metadata(IDLE).loads == []
 
 
 @pytest.mark.usefixtures("saved")
@@ -191,7 +192,7 @@ def test_ps_answer_names_the_hand_off_that_its_last_chunk_publishes(scheduler_of
     p.add(asked)
     assert [save.plan.handoff for save in step(p, asked, 256).saves] == [None]
     metadata = step(p, asked, 44)
-    said = Handoff.of(p.finish(asked))
+    said = Handoff.of(p.finish_request(asked))
     assert [save.plan.handoff for save in metadata.saves] == [said.id]
     assert said.num_tokens == len(PROMPT)
     assert metadata.saves[0].plan.starts == (), "nobody waits for the start of a relayed hand-off"
@@ -201,9 +202,9 @@ def test_a_hand_off_that_ends_before_it_is_published_is_aborted(scheduler_of):
     p, asked = scheduler_of(role="prefill"), request()
     tracker = p.add(asked)
     step(p, asked, 256)
-    assert p.finish(asked) is None
+    assert p.finish_request(asked) is None
     assert p.is_at_work
-    assert p.build_metadata().aborted_handoffs == [tracker.handoff]
+    assert p.build_metadata(IDLE).aborted_handoffs == [tracker.handoff]
 
 
 def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended(scheduler_of):
@@ -211,10 +212,10 @@ def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended
     both, asked = scheduler_of(), request()
     both.add(asked)
     [save] = step(both, asked, 300).saves
-    both.finish(asked)
-    assert both.holds_blocks
+    both.finish_request(asked)
+    assert both.saves
     both.report(StepReport(released=Counter({save.number: 1})))
-    assert not both.holds_blocks
+    assert not both.saves
     assert both.is_at_work, "the save's end comes with a step"
 
 
@@ -222,11 +223,11 @@ def test_d_follows_a_hand_off_from_ps_answer_on(scheduler_of):
     p, d, asked = scheduler_of(role="prefill"), scheduler_of(role="decode"), request()
     p.add(asked)
     step(p, asked, 300)
-    params = p.finish(asked)
+    params = p.finish_request(asked)
     theirs = request(params)
     assert found(d, theirs) == len(PROMPT)
     d.load(theirs, [TABLE], len(PROMPT))
-    [spec] = d.build_metadata().loads
+    [spec] = d.build_metadata(IDLE).loads
     assert spec.plan.follow == Handoff.of(params).id
 
 
@@ -235,7 +236,7 @@ def test_where_a_short_load_would_fail_the_request_d_waits_until_p_is_done(sched
     p.add(asked)
     step(p, asked, 300)
     d = scheduler_of(role="decode", may_follow=False, handoff_wait_s=0.5)
-    theirs = request(p.finish(asked))
+    theirs = request(p.finish_request(asked))
     assert d.num_found(theirs, 0) is None
     assert found(d, theirs) == 0, "nothing was stored in time"
 
@@ -261,7 +262,7 @@ def test_never_computes_what_the_pool_has_and_the_answer_says_so(scheduler_of, s
     assert found_of(scheduler, asked) == 0
     step(scheduler, asked, len(PROMPT))
     asked.num_output_tokens = 1
-    told = scheduler.finish(asked)["pdstore_decision"]
+    told = scheduler.finish_request(asked)["pdstore_decision"]
     assert told["decision"] == "compute"
     assert told["took_s"] > 0
 
@@ -292,7 +293,7 @@ def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_c
     num_found = found(d, theirs)
     assert num_found == len(PROMPT) - 1
     d.load(theirs, [TABLE], num_found)
-    [spec] = d.build_metadata().loads
+    [spec] = d.build_metadata(IDLE).loads
     assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
 
@@ -321,7 +322,7 @@ def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
         asked = request(request_id=f"r{next(numbers)}")
         p.add(asked)
         [save] = step(p, asked, len(PROMPT)).saves
-        answer = p.finish(asked)["pdstore"]
+        answer = p.finish_request(asked)["pdstore"]
         p.report(saved_with(save, reason))
         assert save.plan.handoff.is_doubtful == ("last_save" in answer)
         return answer.get("last_save")
@@ -335,7 +336,7 @@ def test_p_says_what_its_files_are_where_a_setting_names_the_weights(scheduler_o
     def answer_of(p):
         p.add(request())
         step(p, request(), len(PROMPT))
-        return p.finish(request())["pdstore"]
+        return p.finish_request(request())["pdstore"]
 
     p = scheduler_of(role="prefill", weights="prod", weights_of=lambda _: "sha256:1")
     assert eventually(lambda: answer_of(p).get("weights_files")) == "sha256:1"

@@ -26,7 +26,7 @@ def begin_saves(worker, *saves):
 def save(worker, *saves):
     """Saves in a step whose layers are not reported."""
     begin_saves(worker, *saves)
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
 
 
 def test_a_save_is_released_once_and_then_forgotten(worker, instance):
@@ -143,7 +143,7 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store
     assert store.match(whole) < len(whole), "layer c is not computed yet"
     assert worker.pop_report() is None, "the blocks are still needed"
     worker.open_saves.layer_done("c")
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
     eventually(lambda: store.match(whole) == len(whole))
 
 
@@ -159,7 +159,7 @@ def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, mo
     eventually(lambda: store.match(started))
     assert not store.match([handoff.done(instance.namespace, 0)])
     worker.open_saves.layer_done("c")
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
     eventually(lambda: store.match([handoff.done(instance.namespace, 0)]))
 
 
@@ -173,7 +173,7 @@ def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monke
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
     begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
     assert heard[0] == "begin_beats"
     assert heard[-1] == "end_beats"
 
@@ -182,7 +182,7 @@ def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
     worker, instance = ranged
     keys = instance.cache.keys(range(128))
     begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
     whole = keys.store_keys(instance.namespace.parts)
     eventually(lambda: store.match(whole) == len(whole))
 
