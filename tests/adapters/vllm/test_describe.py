@@ -54,15 +54,9 @@ def test_the_extra_configuration_wins_over_the_environment():
     assert settings.workers == 7
 
 
-@pytest.mark.parametrize(
-    ("kv_role", "role"),
-    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")],
-)
-def test_the_role_is_the_kv_role(kv_role, role):
-    assert settings_of(config_of(kv_role)).role == role
-
-
-def test_the_environments_role_counts_where_vllm_says_both(monkeypatch):
+def test_the_role_is_the_kv_role_or_the_environments_where_vllm_says_both(monkeypatch):
+    roles = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+    assert {kv_role: settings_of(config_of(kv_role)).role for kv_role in roles} == roles
     monkeypatch.setenv("PDSTORE_ROLE", "decode")
     assert settings_of(config_of()).role == "decode"
     assert settings_of(config_of("kv_producer")).role == "prefill"
@@ -87,10 +81,6 @@ def vllm_config(enable_sleep_mode=False, calculate_kv_scales=False, **parallel):
 KV_CACHE = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
 
 
-def test_a_plain_configuration_is_accepted():
-    refuse_unsupported(vllm_config(), KV_CACHE)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -101,23 +91,26 @@ def test_a_plain_configuration_is_accepted():
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
+    refuse_unsupported(vllm_config(), KV_CACHE)
     with pytest.raises(ConfigError, match=reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
 
 
 @pytest.mark.parametrize(
-    ("prefix_caching", "cache_gb", "expected"),
-    [(True, 0, True), (False, 4, True), (False, 0, False)],
+    ("prefix_caching", "options", "expected"),
+    [
+        (True, MultiModalConfig(mm_processor_cache_gb=0), True),
+        (False, MultiModalConfig(mm_processor_cache_gb=4), True),
+        (False, MultiModalConfig(mm_processor_cache_gb=0), False),
+        (False, None, True),  # a model that takes text alone
+    ],
 )
-def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, cache_gb, expected):
-    options = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, options, expected):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
         model_config=SimpleNamespace(multimodal_config=options),
     )
     assert hashes_items(config) is expected
-    config.model_config.multimodal_config = None  # of a model that takes text alone
-    assert hashes_items(config)
 
 
 NAMES = ["layer.0", "layer.1"]
@@ -229,6 +222,7 @@ def described(monkeypatch):
     [
         (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
         (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
+        (MLAAttentionSpec, {"cache_role": SparseCacheRole.INDEXER}, "scales apart"),
         (FullAttentionSpec, {"non_causal": True}, "not causal"),
     ],
 )
