@@ -93,7 +93,7 @@ class JobEnd:
         return cls(request_id, number, direction, 0, Reason.FAULT)
 
     @classmethod
-    def of(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
+    def of_job(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
         """Returns the end of a job that has just ended."""
         result, calls, now = job.result, job.in_store, time.monotonic()
         assert result is not None
@@ -126,7 +126,9 @@ class PromptTimes:
         self._since = 0.0
 
     @classmethod
-    def of(cls, settings: Settings, namespace: Namespace, metrics: Metrics) -> PromptTimes | None:
+    def from_settings(
+        cls, settings: Settings, namespace: Namespace, metrics: Metrics
+    ) -> PromptTimes | None:
         """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
         if settings.load == "always":
             return None

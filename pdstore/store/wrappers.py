@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from prometheus_client import Counter, Histogram
+
 from pdstore.errors import (
     BadValue,
     StoreClosed,
@@ -21,7 +23,7 @@ from pdstore.errors import (
     StoreUnavailable,
 )
 from pdstore.format.keys import BlockKey
-from pdstore.metrics import Counting, Metrics, Timing
+from pdstore.metrics import Metrics
 from pdstore.native.arena import Filled, Taken
 from pdstore.store.base import Slots, Store
 
@@ -119,7 +121,7 @@ class Instrumented(CallWrapper):
     def __init__(self, store: Store, metrics: Metrics) -> None:
         super().__init__(store)
         self._metrics = metrics
-        self._kept: dict[tuple[str, str], tuple[Counting, Timing]] = {}
+        self._kept: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
 
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
         start = time.monotonic()
@@ -138,7 +140,7 @@ class Instrumented(CallWrapper):
         calls.inc()
         seconds.observe(time.monotonic() - start)
 
-    def _counters(self, verb: str, outcome: str) -> tuple[Counting, Timing]:
+    def _counters(self, verb: str, outcome: str) -> tuple[Counter, Histogram]:
         """Keeps the labelled metrics: to look them up takes longer than to count."""
         kept = self._kept.get((verb, outcome))
         if kept is None:

@@ -253,7 +253,7 @@ class ChildJob:
     """One worker's time at a job, in which it carries one share after the other.
 
     Only that worker's thread calls it; `is_hung` is for any thread. It may leave one block copy
-    under way while it fills slots for the next (`follow`), and waits for it before it leaves.
+    under way while it fills slots for the next (`finish_copy`), and waits for it before it leaves.
     """
 
     job: Job
@@ -263,14 +263,6 @@ class ChildJob:
     _under_way: Callable[[], None] | None = field(default=None, init=False)
 
     @property
-    def direction(self) -> Direction:
-        return self.job.direction
-
-    @property
-    def deadline(self) -> Deadline:
-        return self.job.deadline
-
-    @property
     def is_over(self) -> bool:
         """True if the job has ended or is about to: nothing may be begun for it."""
         return self.job._is_ending
@@ -278,7 +270,7 @@ class ChildJob:
     @property
     def is_hung(self) -> bool:
         """True while its worker is still in a store call although the job's time is up."""
-        return self._is_in_store and self.job.done and self.deadline.is_over()
+        return self._is_in_store and self.job.done and self.job.deadline.is_over()
 
     @property
     def has_copy_under_way(self) -> bool:
@@ -349,29 +341,21 @@ class ChildJob:
         """Says that the job's source blocks are copied, or are not needed any more."""
         self.job._captured = True
 
-    def begin_copy(self) -> None:
-        """Before the paged cache is touched. Raises JobError when the job has ended."""
-        with self.job._lock:
-            self.raise_if_over()
-            self.job._num_copies += 1
-
-    def end_copy(self) -> None:
-        """After each `begin_copy`: the paged cache is not touched any more."""
-        job = self.job
-        with job._lock:
-            job._num_copies -= 1
-            is_due = job._is_ending and job._num_copies == 0
-        if is_due:
-            job._settle()
-
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Surrounds what touches the paged cache. Raises JobError when the job has ended."""
-        self.begin_copy()
+        job = self.job
+        with job._lock:
+            self.raise_if_over()
+            job._num_copies += 1
         try:
             yield
         finally:
-            self.end_copy()
+            with job._lock:
+                job._num_copies -= 1
+                is_due = job._is_ending and job._num_copies == 0
+            if is_due:
+                job._settle()
 
     @contextlib.contextmanager
     def in_store_call(self) -> Iterator[None]:
@@ -390,15 +374,11 @@ class ChildJob:
                 job._store_calls = (min(first, begin), max(last, end))
         self.raise_if_over()
 
-    def follow(self, finish: Callable[[], None]) -> None:
-        """Leaves a copy under way, after waiting for the one before it.
-
-        finish: waits for the copy, gives back its slots and its `begin_copy`.
-        """
-        self.finish_copy(finish)
-
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
-        """Waits for the copy that is under way, if there is one."""
+        """Waits for the copy that is under way, if there is one; may leave another one so.
+
+        following: waits for that copy, gives back its slots and ends its `copying`.
+        """
         finish, self._under_way = self._under_way, following
         if finish is not None:
             finish()

@@ -102,7 +102,7 @@ class LoadWork(Work):
             gaps, cut = list(self._gaps), self._cut
             released = [piece for pieces in self._released.values() for piece in pieces]
         if gaps:
-            if any(self.mover.removes(gap.reason) for _, gap in gaps):
+            if any(gap.reason in self.mover.ends.removed for _, gap in gaps):
                 self._remove_wrong(child, released)
             return min(gaps, key=lambda gap: self._block_at(gap[0]))[1]
         if shortfall is None and cut is not None:
@@ -118,7 +118,7 @@ class LoadWork(Work):
         return max(piece.blocks.first, piece.reached // self.prompt.layout.block_tokens)
 
     def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
-        self.ready = self.mover.to_follow(self.ready)
+        self.ready = self.mover.ends.swap.to_follow(self.ready)
         values = self.prompt.values(piece.blocks, piece.layer_range)
         if not values:  # a window has moved on
             with self.lock:

@@ -22,7 +22,7 @@ from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
 from pdstore.worker.store_ends import InPlaceEnd, StagedEnd, StoreEnd
-from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.swap.base import Swap
 from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.values import Split, Values
 
@@ -43,31 +43,17 @@ class Mover:
 
     def __init__(self, ends: Ends, way: StoreEnd) -> None:
         self.way = way
-        self._ends = ends
+        self.ends = ends
 
     @property
     def problem(self) -> str | None:
         """The trouble of the store now, in a sentence; None while all is well."""
-        return problem_of(self._ends.store)
-
-    @property
-    def num_engine_blocks(self) -> int:
-        """Blocks of the paged cache."""
-        return self._ends.swap.num_blocks
-
-    @property
-    def memory_bytes(self) -> int:
-        """Size of the host memory that values are copied through."""
-        return self.way.memory.num_bytes
-
-    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns `ready` if copies can wait on it; else blocks until it fires, returns None."""
-        return self._ends.swap.to_follow(ready)
+        return problem_of(self.ends.store)
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are in the store; renews their leases."""
         with child.in_store_call():
-            return count_of(self._ends.store.match(keys), keys, self._ends.store)
+            return count_of(self.ends.store.match(keys), keys, self.ends.store)
 
     def ready(self, timeout_s: float | None) -> None:
         """Waits until the memory of copies is registered; jobs wait too, until their deadline.
@@ -76,12 +62,8 @@ class Mover:
         Raises why it cannot be registered, or TimeoutError.
         """
         if timeout_s is None:
-            timeout_s = _REGISTER_S + self.memory_bytes / _REGISTER_BYTES_PER_S
+            timeout_s = _REGISTER_S + self.way.memory.num_bytes / _REGISTER_BYTES_PER_S
         self.way.memory.ready(timeout_s)
-
-    def removes(self, reason: Reason) -> bool:
-        """True if values that cannot be used for this reason are removed."""
-        return reason in self._ends.removed
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
         """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
@@ -92,7 +74,7 @@ class Mover:
                 if not asked:
                     child.raise_if_over()
                     return
-                read = read_values(self._ends, child, asked, slots)
+                read = read_values(self.ends, child, asked, slots)
             if read.shortfall is not None and read.shortfall.error is not None:
                 raise read.shortfall.error
             rest = rest[min(read.num_read + 1, len(asked)) :]  # goes on behind what ended it
@@ -108,7 +90,7 @@ class Mover:
             for i, header in enumerate(markers.values()):
                 block.seal(slots.value(i), header)
             with child.in_store_call():
-                self._ends.store.put(keys, slots)
+                self.ends.store.put(keys, slots)
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
     def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:

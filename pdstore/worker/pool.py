@@ -11,8 +11,9 @@ import torch
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import LayoutError, ReadOnly, SwapError
+from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
@@ -23,7 +24,7 @@ from pdstore.store.connect import connect_store
 from pdstore.store.watch import KeyWatch
 from pdstore.threads import Deadline
 from pdstore.worker.follow import Follow
-from pdstore.worker.heartbeat import Heartbeat, Markers
+from pdstore.worker.heartbeat import Heartbeat, MarkWork
 from pdstore.worker.job import Job, Urgency
 from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
 from pdstore.worker.load import LoadWork
@@ -87,7 +88,6 @@ class KVPool:
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # first: a call that waits for an arena's lock ends with it
                 undo.callback(store.close)
-            self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
             self._store = store
             self._watch = KeyWatch(store, name="pdstore-follower")
             undo.callback(self._watch.close, 0.0)
@@ -184,16 +184,13 @@ class KVPool:
         )
         if not self._queue.is_in_child:
             self._saves.add(job)
-        if not self._settings.publish:
-            self._queue.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
-        else:
-            self._queue.submit(job, after)
-            if handoff is not None:
-                self._heartbeat.begin_beats(handoff)
-                job.on_end(partial(self._note_end, handoff))
+        self._submit_save(job, after)
+        if handoff is not None and self._settings.publish:
+            self._heartbeat.begin_beats(handoff)
+            job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
-        marks = [partial(self._markers.start_here, *start) for start in starts]
-        return OpenSave(job, work, prompt, self._mover.way.split, order, wake, marks)
+        marks = [partial(self._start_here, *start) for start in starts]
+        return OpenSave(job, work, order, wake, marks)
 
     def load(
         self,
@@ -239,14 +236,14 @@ class KVPool:
             seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
-        split, wake = self._mover.way.split, partial(self._queue.wake, job)
         if follow is None:
-            work.release(split.ranges(first_block, len(keys), num_bytes))
+            ranges = self._mover.way.split.ranges(first_block, len(keys), num_bytes)
+            work.release(ranges)
             work.close()
         self._queue.submit(job)
         if follow is not None and not job.done:  # else it was refused
-            context = self._store, job, work, prompt, first_block, follow
-            self._watch.add(Follow(*context, stall_s=wait_s, split=split, wake=wake))
+            wake = partial(self._queue.wake, job)
+            self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))
         return job
 
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
@@ -255,7 +252,7 @@ class KVPool:
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
         self._heartbeat.begin_beats(handoff)
-        return self._markers.start(handoff, num_tokens)
+        return self._put_marker(*self._started(handoff, num_tokens))
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
@@ -263,7 +260,8 @@ class KVPool:
         `save` does this itself for a hand-off that it cannot complete.
         """
         self._heartbeat.end_beats(handoff)
-        return self._markers.fail(handoff)
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        return self._put_marker(handoff.failed(self.namespace), marker)
 
     @property
     def num_jobs(self) -> int:
@@ -282,6 +280,29 @@ class KVPool:
             for thread in (self._heartbeat, self._watch):
                 thread.close(limit.remaining_s())
             self._resources.close()
+
+    def _start_here(self, handoff: HandoffId, num_tokens: int) -> None:
+        """Puts `started` on the calling thread if the store needs no wait for that.
+
+        A worker that wakes while an engine launches kernels takes Python's lock from that thread.
+        """
+        key, marker = self._started(handoff, num_tokens)
+        if not (self._settings.publish and self._mover.mark_at_once(key, marker)):
+            self._put_marker(key, marker)
+
+    def _started(self, handoff: HandoffId, num_tokens: int) -> tuple[BlockKey, Header]:
+        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
+        return handoff.started(self.namespace), marker
+
+    def _put_marker(self, key: BlockKey, marker: Header) -> Job:
+        """Puts a marker, on a worker."""
+        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.deadline_s
+        return self._submit_save(Job(Direction.SAVE, work, seconds=seconds, urgency=Urgency.MARKER))
+
+    def _submit_save(self, job: Job, after: Sequence[Job] = ()) -> Job:
+        if not self._settings.publish:
+            return self._queue.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
+        return self._queue.submit(job, after)
 
     def _note_end(self, handoff: HandoffId, job: Job) -> None:
         self._heartbeat.end_beats(handoff)
@@ -309,7 +330,7 @@ class KVPool:
             self.namespace.hex,
             self._settings.role,
             ", ".join(sorted({plan.path for plan in out + back})),
-            self._mover.memory_bytes >> 20,
+            self._mover.way.memory.num_bytes >> 20,
             self._settings.workers,
             empty_settings(self._settings),
         )

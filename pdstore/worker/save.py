@@ -19,7 +19,7 @@ from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Source
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, Split, bytes_of, tables_of
+from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of, tables_of
 
 _MOST_ROUNDS = 3
 
@@ -92,9 +92,16 @@ class SaveWork(Work):
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
     def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
-        sources = [source for piece in pieces if (source := self._source(piece, child)).values]
-        for _ in range(len(sources), len(pieces)):
-            self._note_copied(child)
+        sources = []
+        for piece in pieces:
+            ready = self.mover.ends.swap.to_follow(piece.ready)
+            values = self.prompt.values(piece.blocks, piece.layer_range)
+            if self.handoff is None:
+                values = values[self.mover.num_matched(child, values.keys) :]
+            if values:
+                sources.append(Source(values, ready))
+            else:
+                self._note_copied(child)
         if not sources:
             return None
         reason = self.mover.way.save(child, sources, partial(self._note_copied, child))
@@ -102,14 +109,6 @@ class SaveWork(Work):
             for values, _ in sources:  # a lease: D comes for them, also when all is late
                 self.mover.num_matched(child, values.keys)
         return reason
-
-    def _source(self, piece: _Piece, child: ChildJob) -> Source:
-        """Returns what is to be saved of a piece."""
-        ready = self.mover.to_follow(piece.ready)
-        values = self.prompt.values(piece.blocks, piece.layer_range)
-        if self.handoff is None:
-            values = values[self.mover.num_matched(child, values.keys) :]
-        return Source(values, ready)
 
     def _note_copied(self, child: ChildJob) -> None:
         """Counts a piece that is out of the paged cache; a hand-off's may be needed again."""
@@ -138,10 +137,10 @@ class SaveWork(Work):
     def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
         """Saves what the store lost of the blocks from `first_block` on, range by range."""
         keys, layout = self.prompt.keys, self.prompt.layout
-        num_blocks = self.mover.num_engine_blocks  # blocks before the first are checked now
+        num_blocks = self.mover.ends.swap.num_blocks  # blocks before the first are checked now
         tables = tables_of(layout, keys.num_tokens, self.prompt.tables, num_blocks)
         prompt = PromptBlocks(layout, keys, tables)
-        ready = self.mover.to_follow(self._ready)
+        ready = self.mover.ends.swap.to_follow(self._ready)
         num_bytes = bytes_of(layout, keys, first_block)
         for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
             source = Source(prompt.values(blocks), ready)
@@ -158,14 +157,14 @@ class SaveWork(Work):
         Returns the first block that is not whole in the store; None if all are. A store that fails
         at this too does not hide why the save fell short.
         """
-        chain, keys = self.prompt.chain(first_block), self.prompt.keys
+        values, keys = self.prompt.values_from(first_block), self.prompt.keys
         try:
-            stored = self.mover.num_matched(child, chain.keys)
+            stored = self.mover.num_matched(child, values.keys)
         except StoreError:
             if shortfall is None:
                 raise
             stored = 0
-        missing = chain.numbers[stored] if stored < len(chain.keys) else None
+        missing = values.numbers[stored] if stored < len(values) else None
         self._progress = keys.num_tokens if missing is None else keys.end_of(missing)
         return missing
 
@@ -210,7 +209,6 @@ class OpenSave:
     more to queue, each behind its own event: workers that begin sooner would take Python's lock
     from that thread, and the device is behind it anyway.
 
-    split: how blocks are shared out, and when layer ranges are saved early.
     order: records an event behind what the calling thread's stream has queued; None without one.
     wake: tells the queue that the model goes on, and that there may be more to do.
     at_begin: called once each, when the first layers are done.
@@ -220,20 +218,18 @@ class OpenSave:
         self,
         job: Job,
         work: SaveWork,
-        prompt: PromptBlocks,
-        split: Split,
         order: Callable[[], ReadyEvent | None],
         wake: Callable[[], None],
         at_begin: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.job = job
         self._work = work
-        self._prompt = prompt
-        self._split = split
+        self._prompt = work.prompt
+        self._split = work.mover.way.split
         self._order = order
         self._wake = wake
         self._at_begin = at_begin
-        self._held = prompt.layout.held_ranges
+        self._held = work.prompt.layout.held_ranges
         self._num_whole = 0  # of the layer ranges held
         self._num_queued = 0
         self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from pdstore.errors import LayoutError, StoreError, StoreTimeout
+from pdstore.errors import JobError, LayoutError, StoreError, StoreTimeout
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
@@ -126,7 +126,7 @@ class StagedEnd(StoreEnd):
 
     @contextlib.contextmanager
     def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:
-        with self._lend(child, len(sizes), least, child.deadline) as numbers:
+        with self._lend(child, len(sizes), least, child.job.deadline) as numbers:
             yield self._slots(numbers, sizes)
 
     def save(
@@ -165,10 +165,11 @@ class StagedEnd(StoreEnd):
             read = self._read(child, window, slots)
             usable = window[: window.num_whole(read.num_right)]
             if usable:
-                child.begin_copy()
-                held.callback(child.end_copy)
+                held.enter_context(child.copying())
                 wait = self._start(Direction.LOAD, usable, slots, first_token, ready)
-                child.follow(partial(_finish, held.pop_all(), wait, partial(loaded, usable, None)))
+                child.finish_copy(
+                    partial(_finish, held.pop_all(), wait, partial(loaded, usable, None))
+                )
                 self._ends.count_tokens("loaded", usable.num_counted)
         return read, values[len(window) :]
 
@@ -240,13 +241,13 @@ class StagedEnd(StoreEnd):
             if numbers := held.enter_context(at_once):
                 return numbers
             child.finish_copy()
-        return held.enter_context(self._lend(child, most, self._num_parts, child.deadline))
+        return held.enter_context(self._lend(child, most, self._num_parts, child.job.deadline))
 
     def _lend(
         self, child: ChildJob, most: int, least: int, deadline: Deadline
     ) -> AbstractContextManager[list[int]]:
         return self._staging.loan(
-            child.direction,
+            child.job.direction,
             min(most, self._window),
             least=least,
             deadline=deadline,
@@ -359,24 +360,21 @@ class InPlaceEnd(StoreEnd):
         loaded: Loaded,
     ) -> bool:
         """Starts to scatter values, or returns False: not all are there, or one is wrong."""
-        batch = self._batch(values, first_token, ready)
+        batch, taken = self._batch(values, first_token, ready), None
         with contextlib.ExitStack() as held:
-            child.begin_copy()
-            held.callback(child.end_copy)
-            with contextlib.ExitStack() as undo:  # a job that ended meanwhile waits for its copies
+            held.enter_context(child.copying())
+            try:
                 with child.in_store_call():
                     taken = self._arena.start_scatter(batch)
-                    if taken is not None:
-                        undo.callback(self._swap.finish, taken.copies)
-                undo.pop_all()
+            except JobError:  # it ended meanwhile, and waits for its copies
+                if taken is not None:
+                    self._swap.finish(taken.copies)
+                raise
             if taken is None:
                 return False
             wait = partial(self._swap.finish, taken.copies)
-            child.follow(
-                partial(
-                    _finish, held.pop_all(), wait, partial(self._confirm, taken, values, loaded)
-                )
-            )
+            copied = partial(self._confirm, taken, values, loaded)
+            child.finish_copy(partial(_finish, held.pop_all(), wait, copied))
         return True
 
     def _confirm(self, taken: Taken, values: Values, loaded: Loaded) -> None:

@@ -122,13 +122,6 @@ class Values:
             yield self[first:stop]
 
 
-class Chain(NamedTuple):
-    """The store's keys of blocks in order, and each key's block by its number in the prompt."""
-
-    keys: Sequence[BlockKey]
-    numbers: Sequence[int]
-
-
 @dataclass(eq=False)
 class PromptBlocks:
     """The blocks of one prompt that this rank moves, and where they are in the paged cache.
@@ -173,10 +166,9 @@ class PromptBlocks:
                 return stop * size
         return first_token
 
-    def chain(self, first_block: int, layer_range: int | None = None) -> Chain:
-        """Returns the keys of the blocks from `first_block` on."""
-        values = self.values(BlockRange(first_block, len(self.keys)), layer_range)
-        return Chain(values.keys, values.numbers)
+    def values_from(self, first_block: int, layer_range: int | None = None) -> Values:
+        """Returns the values of the blocks from `first_block` on."""
+        return self.values(BlockRange(first_block, len(self.keys)), layer_range)
 
     def _of_layers(self, layer_range: int | None) -> Values:
         values = self._made.get(layer_range)

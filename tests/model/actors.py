@@ -23,7 +23,7 @@ from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.follow import Follow
-from pdstore.worker.heartbeat import Beats, MarkWork
+from pdstore.worker.heartbeat import MarkWork, put_beat
 from pdstore.worker.job import ChildJob, Job
 from pdstore.worker.load import LoadWork
 from pdstore.worker.movers import Mover
@@ -248,9 +248,8 @@ class Actors:
         return result.reason
 
     def _beat(self, store: Store) -> None:
-        beats = Beats(store, self.namespace, INSTANCE)
-        for _ in range(self.shape.num_beats * self.rules.beats):
-            beats.put_next()
+        for number in range(self.shape.num_beats * self.rules.beats):
+            put_beat(store, self.namespace, INSTANCE, number)
 
     def _decode(self, store: ReplayStore) -> Taken:
         """Looks a hand-off up and loads it as D does."""
@@ -303,7 +302,7 @@ class Actors:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
         else:
-            self._follow(store, job, work, prompt, found.follow)
+            self._follow(store, job, work, found.follow)
         result = carry(job)
         assert result is not None
         return result
@@ -313,7 +312,6 @@ class Actors:
         store: ReplayStore,
         job: Job,
         work: LoadWork,
-        prompt: PromptBlocks,
         handoff: HandoffId,
     ) -> None:
         watch = Watch(store, self.rules)
@@ -321,11 +319,8 @@ class Actors:
             store,
             job,
             work,
-            prompt,
-            0,
             handoff,
             stall_s=STALL_S,
-            split=Split(1),
             wake=lambda: None,
             clock=watch.clock,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -243,10 +245,11 @@ class Failing(WrapperStore):
 def follow_by_hand(one, store, keys, **more):
     """Returns a follow of ONE without a thread, its work, its job, and a list of its wakes."""
     prompt = PromptBlocks(one.layout, keys, [D_BLOCKS])
-    work, wakes = LoadWork(None, prompt, 0, None), []
+    mover = SimpleNamespace(way=SimpleNamespace(split=Split(1)))
+    work, wakes = LoadWork(mover, prompt, 0, None), []
     job = job_of(work)
-    more = {"stall_s": 60.0, "split": Split(1), "wake": lambda: wakes.append(1), **more}
-    return Follow(store, job, work, prompt, 0, ONE, **more), work, job, wakes
+    more = {"stall_s": 60.0, "wake": lambda: wakes.append(1), **more}
+    return Follow(store, job, work, ONE, **more), work, job, wakes
 
 
 def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):

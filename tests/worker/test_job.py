@@ -279,12 +279,10 @@ def test_a_block_copy_is_never_cut_short():
 def test_an_end_waits_for_the_last_of_several_copies():
     job = job_of(Shares(lambda child: None, lambda child: None))
     first, second = job.begin_child(lambda job: True, left), job.begin_child(lambda job: True, left)
-    first.begin_copy()
-    second.begin_copy()
-    job.cancel()
-    first.end_copy()
-    assert not job.done
-    second.end_copy()
+    with first.copying():
+        with second.copying():
+            job.cancel()
+        assert not job.done
     assert job.done
 
 
@@ -327,7 +325,7 @@ def test_a_copy_under_way_is_waited_for_before_the_child_job_leaves():
     def share(name):
         def body(child):
             order.append(f"fill {name}")
-            child.follow(lambda: order.append(f"copied {name}"))
+            child.finish_copy(lambda: order.append(f"copied {name}"))
 
         return body
 
@@ -339,7 +337,7 @@ def test_a_copy_under_way_is_waited_for_before_the_child_job_leaves():
 def test_a_copy_under_way_is_waited_for_when_the_next_share_fails():
     order: list = []
     job = job_of(
-        Shares(lambda child: child.follow(lambda: order.append("copied")), lambda c: 1 // 0)
+        Shares(lambda child: child.finish_copy(lambda: order.append("copied")), lambda c: 1 // 0)
     )
     carry(job)
     assert order == ["copied"]
@@ -440,8 +438,8 @@ def test_a_copy_that_fails_is_not_waited_for_twice(child):
     def fails() -> None:
         raise OSError
 
-    child.follow(fails)
+    child.finish_copy(fails)
     with pytest.raises(OSError):
-        child.follow(lambda: None)
+        child.finish_copy(lambda: None)
     child.finish_copy()
     assert not child.has_copy_under_way

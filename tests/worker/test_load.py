@@ -261,10 +261,10 @@ def test_nothing_counts_behind_a_copy_that_failed(store):
 
 
 class Copies:
-    """A mover, and its way to a store of every value; it notes the blocks that are asked for."""
+    """A mover, its way and its ends; it notes the blocks that are asked for."""
 
     def __init__(self):
-        self.way = self
+        self.way = self.ends = self.swap = self
         self.blocks: set[int] = set()
 
     def to_follow(self, ready):

@@ -43,7 +43,7 @@ def slots(metrics) -> float:
 def test_values_move_in_place_where_the_store_has_memory_here(undo, arena):
     metrics = Metrics()
     mover = mover_over(arena, undo, metrics=metrics, staging="64KiB")
-    assert (slots(metrics), mover.memory_bytes) == (0, len(arena.memory()))
+    assert (slots(metrics), mover.way.memory.num_bytes) == (0, len(arena.memory()))
 
 
 def test_values_of_an_arena_go_through_staging_where_copies_are_torchs(undo, arena):

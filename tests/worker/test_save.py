@@ -375,12 +375,12 @@ def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
 
 
 class Keeps:
-    """A mover, and its way to the store, that stores every value."""
+    """A mover, its way and its ends, that stores every value."""
 
     split = Split(1)
 
     def __init__(self):
-        self.way = self
+        self.way = self.ends = self.swap = self
         self.stored: set[str] = set()
 
     def to_follow(self, ready):

@@ -90,18 +90,6 @@ def test_values_behind_a_window_are_left_out():
     assert values.num_counted == [64, 64, 64, 0, 8, 0]
 
 
-@pytest.mark.parametrize("layers", [(FULL,) * 4, (FULL, SLIDING)])
-@pytest.mark.parametrize("layer_range", [None, 0, 1])
-@pytest.mark.parametrize("first_block", [0, 2])
-def test_a_chain_names_the_same_values(layers, layer_range, first_block):
-    tables = [range(16), [NO_BLOCK] * 8 + list(range(8))][: len(set(layers))]
-    prompt = prompt_of(layers=layers, tables=tables, layer_ranges=2)
-    values = prompt.values(BlockRange(first_block, 4), layer_range)
-    chain = prompt.chain(first_block, layer_range)
-    assert chain.keys == values.keys
-    assert chain.numbers == values.numbers
-
-
 @pytest.mark.parametrize(("count", "whole"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (8, 8)])
 def test_whole_blocks_have_all_their_values(count, whole):
     assert all_of(prompt_of(kv_shards=2)).num_whole(count) == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.watch import Pace
-from pdstore.threads import Latch
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class PageWait:
         self._before: list[bytes] = []  # the batch that was expected last, if it was a full one
         self._expected: dict[bytes, float] = {}  # until when, by a batch's first page
         self._queue = LookupQueue(partial(find, self.store), self.stall_s)
-        self._closed = Latch()
+        self._closed = threading.Event()
 
     def wait_for_pages(self, keys: PromptKeys) -> bool:
         """Waits for the pages of a batch. True if they are expected, though not all are stored.
@@ -106,7 +106,7 @@ class PageWait:
         """
         pace = Pace()
         stall_end = self.clock() + self.stall_s
-        while not self._closed.is_set:
+        while not self._closed.is_set():
             asked_at = time.monotonic()
             found = self._match(keys)
             pause_s = pace.after(1, time.monotonic() - asked_at)

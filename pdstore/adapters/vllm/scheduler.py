@@ -34,7 +34,7 @@ from pdstore.outcome import Reason
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.reporting import Reporting
-from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -97,7 +97,7 @@ class PDStoreConnectorScheduler:
             longest_prompt=self.longest_prompt,
             weights_of=self.weights_of,
         )
-        self._prompt_times = PromptTimes.of(self.settings, namespace, self.metrics)
+        self._prompt_times = PromptTimes.from_settings(self.settings, namespace, self.metrics)
         self._reporting = Reporting(
             self.settings,
             cache,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pdstore.metrics import Counting, Metrics, Showing, Timing, known_labels
+from pdstore.metrics import M, Metrics, known_labels
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Across, Kind, Metric
 
 _GAUGES_EVERY_S = 0.1
@@ -110,14 +110,8 @@ class StepMetrics(Metrics):
         """Reads a gauge by this function from now on."""
         self._gauges[key] = read
 
-    def _counter(self, name: str) -> Counting:
-        return _Recorded(super()._counter(name), name, self)
-
-    def _seconds(self, name: str) -> Timing:
-        return _Recorded(super()._seconds(name), name, self)
-
-    def _gauge(self, name: str) -> Showing:
-        return _Recorded(super()._gauge(name), name, self)
+    def _made(self, kind: type[M], name: str) -> M:
+        return cast("M", _Recorded(super()._made(kind, name), name, self))
 
     def _add_gauges(self, new: PDStoreStats) -> None:
         """Adds the gauges that have changed since the last call."""

@@ -49,7 +49,7 @@ class _Running(Generic[Spec]):
 
     def job_ended(self, job: Job) -> None:
         """Keeps the end for the next report."""
-        self.end = JobEnd.of(job, self.spec.request_id, self.spec.number)
+        self.end = JobEnd.of_job(job, self.spec.request_id, self.spec.number)
 
 
 @dataclass(eq=False)

@@ -176,5 +176,5 @@ def test_pdstores_own_lines_come_out_where_vllms_do(monkeypatch):
     monkeypatch.setattr(theirs, "handlers", [handler])
     monkeypatch.setattr(theirs, "level", logging.INFO)
     plugin.register()
-    logging.getLogger("pdstore.telemetry.journal").info("request r-1")
+    logging.getLogger("pdstore.telemetry.request_record").info("request r-1")
     assert heard == ["request r-1"]
