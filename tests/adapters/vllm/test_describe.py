@@ -30,6 +30,7 @@ from pdstore.adapters.vllm.describe import (
     settings_of,
 )
 from pdstore.errors import ConfigError, LayoutError
+from tests.adapters.vllm.standins import vllm_request
 from tests.support.instances import instance as instance
 from tests.support.vllm_draft import make_draft
 
@@ -253,28 +254,14 @@ def test_options_of_the_image_processor_are_a_field_where_there_are_any(describe
     assert len({plain, *(rope(mm_processor_kwargs={"fps": fps}) for fps in (1, 2))}) == 3
 
 
-def request(**changes):
-    return SimpleNamespace(
-        **{
-            "prompt_token_ids": [1, 2],
-            "prompt_embeds": None,
-            "pooling_params": None,
-            "lora_request": None,
-            "cache_salt": None,
-            "kv_transfer_params": None,
-            **changes,
-        }
-    )
-
-
 def test_images_that_vllm_only_numbers_have_no_keys(instance):
     image = SimpleNamespace(
         mm_position=SimpleNamespace(offset=0, length=2), identifier="renderer0-mm-1-image-0"
     )
-    cache, pictured = instance().cache, request(mm_features=[image])
+    cache, pictured = instance().cache, vllm_request([1, 2], mm_features=[image])
     assert keys_of(pictured, cache, hashes_items=True) is not None
     assert keys_of(pictured, cache, hashes_items=False) is None
-    assert keys_of(request(mm_features=[]), cache, hashes_items=False) is not None
+    assert keys_of(vllm_request([1, 2], mm_features=[]), cache, hashes_items=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -289,10 +276,12 @@ def test_images_that_vllm_only_numbers_have_no_keys(instance):
 )
 def test_what_tokens_do_not_name_has_no_keys(instance, changes):
     cache = instance().cache
-    assert keys_of(request(**changes), cache) is None
-    assert keys_of(request(cache_salt="mine"), cache) is not None
+    assert keys_of(vllm_request([1, 2], **changes), cache) is None
+    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache) is not None
     object.__setattr__(cache.namespace, "fields", {**cache.namespace.fields, "page": "packed"})
-    assert keys_of(request(cache_salt="mine"), cache) is None, "a packed page may hold more"
+    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache) is None, (
+        "a packed page may hold more"
+    )
 
 
 def adapter(directory, weights):
@@ -305,7 +294,11 @@ def adapter(directory, weights):
 def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, tmp_path):
     cache = instance().cache
     blocks = {
-        tuple(keys_of(request(lora_request=lora), cache).store_keys(cache.namespace.parts))
+        tuple(
+            keys_of(vllm_request([1, 2], lora_request=lora), cache).store_keys(
+                cache.namespace.parts
+            )
+        )
         for lora in (
             None,
             adapter(tmp_path / "a" / "mine", b"first"),
@@ -317,4 +310,4 @@ def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, t
 
 def test_an_adapter_whose_files_are_gone_bypasses_the_pool(instance, tmp_path):
     gone = SimpleNamespace(lora_int_id=2, lora_name="mine", lora_path=str(tmp_path / "gone"))
-    assert keys_of(request(lora_request=gone), instance().cache) is None
+    assert keys_of(vllm_request([1, 2], lora_request=gone), instance().cache) is None

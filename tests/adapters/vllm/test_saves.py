@@ -10,6 +10,7 @@ from pdstore.adapters.vllm.scheduler import Saves
 from pdstore.engine.request import EngineRequest
 from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK
+from tests.adapters.vllm.standins import BlockPool
 from tests.support.instances import instance as instance
 from tests.support.kv import settings_of
 
@@ -17,24 +18,9 @@ BLOCK, PROMPT = 64, list(range(1, 301))
 TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
-class Pool:
-    """Counts references to blocks, as vLLM's BlockPool does."""
-
-    def __init__(self) -> None:
-        self.blocks = list(range(32))
-        self.held: list[int] = []
-
-    def touch(self, blocks) -> None:
-        self.held += blocks
-
-    def free_blocks(self, blocks) -> None:
-        for block in blocks:
-            self.held.remove(block)
-
-
 @pytest.fixture
 def pool():
-    return Pool()
+    return BlockPool()
 
 
 @pytest.fixture

@@ -16,22 +16,13 @@ from pdstore.engine.request import JobEnd
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.outcome import Direction, Reason
+from tests.adapters.vllm.standins import BlockPool, vllm_request
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
 IDLE = SimpleNamespace(num_scheduled_tokens={})
 """A step that computes nothing."""
 TABLE = [10, 11, 12, 13, 14]
-
-
-class Pool:
-    """Stands for vLLM's BlockPool."""
-
-    def __init__(self) -> None:
-        self.blocks = list(range(64))
-
-    def touch(self, blocks) -> None: ...
-    def free_blocks(self, blocks) -> None: ...
 
 
 @pytest.fixture
@@ -54,7 +45,7 @@ def scheduler_of(url):
         given = {name: changes.pop(name) for name in options if name in changes}
         settings = settings_of(**{"store": url, **changes})
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
-        scheduler.saves.block_pool = Pool()
+        scheduler.saves.block_pool = BlockPool()
         scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
         made.append(scheduler)
         return scheduler
@@ -76,20 +67,7 @@ def saved(url):
 
 
 def request(params=None, request_id="r"):
-    return SimpleNamespace(
-        request_id=request_id,
-        prompt_token_ids=PROMPT,
-        prompt_embeds=None,
-        pooling_params=None,
-        lora_request=None,
-        cache_salt=None,
-        kv_transfer_params=params,
-        num_tokens=len(PROMPT),
-        num_computed_tokens=0,
-        num_prompt_tokens=len(PROMPT),
-        num_output_tokens=0,
-        all_token_ids=PROMPT,
-    )
+    return vllm_request(PROMPT, kv_transfer_params=params, request_id=request_id)
 
 
 def loaded(request_id="r", num_tokens=300, reason=None):
@@ -126,7 +104,7 @@ def found(scheduler, asked, num_computed=0):
 def test_it_begins_with_the_layout_that_all_ranks_have():
     settings = settings_of()
     scheduler = PDStoreConnectorScheduler(settings, 2, StepMetrics())
-    scheduler.saves.block_pool = Pool()
+    scheduler.saves.block_pool = BlockPool()
     with pytest.raises(ConfigError, match="MultiConnector"):
         scheduler.set_layouts([])
     with pytest.raises(ConfigError, match="differ in weights"):
