@@ -38,9 +38,8 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
             try:
                 return hook(*args, **kwargs)
             except Exception:  # the border to the engine
-                log.exception("pdstore failed in %s; the engine continues", hook.__name__)
                 connector: Any = args[0]
-                connector.metrics.miss(Reason.FAULT)
+                connector.count_fault(hook.__name__)
                 return cast("R", instead())
 
         return guarded
@@ -91,6 +90,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 settings, vllm_config, kv_cache_config, self.metrics
             )
 
+    def count_fault(self, hook: str) -> None:
+        """Logs the exception that is handled, and counts a miss."""
+        log.exception("pdstore failed in %s; the engine continues", hook)
+        self.metrics.miss(Reason.FAULT)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """False: saves hold references, so preempted blocks are still delivered."""
@@ -140,7 +144,12 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return True
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
-        return self.scheduler.build_metadata(scheduler_output)
+        metadata = self.scheduler.build_metadata()
+        try:
+            self.scheduler.add_saves(metadata, scheduler_output)
+        except Exception:  # a fault costs the saves alone: vLLM waits for the loads
+            self.count_fault("build_connector_meta")
+        return metadata
 
     @degrades(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:

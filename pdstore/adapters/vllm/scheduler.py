@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from pdstore.engine.request import EngineRequest, PromptTimes
 from pdstore.format.handoff import Handoff
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.reporting import Reporting
@@ -173,23 +172,16 @@ class PDStoreConnectorScheduler:
         behind = [table[first:] for table in block_ids]
         self._next_step.loads.append(LoadSpec(request_id, None, tables_of(behind, len(behind[0]))))
 
-    def build_metadata(self, output: Any) -> PDStoreConnectorMetadata:
-        """Returns the queued loads and aborts, and the saves of what a step computes.
-
-        output: vLLM's SchedulerOutput. A fault costs the saves alone: vLLM waits for the loads.
-        """
+    def build_metadata(self) -> PDStoreConnectorMetadata:
+        """Returns the queued loads and aborts; `add_saves` adds the saves."""
         self._patience_left_s = self.patience_s
         metadata, self._next_step = self._next_step, PDStoreConnectorMetadata()
-        try:
-            if output.num_scheduled_tokens:
-                metadata.saves += self._plan_saves(output)
-                self.events.add_saves(metadata.saves)
-        except Exception:
-            log.exception("pdstore plans no saves in this step; the engine continues")
-            self.metrics.miss(Reason.FAULT)
         return metadata
 
-    def _plan_saves(self, output: Any) -> Iterator[SaveSpec]:
+    def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
+        """Adds the saves of what a step computes. output: vLLM's SchedulerOutput."""
+        if not output.num_scheduled_tokens:
+            return
         self.saves.begin_step(output)
         scheduled = [
             (*self._requests[request_id], num_tokens)
@@ -202,7 +194,8 @@ class PDStoreConnectorScheduler:
         for request, state, num_tokens in scheduled:
             start = request.num_computed_tokens
             state.begin_step(start, start + num_tokens)
-            yield from self.saves.plan(state, request, num_tokens)
+            metadata.saves += self.saves.plan(state, request, num_tokens)
+        self.events.add_saves(metadata.saves)
 
     def report(self, report: StepReport) -> None:
         """Handles what has ended on some ranks: releases saved blocks, and ends loads."""

@@ -14,6 +14,7 @@ from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec, StepReport
 from pdstore.engine.request import JobEnd, SavePlan
 from pdstore.outcome import Direction
+from tests.adapters.vllm.test_walk import Engine
 from tests.support.kv import eventually
 
 IDS = list(range(1, 21))
@@ -63,6 +64,16 @@ def test_a_hook_that_fails_answers_as_a_miss_and_is_counted(connector, monkeypat
     connector.metrics.pop()
     assert connector.get_finished(set()) == (None, set())
     assert connector.metrics.pop().data["misses|fault"] == 1
+
+
+def test_a_fault_costs_the_saves_of_its_step_and_not_the_loads(tmp_path):
+    engine = Engine(f"shm://p?size=8MiB&dir={tmp_path}", "both")
+    side = engine.scheduler
+    side.scheduler.fail_load("r", [[1, 2]], 16)
+    unknown = SimpleNamespace(num_scheduled_tokens={"r": 1})  # it tells nothing of blocks
+    assert len(side.build_connector_meta(unknown).loads) == 1
+    assert side.metrics.pop().data["misses|fault"] == 1
+    engine.close()
 
 
 def test_an_interrupt_is_not_a_fault(connector, monkeypatch):

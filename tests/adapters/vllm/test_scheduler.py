@@ -20,8 +20,6 @@ from tests.adapters.vllm.standins import BlockPool, vllm_request
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
-IDLE = SimpleNamespace(num_scheduled_tokens={})
-"""A step that computes nothing."""
 TABLE = [10, 11, 12, 13, 14]
 
 
@@ -86,7 +84,8 @@ def step(scheduler, asked, num_tokens):
         num_scheduled_tokens={asked.request_id: num_tokens},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
     )
-    metadata = scheduler.build_metadata(output)
+    metadata = scheduler.build_metadata()
+    scheduler.add_saves(metadata, output)
     asked.num_computed_tokens += num_tokens
     return metadata
 
@@ -127,11 +126,11 @@ def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
     assert scheduler.num_found(asked, 0) == len(PROMPT), "the first answer is waited for"
     assert found(scheduler, asked, num_computed=2 * BLOCK) == len(PROMPT) - 2 * BLOCK
     scheduler.load(asked, [TABLE], len(PROMPT) - 2 * BLOCK)
-    [spec] = scheduler.build_metadata(IDLE).loads
+    [spec] = scheduler.build_metadata().loads
     plan = spec.plan
     assert (plan.first_token, plan.num_tokens, plan.follow) == (2 * BLOCK, len(PROMPT), None)
     assert list(spec.block_ids[0]) == TABLE
-    assert scheduler.build_metadata(IDLE).loads == []
+    assert scheduler.build_metadata().loads == []
 
 
 @pytest.mark.usefixtures("saved")
@@ -146,15 +145,6 @@ def test_what_was_loaded_is_not_saved_and_what_failed_not_loaded_again(scheduler
     asked.num_computed_tokens = num_loaded
     saves = step(scheduler, asked, len(PROMPT) - num_loaded).saves
     assert [save.plan.first_token for save in saves] == ([] if reason is None else [BLOCK])
-
-
-def test_a_fault_costs_the_saves_of_its_step_and_not_the_loads(scheduler_of, saved):
-    metrics, asked = StepMetrics(), request()
-    scheduler = scheduler_of(metrics=metrics)
-    scheduler.load(asked, [TABLE], found(scheduler, asked))
-    unknown = SimpleNamespace(num_scheduled_tokens={"r": 1})  # it tells nothing of blocks
-    assert len(scheduler.build_metadata(unknown).loads) == 1
-    assert metrics.registry.get_sample_value("pdstore_misses_total", {"reason": "fault"}) == 1
 
 
 def test_ps_answer_names_the_hand_off_that_its_last_chunk_publishes(scheduler_of):
@@ -175,7 +165,7 @@ def test_d_follows_a_hand_off_from_ps_answer_on_where_a_short_load_fails_no_requ
     theirs = request(p.finish_request(asked))
     d = scheduler_of(role="decode")
     d.load(theirs, [TABLE], found(d, theirs))
-    [spec] = d.build_metadata(IDLE).loads
+    [spec] = d.build_metadata().loads
     assert spec.plan.follow == Handoff.of(theirs.kv_transfer_params).id
     strict = scheduler_of(role="decode", may_follow=False, handoff_wait_s=0.5)
     assert strict.num_found(theirs, 0) is None
@@ -191,7 +181,7 @@ def test_a_d_that_was_asked_with_p_is_told_of_the_start_once_and_of_an_abort(sch
     assert step(p, asked, 128).saves[0].plan.starts == ()
     assert p.finish_request(asked) is None
     assert p.is_at_work
-    assert [each.hex for each in p.build_metadata(IDLE).aborted_handoffs] == [handoff.hex]
+    assert [each.hex for each in p.build_metadata().aborted_handoffs] == [handoff.hex]
 
 
 def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended(scheduler_of):
@@ -214,7 +204,7 @@ def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_c
     num_found = found(d, theirs)
     assert num_found == len(PROMPT) - 1
     d.load(theirs, [TABLE], num_found)
-    [spec] = d.build_metadata(IDLE).loads
+    [spec] = d.build_metadata().loads
     assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
 

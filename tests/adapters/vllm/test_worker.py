@@ -110,7 +110,7 @@ def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp
 
 
 def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkeypatch):
-    """And D may follow the hand-off from then on."""
+    """From then on D may follow the hand-off."""
     monkeypatch.setattr("pdstore.worker.values.Split.early_bytes", 0)  # these ranges are small
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
