@@ -45,11 +45,7 @@ class Metrics:
         self.job_seconds = self._made(Histogram, "job_seconds")
         self.handoff_wait_seconds = self._made(Histogram, "handoff_wait_seconds")
         self.exposed_seconds = self._made(Histogram, "exposed_seconds")
-        self.follows = self._made(Counter, "follows")
-        self.follow_estimate_seconds = self._made(Histogram, "follow_estimate_seconds")
         self.decisions = self._made(Counter, "decisions")
-        self.estimated_seconds = self._made(Histogram, "estimated_seconds")
-        self.decided_seconds = self._made(Histogram, "decided_seconds")
         self.jobs_alive = self._made(Gauge, "jobs_alive")
         self.queue_jobs = self._made(Gauge, "queue_jobs")
         self.queue_bytes = self._made(Gauge, "queue_bytes")
@@ -137,16 +133,6 @@ class Metrics:
         self.job_seconds.labels(direction.value).observe(seconds)
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason, error)
-
-    def decided(
-        self, way: str, load_s: float | None, compute_s: float | None, took_s: float
-    ) -> None:
-        """Counts a decision between loading and computing: both estimates, and what it took."""
-        self.decisions.labels(way).inc()
-        for verb, seconds in (("load", load_s), ("compute", compute_s)):
-            if seconds is not None:
-                self.estimated_seconds.labels(verb).observe(seconds)
-        self.decided_seconds.labels(way).observe(took_s)
 
     def total(self) -> float:
         """The sum of all counters: 0 as long as pdstore did nothing."""

@@ -17,7 +17,7 @@ from pdstore.device_pin import CudaApi
 from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
-from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Region
+from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, Region
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
@@ -61,7 +61,6 @@ class NativeSwap(Swap):
     """Block copies by the native engine, on one GPU or in host memory. Any thread may call it.
 
     kv_caches: as `TorchSwap` takes them; kept until `close`.
-    throughput: copies as fast as the link allows; the default leaves the model undisturbed.
     path, sizes: force a path and set fields of `abi.Options`, for tests and benchmarks.
     On a GPU, payloads must lie in memory that `register` pinned or `add_host` added.
     Raises LayoutError, DeviceError or SwapError.
@@ -73,7 +72,6 @@ class NativeSwap(Swap):
         layout: Layout,
         kv_caches: Sequence[LayerCache],
         *,
-        throughput: bool = False,
         path: CopyPath = CopyPath.AUTO,
         sizes: dict[str, int] | None = None,
     ) -> None:
@@ -92,8 +90,6 @@ class NativeSwap(Swap):
             "num_blocks": self.num_blocks,
             "block_tokens": layout.engine_block_tokens,
             "max_tokens": layout.block_tokens,
-            "order": int(layout.order == "head"),
-            "mode": int(throughput),
             "path": int(path),
             **(sizes or {}),
         }
@@ -226,10 +222,6 @@ class NativeSwap(Swap):
             for n in tokens
             for plan in [self._engine.explain(int(direction is Direction.LOAD), number, n)]
         ]
-
-    def stats(self, direction: Direction) -> PumpStats:
-        """The bytes, slices and CPU time of one direction's thread."""
-        return self._engine.stats(int(direction is Direction.LOAD))
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
