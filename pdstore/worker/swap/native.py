@@ -113,7 +113,7 @@ class NativeSwap(Swap):
         self.finish(self.start(Direction.SAVE, copies, ready=self.handle_of(ready)))
 
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        self.finish(self.start(Direction.LOAD, copies, ready=self.handle_of(ready)))
+        self.start_scatter(copies, ready)()
 
     def start_scatter(
         self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
