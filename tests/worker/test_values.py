@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore import Layout
+from pdstore import LayerSpec, Layout, PromptKeys
 from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
-from pdstore.worker.values import BlockRange, Split, bytes_of, tables_of
+from pdstore.worker.values import BlockRange, PromptBlocks, Split, bytes_of, tables_of
 from tests.support.kv import settings_of
-from tests.support.values_kit import FULL, prompt_of
+
+FULL = LayerSpec(2, 8)
+
+
+def layout_of(*layers, settings):
+    return Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
+
+
+def prompt_of(**changes):
+    """Returns a prompt of three full blocks and a tail; `changes`: settings."""
+    settings = settings_of(**changes)
+    layout = layout_of(*[FULL] * 4, settings=settings)
+    keys = PromptKeys(layout.namespace(settings, weights="w")).extend(range(200))
+    return PromptBlocks(layout, keys, [range(100, 120)])
 
 
 def all_of(prompt, layer_range=None):
@@ -64,12 +77,10 @@ def test_the_library_spreads_a_range_itself():
 IDS = (4, 5, 6, 7)
 
 
-def of_layers(*layers):
-    return Layout.of(settings_of(), dtype="float32", layers=layers, engine_block_tokens=16, rope="")
-
-
 def tables(ids, *, layers=(FULL,), num_tokens=64, num_blocks=8, first_block=0):
-    return tables_of(of_layers(*layers), num_tokens, ids, num_blocks, first_block)
+    return tables_of(
+        layout_of(*layers, settings=settings_of()), num_tokens, ids, num_blocks, first_block
+    )
 
 
 @pytest.mark.parametrize(
