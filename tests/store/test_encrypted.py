@@ -10,7 +10,7 @@ from pdstore.errors import Forged, OtherSeal, StoreUnavailable, WrongLength
 from pdstore.format.envelope import ENVELOPE_BYTES, Envelopes
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.connect import read_pool_id
-from pdstore.store.encrypted import Encrypted
+from pdstore.store.seal import Encrypted
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import (
