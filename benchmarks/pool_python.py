@@ -29,7 +29,7 @@ from benchmarks.report import Report
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager
 from pdstore.native.library import load_library
 from pdstore.settings import Settings, read_settings
-from pdstore.worker.block_range import RANGE_BYTES
+from pdstore.worker.values import RANGE_BYTES
 
 LAYERS = 32
 HEAD_DIM = 2

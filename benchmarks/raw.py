@@ -138,7 +138,7 @@ class RawMooncake:
 
     def __init__(self, url: str, store: MooncakeStore) -> None:
         self._lookup, self._data = store.connections
-        config = MooncakeConfig.of(StoreURL.of(url), mooncake_sources())
+        config = MooncakeConfig.from_url(StoreURL.of(url), mooncake_sources())
         self._put_config = Library(config).put_config(is_pinned=False)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:

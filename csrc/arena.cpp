@@ -2,11 +2,14 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <new>
+#include <string>
 
 namespace pds::arena {
 namespace {
@@ -20,12 +23,65 @@ void after_reads() {
 #endif
 }
 
+void read_boot(char (&boot)[40]) {
+  std::memset(boot, 0, sizeof boot);
+  const int file = ::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return;
+  if (read(file, boot, sizeof boot - 1) < 0) boot[0] = 0;
+  close(file);
+}
+
+// The first bytes of a file; null if they cannot be mapped.
+char *map(int file, int64_t bytes) {
+  void *mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  return mapped == MAP_FAILED ? nullptr : static_cast<char *>(mapped);
+}
+
+// False for a file that is no arena of this version and this boot, or not as long as it says.
+bool read_geometry(int file, Geometry *geometry) {
+  struct stat status;
+  if (fstat(file, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Header)))
+    return false;
+  char *base = map(file, sizeof(Header));
+  if (base == nullptr) return false;
+  const auto *header = reinterpret_cast<const Header *>(base);
+  char boot[40];
+  read_boot(boot);
+  const bool fits = header->magic == kMagic && header->version == kVersion &&
+                    std::memcmp(header->boot, boot, sizeof boot) == 0 &&
+                    geometry->make(header->data_bytes, header->slab_bytes) &&
+                    geometry->file_bytes() == status.st_size;
+  munmap(base, sizeof(Header));
+  return fits;
+}
+
 }  // namespace
+
+int32_t format(int file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed) {
+  Geometry geometry;
+  if (!geometry.make(data_bytes, slab_bytes)) return PDS_ERR_ARGUMENT;
+  if (ftruncate(file, geometry.file_bytes()) != 0) return PDS_ERR_SYSTEM;
+  if (fallocate(file, 0, 0, geometry.slots_at) != 0) return PDS_ERR_SYSTEM;
+  char *base = map(file, geometry.slots_at);
+  if (base == nullptr) return PDS_ERR_SYSTEM;
+  auto *header = new (base) Header{};
+  header->version = kVersion, header->seed = seed;
+  header->data_bytes = data_bytes, header->slab_bytes = slab_bytes;
+  read_boot(header->boot);
+  auto *heads = reinterpret_cast<uint32_t *>(base + geometry.heads_at);
+  std::fill(heads, heads + geometry.num_heads, kNone);
+  header->magic = kMagic;
+  munmap(base, geometry.slots_at);
+  return PDS_OK;
+}
 
 int32_t Arena::open(int file, const pds_arena_options &options, std::unique_ptr<Arena> *made) {
   Geometry geometry;
   if (!read_geometry(file, &geometry)) return PDS_ERR_FORMAT;
-  const int own = reopen(file);
+  // Locks end with the last reference to an open file, and a mapping, which a forked child has too,
+  // is one: so the file is opened once more for them.
+  const std::string path = "/proc/self/fd/" + std::to_string(file);
+  const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (own < 0) return PDS_ERR_SYSTEM;
   char *base = map(file, geometry.data_at);
   if (base == nullptr) {
@@ -43,13 +99,30 @@ Arena::Arena(int file, char *base, const Geometry &geometry, const pds_arena_opt
       base_(base),
       geometry_(geometry),
       lock_timeout_ns_(options.lock_timeout_ns),
-      index_(file, base, geometry,
-             {options.lease_ns, options.fresh_ns, options.short_lived_ns, options.rest_ns},
-             owner_) {}
+      process_(getpid()),
+      index_(file, base, geometry, options, owner_) {}
 
 Arena::~Arena() {
   if (file_ >= 0) ::close(file_);
   munmap(base_, geometry_.data_at);
+}
+
+// The child of a fork has none of the parent's threads and must end nothing.
+bool Arena::is_of_this_process() const { return getpid() == process_; }
+
+// Calls body while the arena is open, and turns what it throws into codes.
+template <typename Body>
+int32_t Arena::while_open(Body body) {
+  if (is_over_ || !is_of_this_process()) return PDS_ERR_CLOSED;
+  const std::shared_lock<std::shared_mutex> alive(calls_);
+  if (is_over_) return PDS_ERR_CLOSED;
+  try {
+    return body();
+  } catch (const std::bad_alloc &) {
+    return PDS_ERR_MEMORY;
+  } catch (const Damaged &) {
+    return PDS_ERR_FORMAT;
+  }
 }
 
 // Calls body(now) with the lock; once more where the index contradicted itself and was rebuilt.
@@ -57,12 +130,11 @@ Arena::~Arena() {
 template <typename Body>
 int32_t Arena::with_lock(int64_t lock_ns, Body body) {
   Header &header = index_.header();
-  if (lock_ns < 0) lock_ns = lock_timeout_ns_;
-  const int64_t end = now_ns() + lock_ns;
+  const int64_t end = now_ns() + (lock_ns < 0 ? lock_timeout_ns_ : lock_ns);
   Locked locked;
   do {
     locked = lock(header, owner_, std::min(end, now_ns() + kLookForEnd));
-  } while (locked == Locked::kNo && now_ns() < end && !life_.is_over());
+  } while (locked == Locked::kNo && now_ns() < end && !is_over_);
   if (locked == Locked::kNo) return PDS_ERR_TIMEOUT;
   const Unlock at_end(header);
   if (locked == Locked::kAfterDeath) header.is_damaged = 1;
@@ -72,7 +144,11 @@ int32_t Arena::with_lock(int64_t lock_ns, Body body) {
       header.is_damaged = 0;
     }
     try {
-      owed_.pay(index_);
+      {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        for (const Place &place : abandoned_) index_.free_if_reserved(place.slot, place.generation);
+        abandoned_.clear();
+      }
       body(now_ns());
       return PDS_OK;
     } catch (const Damaged &) {
@@ -82,215 +158,185 @@ int32_t Arena::with_lock(int64_t lock_ns, Body body) {
   }
 }
 
+template <typename Body>
+int32_t Arena::locked(int64_t lock_ns, Body body) {
+  return while_open([&] { return with_lock(lock_ns, body); });
+}
+
 int32_t Arena::close() {
-  if (!life_.is_own()) return PDS_ERR_CLOSED;
-  if (!life_.end()) return PDS_OK;
-  ++index_.header().changes;
-  futex_wake(index_.header().changes, INT_MAX);
-  const auto alone = life_.alone();
-  try {
-    with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
-  } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
-  } catch (const Damaged &) {
+  const bool was_open = !is_over_.exchange(true);
+  if (is_of_this_process()) {
+    if (!was_open) return PDS_OK;
+    ++index_.header().changes;
+    futex_wake(index_.header().changes, INT_MAX);
+    const std::unique_lock<std::shared_mutex> alone(calls_);
+    try {
+      with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
+    } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
+    } catch (const Damaged &) {
+    }
   }
-  ::close(file_);
+  if (file_ >= 0) ::close(file_);
   file_ = -1;
   return PDS_OK;
 }
 
-void Arena::forget() {
-  life_.end();
-  if (file_ >= 0) ::close(file_);
-  file_ = -1;
-}
-
-int32_t Arena::match(const Keys &keys, int64_t *found, int64_t lock_ns) {
-  return life_.call([&] {
-    return with_lock(lock_ns, [&](int64_t now) {
-      *found = 0;
-      for (const auto key : keys) {
-        const uint32_t id = index_.find(key, now);
-        if (id == kNone) break;
-        index_.touch(id, now);
-        ++*found;
-      }
-    });
-  });
-}
-
-int32_t Arena::which(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
-  return life_.call([&] {
-    return with_lock(lock_ns, [&](int64_t now) {
-      for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
-    });
+int32_t Arena::find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock_ns) {
+  return locked(lock_ns, [&](int64_t now) {
+    std::fill_n(stored, keys.size(), 0);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const uint32_t id = index_.find(keys[i], now);
+      stored[i] = id != kNone;
+      if (leases && id == kNone) break;
+      if (leases) index_.touch(id, now);
+    }
   });
 }
 
 int32_t Arena::remove(const Keys &keys) {
-  return life_.call([&] {
-    return with_lock(-1, [&](int64_t now) {
-      for (const auto key : keys) {
-        const uint32_t id = index_.find(key, now);
-        if (id != kNone) index_.free(id);
-      }
-    });
+  return locked(-1, [&](int64_t now) {
+    for (const auto key : keys) {
+      const uint32_t id = index_.find(key, now);
+      if (id != kNone) index_.free(id);
+    }
   });
 }
 
 int32_t Arena::clear(std::string_view prefix) {
-  return life_.call([&] {
-    return with_lock(-1, [&](int64_t) {
-      index_.for_each_stored([&](uint32_t id, const Slot &slot) {
-        if (Index::key_of(slot).substr(0, prefix.size()) == prefix) index_.free(id);
-      });
+  return locked(-1, [&](int64_t) {
+    index_.for_each_slot([&](uint32_t id, const Slot &slot) {
+      const bool fits = Index::key_of(slot).substr(0, prefix.size()) == prefix;
+      if (slot.state == State::kStored && fits) index_.free(id);
     });
   });
 }
 
-int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places places,
-                       int64_t *covered, int64_t lock_ns) {
-  *covered = 0;
-  return life_.call([&] {
-    std::vector<Unbacked> unbacked;
-    unbacked.reserve(keys.size());
+int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
+                       int64_t lock_ns) {
+  places->clear();
+  return while_open([&] {
+    places->reserve(keys.size());
     const int32_t code = with_lock(lock_ns, [&](int64_t now) {
-      for (int64_t i = 0; i < *covered; ++i) {  // of an attempt before the index was rebuilt
-        if (places.slots[i] >= 0) index_.free_if_reserved(places.slots[i], places.generations[i]);
+      for (const Place &place : *places) {  // of an attempt before the index was rebuilt
+        index_.free_if_reserved(place.slot, place.generation);
       }
-      *covered = 0, unbacked.clear();
-      for (int64_t i = 0; i < static_cast<int64_t>(keys.size()); ++i) {
-        places.slots[i] = -1;
+      places->clear();
+      for (size_t i = 0; i < keys.size(); ++i) {
+        Place place;
         if (index_.find(keys[i], now) == kNone) {
           const uint32_t id = index_.reserve(keys[i], static_cast<Kind>(kinds[i]), sizes[i], now);
           if (id == kNone) break;
           const Slot &slot = index_.slot(id);
-          places.slots[i] = id, places.generations[i] = slot.generation;
-          places.offsets[i] = index_.offset_of(id);
-          if (!slot.is_backed) unbacked.push_back({i, index_.room_of(id)});
+          const int64_t unbacked = slot.is_backed ? 0 : index_.room_of(id);
+          place = {id, slot.generation, index_.offset_of(id), unbacked};
         }
-        ++*covered;
+        places->push_back(place);
       }
     });
-    if (code != PDS_OK) return code;
-    const int32_t failed = back(places, unbacked, covered);
-    if (failed != PDS_OK) return failed;
-    return *covered == 0 && !keys.empty() ? int32_t{PDS_ERR_FULL} : int32_t{PDS_OK};
+    const int32_t failed = code == PDS_OK ? back(places) : code;
+    return failed == PDS_OK && places->empty() && !keys.empty() ? int32_t{PDS_ERR_FULL} : failed;
   });
 }
 
 // Has the file system give the memory of slots, without which writing to them would be a SIGBUS;
 // of whole slots, because the next value there may be longer.
-int32_t Arena::back(Places places, const std::vector<Unbacked> &unbacked, int64_t *covered) {
-  for (const auto &[number, bytes] : unbacked) {
-    const int64_t i = number;
-    if (fallocate(file_, 0, geometry_.data_at + places.offsets[i], bytes) == 0) continue;
-    const int64_t end = *covered;
-    *covered = i;
+int32_t Arena::back(Places *places) {
+  for (size_t i = 0; i < places->size(); ++i) {
+    const int64_t bytes = (*places)[i].unbacked, at = geometry_.data_at + (*places)[i].offset;
+    if (bytes == 0 || fallocate(file_, 0, at, bytes) == 0) continue;
+    const Places refused(places->begin() + i, places->end());
     const int32_t code = with_lock(-1, [&](int64_t now) {
       const int64_t until = index_.deny(now);
-      for (int64_t j = i; j < end; ++j) {
-        if (places.slots[j] < 0) continue;
-        index_.set_aside_if_reserved(places.slots[j], places.generations[j], until);
-        places.slots[j] = -1;
+      for (const auto &[slot, generation, offset, unbacked] : refused) {
+        if (index_.is_reserved(slot, generation))
+          index_.set_aside(static_cast<uint32_t>(slot), until);
       }
     });
-    if (code != PDS_OK) owed_.add(places.slots, places.generations, end);
+    if (code != PDS_OK) abandon_later(*places);
+    places->resize(i);
     return code;
   }
   return PDS_OK;
 }
 
-int32_t Arena::publish(Places places, int64_t count, int64_t *done, int64_t lock_ns) {
+int32_t Arena::publish(const Places &places, int64_t *done, int64_t lock_ns) {
   *done = 0;
-  return life_.call([&] {
-    bool any = false;
-    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
-      for (; *done < count; ++*done) {
-        int64_t &slot = places.slots[*done];
-        if (slot < 0) continue;
-        if (!index_.is_reserved(slot, places.generations[*done])) break;
-        index_.publish(static_cast<uint32_t>(slot), now);
-        slot = -1, any = true;
-      }
-    });
-    if (any) futex_wake(index_.header().changes, INT_MAX);
-    return code;
+  bool any = false;
+  const int32_t code = locked(lock_ns, [&](int64_t now) {
+    for (; *done < static_cast<int64_t>(places.size()); ++*done) {
+      const Place &place = places[*done];
+      if (place.slot < 0) continue;
+      if (!index_.is_reserved(place.slot, place.generation)) break;
+      index_.publish(static_cast<uint32_t>(place.slot), now);
+      any = true;
+    }
   });
+  if (any) futex_wake(index_.header().changes, INT_MAX);
+  return code;
 }
 
-int32_t Arena::abandon(Places places, int64_t count, int64_t lock_ns) {
-  const auto is_none = [](int64_t slot) { return slot < 0; };
-  if (std::all_of(places.slots, places.slots + count, is_none)) return PDS_OK;
-  return life_.call([&] {
-    const int32_t code = with_lock(lock_ns, [&](int64_t) {
-      for (int64_t i = 0; i < count; ++i) {
-        if (places.slots[i] < 0) continue;
-        index_.free_if_reserved(places.slots[i], places.generations[i]);
-        places.slots[i] = -1;
-      }
-    });
-    const bool is_last_try = lock_ns < 0;
-    if (code == PDS_ERR_TIMEOUT && is_last_try) owed_.add(places.slots, places.generations, count);
-    return code;
+int32_t Arena::abandon(const Places &places) {
+  const int32_t code = locked(-1, [&](int64_t) {
+    for (const Place &place : places) index_.free_if_reserved(place.slot, place.generation);
   });
+  if (code == PDS_ERR_TIMEOUT) abandon_later(places);
+  return code;
 }
 
-int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places places, int64_t *found,
-                      int64_t lock_ns) {
-  *found = 0;
-  return life_.call([&] {
-    bool fits = true;
-    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
-      *found = 0, fits = true;
-      for (int64_t i = 0; i < static_cast<int64_t>(keys.size()); ++i) {
-        const uint32_t id = index_.find(keys[i], now);
-        if (id == kNone) return;
-        const Slot &slot = index_.slot(id);
-        fits = slot.bytes == sizes[i] && slot.bytes <= index_.room_of(id);
-        if (!fits) return;
-        index_.touch(id, now);
-        places.slots[i] = id, places.generations[i] = slot.generation;
-        places.offsets[i] = index_.offset_of(id);
-        ++*found;
-      }
-    });
-    return code == PDS_OK && !fits ? PDS_ERR_LENGTH : code;
-  });
+void Arena::abandon_later(const Places &places) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  abandoned_.insert(abandoned_.end(), places.begin(), places.end());
 }
 
-int64_t Arena::still_there(Places places, int64_t count) {
+int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns) {
+  bool fits = true;
+  const int32_t code = locked(lock_ns, [&](int64_t now) {
+    places->clear();
+    fits = true;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const uint32_t id = index_.find(keys[i], now);
+      if (id == kNone) return;
+      const Slot &slot = index_.slot(id);
+      fits = slot.bytes == sizes[i] && slot.bytes <= index_.room_of(id);
+      if (!fits) return;
+      index_.touch(id, now);
+      places->push_back({id, slot.generation, index_.offset_of(id), 0});
+    }
+  });
+  return code == PDS_OK && !fits ? PDS_ERR_LENGTH : code;
+}
+
+int64_t Arena::still_there(const Places &places) {
   after_reads();
-  for (int64_t i = 0; i < count; ++i) {
-    const Slot *slot = index_.unlocked(places.slots[i]);
-    const bool is_same = slot != nullptr && slot->generation == places.generations[i] &&
-                         slot->state == State::kStored;
-    if (!is_same) return i;
-  }
-  return count;
+  const auto is_gone = [&](const Place &place) {
+    const Slot *slot = index_.unlocked(place.slot);
+    return slot == nullptr || slot->generation != place.generation || slot->state != State::kStored;
+  };
+  return std::find_if(places.begin(), places.end(), is_gone) - places.begin();
 }
 
-int32_t Arena::wait(uint32_t seen, int64_t timeout_us, uint32_t *changes) {
-  if (!life_.is_own()) return PDS_ERR_CLOSED;
+int32_t Arena::wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *changes) {
+  if (!is_of_this_process()) return PDS_ERR_CLOSED;
   std::atomic<uint32_t> &word = index_.header().changes;
   const int64_t end = now_ns() + std::min(timeout_us, int64_t{3'600'000'000}) * 1000;
-  while (!life_.is_over() && word == seen) {
+  while (!is_over_ && word == seen) {
     const int64_t left = end - now_ns();
     if (left <= 0) break;
     futex_wait(word, seen, left);
   }
   *changes = word;
-  return life_.is_over() ? PDS_ERR_CLOSED : PDS_OK;
+  return is_over_ ? PDS_ERR_CLOSED : PDS_OK;
 }
 
 int32_t Arena::count(pds_arena_counts *counts) {
-  return life_.call([&] { return with_lock(-1, [&](int64_t) { index_.count(counts); }); });
+  return locked(-1, [&](int64_t) { index_.count(counts); });
 }
 
 int32_t Arena::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count) {
-  return life_.call([&] {
-    const int64_t first = *next;  // the body may run twice
-    return with_lock(
-        -1, [&](int64_t now) { *next = first, *count = index_.list(next, values, room, now); });
+  const int64_t first = *next;  // the body may run twice
+  return locked(-1, [&](int64_t now) {
+    *next = first;
+    *count = index_.list(next, values, room, now);
   });
 }
 

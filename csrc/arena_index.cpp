@@ -1,6 +1,13 @@
 #include "arena_index.h"
 
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #define XXH_INLINE_ALL
@@ -20,9 +27,93 @@ int64_t rounded(int64_t units) {
   return power >= 4 && power / 4 * 3 >= units ? power / 4 * 3 : power;
 }
 
+// A word: whether somebody waits, the number of the entry, which of its lives.
+constexpr uint32_t kWaiting = 0x80000000, kLifeMask = 0x003fffff;
+constexpr int kEntryShift = 22;
+static_assert(kNumOwners << kEntryShift <= kWaiting);
+
+constexpr off_t kLocksAt = off_t{1} << 60;  // behind every file's end
+constexpr int64_t kLookAgain = 2'000'000;   // ns: a holder's death is seen within it
+
+flock record_of(uint32_t entry) {
+  flock record{};
+  record.l_type = F_WRLCK, record.l_whence = SEEK_SET;
+  record.l_start = kLocksAt + entry, record.l_len = 1;
+  return record;
+}
+
+uint32_t entry_of(uint32_t word) { return (word & ~kWaiting) >> kEntryShift; }
+
 }  // namespace
 
-Index::Index(int file, char *base, const Geometry &geometry, const Times &times, const Owner &owner)
+// Owners and the lock.
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
+}
+
+int futex_wait(std::atomic<uint32_t> &word, uint32_t seen, int64_t ns) {
+  if (ns <= 0) return ETIMEDOUT;
+  const timespec time{ns / 1'000'000'000, ns % 1'000'000'000};
+  const long failed = syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
+  return failed ? errno : 0;
+}
+
+void futex_wake(std::atomic<uint32_t> &word, int count) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, count, nullptr, nullptr, 0);
+}
+
+bool Owner::enter(int file, Header &header) {
+  for (uint32_t entry = 0; entry < kNumOwners; ++entry) {
+    flock record = record_of(entry);
+    if (fcntl(file, F_OFD_SETLK, &record) != 0) continue;
+    uint32_t life = (header.lives[entry].load() + 1) & kLifeMask;
+    if (life == 0) life = 1;  // no word is 0
+    header.lives[entry] = life;
+    file_ = file, header_ = &header, word_ = entry << kEntryShift | life;
+    return true;
+  }
+  return false;
+}
+
+bool Owner::lives(uint32_t word) const {
+  const uint32_t entry = entry_of(word);
+  if (entry >= kNumOwners) return false;
+  if (entry == entry_of(word_)) return (word & ~kWaiting) == word_;
+  flock record = record_of(entry);
+  if (fcntl(file_, F_OFD_GETLK, &record) != 0) return true;  // in doubt it does
+  return record.l_type != F_UNLCK && header_->lives[entry].load() == (word & kLifeMask);
+}
+
+Locked lock(Header &header, const Owner &owner, int64_t deadline_ns) {
+  const uint32_t mine = owner.word();
+  uint32_t waiting = 0;  // kWaiting after a wait: others may still wait, so the unlock wakes one
+  for (;;) {
+    uint32_t holder = 0;
+    if (header.lock.compare_exchange_strong(holder, mine | waiting)) return Locked::kYes;
+    const uint32_t seen = holder | kWaiting;
+    if (holder != seen && !header.lock.compare_exchange_strong(holder, seen)) continue;
+    waiting = kWaiting;
+    const int64_t left = deadline_ns - now_ns();
+    if (left <= 0) return Locked::kNo;
+    if (futex_wait(header.lock, seen, std::min(left, kLookAgain)) != ETIMEDOUT) continue;
+    uint32_t dead = seen;
+    if (!owner.lives(seen) && header.lock.compare_exchange_strong(dead, mine | kWaiting)) {
+      return Locked::kAfterDeath;
+    }
+  }
+}
+
+void unlock(Header &header) {
+  if (header.lock.exchange(0) & kWaiting) futex_wake(header.lock, 1);
+}
+
+// Slots.
+
+Index::Index(int file, char *base, const Geometry &geometry, const pds_arena_options &times,
+             const Owner &owner)
     : file_(file),
       geometry_(geometry),
       times_(times),
@@ -38,7 +129,7 @@ uint32_t Index::hash_of(std::string_view key) const {
 
 int64_t Index::slots_of(int64_t slab) const {
   const int64_t units = slabs_[slab].units;
-  return units >= 1 && units <= geometry_.units_per_slab() ? geometry_.units_per_slab() / units : 0;
+  return units >= 1 && units <= geometry_.slots_per_slab ? geometry_.slots_per_slab / units : 0;
 }
 
 Slot &Index::slot(uint32_t id) {
@@ -68,7 +159,7 @@ uint32_t Index::find(std::string_view key, int64_t now) {
         found.state == State::kStored && (found.hash & (geometry_.num_heads - 1)) == head;
     if (!fits || ++steps > kLongestChain) throw Damaged();
     if (found.hash != hash || key_of(found) != key) continue;
-    if (found.kind != kShortLived || since(found.used_at, now) < times_.short_lived) return id;
+    if (found.kind != kShortLived || since(found.used_at, now) < times_.short_lived_ns) return id;
     free(id);
     return kNone;
   }
@@ -119,22 +210,21 @@ void Index::unlink(List &list, uint32_t id) {
 void Index::touch(uint32_t id, int64_t now) {
   Slot &used = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr) throw Damaged();
-  unlink(sized->used, id);
-  add_newest(sized->used, id);
+  Class &sized = class_of_slot(id);
+  unlink(sized.used, id);
+  add_newest(sized.used, id);
   used.used_at = slab.used_at = now;
-  used.lease_end = std::max(used.lease_end, now + times_.lease);
+  used.lease_end = std::max(used.lease_end, now + times_.lease_ns);
   slab.lease_end = std::max(slab.lease_end, used.lease_end);
 }
 
 uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now) {
   int64_t units = units_of(bytes);
-  if (kind == kShortLived) units = std::min(rounded(units), geometry_.units_per_slab());
-  if (units > geometry_.units_per_slab()) return kNone;
+  if (kind == kShortLived) units = std::min(rounded(units), geometry_.slots_per_slab);
+  if (units > geometry_.slots_per_slab) return kNone;
   Class *sized = class_of(units);
   if (sized == nullptr) return kNone;
-  const uint32_t id = take(*sized, kind, now);
+  const uint32_t id = reserve_slot(*sized, kind, now);
   if (id == kNone) return kNone;
   Slot &taken = slot(id);
   taken.kind = kind, taken.key_bytes = static_cast<uint8_t>(key.size());
@@ -150,50 +240,47 @@ void Index::publish(uint32_t id, int64_t now) {
   Slot &made = slot(id);
   if (find(key_of(made), now) != kNone) return free(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr) throw Damaged();
+  Class &sized = class_of_slot(id);
   made.used_at = now, made.is_backed = 1;
-  made.lease_end = made.kind == kForever ? kForeverNs : now + times_.fresh;
+  made.lease_end = made.kind == kForever ? kForeverNs : now + times_.fresh_ns;
   slab.used_at = now, slab.lease_end = std::max(slab.lease_end, made.lease_end);
   --slab.num_reserved;
   made.state = State::kStored;
   chain(id);
-  add_newest(sized->used, id);
+  add_newest(sized.used, id);
   ++header_->changes;
 }
 
 void Index::free(uint32_t id) {
   Slot &given = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr) throw Damaged();
+  Class &sized = class_of_slot(id);
   const State state = given.state;
   if (state == State::kFree) return;
   if (state == State::kStored) unchain(id);
   if (state == State::kReserved) {
     --slab.num_reserved;
   } else {
-    unlink(sized->used, id);
+    unlink(sized.used, id);
   }
-  ++given.generation;
-  given.state = State::kFree;
-  add_newest(sized->free, id);
-  sized->full_until = 0;
+  give_up(given);
+  add_newest(sized.free, id);
+  sized.full_until = 0;
   if (--slab.num_used == 0) slab.lease_end = 0;
 }
 
 void Index::set_aside(uint32_t id, int64_t until) {
   Slot &given = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
-  if (sized == nullptr || given.state != State::kReserved) throw Damaged();
+  Class &sized = class_of_slot(id);
+  if (given.state != State::kReserved) throw Damaged();
   ++given.generation;
   given.lease_end = until;
   given.state = State::kResting;
   --slab.num_reserved;
   slab.lease_end = std::max(slab.lease_end, until);
-  add_oldest(sized->used, id);
-  sized->full_until = 0;
+  add_oldest(sized.used, id);
+  sized.full_until = 0;
 }
 
 bool Index::is_reserved(int64_t id, uint64_t generation) {
@@ -204,10 +291,6 @@ bool Index::is_reserved(int64_t id, uint64_t generation) {
 
 void Index::free_if_reserved(int64_t id, uint64_t generation) {
   if (is_reserved(id, generation)) free(static_cast<uint32_t>(id));
-}
-
-void Index::set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until) {
-  if (is_reserved(id, generation)) set_aside(static_cast<uint32_t>(id), until);
 }
 
 }  // namespace pds::arena

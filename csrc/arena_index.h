@@ -12,10 +12,49 @@
 #include <string_view>
 #include <vector>
 
-#include "arena_lock.h"
+#include "arena_layout.h"
 #include "pdstore.h"
 
 namespace pds::arena {
+
+int64_t now_ns();  // the same clock in every process of this boot
+
+// Returns 0, or the errno of the wait: ETIMEDOUT after `ns`.
+int futex_wait(std::atomic<uint32_t> &word, uint32_t seen, int64_t ns);
+void futex_wake(std::atomic<uint32_t> &word, int count);
+
+// One open arena's entry among the owners. The word is unlike that of every earlier owner. Whether
+// an owner lives is asked of the kernel: each holds a record lock (F_OFD_SETLK) on a byte of its own,
+// which ends with its process, also across containers that do not see each other's processes.
+// Decision: docs/decisions/028-arena.md
+class Owner {
+ public:
+  // False if all entries are taken.
+  bool enter(int file, Header &header);
+  uint32_t word() const { return word_; }
+  // True if the owner of this word still has the arena open.
+  bool lives(uint32_t word) const;
+
+ private:
+  int file_ = -1;
+  Header *header_ = nullptr;
+  uint32_t word_ = 0;
+};
+
+enum class Locked { kNo, kYes, kAfterDeath };  // the last one held it when it died
+
+// Waits at most until `deadline_ns`.
+Locked lock(Header &header, const Owner &owner, int64_t deadline_ns);
+void unlock(Header &header);
+
+class Unlock {
+ public:
+  explicit Unlock(Header &header) : header_(header) {}
+  ~Unlock() { unlock(header_); }
+
+ private:
+  Header &header_;
+};
 
 struct Damaged {};
 
@@ -24,17 +63,12 @@ inline int64_t since(int64_t then, int64_t now) {
   return then >= 0 && then <= now ? now - then : std::numeric_limits<int64_t>::max();
 }
 
-// For how long things are kept, in nanoseconds.
-struct Times {
-  int64_t lease, fresh, short_lived, rest;
-};
-
 class Index {
  public:
-  Index(int file, char *base, const Geometry &geometry, const Times &times, const Owner &owner);
+  Index(int file, char *base, const Geometry &geometry, const pds_arena_options &times,
+        const Owner &owner);
 
   Header &header() { return *header_; }
-  const Geometry &geometry() const { return geometry_; }
   static std::string_view key_of(const Slot &slot) {
     return {slot.key, std::min<size_t>(slot.key_bytes, kMaxKeyBytes)};
   }
@@ -59,7 +93,6 @@ class Index {
   // These are for what a caller remembers: nothing happens to a slot that is not its own any more.
   bool is_reserved(int64_t id, uint64_t generation);
   void free_if_reserved(int64_t id, uint64_t generation);
-  void set_aside_if_reserved(int64_t id, uint64_t generation, int64_t until);
   // The bytes that a slot has room for.
   int64_t room_of(uint32_t id) { return slabs_[slab_of(id)].units * kUnit; }
   void count(pds_arena_counts *counts);
@@ -67,14 +100,12 @@ class Index {
   int64_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t now);
   // Takes no slab for a while, because the file system has no memory; returns until when.
   int64_t deny(int64_t now);
-  // Calls body(id) for every stored slot.
+  // Calls body(id, slot) for every slot that there is, whatever its state.
   template <typename Body>
-  void for_each_stored(Body body) {
+  void for_each_slot(Body body) {
     for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
-      const int64_t count = slots_of(slab);
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t id = id_of(slab, i);
-        if (slots_[id].state == State::kStored) body(id, slots_[id]);
+      for (int64_t i = 0, count = slots_of(slab); i < count; ++i) {
+        body(id_of(slab, i), slots_[id_of(slab, i)]);
       }
     }
   }
@@ -97,14 +128,20 @@ class Index {
   uint32_t &head_of(uint32_t hash) { return heads_[hash & (geometry_.num_heads - 1)]; }
 
   Class *class_of(int64_t units);
-  uint32_t take(Class &sized, Kind kind, int64_t now);
+  Class &class_of_slot(uint32_t id);
+  static void give_up(Slot &slot) {
+    ++slot.generation;
+    slot.state = State::kFree;
+  }
+  uint32_t reserve_slot(Class &sized, Kind kind, int64_t now);
   bool evict(Class &sized, int64_t now);
   bool sacrifice(Class &sized, int64_t now);
   uint32_t oldest_unkept(Class &sized, int64_t now);
   bool is_kept(const Slot &slot, int64_t now) const;
   bool add_slab(Class &sized, int64_t now);
   bool assign(int64_t slab, Class &sized, int64_t now);
-  int64_t coldest_slab(const Class &beside, int64_t now);
+  template <typename MayGo>
+  int64_t coldest_slab(const Class &beside, MayGo may_go) const;
   void empty(int64_t slab);
 
   void chain(uint32_t id);
@@ -118,7 +155,7 @@ class Index {
 
   int file_;
   Geometry geometry_;
-  Times times_;
+  const pds_arena_options times_;
   const Owner &owner_;
   Header *header_;
   Slab *slabs_;

@@ -107,7 +107,6 @@ struct Geometry {
     return true;
   }
   int64_t file_bytes() const { return data_at + data_bytes; }
-  int64_t units_per_slab() const { return slots_per_slab; }
 
  private:
   static constexpr int64_t up(int64_t value, int64_t step) {

@@ -42,7 +42,13 @@ Class *Index::class_of(int64_t units) {
   return nullptr;
 }
 
-uint32_t Index::take(Class &sized, Kind kind, int64_t now) {
+Class &Index::class_of_slot(uint32_t id) {
+  Class *sized = class_of(slabs_[slab_of(id)].units);
+  if (sized == nullptr) throw Damaged();
+  return *sized;
+}
+
+uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now) {
   if (sized.free.newest == kNone && !add_slab(sized, now)) {
     if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
     const bool is_marker = kind == kShortLived && sized.units == 1;
@@ -65,7 +71,7 @@ bool Index::add_slab(Class &sized, int64_t now) {
 
 // Cuts a slab that is not in use into slots. False if the file system has no memory for them.
 bool Index::assign(int64_t slab, Class &sized, int64_t now) {
-  const int64_t count = geometry_.units_per_slab() / sized.units;
+  const int64_t count = geometry_.slots_per_slab / sized.units;
   const int64_t at = geometry_.slots_at + id_of(slab, 0) * static_cast<int64_t>(sizeof(Slot));
   if (fallocate(file_, 0, at, count * static_cast<int64_t>(sizeof(Slot))) != 0) {
     deny(now);
@@ -81,10 +87,26 @@ bool Index::assign(int64_t slab, Class &sized, int64_t now) {
   return true;
 }
 
+// The slab of another size that was used longest ago, of those that may go; or -1.
+template <typename MayGo>
+int64_t Index::coldest_slab(const Class &beside, MayGo may_go) const {
+  int64_t coldest = -1;
+  const auto age_of = [&](const Slab &slab) { return slab.num_used == 0 ? -1 : slab.used_at; };
+  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
+    const Slab &slab = slabs_[i];
+    if (slab.units == 0 || slab.units == beside.units) continue;
+    if (coldest >= 0 && age_of(slab) >= age_of(slabs_[coldest])) continue;
+    if (may_go(i)) coldest = i;
+  }
+  return coldest;
+}
+
 // Frees one slot of a class. False if all is kept.
 bool Index::evict(Class &sized, int64_t now) {
   const uint32_t victim = oldest_unkept(sized, now);
-  const int64_t slab = coldest_slab(sized, now);
+  const int64_t slab = coldest_slab(sized, [&](int64_t i) {
+    return slabs_[i].num_reserved == 0 && !is_ahead(slabs_[i].lease_end, now);
+  });
   const auto is_older = [&] {
     return victim == kNone || slabs_[slab].num_used == 0 ||
            slabs_[slab].used_at < slots_[victim].used_at;
@@ -111,14 +133,10 @@ bool Index::sacrifice(Class &sized, int64_t now) {
     free(id);
     return true;
   }
-  int64_t coldest = -1;
-  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
-    const Slab &slab = slabs_[i];
-    const Slot *first = &slots_[id_of(i, 0)];
-    if (slab.units == 0 || slab.units == sized.units) continue;
-    if (coldest >= 0 && slab.used_at >= slabs_[coldest].used_at) continue;
-    if (std::none_of(first, first + slots_of(i), is_needed)) coldest = i;
-  }
+  const int64_t coldest = coldest_slab(sized, [&](int64_t slab) {
+    const Slot *first = &slots_[id_of(slab, 0)];
+    return std::none_of(first, first + slots_of(slab), is_needed);
+  });
   if (coldest < 0) return false;
   empty(coldest);
   return assign(coldest, sized, now);
@@ -142,33 +160,18 @@ uint32_t Index::oldest_unkept(Class &sized, int64_t now) {
   return kNone;
 }
 
-// The slab of another size that was used longest ago and has nothing that is kept; or -1.
-int64_t Index::coldest_slab(const Class &beside, int64_t now) {
-  int64_t coldest = -1;
-  const auto age_of = [&](const Slab &slab) { return slab.num_used == 0 ? -1 : slab.used_at; };
-  for (int64_t i = 0; i < geometry_.num_slabs; ++i) {
-    const Slab &slab = slabs_[i];
-    if (slab.units == 0 || slab.units == beside.units || slab.num_reserved != 0) continue;
-    if (is_ahead(slab.lease_end, now)) continue;
-    if (coldest < 0 || age_of(slab) < age_of(slabs_[coldest])) coldest = i;
-  }
-  return coldest;
-}
-
 // Takes a slab out of use, with all that is in it.
 void Index::empty(int64_t slab) {
   const int64_t count = slots_of(slab);
-  Class *sized = class_of(slabs_[slab].units);
-  if (count == 0 || sized == nullptr) throw Damaged();
+  if (count == 0) throw Damaged();
+  Class &sized = class_of_slot(id_of(slab, 0));
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t id = id_of(slab, i);
-    Slot &given = slots_[id];
-    const State state = given.state;
+    const State state = slots_[id].state;
     if (state == State::kReserved) throw Damaged();
     if (state == State::kStored) unchain(id);
-    unlink(state == State::kFree ? sized->free : sized->used, id);
-    ++given.generation;
-    given.state = State::kFree;
+    unlink(state == State::kFree ? sized.free : sized.used, id);
+    give_up(slots_[id]);
   }
   slabs_[slab] = {};
 }
@@ -184,7 +187,7 @@ void Index::rest(Whose whose, int64_t now) {
       const bool is_over =
           whose == Whose::kOwn ? given.owner == owner_.word() : !owner_.lives(given.owner);
       if (!is_over) continue;
-      set_aside(id, now + times_.rest);
+      set_aside(id, now + times_.rest_ns);
     }
   }
 }
@@ -193,15 +196,12 @@ int64_t Index::deny(int64_t now) { return header_->denied_until = now + kDeniedF
 
 void Index::count(pds_arena_counts *counts) {
   *counts = {};
-  for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
-    const int64_t count = slots_of(slab);
-    counts->slabs += count > 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const State state = slots_[id_of(slab, i)].state;
-      counts->stored += state == State::kStored, counts->reserved += state == State::kReserved;
-      counts->resting += state == State::kResting, counts->free += state == State::kFree;
-    }
-  }
+  for_each_slot([&](uint32_t id, const Slot &slot) {
+    const State state = slot.state;
+    counts->slabs += id % geometry_.slots_per_slab == 0;
+    counts->stored += state == State::kStored, counts->reserved += state == State::kReserved;
+    counts->resting += state == State::kResting, counts->free += state == State::kFree;
+  });
 }
 
 int64_t Index::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t now) {
@@ -210,7 +210,7 @@ int64_t Index::list(int64_t *next, pds_arena_value *values, int64_t room, int64_
     for (const int64_t end = slots_of(slab); i < end; ++i) {
       const Slot &slot = slots_[id_of(slab, i)];
       const int64_t age = since(slot.used_at, now);
-      const bool is_over = slot.kind == kShortLived && age >= times_.short_lived;
+      const bool is_over = slot.kind == kShortLived && age >= times_.short_lived_ns;
       if (slot.state != State::kStored || is_over) continue;
       if (count == room) {
         *next = id_of(slab, i);
@@ -266,28 +266,25 @@ void Index::mend(Slot &slot, int64_t units, int64_t now) {
                         slot.kind < kNumKinds && slot.key_bytes >= 1 &&
                         slot.key_bytes <= kMaxKeyBytes && slot.bytes >= 1 &&
                         slot.bytes <= units * kUnit && slot.hash == hash_of(key_of(slot));
-  if (is_whole) return;
-  ++slot.generation;
-  slot.state = State::kFree;
+  if (!is_whole) give_up(slot);
 }
 
 // Puts a slot that holds something back into its list, and what is stored into its chain.
 void Index::list_again(uint32_t id, int64_t now) {
   Slot &held = slots_[id];
   Slab &slab = slabs_[slab_of(id)];
-  Class *sized = class_of(slab.units);
+  Class &sized = class_of_slot(id);
   const bool is_stored = held.state == State::kStored;
   if (is_stored && find(key_of(held), now) != kNone) {  // a second one cannot be right
-    ++held.generation;
-    held.state = State::kFree;
+    give_up(held);
     --slab.num_used;
-    add_newest(sized->free, id);
+    add_newest(sized.free, id);
     return;
   }
   slab.used_at = std::max(slab.used_at, held.used_at);
   slab.lease_end = std::max(slab.lease_end, held.lease_end);
   if (is_stored) chain(id);
-  add_newest(sized->used, id);
+  add_newest(sized.used, id);
 }
 
 }  // namespace pds::arena

@@ -23,6 +23,18 @@ constexpr int64_t num_chunks_of(int64_t payload_bytes) {
 }
 inline uint64_t digest_of_chunk(const char *chunk) { return XXH3_64bits(chunk, kChunkBytes); }
 
+// True if a header begins so and holds this sum.
+inline bool is_header(const char *header, const char *start, uint64_t sum) {
+  return std::memcmp(header, start, kSummedOfHeader) == 0 &&
+         std::memcmp(header + kSummedOfHeader, &sum, sizeof sum) == 0;
+}
+
+// Completes a header. Little-endian, as every machine this is built for.
+inline void set_header(char *header, const char *start, uint64_t sum) {
+  std::memcpy(header, start, kSummedOfHeader);
+  std::memcpy(header + kSummedOfHeader, &sum, sizeof sum);
+}
+
 class Sum {
  public:
   Sum() { XXH3_64bits_reset(&state_); }
@@ -73,5 +85,11 @@ class Sum {
   int64_t num_held_ = 0, payload_bytes_ = 0;
   char held_[kChunkBytes];  // the beginning of a chunk
 };
+
+inline uint64_t sum_of(const char *value, int64_t bytes) {
+  Sum sum;
+  sum.add(value, 0, bytes);
+  return sum.digest();
+}
 
 }  // namespace pds

@@ -98,17 +98,10 @@ class CpuDevice final : public Device {
 
   int copy_batch(Stream, Direction direction, const Copies &copies) override {
     const size_t bytes = std::accumulate(copies.bytes.begin(), copies.bytes.end(), size_t{0});
-    const size_t shares = crew_ == nullptr ? 1 : std::max<size_t>(1, bytes / kShare);
-    const auto edge = [&](size_t share) { return share * (bytes / shares); };
-    const auto share = [&](int64_t i) {
-      const bool is_last = static_cast<size_t>(i) + 1 == shares;
-      copy_share(direction, copies, edge(i), is_last ? bytes : edge(i + 1));
-    };
-    if (shares == 1) {
-      share(0);
-    } else {
-      crew_->each(static_cast<int64_t>(shares), share);
-    }
+    const auto shares = static_cast<int64_t>(std::max<size_t>(1, bytes / kShare));
+    crew_->each(shares, [&](int64_t i) {
+      copy_share(direction, copies, i * kShare, i + 1 == shares ? bytes : (i + 1) * kShare);
+    });
     return 0;
   }
 
@@ -131,17 +124,11 @@ class CpuDevice final : public Device {
 
   int sum(Stream, const SumParams &p, uint64_t *digests) override {
     constexpr uint32_t kAtOnce = kShare / kChunkBytes;
-    const auto share = [&](int64_t i) {
+    crew_->each((p.num_chunks + kAtOnce - 1) / kAtOnce, [&](int64_t i) {
       const uint32_t first = static_cast<uint32_t>(i) * kAtOnce;
       const uint32_t end = std::min(first + kAtOnce, p.num_chunks);
       for (uint32_t chunk = first; chunk < end; ++chunk) sum_chunk(p, chunk, digests);
-    };
-    const int64_t shares = (p.num_chunks + kAtOnce - 1) / kAtOnce;
-    if (crew_ != nullptr && shares > 1) {
-      crew_->each(shares, share);
-    } else {
-      for (int64_t i = 0; i < shares; ++i) share(i);
-    }
+    });
     return 0;
   }
 
@@ -156,11 +143,23 @@ class CpuDevice final : public Device {
 
 }  // namespace
 
-std::unique_ptr<Device> open_cpu_device(Crew *crew) { return std::make_unique<CpuDevice>(crew); }
+#ifndef PDSTORE_HAS_CUDA
+std::unique_ptr<Device> open_cuda_device(int32_t) { return nullptr; }
+int exchange_capture_mode(int32_t *) { return 0; }
+int32_t count_cuda_devices() { return 0; }
+bool built_with_cuda() { return false; }
+#endif
 
 std::unique_ptr<Device> open_device(int32_t index, Crew *crew) {
-  auto device = index == PDS_CPU ? open_cpu_device(crew) : open_cuda_device(index);
-  return device == nullptr ? nullptr : with_faults(std::move(device));
+  std::unique_ptr<Device> device;
+  if (index == PDS_CPU) {
+    device = std::make_unique<CpuDevice>(crew);
+  } else if (index >= 0 && index < count_cuda_devices()) {
+    device = open_cuda_device(index);
+  }
+  if (device != nullptr) return with_faults(std::move(device));
+  const std::string why = "there is no CUDA device " + std::to_string(index) + " that can be used";
+  throw Failure{error_of(PDS_ERR_NO_DEVICE, why)};
 }
 
 }  // namespace pds

@@ -14,7 +14,7 @@
 #include <chrono>
 #include <thread>
 
-#include "stage.h"
+#include "device.h"
 
 namespace pds {
 namespace {
@@ -138,10 +138,10 @@ class CudaDevice final : public Device {
   int copy_batch(Stream stream, Direction direction, const Copies &copies) override;
   int copy_strided(Stream stream, Direction direction, const Strided &strided) override;
   int stage(Stream stream, Direction direction, const StageParams &params) override {
-    return checked(launch_stage(of(stream), direction, params));
+    return checked(static_cast<cudaError_t>(launch_stage(stream, direction, params)));
   }
   int sum(Stream stream, const SumParams &params, uint64_t *digests) override {
-    return checked(launch_sum(of(stream), params, digests));
+    return checked(static_cast<cudaError_t>(launch_sum(stream, params, digests)));
   }
 
   int recover(Stream stream) override {

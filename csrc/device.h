@@ -1,18 +1,78 @@
-// Device: the calls that the engine needs of one.
+// Device: the calls that the engine needs of one, and where the bytes that it copies are.
 //
 // Decision: the engine is written once, over this table. The CPU form is a device whose streams do
 // everything at once; a test build puts a table in front that fails the call it was told to. Calls
 // return 0 or the device's own error code and never wait, but for synchronize and drain.
+//
+// Decision: a copy is a nest of at most token x head rows of contiguous bytes, and rows that are
+// adjacent on both sides are joined: whole pieces where the cache's order is the payload's,
+// [layer][token][head], single heads where it is not. The CPU form, the copy engines' descriptors
+// and the kernel all use these functions, so there is one truth about every byte. They are
+// constexpr so that the kernel can call them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "geometry.h"
-#include "pdstore.h"
+#include "ticket.h"
 
 namespace pds {
+
+// The strides and widths that the regions of a part share.
+struct Shape {
+  int64_t block_stride, token_stride, head_stride;
+  int64_t width, start, cell;
+  int32_t num_heads;
+  bool heads_joined;   // a token's heads are one run
+  bool tokens_joined;  // all tokens of a piece are one run
+};
+
+// One engine block of one payload: `count` tokens, the first of which is `first` of `num_tokens`.
+struct Block {
+  uint64_t payload;  // where the payload's first layer is or would be
+  int32_t id;
+  int32_t num_tokens, first, count;
+};
+
+struct Rows {
+  int32_t tokens, heads;
+  int64_t bytes;  // of one row
+};
+
+constexpr Shape join(Shape s) {
+  s.heads_joined = s.width == s.cell && (s.num_heads == 1 || s.head_stride == s.cell);
+  s.tokens_joined = s.heads_joined && s.token_stride == s.num_heads * s.cell;
+  return s;
+}
+
+constexpr Rows rows_of(const Shape &s, const Block &b) {
+  if (!s.heads_joined) return {b.count, s.num_heads, s.width};
+  if (!s.tokens_joined) return {b.count, 1, s.num_heads * s.cell};
+  return {1, 1, b.count * s.num_heads * s.cell};
+}
+
+constexpr int64_t cache_offset(const Shape &s, const Block &b, int32_t token, int32_t head) {
+  return b.id * s.block_stride + token * s.token_stride + head * s.head_stride;
+}
+
+constexpr int64_t layer_bytes(const Shape &s, int32_t num_tokens) {
+  return num_tokens * s.num_heads * s.cell;
+}
+
+constexpr int64_t payload_offset(const Shape &s, const Block &b, int32_t layer, int32_t token,
+                                 int32_t head) {
+  const int64_t cell = int64_t{b.first + token} * s.num_heads + head;
+  return layer * layer_bytes(s, b.num_tokens) + cell * s.cell + s.start;
+}
+
+// Which bits must be zero for a vector to fit at every row's start and end, bases excepted.
+constexpr uint64_t alignment_bits(const Shape &s) {
+  uint64_t bits = s.block_stride | s.start | (s.num_heads * s.cell);
+  if (!s.tokens_joined) bits |= s.token_stride;
+  if (!s.heads_joined) bits |= s.head_stride | s.cell | s.width;
+  return bits;
+}
 
 enum class Direction : int32_t { kOut = PDS_OUT, kIn = PDS_IN };
 
@@ -117,30 +177,39 @@ class Device {
   virtual int unregister_host(uint64_t address) = 0;
 };
 
-// Runs something on the device from a caller's thread.
+inline pds_error device_error(const Device &device, const char *call, int code, int64_t slice) {
+  return error_of(PDS_ERR_DEVICE, device.describe(code), code, call, slice);
+}
+
+// Throws a Failure for a code that is not 0.
+inline void check(const Device &device, const char *call, int code, int64_t slice = -1) {
+  if (code != 0) throw Failure{device_error(device, call, code, slice)};
+}
+
+// Puts a caller's thread on the device for as long as this lives.
 class OnDevice {
  public:
-  explicit OnDevice(Device &device) : device_(device), code_(device.push()) {}
-  ~OnDevice() {
-    if (code_ == 0) device_.pop();
+  explicit OnDevice(Device &device) : device_(device) {
+    check(device, "cuCtxPushCurrent", device.push());
   }
+  ~OnDevice() { device_.pop(); }
   OnDevice(const OnDevice &) = delete;
   OnDevice &operator=(const OnDevice &) = delete;
-  int code() const { return code_; }
 
  private:
   Device &device_;
-  int code_;
 };
 
 class Crew;
 
-// Null where there is no such device. In a test build faults can be told to it.
-// crew: helps the CPU form to copy; null: whoever calls copies alone.
+// Throws a Failure where there is no such device. In a test build faults can be told to it.
+// crew: copies for the CPU form; null where nothing is to be copied.
 std::unique_ptr<Device> open_device(int32_t index, Crew *crew = nullptr);
-std::unique_ptr<Device> open_cpu_device(Crew *crew);
-std::unique_ptr<Device> open_cuda_device(int32_t index);
+std::unique_ptr<Device> open_cuda_device(int32_t index);  // null if it cannot be used
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);
+// The launchers of the kernels.
+int launch_stage(Stream stream, Direction direction, const StageParams &params);
+int launch_sum(Stream stream, const SumParams &params, uint64_t *digests);
 int exchange_capture_mode(int32_t *mode);
 int32_t count_cuda_devices();
 bool built_with_cuda();

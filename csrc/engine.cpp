@@ -1,228 +1,177 @@
 #include "engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
+#include <cstdio>
 
 #include "checksum.h"
 
 namespace pds {
 namespace {
 
-constexpr int32_t kLanes = 2;
 constexpr int64_t kCopyOut = 9 << 20;  // somebody else's copy to the host waits behind two of them
 constexpr int64_t kCopyIn = 32 << 20;  // and to the device behind none
 constexpr int64_t kStageOut = 16 << 20;
 constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
 constexpr int64_t kFirst = 4 << 20;
-constexpr int64_t kMaxPieces = 256;  // a batch call keeps the driver from everybody else meanwhile
 constexpr int64_t kLingerUs = 50'000;  // engines save and load again with their next step
 
-template <typename Number>
-Number or_default(Number asked, Number otherwise) {
-  return asked > 0 ? asked : otherwise;
-}
-
-PumpOptions pump_options_of(const pds_options &options, Direction direction, int64_t layer_bytes) {
+PumpOptions pump_options_of(const pds_options &options, Direction direction, const Layout &layout) {
+  const auto or_default = [](int64_t asked, int64_t other) { return asked > 0 ? asked : other; };
+  int64_t layer_bytes = 0;  // the largest: it has room in a ring
+  for (const Part &part : layout.parts) {
+    layer_bytes = std::max(layer_bytes, part.token_bytes * layout.max_tokens);
+  }
   const bool out = direction == Direction::kOut;
   const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
                             : or_default(options.stage_in_bytes, kStageIn);
   const bool by_crew = options.device == PDS_CPU;  // there is no link to keep free or to fill
   const int64_t copy = out ? or_default(options.copy_out_bytes, by_crew ? kCopyIn : kCopyOut)
                            : or_default(options.copy_in_bytes, kCopyIn);
-  const SliceSizes sizes{copy, in_ring(std::max(stage, layer_bytes)),
-                         or_default(options.first_bytes, by_crew ? copy : kFirst),
-                         or_default(options.max_pieces, kMaxPieces)};
-  return {sizes, or_default(options.num_lanes, kLanes), or_default(options.linger_us, kLingerUs)};
+  return {copy, in_ring(std::max(stage, layer_bytes)),
+          or_default(options.first_bytes, by_crew ? copy : kFirst),
+          or_default(options.linger_us, kLingerUs)};
 }
 
-std::string text(const char *before, int64_t number, const char *after) {
-  return before + std::to_string(number) + after;
+// Refuses a job by a sentence with numbers in it.
+template <typename... Numbers>
+[[noreturn]] void refuse_job(const char *format, Numbers... numbers) {
+  char line[200];
+  std::snprintf(line, sizeof line, format, static_cast<long long>(numbers)...);
+  refuse(line);
 }
 
 }  // namespace
 
-std::unique_ptr<Engine> Engine::open(const pds_options &options, const pds_part *parts,
-                                     const pds_region *regions, pds_error *error) {
-  std::unique_ptr<Engine> engine(new Engine);
-  engine->process_ = getpid();
-  const auto refuse = [&](const pds_error &why) { return *error = why, nullptr; };
-  if (options.abi != PDS_ABI) return refuse(error_of(PDS_ERR_ARGUMENT, "another ABI version"));
-  const std::string why = engine->layout_.assign(options, parts, regions);
-  if (!why.empty()) return refuse(error_of(PDS_ERR_ARGUMENT, why));
-  if (options.device < PDS_CPU || options.device >= std::max(count_cuda_devices(), 0)) {
-    return refuse(
-        error_of(PDS_ERR_NO_DEVICE, text("there is no CUDA device ", options.device, "")));
-  }
-  engine->device_ = open_device(options.device, &engine->crew_);
-  if (engine->device_ == nullptr) {
-    return refuse(error_of(PDS_ERR_NO_DEVICE, text("cannot use CUDA device ", options.device, "")));
-  }
+Engine::Engine(const pds_options &options, const pds_part *parts, const pds_region *regions) {
+  if (options.abi != PDS_ABI) refuse("another ABI version");
+  layout_.assign(options, parts, regions);
+  device_ = open_device(options.device, &crew_);
   for (const Direction direction : {Direction::kOut, Direction::kIn}) {
-    const PumpOptions chosen =
-        pump_options_of(options, direction, engine->layout_.largest_layer_bytes());
-    auto &pump = direction == Direction::kOut ? engine->out_ : engine->in_;
-    pump = std::make_unique<Pump>(*engine->device_, engine->layout_, direction, chosen,
-                                  engine->poisoned_);
-    const pds_error failed = pump->start();
-    if (failed.code != PDS_OK) return refuse(failed);
+    pump(direction) = std::make_unique<Pump>(
+        *device_, layout_, direction, pump_options_of(options, direction, layout_), poisoned_);
   }
-  return engine;
+}
+
+void Engine::start() {
+  out_->start();
+  in_->start();
 }
 
 Engine::~Engine() { stop(); }
 
 void Engine::stop() {
-  if (out_ != nullptr) out_->stop();
-  if (in_ != nullptr) in_->stop();
+  out_->stop();
+  in_->stop();
 }
 
-bool Engine::is_of_this_process() const { return process_ == getpid(); }
+void Engine::check_process() const {
+  if (process_ == getpid()) return;
+  throw Failure{error_of(PDS_ERR_CLOSED, "the engine belongs to the parent process")};
+}
 
-int32_t Engine::add_host(uint64_t address, int64_t bytes) {
-  if (address == 0 || bytes < 1) return PDS_ERR_ARGUMENT;
+void Engine::add_host(uint64_t address, int64_t bytes) {
+  if (address == 0 || bytes < 1) refuse("no memory");
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::pair<uint64_t, uint64_t> range{address, address + bytes};
   hosts_.insert(std::upper_bound(hosts_.begin(), hosts_.end(), range), range);
-  return PDS_OK;
 }
 
-// True if the bytes are in one registered range; `guess`: the range of the last payload. The caller
-// holds the mutex.
-bool Engine::is_host(uint64_t address, int64_t bytes, size_t *guess) const {
+// True if the bytes are in one registered range. The caller holds the mutex.
+bool Engine::is_host(uint64_t address, int64_t bytes) const {
   if (hosts_.empty()) return !device_->needs_registered_host();
-  const auto holds = [&](const std::pair<uint64_t, uint64_t> &range) {
-    return range.first <= address && address + bytes <= range.second;
-  };
-  if (*guess < hosts_.size() && holds(hosts_[*guess])) return true;
   auto after = std::upper_bound(hosts_.begin(), hosts_.end(), std::make_pair(address, UINT64_MAX));
-  if (after == hosts_.begin()) return false;
-  *guess = --after - hosts_.begin();
-  return holds(*after);
+  return after != hosts_.begin() && address + bytes <= (--after)->second;
 }
 
-std::string Engine::check_ids(const JobItems &job, const pds_item &item, const Item &place,
-                              std::vector<bool> *taken) const {
-  const int64_t num_blocks = layout_.num_blocks();
+void Engine::check_ids(const JobItems &job, const pds_item &item, const Item &place,
+                       std::vector<bool> *taken) const {
+  const int64_t num_blocks = layout_.num_blocks;
   const int64_t *ids = job.ids.data() + place.first_id;
   for (int32_t n = 0; n < item.num_ids; ++n) {
     if (ids[n] >= 0 && ids[n] < num_blocks) continue;
-    return text("block id ", ids[n],
-                text(" is outside the cache of ", num_blocks, " blocks").c_str());
+    refuse_job("block id %lld is outside the cache of %lld blocks", ids[n], num_blocks);
   }
-  if (job.direction == Direction::kOut) return "";
-  int32_t begin = 0, end = 0;
-  layout_.blocks_of(place, &begin, &end);
+  if (job.direction == Direction::kOut) return;
+  const auto [begin, end] = layout_.blocks_of(place);
   for (int32_t n = begin; n < end; ++n) {
     const int64_t bit = item.part * num_blocks + ids[n];
-    if ((*taken)[bit]) return text("a load names block ", ids[n], " twice");
+    if ((*taken)[bit]) refuse_job("a load names block %lld twice", ids[n]);
     (*taken)[bit] = true;
   }
-  if (end - begin == item.num_ids) return "";
-  std::vector<int64_t> sorted(ids, ids + item.num_ids);
-  std::sort(sorted.begin(), sorted.end());
-  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  return twice == sorted.end() ? "" : text("a load names block ", *twice, " twice");
 }
 
-// Empty, or what is wrong with a job.
-std::string Engine::check(const JobItems &job, const pds_item *items, int64_t num_ids) {
-  const int32_t step = layout_.block_tokens();
-  std::vector<bool> taken;
-  size_t range = 0;
+void Engine::check(const JobItems &job, const std::vector<pds_item> &items) const {
+  const int32_t step = layout_.block_tokens;
+  const auto num_ids = static_cast<int64_t>(job.ids.size());
+  const bool is_load = job.direction == Direction::kIn;
+  std::vector<bool> taken(is_load ? layout_.parts.size() * layout_.num_blocks : 0);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (job.direction == Direction::kIn) taken.resize(layout_.num_parts() * layout_.num_blocks());
-  for (size_t i = 0; i < job.items.size(); ++i) {
+  for (size_t i = 0; i < items.size(); ++i) {
     const pds_item &item = items[i];
     const Item &place = job.items[i];
-    if (item.part < 0 || item.part >= layout_.num_parts()) return text("no part ", item.part, "");
-    if (item.num_tokens < 1 || item.num_tokens > layout_.max_tokens() || item.num_ids < 0) {
-      return text("a payload of ", item.num_tokens, " tokens is not one of this layout");
+    if (!layout_.holds(item) || item.num_ids < 0) {
+      refuse_job("a payload of %lld tokens of part %lld is not one of this layout", item.num_tokens,
+                 item.part);
     }
-    if (place.first_id + item.num_ids > num_ids) return "fewer ids than the items say";
+    if (place.first_id + item.num_ids > num_ids) refuse("fewer ids than the items say");
     if (int64_t{item.num_ids} * step < item.num_tokens) {
-      return text("", item.num_ids,
-                  text(" engine blocks cannot hold ", item.num_tokens, " tokens").c_str());
+      refuse_job("%lld engine blocks cannot hold %lld tokens", item.num_ids, item.num_tokens);
     }
     if (item.first_token < 0 || item.first_token % step != 0 ||
         item.first_token > item.num_tokens) {
-      return text("first_token ", item.first_token,
-                  text(" is not on an engine block of ", step, "").c_str());
+      refuse_job("first_token %lld is not on an engine block of %lld", item.first_token, step);
     }
-    if (place.first_token != 0 && job.direction == Direction::kOut) {
-      return "a save of a part of a block";
+    if (item.first_token != 0 && !is_load) refuse("a save of a part of a block");
+    if (item.payload == 0 || !is_host(item.payload, layout_.payload_bytes(item))) {
+      refuse("a payload is not inside one registered range of host memory");
     }
-    if (item.payload == 0 ||
-        !is_host(item.payload, layout_.payload_bytes(item.part, item.num_tokens), &range)) {
-      return "a payload is not inside one registered range of host memory";
-    }
-    std::string why = check_ids(job, item, place, &taken);
-    if (!why.empty()) return why;
+    check_ids(job, item, place, &taken);
   }
-  return "";
 }
 
 // Makes the copy follow the caller's event, or one that is recorded now.
-pds_error Engine::order(Job *job, Stream stream, Event ready) {
+void Engine::order(Job *job, Stream stream, Event ready) {
   job->ready = ready;
-  if (stream == nullptr) return {};
+  if (stream == nullptr) return;
   const OnDevice scope(*device_);
-  const auto failed = [&](const char *call, int code) {
-    return error_of(PDS_ERR_DEVICE, device_->describe(code), code, call);
-  };
-  if (scope.code() != 0) return failed("cuCtxPushCurrent", scope.code());
   bool capturing = false;
-  if (const int code = device_->is_capturing(stream, &capturing)) {
-    return failed("cudaStreamIsCapturing", code);
+  pds::check(*device_, "cudaStreamIsCapturing", device_->is_capturing(stream, &capturing));
+  if (capturing) {
+    throw Failure{error_of(PDS_ERR_CAPTURE, "the stream is being captured into a graph")};
   }
-  if (capturing) return error_of(PDS_ERR_CAPTURE, "the stream is being captured into a graph");
-  if (ready != nullptr) return {};
-  if (const int code = device_->open_event(&job->ready, false)) {
-    return failed("cudaEventCreate", code);
-  }
-  if (const int code = device_->record(job->ready, stream)) {
-    device_->close_event(job->ready);
-    return failed("cudaEventRecord", code);
-  }
+  if (ready != nullptr) return;
+  pds::check(*device_, "cudaEventCreate", device_->open_event(&job->ready, false));
+  const int code = device_->record(job->ready, stream);
+  if (code != 0) device_->close_event(job->ready);
+  pds::check(*device_, "cudaEventRecord", code);
   job->owns_ready = true;
-  return {};
 }
 
-pds_error Engine::submit(Direction direction, const pds_item *items, int64_t num_items,
-                         const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
-                         std::shared_ptr<Ticket> *ticket, const std::vector<int64_t> &summed) {
-  if (!is_of_this_process()) {
-    return error_of(PDS_ERR_CLOSED, "the engine belongs to the parent process");
-  }
-  if (poisoned_) {
-    return error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context");
-  }
+std::shared_ptr<Ticket> Engine::submit(Direction direction, const std::vector<pds_item> &items,
+                                       std::vector<int64_t> ids, Stream stream, Event ready,
+                                       const std::vector<int64_t> &summed) {
+  check_process();
+  if (poisoned_) throw Failure{poisoned_error()};
   const auto job = std::make_shared<Job>();
   job->work.direction = direction;
-  job->work.ids.assign(ids, ids + num_ids);
-  job->work.items.reserve(num_items);
+  job->work.ids = std::move(ids);
+  job->work.items.reserve(items.size());
   int64_t first_id = 0;
-  for (int64_t i = 0; i < num_items; ++i) {
-    const pds_item &item = items[i];
+  for (const pds_item &item : items) {
     job->work.items.push_back(
         {item.payload, item.part, item.num_tokens, item.first_token, first_id});
     first_id += std::max(item.num_ids, 0);
   }
-  const std::string why = check(job->work, items, num_ids);
-  if (!why.empty()) return error_of(PDS_ERR_ARGUMENT, why);
+  check(job->work, items);
   for (const int64_t i : summed) {
     job->work.sums.push_back({i, static_cast<uint32_t>(job->work.num_digests)});
-    job->work.num_digests +=
-        num_chunks_of(layout_.payload_bytes(items[i].part, items[i].num_tokens));
+    job->work.num_digests += num_chunks_of(layout_.payload_bytes(items[i]));
   }
-  const pds_error error = order(job.get(), stream, ready);
-  if (error.code != PDS_OK) return error;
-  job->ticket = *ticket = std::make_shared<Ticket>();
-  if (!pump(direction).push(job)) {
-    if (job->owns_ready) device_->close_event(job->ready);
-    return error_of(PDS_ERR_CLOSED, "the engine was closed");
-  }
-  return {};
+  order(job.get(), stream, ready);
+  const auto ticket = job->ticket = std::make_shared<Ticket>();
+  if (pump(direction)->push(job)) return ticket;
+  if (job->owns_ready) device_->close_event(job->ready);
+  throw Failure{error_of(PDS_ERR_CLOSED, "the engine was closed")};
 }
 
 }  // namespace pds

@@ -4,6 +4,8 @@
 // crew, four streams, four device rings of a fixed size. What a caller gave is copied before the
 // call returns. Ids and addresses are checked before anything moves.
 #pragma once
+#include <unistd.h>
+
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -16,36 +18,41 @@ namespace pds {
 
 class Engine {
  public:
-  // Null, and `error` says why.
-  static std::unique_ptr<Engine> open(const pds_options &options, const pds_part *parts,
-                                      const pds_region *regions, pds_error *error);
+  // Throws a Failure, as all below that have something to refuse.
+  Engine(const pds_options &options, const pds_part *parts, const pds_region *regions);
   ~Engine();
 
+  void start();
   // Ends what is queued, waits for the device; later jobs are refused. Twice is fine.
   void stop();
 
-  int32_t add_host(uint64_t address, int64_t bytes);
+  void add_host(uint64_t address, int64_t bytes);
   // summed: numbers of items whose digests the ticket gets, in this order.
-  pds_error submit(Direction direction, const pds_item *items, int64_t num_items,
-                   const int64_t *ids, int64_t num_ids, Stream stream, Event ready,
-                   std::shared_ptr<Ticket> *ticket, const std::vector<int64_t> &summed = {});
-  Plan explain(Direction direction, int32_t part, int32_t num_tokens) const {
-    return plan_of(layout_, direction, part, num_tokens, device_->has_batch());
+  std::shared_ptr<Ticket> submit(Direction direction, const std::vector<pds_item> &items,
+                                 std::vector<int64_t> ids, Stream stream, Event ready,
+                                 const std::vector<int64_t> &summed = {});
+  pds_plan explain(Direction direction, int32_t part, int32_t num_tokens) const {
+    return layout_.plan_of(direction, part, num_tokens, device_->has_batch());
   }
   const Layout &layout() const { return layout_; }
-  Crew &crew() { return crew_; }
-  pds_stats stats(Direction direction) { return pump(direction).stats(); }
-  bool is_of_this_process() const;
+  // The threads that help callers; a child of a fork has none of them.
+  Crew &crew() {
+    check_process();
+    return crew_;
+  }
 
  private:
-  Engine() = default;
-  Pump &pump(Direction direction) { return direction == Direction::kOut ? *out_ : *in_; }
-  std::string check(const JobItems &job, const pds_item *items, int64_t num_ids);
-  std::string check_ids(const JobItems &job, const pds_item &item, const Item &place,
-                        std::vector<bool> *taken) const;
-  bool is_host(uint64_t address, int64_t bytes, size_t *guess) const;
-  pds_error order(Job *job, Stream stream, Event ready);
+  std::unique_ptr<Pump> &pump(Direction direction) {
+    return direction == Direction::kOut ? out_ : in_;
+  }
+  void check_process() const;
+  void check(const JobItems &job, const std::vector<pds_item> &items) const;
+  void check_ids(const JobItems &job, const pds_item &item, const Item &place,
+                 std::vector<bool> *taken) const;
+  bool is_host(uint64_t address, int64_t bytes) const;
+  void order(Job *job, Stream stream, Event ready);
 
+  const int32_t process_ = getpid();
   Layout layout_;
   Crew crew_;  // outlives the device, which it copies for
   std::unique_ptr<Device> device_;
@@ -53,7 +60,6 @@ class Engine {
   std::atomic<bool> poisoned_{false};
   mutable std::mutex mutex_;                          // guards hosts_
   std::vector<std::pair<uint64_t, uint64_t>> hosts_;  // registered ranges, sorted by begin
-  int32_t process_ = 0;
 };
 
 }  // namespace pds

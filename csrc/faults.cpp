@@ -8,6 +8,8 @@
 
 #include "device.h"
 
+#ifdef PDSTORE_TESTING
+
 namespace pds {
 namespace {
 
@@ -39,98 +41,72 @@ class FaultyDevice final : public Device {
  public:
   explicit FaultyDevice(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
-  int enter() override {
-    const int code = fault(PDS_CALL_ENTER);
-    return code ? code : device_->enter();
-  }
-  int push() override {
-    const int code = fault(PDS_CALL_PUSH);
-    return code ? code : device_->push();
-  }
+  int enter() override { return fault(PDS_CALL_ENTER) ?: device_->enter(); }
+  int push() override { return fault(PDS_CALL_PUSH) ?: device_->push(); }
   void pop() override { device_->pop(); }
   int allocate(size_t bytes, void **memory) override {
-    return counted(PDS_CALL_ALLOCATE, allocations,
-                   [&] { return device_->allocate(bytes, memory); });
+    return counted(fault(PDS_CALL_ALLOCATE) ?: device_->allocate(bytes, memory), allocations);
   }
   void release(void *memory) override { --allocations, device_->release(memory); }
   int allocate_host(size_t bytes, void **memory) override {
-    return counted(PDS_CALL_ALLOCATE, allocations,
-                   [&] { return device_->allocate_host(bytes, memory); });
+    return counted(fault(PDS_CALL_ALLOCATE) ?: device_->allocate_host(bytes, memory), allocations);
   }
   void release_host(void *memory) override { --allocations, device_->release_host(memory); }
   int open_stream(Stream *stream) override {
-    return counted(PDS_CALL_STREAM, streams, [&] { return device_->open_stream(stream); });
+    return counted(fault(PDS_CALL_STREAM) ?: device_->open_stream(stream), streams);
   }
   void close_stream(Stream stream) override { --streams, device_->close_stream(stream); }
   int open_event(Event *event, bool for_host) override {
-    return counted(PDS_CALL_EVENT, events, [&] { return device_->open_event(event, for_host); });
+    return counted(fault(PDS_CALL_EVENT) ?: device_->open_event(event, for_host), events);
   }
   void close_event(Event event) override { --events, device_->close_event(event); }
   int record(Event event, Stream stream) override {
-    const int code = fault(PDS_CALL_RECORD);
-    return code ? code : device_->record(event, stream);
+    return fault(PDS_CALL_RECORD) ?: device_->record(event, stream);
   }
   int wait(Stream stream, Event event) override {
-    const int code = fault(PDS_CALL_WAIT);
-    return code ? code : device_->wait(stream, event);
+    return fault(PDS_CALL_WAIT) ?: device_->wait(stream, event);
   }
   int query(Event event, bool *over) override {
-    const int code = fault(PDS_CALL_QUERY);
-    return code ? code : device_->query(event, over);
+    return fault(PDS_CALL_QUERY) ?: device_->query(event, over);
   }
   int synchronize(Event event, int64_t expected_ns, bool awake) override {
-    const int code = fault(PDS_CALL_SYNCHRONIZE);
-    return code ? code : device_->synchronize(event, expected_ns, awake);
+    return fault(PDS_CALL_SYNCHRONIZE) ?: device_->synchronize(event, expected_ns, awake);
   }
-  int drain(Stream stream) override {
-    const int code = fault(PDS_CALL_DRAIN);
-    return code ? code : device_->drain(stream);
-  }
+  int drain(Stream stream) override { return fault(PDS_CALL_DRAIN) ?: device_->drain(stream); }
   int is_capturing(Stream stream, bool *capturing) override {
-    const int code = fault(PDS_CALL_CAPTURING);
-    return code ? code : device_->is_capturing(stream, capturing);
+    return fault(PDS_CALL_CAPTURING) ?: device_->is_capturing(stream, capturing);
   }
   bool has_batch() const override { return device_->has_batch(); }
   bool needs_registered_host() const override { return device_->needs_registered_host(); }
   int copy_batch(Stream stream, Direction direction, const Copies &copies) override {
     delay();
-    const int code = fault(PDS_CALL_BATCH);
-    return code ? code : device_->copy_batch(stream, direction, copies);
+    return fault(PDS_CALL_BATCH) ?: device_->copy_batch(stream, direction, copies);
   }
   int copy_strided(Stream stream, Direction direction, const Strided &strided) override {
     delay();
-    const int code = fault(PDS_CALL_STRIDED);
-    return code ? code : device_->copy_strided(stream, direction, strided);
+    return fault(PDS_CALL_STRIDED) ?: device_->copy_strided(stream, direction, strided);
   }
   int stage(Stream stream, Direction direction, const StageParams &params) override {
     delay();
-    const int code = fault(PDS_CALL_STAGE);
-    return code ? code : device_->stage(stream, direction, params);
+    return fault(PDS_CALL_STAGE) ?: device_->stage(stream, direction, params);
   }
   int sum(Stream stream, const SumParams &params, uint64_t *digests) override {
-    const int code = fault(PDS_CALL_SUM);
-    return code ? code : device_->sum(stream, params, digests);
+    return fault(PDS_CALL_SUM) ?: device_->sum(stream, params, digests);
   }
   int recover(Stream stream) override {
-    const int injected = fault(PDS_CALL_RECOVER);
-    const int code = device_->recover(stream);
-    return injected ? injected : code;
+    const int injected = fault(PDS_CALL_RECOVER), code = device_->recover(stream);
+    return injected ?: code;
   }
   const char *describe(int code) const override { return device_->describe(code); }
   int register_host(uint64_t address, size_t bytes) override {
-    const int code = fault(PDS_CALL_REGISTER);
-    return code ? code : device_->register_host(address, bytes);
+    return fault(PDS_CALL_REGISTER) ?: device_->register_host(address, bytes);
   }
   int unregister_host(uint64_t address) override {
-    const int code = fault(PDS_CALL_UNREGISTER);
-    return code ? code : device_->unregister_host(address);
+    return fault(PDS_CALL_UNREGISTER) ?: device_->unregister_host(address);
   }
 
  private:
-  template <typename Open>
-  int counted(int32_t call, std::atomic<int64_t> &count, Open open) {
-    int code = fault(call);
-    if (code == 0) code = open();
+  static int counted(int code, std::atomic<int64_t> &count) {
     if (code == 0) ++count;
     return code;
   }
@@ -164,7 +140,15 @@ extern "C" int32_t pds_test_delay(int64_t microseconds) {
 }
 
 extern "C" int32_t pds_test_live(pds_live *live) {
-  if (live == nullptr) return PDS_ERR_ARGUMENT;
   *live = {pds::allocations, pds::streams, pds::events};
   return PDS_OK;
 }
+
+#else
+
+std::unique_ptr<pds::Device> pds::with_faults(std::unique_ptr<Device> device) { return device; }
+extern "C" int32_t pds_test_fail(int32_t, int64_t, int32_t, int32_t) { return PDS_ERR_ARGUMENT; }
+extern "C" int32_t pds_test_delay(int64_t) { return PDS_ERR_ARGUMENT; }
+extern "C" int32_t pds_test_live(pds_live *) { return PDS_ERR_ARGUMENT; }
+
+#endif

@@ -1,10 +1,8 @@
 // Values that are gathered into an arena or scattered from it, a call for many of them.
 //
-// Decision: whoever calls from Python holds its lock between calls, and takes it from the engine
-// after each. So all that is done with the values of one share of a save is one call, and all but
-// the wait for the copies of a share of a load. Only what goes well is done here: if any value is
-// missing, wrong or has no room, or the lock is not free soon, then the call ends with a code, and
-// the caller goes step by step to find out which and why.
+// Only what goes well is done here: if any value is missing, wrong or has no room, or the lock is
+// not free soon, then the call ends with a code, and the caller goes step by step to find out which
+// and why.
 //
 // Decision: a share of a save is many batches, each with an event of its own, and each is published
 // as soon as it is sealed: few calls for much, and yet whoever loads the values hears of them while
@@ -13,239 +11,151 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <new>
 #include <vector>
 
+#include "abi.h"
 #include "checksum.h"
-#include "handles.h"
 
 namespace {
 
-using pds::kHeaderBytes, pds::kSummedOfHeader;
-using pds::arena::Arena;
-using pds::arena::Keys;
-using pds::arena::Places;
+using pds::Engine, pds::kHeaderBytes, pds::kSummedOfHeader;
+using pds::arena::Arena, pds::arena::Keys, pds::arena::Places;
 
-char *pointer(uint64_t address) { return reinterpret_cast<char *>(address); }
-
-// A copy of the items with their payloads' places, and what else the engine takes.
-class Copies {
- public:
-  Copies(const pds_values &values, Places places) : values_(values), places_(places) {
-    items_.reserve(values.count), ids_.reserve(values.num_ids);
-  }
-
-  // Adds the i-th value's copy; `ids`: its first. False if it does not fit the value.
-  bool add(const pds::Layout &layout, int64_t i, const int64_t *ids) {
-    pds_item item = values_.items[i];
-    if (item.part < 0 || item.part >= layout.num_parts() || item.num_tokens < 1 ||
-        item.num_tokens > layout.max_tokens()) {
-      return false;
-    }
-    if (values_.sizes[i] != kHeaderBytes + layout.payload_bytes(item.part, item.num_tokens)) {
-      return false;
-    }
-    item.payload = values_.memory + places_.offsets[i] + kHeaderBytes;
-    items_.push_back(item);
-    ids_.insert(ids_.end(), ids, ids + item.num_ids);
-    return true;
-  }
-
-  // Adds all values that have a place.
-  bool add_all(const pds::Layout &layout) {
-    int64_t at = 0;
-    for (int64_t i = 0; i < values_.count; ++i) {
-      const int32_t num_ids = values_.items[i].num_ids;
-      if (num_ids < 0 || at + num_ids > values_.num_ids) return false;
-      if (places_.slots[i] >= 0 && !add(layout, i, values_.ids + at)) return false;
-      at += num_ids;
-    }
-    return true;
-  }
-
-  pds_error submit(pds::Engine &engine, pds::Direction direction,
-                   std::shared_ptr<pds::Ticket> *ticket,
-                   const std::vector<int64_t> &summed = {}) const {
-    return engine.submit(direction, items_.data(), items_.size(), ids_.data(), ids_.size(), nullptr,
-                         reinterpret_cast<pds::Event>(values_.ready), ticket, summed);
-  }
-  bool empty() const { return items_.empty(); }
-
- private:
-  const pds_values &values_;
-  Places places_;
-  std::vector<pds_item> items_;
-  std::vector<int64_t> ids_;
-};
-
-uint64_t sum_of(const char *value, int64_t bytes) {
-  pds::Sum sum;
-  sum.add(value, 0, bytes);
-  return sum.digest();
-}
-
-void seal(char *value, int64_t bytes, const char *start) {
-  std::memcpy(value, start, kSummedOfHeader);
-  const uint64_t digest = sum_of(value, bytes);  // little-endian, as every machine we build for
-  std::memcpy(value + kSummedOfHeader, &digest, sizeof digest);
-}
-
-bool is_right(const char *value, int64_t bytes, const char *start) {
-  if (std::memcmp(value, start, kSummedOfHeader) != 0) return false;
-  const uint64_t digest = sum_of(value, bytes);
-  return std::memcmp(value + kSummedOfHeader, &digest, sizeof digest) == 0;
-}
-
-// Until the end the device may write to the payloads, so there is no limit.
-pds_error ended(pds::Ticket &ticket) {
-  constexpr int64_t kLongUs = 60'000'000;
-  pds_error error{};
-  while (ticket.wait(kLongUs, &error) == PDS_PENDING) continue;
-  return error;
-}
-
-// One batch of a call.
-struct Part {
+// The values of one batch, where they are in the arena, and their copies.
+struct Batch {
   const pds_values &values;
-  Keys keys;
-  const uint8_t *kinds;  // null where nothing is reserved
-  Places places;
-  std::shared_ptr<pds::Ticket> ticket{};  // of its copies; null if nothing is to be copied
+  Keys keys{};
+  Places places{};
+  std::shared_ptr<pds::Ticket> ticket{};  // null if nothing is to be copied
+
+  char *value(int64_t i) const {
+    return reinterpret_cast<char *>(values.memory + places[i].offset);
+  }
+  const char *start(int64_t i) const { return values.starts + i * kSummedOfHeader; }
 };
 
-int32_t reserve(Arena &arena, Part &part) {
-  const pds_values &values = part.values;
-  int64_t covered = 0;
-  const int32_t code =
-      arena.reserve(part.keys, part.kinds, values.sizes, part.places, &covered, values.lock_ns);
-  if (code != PDS_OK || covered == values.count) return code;
-  arena.abandon(part.places, covered, -1);
-  return PDS_ERR_FULL;
+// Starts the copies of the values that have a place. summed: numbers of those that are summed.
+int32_t submit(Engine &engine, pds::Direction direction, Batch &batch,
+               const std::vector<int64_t> &summed) {
+  const pds_values &values = batch.values;
+  std::vector<pds_item> items;
+  std::vector<int64_t> ids;
+  items.reserve(values.count), ids.reserve(values.num_ids);
+  int64_t at = 0;
+  for (int64_t i = 0; i < values.count; ++i) {
+    pds_item item = values.items[i];
+    const int64_t *first = values.ids + at;
+    if (item.num_ids < 0 || item.num_ids > values.num_ids - at) return PDS_ERR_ARGUMENT;
+    at += item.num_ids;
+    if (batch.places[i].slot < 0) continue;
+    const pds::Layout &layout = engine.layout();
+    if (!layout.holds(item) || values.sizes[i] != kHeaderBytes + layout.payload_bytes(item)) {
+      return PDS_ERR_ARGUMENT;
+    }
+    item.payload = values.memory + batch.places[i].offset + kHeaderBytes;
+    items.push_back(item);
+    ids.insert(ids.end(), first, first + item.num_ids);
+  }
+  if (items.empty() && values.count > 0) return PDS_OK;
+  batch.ticket = engine.submit(direction, items, std::move(ids), nullptr,
+                               reinterpret_cast<pds::Event>(values.ready), summed);
+  return PDS_OK;
 }
 
-int32_t submit(pds::Engine &engine, Part &part, pds_error *error) {
-  Copies copies(part.values, part.places);
-  if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
-  if (copies.empty()) return PDS_OK;
-  std::shared_ptr<pds::Ticket> ticket;  // nobody ends it if the copies are refused
-  *error = copies.submit(engine, pds::Direction::kOut, &ticket);
-  if (error->code == PDS_OK) part.ticket = std::move(ticket);
-  return error->code;
+int32_t reserve(Arena &arena, Batch &batch, const uint8_t *kinds) {
+  const pds_values &values = batch.values;
+  const int32_t code =
+      arena.reserve(batch.keys, kinds, values.sizes, &batch.places, values.lock_ns);
+  const auto num_covered = static_cast<int64_t>(batch.places.size());
+  return code == PDS_OK && num_covered < values.count ? int32_t{PDS_ERR_FULL} : code;
 }
 
 // Makes the values findable whose copies have ended.
-int32_t seal_and_publish(Arena &arena, pds::Engine &engine, const Part &part) {
-  const pds_values &values = part.values;
+int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
+  const pds_values &values = batch.values;
   engine.crew().each(values.count, [&](int64_t i) {
-    if (part.places.slots[i] < 0) return;
-    seal(pointer(values.memory) + part.places.offsets[i], values.sizes[i],
-         values.starts + i * kSummedOfHeader);
+    if (batch.places[i].slot < 0) return;
+    std::memcpy(batch.value(i), batch.start(i), kSummedOfHeader);
+    pds::set_header(batch.value(i), batch.start(i), pds::sum_of(batch.value(i), values.sizes[i]));
   });
-  std::vector<int64_t> slots(part.places.slots, part.places.slots + values.count);
-  Places places = part.places;
-  places.slots = slots.data();
   int64_t done = 0;
-  const int32_t code = arena.publish(places, values.count, &done, values.lock_ns);
+  const int32_t code = arena.publish(batch.places, &done, values.lock_ns);
   return code == PDS_OK && done < values.count ? int32_t{PDS_ERR_VALUE} : code;
 }
 
-// The code of a step that finds no memory: copies may be under way, and places are held.
-template <typename Step>
-int32_t without_memory(Step step) {
-  try {
-    return step();
-  } catch (const std::bad_alloc &) {
-    return PDS_ERR_MEMORY;
-  }
-}
-
 // All copies are queued before the first is waited for, each behind the event of its batch. So the
-// device computes the layers of a later batch while those of an earlier one are summed.
-int32_t fill(Arena &arena, pds::Engine &engine, std::vector<Part> &parts, int64_t *done,
-             pds_error *error) {
-  size_t num_reserved = 0;
+// device computes the layers of a later batch while those of an earlier one are summed. A step that
+// finds no memory must not end the call: copies may be under way, and places are held.
+int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const uint8_t *kinds,
+             int64_t *done, pds_error *error) {
   int32_t code = PDS_OK;
-  for (; num_reserved < parts.size() && code == PDS_OK; num_reserved += code == PDS_OK) {
-    code = without_memory([&] { return reserve(arena, parts[num_reserved]); });
+  const auto step = [&](auto body) {
+    if (code == PDS_OK) code = pds::guarded(error, body);
+  };
+  for (Batch &batch : batches) {
+    step([&] { return reserve(arena, batch, kinds); });
+    kinds += batch.values.count;
   }
-  for (size_t i = 0; i < parts.size() && code == PDS_OK; ++i) {
-    code = without_memory([&] { return submit(engine, parts[i], error); });
+  for (Batch &batch : batches) {
+    step([&] { return submit(engine, pds::Direction::kOut, batch, {}); });
   }
-  for (Part &part : parts) {
-    if (part.ticket != nullptr) {
-      const pds_error end = ended(*part.ticket);  // also after a failure: the device still writes
-      if (code == PDS_OK && end.code != PDS_OK) *error = end, code = end.code;
-      if (code == PDS_OK) {
-        code = without_memory([&] { return seal_and_publish(arena, engine, part); });
-      }
+  for (Batch &batch : batches) {
+    if (batch.ticket != nullptr) {
+      const pds_error end = batch.ticket->end();  // also after a failure: the device still writes
+      step([&] { return pds::report(end, error); });
+      step([&] { return seal_and_publish(arena, engine, batch); });
     }
     *done += code == PDS_OK;
   }
-  for (size_t i = *done; i < num_reserved; ++i) {
-    arena.abandon(parts[i].places, parts[i].values.count, -1);
+  for (size_t i = *done; i < batches.size(); ++i) {
+    if (!batches[i].places.empty()) arena.abandon(batches[i].places);
   }
   return code;
 }
 
-// The numbers of the values that the device sums after their copies.
-std::vector<int64_t> to_be_summed(const pds::Layout &layout, const pds_values &values) {
-  std::vector<int64_t> summed;
+// Sets aside the headers of the values that the device sums after their copies.
+int32_t await_sums(const pds::Layout &layout, const Batch &batch,
+                   std::vector<pds::Awaited> *awaited) {
   int64_t room = pds::kMostDigests;
-  for (int64_t i = 0; i < values.count; ++i) {
-    const pds_item &item = values.items[i];
-    room -= pds::num_chunks_of(values.sizes[i] - kHeaderBytes);
-    if (room >= 0 && item.part >= 0 && item.part < layout.num_parts() && item.first_token == 0 &&
-        layout.part(item.part).can_be_summed) {
-      summed.push_back(i);
+  for (int64_t i = 0; i < batch.values.count; ++i) {
+    const pds_item &item = batch.values.items[i];
+    const int64_t bytes = batch.values.sizes[i] - kHeaderBytes;
+    room -= pds::num_chunks_of(bytes);
+    if (room < 0 || item.first_token != 0 || !layout.holds(item) ||
+        !layout.parts[item.part].can_be_summed) {
+      continue;
     }
+    awaited->push_back({i, bytes, {}});
+    char *header = awaited->back().header.data();
+    std::memcpy(header, batch.value(i), kHeaderBytes);
+    if (std::memcmp(header, batch.start(i), kSummedOfHeader) != 0) return PDS_ERR_VALUE;
   }
-  return summed;
+  return PDS_OK;
 }
 
-int32_t take(Arena &arena, pds::Engine &engine, Part &part, std::vector<pds::Awaited> *awaited,
-             pds_error *error) {
-  const pds_values &values = part.values;
-  const Places places = part.places;
-  int64_t found = 0;
-  const int32_t code = arena.borrow(part.keys, values.sizes, places, &found, values.lock_ns);
+int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
+                      std::vector<pds::Awaited> *awaited) {
+  const pds_values &values = batch.values;
+  int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_ns);
   if (code != PDS_OK) return code;
-  if (found < values.count) return PDS_ERR_VALUE;
-  const std::vector<int64_t> summed = to_be_summed(engine.layout(), values);
-  for (const int64_t i : summed) {
-    awaited->push_back({i, values.sizes[i] - kHeaderBytes, {}});
-    std::memcpy(awaited->back().header.data(), pointer(values.memory) + places.offsets[i],
-                kHeaderBytes);
-    if (std::memcmp(awaited->back().header.data(), values.starts + i * kSummedOfHeader,
-                    kSummedOfHeader) != 0) {
-      return PDS_ERR_VALUE;
-    }
+  if (static_cast<int64_t>(batch.places.size()) < values.count) return PDS_ERR_VALUE;
+  code = await_sums(engine.layout(), batch, awaited);
+  if (code != PDS_OK) return code;
+  std::vector<int64_t> summed, others;
+  for (const pds::Awaited &value : *awaited) summed.push_back(value.number);
+  for (int64_t i = 0; i < values.count; ++i) {
+    if (!std::binary_search(summed.begin(), summed.end(), i)) others.push_back(i);
   }
   std::atomic<bool> all_right{true};
-  const auto verify = [&](int64_t i) {
-    if (!all_right || std::binary_search(summed.begin(), summed.end(), i) ||
-        is_right(pointer(values.memory) + places.offsets[i], values.sizes[i],
-                 values.starts + i * kSummedOfHeader)) {
-      return;
-    }
-    all_right = false;
-  };
-  if (static_cast<int64_t>(summed.size()) < values.count) {
-    engine.crew().each(values.count, verify);
-  }
-  if (!all_right) return PDS_ERR_VALUE;
-  Copies copies(values, places);
-  if (!copies.add_all(engine.layout())) return PDS_ERR_ARGUMENT;
-  *error = copies.submit(engine, pds::Direction::kIn, &part.ticket, summed);
-  return error->code;
-}
-
-bool can_be(const pds_values &values) {
-  if (!values.memory || !values.starts || !values.items || values.num_ids < 0 ||
-      (values.num_ids > 0 && !values.ids) || !pds::arena::are_sizes(values.sizes, values.count)) {
-    return false;
-  }
-  return std::all_of(values.sizes, values.sizes + values.count,
-                     [](int64_t size) { return size >= kHeaderBytes; });
+  engine.crew().each(others.size(), [&](int64_t n) {
+    const int64_t i = others[n];
+    const auto is_right = [&] {
+      const uint64_t sum = pds::sum_of(batch.value(i), values.sizes[i]);
+      return pds::is_header(batch.value(i), batch.start(i), sum);
+    };
+    if (all_right && !is_right()) all_right = false;
+  });
+  return all_right ? submit(engine, pds::Direction::kIn, batch, summed) : PDS_ERR_VALUE;
 }
 
 // Counts the first values that were right when they were copied.
@@ -259,49 +169,28 @@ int64_t num_right(const pds_ticket &ticket) {
     sum.add(value.header.data(), 0, kHeaderBytes);
     sum.add_payload(digests.data() + at, value.payload_bytes);
     at = end;
-    const uint64_t digest = sum.digest();
-    if (std::memcmp(value.header.data() + kSummedOfHeader, &digest, sizeof digest) != 0) {
-      return value.number;
-    }
+    const char *header = value.header.data();
+    if (!pds::is_header(header, header, sum.digest())) return value.number;
   }
-  return ticket.slots.size();
+  return ticket.places.size();
 }
 
-// Where the values of a call are in the arena.
-struct Held {
-  explicit Held(int64_t count) : slots(count, -1), generations(count), offsets(count) {}
-  std::vector<int64_t> slots;
-  std::vector<uint64_t> generations;
-  std::vector<int64_t> offsets;
-};
-
-// Calls body(arena, engine, parts, held) if the arguments can be what they should be.
+// Calls body(batches) if the arguments can be what they should be.
 template <typename Body>
-int32_t with_parts(pds_arena *arena, pds_engine *engine, const pds_values *batches,
-                   int64_t num_batches, pds_error *error, Body body) {
-  if (!arena || !engine || !batches || num_batches < 1 || !error) return PDS_ERR_ARGUMENT;
+int32_t with_batches(const pds_values *all, int64_t count, pds_error *error, Body body) {
   *error = {};
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
-  try {
-    int64_t count = 0;
-    for (const pds_values *values = batches; values < batches + num_batches; ++values) {
-      if (!can_be(*values)) return PDS_ERR_ARGUMENT;
-      count += values->count;
-    }
-    Held held(count);
-    Places places{held.slots.data(), held.generations.data(), held.offsets.data()};
-    std::vector<Part> parts;
-    for (const pds_values *values = batches; values < batches + num_batches; ++values) {
-      parts.push_back({*values, {}, nullptr, places});
-      if (!pds::arena::read_keys(values->keys, values->count, &parts.back().keys)) {
-        return PDS_ERR_ARGUMENT;
+  return pds::guarded(error, [&] {
+    std::vector<Batch> batches;
+    for (const pds_values *values = all; values < all + count; ++values) {
+      batches.push_back({*values});
+      if (values->count < 0 || values->num_ids < 0 ||
+          !pds::arena::are_sizes(values->sizes, values->count, kHeaderBytes) ||
+          !pds::arena::read_keys(values->keys, values->count, &batches.back().keys)) {
+        return int32_t{PDS_ERR_ARGUMENT};
       }
-      places = places.from(values->count);
     }
-    return body(*arena->arena, *engine->engine, parts, held);
-  } catch (const std::bad_alloc &) {
-    return PDS_ERR_MEMORY;
-  }
+    return body(batches);
+  });
 }
 
 }  // namespace
@@ -309,46 +198,37 @@ int32_t with_parts(pds_arena *arena, pds_engine *engine, const pds_values *batch
 extern "C" int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                                   int64_t num_batches, const uint8_t *kinds, uint8_t *is_new,
                                   int64_t *done, pds_error *error) {
-  if (!done || !is_new) return PDS_ERR_ARGUMENT;
   *done = 0;
-  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts, const Held &held) {
-    for (Part &part : parts) {
-      const int64_t count = part.values.count;
-      if (!pds::arena::are_kinds(kinds, count)) return int32_t{PDS_ERR_ARGUMENT};
-      part.kinds = kinds;
-      kinds += count;
+  return with_batches(batches, num_batches, error, [&](std::vector<Batch> &parts) {
+    int64_t count = 0;
+    for (const Batch &part : parts) count += part.values.count;
+    if (!pds::arena::are_kinds(kinds, count)) return int32_t{PDS_ERR_ARGUMENT};
+    const int32_t code = fill(*arena->arena, *engine, parts, kinds, done, error);
+    for (int64_t i = 0; i < *done; ++i) {
+      for (const auto &place : parts[i].places) *is_new++ = place.slot >= 0;
     }
-    const int32_t code = fill(a, e, parts, done, error);
-    std::transform(held.slots.begin(), held.slots.end(), is_new,
-                   [](int64_t slot) { return slot >= 0; });
     return code;
-  };
-  return with_parts(arena, engine, batches, num_batches, error, body);
+  });
 }
 
 extern "C" int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                                   pds_ticket **ticket, pds_error *error) {
-  if (!ticket) return PDS_ERR_ARGUMENT;
-  const auto body = [&](Arena &a, pds::Engine &e, std::vector<Part> &parts, Held &held) {
+  return with_batches(values, 1, error, [&](std::vector<Batch> &batches) {
     auto made = std::make_unique<pds_ticket>();
-    const int32_t code = take(a, e, parts.front(), &made->awaited, error);
+    Batch &batch = batches.front();
+    const int32_t code = start_scatter(*arena->arena, *engine, batch, &made->awaited);
     if (code == PDS_OK) {
-      made->slots = std::move(held.slots), made->generations = std::move(held.generations);
-      made->ticket = std::move(parts.front().ticket);
+      made->places = std::move(batch.places);
+      made->ticket = std::move(batch.ticket);
       *ticket = made.release();
     }
     return code;
-  };
-  return with_parts(arena, engine, values, 1, error, body);
+  });
 }
 
 extern "C" int32_t pds_arena_confirm(pds_arena *arena, const pds_ticket *ticket, int64_t *there,
                                      int64_t *right) {
-  if (!arena || !ticket || !there || !right) return PDS_ERR_ARGUMENT;
   *right = num_right(*ticket);
-  const int64_t count = ticket->slots.size();
-  std::vector<int64_t> slots = ticket->slots;
-  std::vector<uint64_t> generations = ticket->generations;
-  *there = arena->arena->still_there({slots.data(), generations.data(), nullptr}, count);
+  *there = arena->arena->still_there(ticket->places);
   return PDS_OK;
 }

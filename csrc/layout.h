@@ -1,14 +1,23 @@
-// Where the caches of one engine are: parts, their regions, and the blocks of an item.
+// Where the caches of one engine are: parts, their regions, the blocks of an item, and which path
+// moves which payload, and a job cut into slices.
 //
 // Decision: regions that differ only in base and layer are one class, so that a block of many
 // layers is one strided copy or one kernel launch. Everything is checked once, when the layout is
 // assigned.
+//
+// Decision: the path is chosen by the layout, the direction and the tokens in the block alone, so
+// that it never changes unseen. The copy engines want pieces of 64 KiB or engine blocks of 2 MiB,
+// on the way to the host 512 KiB in pieces of 16 KiB; all else is gathered in device memory first.
+// Decision: docs/decisions/022-no-kernel-writes-host.md
+//
+// Decision: a slice is what one lane has in flight, so its size bounds how long somebody else's
+// small copy waits. It holds whole items where they fit, and a range of one item's layers where
+// they do not; one path per slice.
 #pragma once
-#include <string>
+#include <utility>
 #include <vector>
 
-#include "geometry.h"
-#include "pdstore.h"
+#include "device.h"
 
 namespace pds {
 
@@ -20,7 +29,11 @@ struct RegionClass {
   int64_t step = 0;  // from layer to layer; 0 where it is not one distance
 
   // First and last + 1 of the regions in a range of layers.
-  void range(int32_t layer0, int32_t layer1, size_t *begin, size_t *end) const;
+  std::pair<size_t, size_t> range(int32_t layer0, int32_t layer1) const;
+  // All layers of an engine block are one run on both sides.
+  bool is_one_run(const Block &block) const;
+  // The copy engines can take the layers of an engine block as one strided copy.
+  bool is_strided(const Block &block) const;
 };
 
 struct Part {
@@ -37,38 +50,92 @@ struct Item {
   int64_t first_id;  // into the job's ids
 };
 
-class Layout {
- public:
-  // Empty, or why these regions are not a layout.
-  std::string assign(const pds_options &options, const pds_part *parts, const pds_region *regions);
+struct Layout {
+  std::vector<Part> parts;
+  int64_t num_blocks = 0;
+  int32_t block_tokens = 0, max_tokens = 0;
+  int32_t path = PDS_PATH_AUTO;  // forced
 
-  const Part &part(int32_t number) const { return parts_[number]; }
-  int32_t num_parts() const { return static_cast<int32_t>(parts_.size()); }
-  int32_t block_tokens() const { return block_tokens_; }
-  int64_t num_blocks() const { return num_blocks_; }
-  int32_t max_tokens() const { return max_tokens_; }
-  int32_t mode() const { return mode_; }
-  int32_t path() const { return path_; }  // forced, or PDS_PATH_AUTO
-  int64_t largest_layer_bytes() const;
-  int64_t payload_bytes(int32_t part, int32_t num_tokens) const {
-    return parts_[part].num_layers * parts_[part].token_bytes * num_tokens;
+  // Throws a Failure if these regions are no layout.
+  void assign(const pds_options &options, const pds_part *shapes, const pds_region *regions);
+
+  // Such a payload is one of this layout.
+  bool holds(const pds_item &item) const {
+    return item.part >= 0 && item.part < static_cast<int32_t>(parts.size()) &&
+           item.num_tokens >= 1 && item.num_tokens <= max_tokens;
   }
-  // Engine blocks of an item that have tokens to move: [begin, end).
-  void blocks_of(const Item &item, int32_t *begin, int32_t *end) const;
+  int64_t payload_bytes(const pds_item &item) const {
+    return parts[item.part].num_layers * parts[item.part].token_bytes * item.num_tokens;
+  }
+  // Engine blocks of an item that have tokens to move: first and last + 1.
+  std::pair<int32_t, int32_t> blocks_of(const Item &item) const;
   Block block_of(const Item &item, int32_t number, int64_t id) const;
+  // The path of payloads of a part with this many tokens; has_batch: the device copies in batches.
+  pds_plan plan_of(Direction direction, int32_t part, int32_t num_tokens, bool has_batch) const;
 
  private:
-  std::string add(const pds_region &region, const pds_part *parts);
-
-  std::vector<Part> parts_;
-  int64_t num_blocks_ = 0;
-  int32_t block_tokens_ = 0, max_tokens_ = 0;
-  int32_t order_ = 0, mode_ = 0, path_ = 0;
+  void add(const pds_region &region, const pds_part &shape);
 };
 
-// All layers of an engine block are one run on both sides.
-bool is_one_run(const RegionClass &regions, const Block &block);
-// The copy engines can take the layers of an engine block as one strided copy.
-bool is_strided(const RegionClass &regions, const Block &block);
+// An item whose payload is summed after the copy, and where its digests begin among the job's.
+struct SumOf {
+  int64_t item;
+  uint32_t first_digest;
+};
+
+struct JobItems {
+  Direction direction;
+  std::vector<Item> items;
+  std::vector<int64_t> ids;
+  std::vector<SumOf> sums{};
+  int64_t num_digests = 0;
+};
+
+// Some layers of one item.
+struct Segment {
+  int64_t item;
+  int32_t layer0, layer1;
+};
+
+struct Slice {
+  int32_t path = PDS_PATH_STAGE;
+  int64_t bytes = 0;
+  std::vector<Segment> segments;
+};
+
+// Segments begin at multiples of this in a lane's ring.
+constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+struct PumpOptions {
+  int64_t copy_bytes, stage_bytes;  // of a slice
+  int64_t first_bytes;  // where nothing runs yet: the first slice is prepared before the link works
+  int64_t linger_us;    // how long a thread that has nothing to do sleeps lightly
+};
+
+class SliceWalk {
+ public:
+  SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes, bool has_batch)
+      : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
+
+  // The next slice, of at most so many bytes, into `slice`; false at the end.
+  bool next(Slice *slice, int64_t most_bytes);
+
+ private:
+  const pds_plan &plan_of(const Item &item);
+
+  const Layout &layout_;
+  const JobItems &job_;
+  const PumpOptions &sizes_;
+  const bool has_batch_;
+  int64_t item_ = 0;
+  int32_t layer_ = 0;
+  int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is of
+  pds_plan plan_{};
+};
+
+// Adds a segment's contiguous pieces, or its strided copies.
+void add_pieces(const Layout &layout, const JobItems &job, const Segment &segment, Copies *copies);
+void add_strided(const Layout &layout, const JobItems &job, const Segment &segment,
+                 std::vector<Strided> *copies);
 
 }  // namespace pds

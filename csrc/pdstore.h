@@ -2,8 +2,8 @@
 //
 // Decision: addresses and numbers only, so one library serves every Python, torch and engine. Every
 // function returns 0 or a code below; those that can say more fill a pds_error. Structs are copied.
-// Any thread may call; only pds_wait, pds_close and pds_register wait for the device.
-// Decision: docs/decisions/021-block-copies.md
+// No pointer may be null. Any thread may call; only pds_wait, pds_close and pds_register wait for
+// the device. Decision: docs/decisions/021-block-copies.md
 #pragma once
 #include <stdint.h>
 
@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 17 };
+enum { PDS_ABI = 18 };
 
 enum {
   PDS_OK = 0,
@@ -32,9 +32,7 @@ enum {
   PDS_ERR_VALUE = 14,     // a value is missing, or is not the one that was asked for
 };
 
-enum { PDS_OUT = 0, PDS_IN = 1 };                  // paged cache -> slots, slots -> paged cache
-enum { PDS_TOKEN_MAJOR = 0, PDS_HEAD_MAJOR = 1 };  // [layer][token][head] or [layer][head][token]
-enum { PDS_SERVING = 0, PDS_THROUGHPUT = 1 };
+enum { PDS_OUT = 0, PDS_IN = 1 };  // paged cache -> slots, slots -> paged cache
 enum { PDS_PATH_AUTO = 0, PDS_PATH_BATCH = 1, PDS_PATH_STRIDED = 2, PDS_PATH_STAGE = 3 };
 enum { PDS_CPU = -1 };  // as a device: host memory, no GPU
 
@@ -66,7 +64,7 @@ typedef struct {
   int32_t part;
 } pds_region;
 
-// One kind of payload: [layer][token][head][cell], or with head and token exchanged.
+// One kind of payload: [layer][token][head][cell].
 typedef struct {
   int32_t num_layers, num_heads;
   int64_t cell;  // bytes per token and head: K and V
@@ -78,13 +76,10 @@ typedef struct {
   int64_t num_blocks;    // engine blocks in the paged cache
   int32_t block_tokens;  // tokens of an engine block
   int32_t max_tokens;    // of a payload
-  int32_t order, mode, path;
-  int32_t num_parts, num_regions;
-  int32_t num_lanes;                        // of a direction; here and below 0 is the default
-  int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths
+  int32_t path, num_parts, num_regions;
+  int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths; 0: the default
   int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane
   int64_t first_bytes;                      // the first slice of a copy that finds the lanes empty
-  int64_t max_pieces;                       // of one batch call
   int64_t linger_us;                        // after a copy its thread sleeps lightly for so long
 } pds_options;
 
@@ -105,10 +100,6 @@ typedef struct {
   char why[104];
 } pds_plan;
 
-typedef struct {
-  int64_t bytes, slices, cpu_ns;  // submitted to the device so far; of the pump thread
-} pds_stats;
-
 int32_t pds_info(pds_info_t *info);
 
 int32_t pds_open(const pds_options *options, const pds_part *parts, const pds_region *regions,
@@ -121,7 +112,6 @@ int32_t pds_stop(pds_engine *engine);
 int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes);
 int32_t pds_explain(const pds_engine *engine, int32_t direction, int32_t part, int32_t num_tokens,
                     pds_plan *plan);
-int32_t pds_get_stats(pds_engine *engine, int32_t direction, pds_stats *stats);
 
 // Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until
 // the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted).
@@ -193,17 +183,16 @@ enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of value
 int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
 int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,
                        pds_arena_info *info);
-// Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine.
+// Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine. The child of a fork
+// must close what its parent has open, which stays open for the parent.
 int32_t pds_arena_close(pds_arena *arena);
-int32_t pds_arena_forget(pds_arena *arena);  // in the child of a fork instead
-int32_t pds_arena_free(pds_arena *arena);    // nobody may be in a call
+int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
 // lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
 // that did not get it has done nothing.
-int32_t pds_arena_match(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
-                        int64_t *found);
-// stored[i]: whether the i-th key is; no lease, no use.
-int32_t pds_arena_which(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
-                        uint8_t *stored);
+// stored[i]: whether the i-th key is. leases: the first ones that are get a lease and count as
+// used, and the others are not looked for.
+int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
+                       int32_t leases, uint8_t *stored);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
@@ -229,7 +218,7 @@ typedef struct {
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
 // Gathers, seals and publishes what is not stored, batch by batch; `done`: how many batches, also
-// after a failure. Kinds and is_new (the value was stored now): of all batches' values.
+// after a failure. Kinds: of all batches' values; is_new (stored now): of those that are done.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, uint8_t *is_new, int64_t *done,
                        pds_error *error);

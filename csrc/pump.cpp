@@ -23,47 +23,41 @@ int64_t twice(int64_t number) { return number > INT64_MAX / 2 ? number : 2 * num
 
 int64_t duration_ns(int64_t bytes) { return bytes * 1000 / kBytesPerUs; }
 
+uint64_t address(void *pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
 }  // namespace
 
-pds_error Pump::start() {
-  std::promise<pds_error> started;
-  auto result = started.get_future();
-  thread_ = std::thread([this, &started] {
+void Pump::start() {
+  const auto started = std::make_shared<std::promise<pds_error>>();
+  thread_ = std::thread([this, started] {
     pthread_setname_np(pthread_self(),
                        direction_ == Direction::kOut ? "pdstore-out" : "pdstore-in");
-    const pds_error error = open_lanes();
-    started.set_value(error);
-    if (error.code == PDS_OK) loop();
+    try {
+      open_lanes();
+      started->set_value({});
+      loop();
+    } catch (const Failure &failure) {  // of open_lanes
+      started->set_value(failure.error);
+    }
     close_lanes();
   });
-  const pds_error error = result.get();
-  if (error.code != PDS_OK) thread_.join();
-  return error;
+  const pds_error error = started->get_future().get();
+  if (error.code != PDS_OK) throw Failure{error};
 }
 
-pds_error Pump::open_lanes() {
-  if (const int code = device_.enter()) return failed("cudaSetDevice", code, -1);
+void Pump::open_lanes() {
+  check("cudaSetDevice", device_.enter());
   for (Lane &lane : lanes_) {
-    if (const int code = device_.open_stream(&lane.stream)) {
-      return failed("cudaStreamCreate", code, -1);
-    }
-    if (const int code = device_.open_event(&lane.done, true)) {
-      return failed("cudaEventCreate", code, -1);
-    }
-    if (const int code = device_.allocate(sizes_.stage_bytes, &lane.ring)) {
-      return failed("cudaMalloc", code, -1);
-    }
+    check("cudaStreamCreate", device_.open_stream(&lane.stream));
+    check("cudaEventCreate", device_.open_event(&lane.done, true));
+    check("cudaMalloc", device_.allocate(options_.stage_bytes, &lane.ring));
     if (direction_ == Direction::kOut) continue;
     constexpr size_t kBytes = kMostDigests * sizeof(uint64_t);
-    if (const int code = device_.allocate(kBytes, reinterpret_cast<void **>(&lane.digests))) {
-      return failed("cudaMalloc", code, -1);
-    }
+    void **digests = reinterpret_cast<void **>(&lane.digests);
     void **here = reinterpret_cast<void **>(&lane.digests_here);
-    if (const int code = device_.allocate_host(kBytes, here)) {
-      return failed("cudaHostAlloc", code, -1);
-    }
+    check("cudaMalloc", device_.allocate(kBytes, digests));
+    check("cudaHostAlloc", device_.allocate_host(kBytes, here));
   }
-  return {};
 }
 
 void Pump::close_lanes() {
@@ -97,22 +91,9 @@ void Pump::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-pds_stats Pump::stats() {
-  pds_stats stats{bytes_.load(), slices_.load(), 0};
-  clockid_t clock;
-  timespec time{};
-  if (thread_.joinable() && pthread_getcpuclockid(thread_.native_handle(), &clock) == 0 &&
-      clock_gettime(clock, &time) == 0) {
-    stats.cpu_ns = int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-  }
-  return stats;
-}
-
 bool Pump::is_busy() const {
-  for (const Lane &lane : lanes_) {
-    if (lane.owner != nullptr) return true;
-  }
-  return false;
+  return std::any_of(lanes_.begin(), lanes_.end(),
+                     [](const Lane &lane) { return lane.owner != nullptr; });
 }
 
 // True if a job need not wait for the model any more; nor need one that can only fail.
@@ -120,26 +101,26 @@ bool Pump::is_due(Job &job) {
   if (job.ready == nullptr || stopping_ || poisoned_) return true;
   bool over = false;
   if (const int code = device_.query(job.ready, &over)) {
-    fail(job, failed("cudaEventQuery", code, 0));
+    fail(job, device_error(device_, "cudaEventQuery", code, 0));
     return true;
   }
   return over;
 }
 
 // Waits for something to do.
-void Pump::rest(std::unique_lock<std::mutex> *lock) {
+void Pump::wait_for_work(std::unique_lock<std::mutex> *lock) {
   const auto awaited = [this] { return stopping_ || !queue_.empty(); };
-  const int64_t until = now_ns() + 1000 * linger_us_;
+  const int64_t until = now_ns() + 1000 * options_.linger_us;
   while (!awaited() && now_ns() < until) changed_.wait_for(*lock, kLightSleep);
   changed_.wait(*lock, awaited);
 }
 
 // The first job that is due; null when there is none and a lane is in flight, or at the end. What
 // waits for the model stays here: in a lane it would hold up those behind it.
-JobPtr Pump::take() {
+JobPtr Pump::next_due() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    if (!is_busy()) rest(&lock);
+    if (!is_busy()) wait_for_work(&lock);
     Event waited_for = nullptr;  // by the job before: neighbours follow one event
     const auto due = std::find_if(queue_.begin(), queue_.end(), [&](const JobPtr &job) {
       if (waited_for != nullptr && job->ready == waited_for) return false;
@@ -159,7 +140,7 @@ JobPtr Pump::take() {
 
 void Pump::loop() {
   for (;;) {
-    if (JobPtr job = take()) {
+    if (JobPtr job = next_due()) {
       run(job);
     } else if (is_busy()) {
       settle_oldest();
@@ -170,42 +151,46 @@ void Pump::loop() {
 }
 
 void Pump::run(const JobPtr &job) {
-  SliceWalk walk(layout_, job->work, sizes_, device_.has_batch());
+  SliceWalk walk(layout_, job->work, options_, device_.has_batch());
   Slice slice;
-  int64_t most = is_busy() ? INT64_MAX : sizes_.first_bytes;
+  int64_t most = is_busy() ? INT64_MAX : options_.first_bytes;
   for (; job->error.code == PDS_OK && walk.next(&slice, most); most = twice(most)) {
     Lane &lane = lanes_[turn_++ % lanes_.size()];
     settle(lane);
-    bool stopping;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stopping = stopping_;
-    }
-    if (job->error.code != PDS_OK) break;
-    if (poisoned_) {
-      fail(*job, error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context"));
-    } else if (stopping) {
-      fail(*job, error_of(PDS_ERR_CLOSED, "the engine was closed"));
-    } else if (const pds_error error = submit(lane, slice, *job); error.code != PDS_OK) {
-      fail(*job, error);
-      recover(error);
-    } else {
-      expect(lane, slice.bytes);
-      lane.owner = job;
-      ++job->in_flight, ++job->num_slices;
-      bytes_ += slice.bytes, ++slices_;
-    }
+    if (job->error.code == PDS_OK) run_slice(lane, job, slice);
   }
   if (job->error.code == PDS_OK && job->in_flight > 0 && job->work.num_digests > 0) {
     Lane &lane = lanes_[(turn_ + lanes_.size() - 1) % lanes_.size()];  // of the last slice
     lane.num_digests = job->work.num_digests;
-    if (const pds_error error = sum(lane, *job); error.code != PDS_OK) {
-      fail(*job, error);
-      recover(error);
+    try {
+      sum(lane, *job);
+    } catch (const Failure &failure) {
+      fail(*job, failure.error);
+      recover(failure.error);
     }
   }
   job->submitted = true;
   if (job->in_flight == 0) finish(job);
+}
+
+void Pump::run_slice(Lane &lane, const JobPtr &job, const Slice &slice) {
+  bool stopping;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping = stopping_;
+  }
+  if (poisoned_) return fail(*job, poisoned_error());
+  if (stopping) return fail(*job, error_of(PDS_ERR_CLOSED, "the engine was closed"));
+  slice_ = job->num_slices;
+  try {
+    submit(lane, slice, *job);
+  } catch (const Failure &failure) {
+    fail(*job, failure.error);
+    return recover(failure.error);
+  }
+  set_due(lane, slice.bytes);
+  lane.owner = job;
+  ++job->in_flight, ++job->num_slices;
 }
 
 // Waits for the slice in flight on a lane.
@@ -222,9 +207,10 @@ void Pump::settle(Lane &lane) {
   }
   const int code = device_.synchronize(lane.done, expected, awake);
   if (code != 0) {
-    const pds_error error = failed("cudaEventSynchronize", code, job->num_slices - job->in_flight);
-    fail(*job, error);
-    recover(error);
+    const int64_t slice = job->num_slices - job->in_flight;
+    const pds_error cause = device_error(device_, "cudaEventSynchronize", code, slice);
+    fail(*job, cause);
+    recover(cause);
   } else if (lane.num_digests > 0) {
     job->digests.assign(lane.digests_here, lane.digests_here + lane.num_digests);
   }
@@ -236,7 +222,7 @@ void Pump::settle(Lane &lane) {
 }
 
 // A slice begins when those of the other lanes are done.
-void Pump::expect(Lane &lane, int64_t bytes) {
+void Pump::set_due(Lane &lane, int64_t bytes) {
   int64_t begin = now_ns();
   for (const Lane &other : lanes_) {
     if (other.owner != nullptr) begin = std::max(begin, other.due_ns);
@@ -251,9 +237,7 @@ void Pump::settle_oldest() {
   }
 }
 
-pds_error Pump::failed(const char *call, int code, int64_t slice) const {
-  return error_of(PDS_ERR_DEVICE, device_.describe(code), code, call, slice);
-}
+void Pump::check(const char *call, int code) const { pds::check(device_, call, code, slice_); }
 
 void Pump::fail(Job &job, const pds_error &error) {
   if (job.error.code == PDS_OK) job.error = error;
@@ -282,7 +266,121 @@ void Pump::finish(const JobPtr &job) {
   const auto ticket = std::move(job->ticket);
   job->work = JobItems{};
   if (job->error.code != PDS_OK) job->digests.clear();
-  ticket->end(job->error, std::move(job->digests));
+  ticket->finish(job->error, std::move(job->digests));
+}
+
+// A slice goes to the device in one stream, so order needs no further events.
+void Pump::submit(Lane &lane, const Slice &slice, const Job &job) {
+  if (job.ready != nullptr) check("cudaStreamWaitEvent", device_.wait(lane.stream, job.ready));
+  if (slice.path == PDS_PATH_STAGE) {
+    stage(lane, slice, job);
+  } else {
+    copy(lane, slice, job);
+  }
+  check("cudaEventRecord", device_.record(lane.done, lane.stream));
+}
+
+void Pump::copy(Lane &lane, const Slice &slice, const Job &job) {
+  copies_.clear(), strided_.clear();
+  for (const Segment &segment : slice.segments) {
+    if (slice.path == PDS_PATH_BATCH) {
+      add_pieces(layout_, job.work, segment, &copies_);
+    } else {
+      add_strided(layout_, job.work, segment, &strided_);
+    }
+  }
+  for (const Strided &strided : strided_) {
+    check("cudaMemcpy3DAsync", device_.copy_strided(lane.stream, direction_, strided));
+  }
+  batch(lane, direction_);
+}
+
+void Pump::batch(Lane &lane, Direction direction) {
+  if (copies_.size() == 0) return;
+  check("cuMemcpyBatchAsync", device_.copy_batch(lane.stream, direction, copies_));
+}
+
+// Gather, then DMA out; or DMA in, then scatter. The ring holds each segment's bytes as its payload
+// does, so a segment is one DMA.
+void Pump::stage(Lane &lane, const Slice &slice, const Job &job) {
+  std::vector<uint64_t> rings;  // where each segment's payload would begin
+  int64_t used = 0;
+  copies_.clear();
+  for (const Segment &segment : slice.segments) {
+    const Item &item = job.work.items[segment.item];
+    const int64_t per_layer = layout_.parts[item.part].token_bytes * item.num_tokens;
+    const int64_t offset = segment.layer0 * per_layer;
+    const int64_t bytes = (segment.layer1 - segment.layer0) * per_layer;
+    const uint64_t ring = address(lane.ring) + used;
+    copies_.add(ring, item.payload + offset, bytes);
+    rings.push_back(ring - offset);
+    used += in_ring(bytes);
+  }
+  if (direction_ == Direction::kIn) batch(lane, direction_);
+  for (size_t begin = 0, end = 0; begin < slice.segments.size(); begin = end) {
+    const Segment &first = slice.segments[begin];
+    const int32_t part = job.work.items[first.item].part;
+    for (end = begin + 1; end < slice.segments.size(); ++end) {
+      const Segment &s = slice.segments[end];
+      if (job.work.items[s.item].part != part || s.layer0 != first.layer0 ||
+          s.layer1 != first.layer1) {
+        break;
+      }
+    }
+    launch(lane, job, slice, begin, end, rings);
+  }
+  if (direction_ == Direction::kOut) batch(lane, direction_);
+}
+
+// The kernels of segments that have one part and one range of layers.
+void Pump::launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
+                  const std::vector<uint64_t> &rings) {
+  const Segment &range = slice.segments[begin];
+  const Part &part = layout_.parts[job.work.items[range.item].part];
+  std::vector<Block> blocks;
+  for (size_t i = begin; i < end; ++i) {
+    Item item = job.work.items[slice.segments[i].item];
+    item.payload = rings[i];
+    const auto [first, last] = layout_.blocks_of(item);
+    for (int32_t n = first; n < last; ++n) {
+      blocks.push_back(layout_.block_of(item, n, job.work.ids[item.first_id + n]));
+    }
+  }
+  StageParams &p = params_;
+  for (const RegionClass &regions : part.classes) {
+    const auto [first, last] = regions.range(range.layer0, range.layer1);
+    for (size_t region = first; region < last; region += kStageRegions) {
+      p.shape = regions.shape;
+      p.num_regions = static_cast<int32_t>(std::min<size_t>(kStageRegions, last - region));
+      std::copy_n(&regions.bases[region], p.num_regions, p.bases);
+      std::copy_n(&regions.layers[region], p.num_regions, p.layers);
+      for (size_t block = 0; block < blocks.size(); block += kStageBlocks) {
+        p.num_blocks = static_cast<int32_t>(std::min<size_t>(kStageBlocks, blocks.size() - block));
+        std::copy_n(&blocks[block], p.num_blocks, p.blocks);
+        check("gather or scatter kernel", device_.stage(lane.stream, direction_, p));
+      }
+    }
+  }
+}
+
+// Behind a job's last slice: the sums of what all of its slices have copied.
+void Pump::sum(Lane &lane, const Job &job) {
+  for (const Lane &other : lanes_) {
+    if (&other == &lane || other.owner == nullptr) continue;
+    check("cudaStreamWaitEvent", device_.wait(lane.stream, other.done));
+  }
+  for (size_t part = 0; part < layout_.parts.size(); ++part) {
+    for (size_t next = 0; next < job.work.sums.size();) {
+      next = add_sums(layout_, job.work, static_cast<int32_t>(part), next, &sum_params_);
+      if (sum_params_.num_items == 0) continue;
+      check("sum kernel", device_.sum(lane.stream, sum_params_, lane.digests));
+    }
+  }
+  copies_.clear();
+  copies_.add(address(lane.digests), address(lane.digests_here),
+              job.work.num_digests * sizeof(uint64_t));
+  batch(lane, Direction::kOut);
+  check("cudaEventRecord", device_.record(lane.done, lane.stream));
 }
 
 }  // namespace pds

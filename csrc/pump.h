@@ -7,6 +7,7 @@
 // lightly at first: one that slept deeply begins 0.2 ms late. Only this thread touches its lanes.
 // Decision: docs/decisions/023-pump.md
 #pragma once
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -16,7 +17,6 @@
 #include <vector>
 
 #include "sums.h"
-#include "ticket.h"
 
 namespace pds {
 
@@ -36,12 +36,6 @@ using JobPtr = std::shared_ptr<Job>;
 // Room of a lane: the digests of 512 MiB.
 constexpr int64_t kMostDigests = 128 << 10;
 
-struct PumpOptions {
-  SliceSizes sizes;
-  int32_t num_lanes;
-  int64_t linger_us;  // how long a thread that has nothing to do sleeps lightly
-};
-
 class Pump {
  public:
   Pump(Device &device, const Layout &layout, Direction direction, const PumpOptions &options,
@@ -49,22 +43,17 @@ class Pump {
       : device_(device),
         layout_(layout),
         direction_(direction),
-        sizes_(options.sizes),
-        linger_us_(options.linger_us),
-        poisoned_(poisoned),
-        lanes_(options.num_lanes),
-        params_(std::make_unique<StageParams>()),
-        sum_params_(std::make_unique<SumParams>()) {
-    set_keys(sum_params_.get());
+        options_(options),
+        poisoned_(poisoned) {
+    set_keys(&sum_params_);
   }
 
-  // Starts the thread; what failed, if its lanes cannot be made.
-  pds_error start();
+  // Starts the thread. Throws a Failure if its lanes cannot be made; `stop` joins it then, too.
+  void start();
   // False when the pump is stopping: then the job is not taken.
   bool push(const JobPtr &job);
   // Ends what is queued, waits for the device, joins the thread.
   void stop();
-  pds_stats stats();
 
  private:
   struct Lane {
@@ -79,24 +68,25 @@ class Pump {
   };
 
   void loop();
-  pds_error open_lanes();
+  void open_lanes();
   void close_lanes();
-  JobPtr take();
+  JobPtr next_due();
   bool is_due(Job &job);
-  void rest(std::unique_lock<std::mutex> *lock);
+  void wait_for_work(std::unique_lock<std::mutex> *lock);
   bool is_busy() const;
   void run(const JobPtr &job);
+  void run_slice(Lane &lane, const JobPtr &job, const Slice &slice);
   void settle(Lane &lane);
   void settle_oldest();
-  void expect(Lane &lane, int64_t bytes);
-  pds_error submit(Lane &lane, const Slice &slice, const Job &job);
-  pds_error copy(Lane &lane, const Slice &slice, const Job &job);
-  pds_error stage(Lane &lane, const Slice &slice, const Job &job);
-  pds_error launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
-                   const std::vector<uint64_t> &rings);
-  pds_error batch(Lane &lane, int64_t slice);
-  pds_error sum(Lane &lane, const Job &job);
-  pds_error failed(const char *call, int code, int64_t slice) const;
+  void set_due(Lane &lane, int64_t bytes);
+  void submit(Lane &lane, const Slice &slice, const Job &job);
+  void copy(Lane &lane, const Slice &slice, const Job &job);
+  void stage(Lane &lane, const Slice &slice, const Job &job);
+  void launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
+              const std::vector<uint64_t> &rings);
+  void batch(Lane &lane, Direction direction);
+  void sum(Lane &lane, const Job &job);
+  void check(const char *call, int code) const;
   void fail(Job &job, const pds_error &error);
   void recover(const pds_error &cause);
   void finish(const JobPtr &job);
@@ -104,8 +94,7 @@ class Pump {
   Device &device_;
   const Layout &layout_;
   const Direction direction_;
-  const SliceSizes sizes_;
-  const int64_t linger_us_;
+  const PumpOptions options_;
   std::atomic<bool> &poisoned_;
 
   std::mutex mutex_;  // guards queue_ and stopping_
@@ -113,13 +102,13 @@ class Pump {
   std::deque<JobPtr> queue_;
   bool stopping_ = false;
 
-  std::vector<Lane> lanes_;
+  std::array<Lane, 2> lanes_;
   size_t turn_ = 0;
   Copies copies_;
   std::vector<Strided> strided_;
-  std::unique_ptr<StageParams> params_;
-  std::unique_ptr<SumParams> sum_params_;
-  std::atomic<int64_t> bytes_{0}, slices_{0};
+  StageParams params_{};
+  SumParams sum_params_{};
+  int64_t slice_ = -1;  // that is being submitted
   std::thread thread_;
 };
 

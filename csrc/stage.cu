@@ -6,9 +6,11 @@
 // and none has a lifetime. The vector is the widest that fits every row's start and length, so
 // there is no tail to forget; a warp holds several vectors per lane in flight.
 // Decision: docs/decisions/022-no-kernel-writes-host.md
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 
-#include "stage.h"
+#include "device.h"
 
 namespace pds {
 namespace {
@@ -80,7 +82,7 @@ uint64_t widest_vector(const StageParams &p) {
 }
 
 template <typename V, int kUnroll, bool kOneRow>
-cudaError_t launch(cudaStream_t stream, Direction direction, const StageParams &p) {
+cudaError_t launch(Stream stream, Direction direction, const StageParams &p) {
   uint32_t largest = 0;
   for (int32_t i = 0; i < p.num_blocks; ++i) {
     largest = std::max(largest, vectors_of<V>(p.shape, p.blocks[i]).count);
@@ -96,11 +98,12 @@ cudaError_t launch(cudaStream_t stream, Direction direction, const StageParams &
           ? reinterpret_cast<const void *>(move_kernel<V, kUnroll, kOneRow, true>)
           : reinterpret_cast<const void *>(move_kernel<V, kUnroll, kOneRow, false>);
   void *arguments[] = {const_cast<StageParams *>(&p), &tiles};
-  return cudaLaunchKernel(kernel, dim3(grid), dim3(kThreads), arguments, 0, stream);
+  return cudaLaunchKernel(kernel, dim3(grid), dim3(kThreads), arguments, 0,
+                          static_cast<cudaStream_t>(stream));
 }
 
 template <typename V>
-cudaError_t launch_rows(cudaStream_t stream, Direction direction, const StageParams &p) {
+cudaError_t launch_rows(Stream stream, Direction direction, const StageParams &p) {
   for (int32_t i = 0; i < p.num_blocks; ++i) {
     const Rows rows = rows_of(p.shape, p.blocks[i]);
     if (rows.tokens * rows.heads != 1) return launch<V, 2, false>(stream, direction, p);
@@ -110,7 +113,7 @@ cudaError_t launch_rows(cudaStream_t stream, Direction direction, const StagePar
 
 }  // namespace
 
-cudaError_t launch_stage(cudaStream_t stream, Direction direction, const StageParams &params) {
+int launch_stage(Stream stream, Direction direction, const StageParams &params) {
   switch (widest_vector(params)) {
     case 16: return launch_rows<uint4>(stream, direction, params);
     case 8: return launch_rows<uint2>(stream, direction, params);

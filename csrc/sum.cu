@@ -3,9 +3,10 @@
 // Decision: four threads a chunk, each with two of XXH3's lanes, so that they read 64 bytes side by
 // side and exchange nothing until the end. A range of a load has a thread for each of this grid.
 // Blocks are small: one of 1,024 threads waits until a whole multiprocessor is free of the model.
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 
-#include "stage.h"
 #include "sums.h"
 
 namespace pds {
@@ -69,13 +70,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t launch_sum(cudaStream_t stream, const SumParams &params, uint64_t *digests) {
+int launch_sum(Stream stream, const SumParams &params, uint64_t *digests) {
   constexpr uint32_t kChunks = kThreads / kQuarters;
   const uint32_t grid = std::min<uint32_t>(kMaxGrid, (params.num_chunks + kChunks - 1) / kChunks);
   if (grid == 0) return cudaSuccess;
   void *arguments[] = {const_cast<SumParams *>(&params), &digests};
   return cudaLaunchKernel(reinterpret_cast<const void *>(sum_kernel), dim3(grid), dim3(kThreads),
-                          arguments, 0, stream);
+                          arguments, 0, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace pds

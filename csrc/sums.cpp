@@ -8,12 +8,12 @@ namespace pds {
 
 static_assert(kChunkWords * kWordBytes == kChunkBytes);
 
-bool can_sum(const Layout &layout, int32_t number) {
-  const Part &part = layout.part(number);
+bool can_sum(const Layout &layout, const Part &part) {
   const auto size = static_cast<int64_t>(part.classes.size());
   if (size > kSumShapes || size * part.num_layers > kSumRegions) return false;
-  if (layout.max_tokens() / layout.block_tokens() >= kSumIds) return false;
-  if (layout.payload_bytes(number, layout.max_tokens()) / kWordBytes >= UINT32_MAX) return false;
+  if (layout.max_tokens / layout.block_tokens >= kSumIds) return false;
+  const int64_t most_bytes = part.num_layers * part.token_bytes * layout.max_tokens;
+  if (most_bytes / kWordBytes >= UINT32_MAX) return false;
   int64_t end = 0;  // of a cell, as far as regions before hold it
   for (const RegionClass &regions : part.classes) {
     const Shape &s = regions.shape;
@@ -37,8 +37,8 @@ void set_keys(SumParams *params) {
 
 size_t add_sums(const Layout &layout, const JobItems &job, int32_t number, size_t begin,
                 SumParams *p) {
-  const Part &part = layout.part(number);
-  p->num_shapes = 0, p->num_layers = part.num_layers, p->block_tokens = layout.block_tokens();
+  const Part &part = layout.parts[number];
+  p->num_shapes = 0, p->num_layers = part.num_layers, p->block_tokens = layout.block_tokens;
   for (const RegionClass &regions : part.classes) {
     std::copy(regions.bases.begin(), regions.bases.end(),
               p->bases + p->num_shapes * part.num_layers);
@@ -48,12 +48,11 @@ size_t add_sums(const Layout &layout, const JobItems &job, int32_t number, size_
   for (uint32_t num_ids = 0; begin < job.sums.size(); ++begin) {
     const Item &item = job.items[job.sums[begin].item];
     if (item.part != number) continue;
-    int32_t first = 0, last = 0;
-    layout.blocks_of(item, &first, &last);
+    const int32_t last = layout.blocks_of(item).second;
     if (p->num_items == kSumItems || num_ids + last > kSumIds) break;
     const uint32_t tokens = item.num_tokens;
     p->items[p->num_items++] = {p->num_chunks, job.sums[begin].first_digest, num_ids, tokens};
-    p->num_chunks += num_chunks_of(layout.payload_bytes(number, item.num_tokens));
+    p->num_chunks += num_chunks_of(part.num_layers * part.token_bytes * item.num_tokens);
     for (int32_t n = 0; n < last; ++n) p->ids[num_ids++] = job.ids[item.first_id + n];
   }
   return begin;

@@ -7,8 +7,7 @@
 // that one kernel fits all paths and strides whose rows begin and end at 16 bytes.
 // Decision: docs/decisions/040-arena-summed-after-the-copy.md
 #pragma once
-#include "device.h"
-#include "slices.h"
+#include "layout.h"
 
 namespace pds {
 
@@ -41,9 +40,7 @@ constexpr Place place_of(const SumParams &p, const SumItem &item, uint32_t word)
   const uint32_t tokens = item.num_tokens, per_layer = tokens * heads * cell;
   const uint32_t layer = word / per_layer, in_layer = word - layer * per_layer;
   const uint32_t row = in_layer / cell, in_cell = in_layer - row * cell;
-  const bool head_major = p.shapes[0].head_major;
-  const uint32_t head = head_major ? row / tokens : row % heads;
-  const uint32_t token = head_major ? row - head * tokens : row / heads;
+  const uint32_t token = row / heads, head = row - token * heads;
   const uint32_t number = token / p.block_tokens, at = token - number * p.block_tokens;
   int32_t k = 0;
   while (k + 1 < p.num_shapes && in_cell * kWordBytes >= p.shapes[k + 1].start) ++k;
@@ -54,9 +51,7 @@ constexpr Place place_of(const SumParams &p, const SumItem &item, uint32_t word)
   const uint32_t left = tokens - number * p.block_tokens;
   const uint32_t count = left < p.block_tokens ? left : p.block_tokens;
   uint32_t words = static_cast<uint32_t>((s.start + s.width) / kWordBytes) - in_cell;
-  if (head_major && s.tokens_joined) {
-    words = (count - at) * cell - in_cell;
-  } else if (!head_major && s.tokens_joined) {
+  if (s.tokens_joined) {
     words = ((count - at) * heads - head) * cell - in_cell;
   } else if (s.heads_joined) {
     words = (heads - head) * cell - in_cell;
@@ -87,7 +82,7 @@ constexpr uint64_t end_of_chunk(uint64_t sum) {
 }
 
 // True if payloads of a part can be summed where they lie.
-bool can_sum(const Layout &layout, int32_t part);
+bool can_sum(const Layout &layout, const Part &part);
 // Sets what is the same in all sums.
 void set_keys(SumParams *params);
 // The job's sums of one part, from number `begin` on as many as fit. Gives where to go on.

@@ -30,10 +30,23 @@ inline pds_error error_of(int32_t code, const std::string &message, int32_t devi
   return error;
 }
 
+// Thrown where a call cannot go on.
+struct Failure {
+  pds_error error;
+};
+
+[[noreturn]] inline void refuse(const std::string &why) {
+  throw Failure{error_of(PDS_ERR_ARGUMENT, why)};
+}
+
+inline pds_error poisoned_error() {
+  return error_of(PDS_ERR_POISONED, "an earlier device error broke the device's context");
+}
+
 class Ticket {
  public:
   // digests: of the payloads that were to be summed.
-  void end(const pds_error &error, std::vector<uint64_t> digests) {
+  void finish(const pds_error &error, std::vector<uint64_t> digests) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       error_ = error;
@@ -64,6 +77,14 @@ class Ticket {
     if (!changed_.wait_until(lock, until, [this] { return done_.load(); })) return PDS_PENDING;
     if (error != nullptr) *error = error_;
     return error_.code;
+  }
+
+  // Waits for the end, whatever it takes, and says how it ended.
+  pds_error end() {
+    constexpr int64_t kLongUs = 60'000'000;
+    pds_error error{};
+    while (wait(kLongUs, &error) == PDS_PENDING) continue;
+    return error;
   }
 
   // None before the end, or after a failure.

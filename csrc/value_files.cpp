@@ -1,4 +1,5 @@
-// Values that are files: written, read, verified, found and leased, many in one call.
+// Values that are files: written, read, verified, found and leased, many in one call; and sums of
+// values in memory.
 //
 // Decision: each piece is summed right before it is written, or right after it was read, while the
 // core's own cache has it. A sum of the whole value costs a pass of its own over memory, which is
@@ -16,12 +17,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <new>
 #include <string>
 #include <vector>
 
+#include "abi.h"
 #include "checksum.h"
-#include "handles.h"
 
 using pds::kHeaderBytes, pds::kPieceBytes, pds::kSummedOfHeader, pds::Sum;
 
@@ -51,15 +51,13 @@ int64_t read_piece(int file, char *to, int64_t bytes) {
 }
 
 // Reads all of an open file. False if that fails, or if it has not exactly so many bytes.
-bool read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
-  Sum sum;
+bool read_value(int file, char *to, int64_t bytes, Sum *sum) {
   for (int64_t at = 0; at < bytes;) {
     const int64_t wanted = std::min(kPieceBytes, bytes - at);
     if (read_piece(file, to + at, wanted) != wanted) return false;
-    sum.add(to, at, at + wanted);
+    sum->add(to, at, at + wanted);
     at += wanted;
   }
-  *checksum = sum.digest();
   char more;
   return read_piece(file, &more, 1) == 0;
 }
@@ -67,12 +65,11 @@ bool read_value(int file, char *to, int64_t bytes, uint64_t *checksum) {
 // True if a file has exactly these bytes behind a header that begins so, and they fit their sum.
 bool read_right(const char *path, char *to, int64_t bytes, const char *start) {
   int file;
-  uint64_t digest = 0;  // little-endian, as every machine this is built for
+  Sum sum;
   if (open_file(path, O_RDONLY, &file) != 0) return false;
-  const bool is_read = read_value(file, to, bytes, &digest);
+  const bool is_read = read_value(file, to, bytes, &sum);
   close(file);
-  return is_read && std::memcmp(to, start, kSummedOfHeader) == 0 &&
-         std::memcmp(to + kSummedOfHeader, &digest, sizeof digest) == 0;
+  return is_read && pds::is_header(to, start, sum.digest());
 }
 
 int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
@@ -96,8 +93,7 @@ int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
     sum.add(value, at, end);
     if (const int32_t why = write_piece(file, value + at, end - at, at)) return why;
   }
-  const uint64_t digest = sum.digest();  // little-endian, as every machine this is built for
-  std::memcpy(value + kSummedOfHeader, &digest, sizeof digest);
+  pds::set_header(value, start, sum.digest());
   return write_piece(file, value, kHeaderBytes, 0);
 }
 
@@ -135,14 +131,11 @@ std::vector<const char *> each_of(const char *paths, int64_t count) {
   return found;
 }
 
-int32_t check(pds_engine *engine, const char *paths, const uint64_t *addresses,
-              const int64_t *sizes, const char *starts, int64_t count) {
-  if (!engine || !paths || !addresses || !sizes || !starts || count < 0) return PDS_ERR_ARGUMENT;
-  if (!engine->engine->is_of_this_process()) return PDS_ERR_CLOSED;  // nor is its crew
+bool are_values(const uint64_t *addresses, const int64_t *sizes, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    if (addresses[i] == 0 || sizes[i] < kHeaderBytes) return PDS_ERR_ARGUMENT;
+    if (addresses[i] == 0 || sizes[i] < kHeaderBytes) return false;
   }
-  return PDS_OK;
+  return count >= 0;
 }
 
 timespec time_of(int64_t ns) {
@@ -152,32 +145,38 @@ timespec time_of(int64_t ns) {
 
 }  // namespace
 
+extern "C" int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
+                                  uint64_t *checksums) {
+  if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
+  for (int64_t i = 0; i < count; ++i) {
+    checksums[i] = pds::sum_of(reinterpret_cast<const char *>(addresses[i]), sizes[i]);
+  }
+  return PDS_OK;
+}
+
 extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
                                    const int64_t *sizes, const char *starts, int64_t count) {
-  if (const int32_t code = check(engine, paths, addresses, sizes, starts, count)) return code;
-  try {
+  if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
+  return pds::guarded(nullptr, [&] {
     const std::vector<const char *> path = each_of(paths, count);
     std::atomic<bool> all_right{true};
-    engine->engine->crew().each(count, [&](int64_t i) {
+    engine->crew().each(count, [&](int64_t i) {
       char *to = reinterpret_cast<char *>(addresses[i]);
       if (all_right && !read_right(path[i], to, sizes[i], starts + i * kSummedOfHeader)) {
         all_right = false;
       }
     });
     return all_right ? PDS_OK : PDS_ERR_VALUE;
-  } catch (const std::bad_alloc &) {
-    return PDS_ERR_MEMORY;
-  }
+  });
 }
 
 extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *paths,
                                     const uint64_t *addresses, const int64_t *sizes,
                                     const char *starts, int64_t count, int64_t *num_written,
                                     int32_t *why) {
-  if (!temporary || !num_written || !why) return PDS_ERR_ARGUMENT;
-  if (const int32_t code = check(engine, paths, addresses, sizes, starts, count)) return code;
+  if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
   *num_written = 0, *why = 0;
-  try {
+  return pds::guarded(nullptr, [&] {
     const std::vector<const char *> path = each_of(paths, count);
     std::vector<std::string> unfinished;
     for (int64_t i = 0; i < count; ++i) {
@@ -189,20 +188,20 @@ extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, c
                         starts + i * kSummedOfHeader);
     };
     std::atomic<bool> all_written{true};
-    engine->engine->crew().each(count, [&](int64_t i) {
+    engine->crew().each(count, [&](int64_t i) {
       if (all_written && write(i) != 0) all_written = false;
     });
-    if (all_written) return *num_written = count, PDS_OK;
+    if (all_written) {
+      *num_written = count;
+      return PDS_OK;
+    }
     // Again in turn: which is the first, and room that unfinished values took beside each other.
     for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
     return PDS_OK;
-  } catch (const std::bad_alloc &) {
-    return PDS_ERR_MEMORY;
-  }
+  });
 }
 
 extern "C" int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there) {
-  if (!paths || !is_there) return PDS_ERR_ARGUMENT;
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1)
     is_there[i] = access(paths, F_OK) == 0;
   return PDS_OK;
@@ -210,7 +209,7 @@ extern "C" int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t 
 
 extern "C" int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns,
                                    int64_t until_ns, int64_t *num_leased, int32_t *why) {
-  if (!paths || !num_leased || !why || used_ns < 0 || until_ns < 0) return PDS_ERR_ARGUMENT;
+  if (used_ns < 0 || until_ns < 0) return PDS_ERR_ARGUMENT;
   const timespec times[2] = {time_of(used_ns), time_of(until_ns)};
   *num_leased = 0, *why = 0;
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1) {

@@ -41,7 +41,7 @@ class AsyncRunner(Generic[T]):
             else None
         )
         self._ready: torch.cuda.Event | None = None
-        self._worker = Worker(name, self._next, DevicePin(device, api))
+        self._worker = Worker(name, self._next, DevicePin(device, api).hold)
 
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
         """Starts a function once the one before has ended.
@@ -57,7 +57,9 @@ class AsyncRunner(Generic[T]):
             if self._stream is not None:
                 asked = torch.cuda.current_stream(self._device).record_event()
             self._task = _RunnerTask(function, self._stream, asked, self._finish)
-            self._busy, self._result, self._ready = True, None, None
+            self._busy = True
+            self._result = None
+            self._ready = None
             self._condition.notify_all()
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
@@ -106,7 +108,9 @@ class AsyncRunner(Generic[T]):
         self, result: T | None, error: Exception | None, ready: torch.cuda.Event | None
     ) -> None:
         with self._condition:
-            self._result, self._error, self._ready = result, error, ready
+            self._result = result
+            self._error = error
+            self._ready = ready
             self._busy = False
             self._condition.notify_all()
 
@@ -125,7 +129,9 @@ class _RunnerTask(Generic[T]):
         finish: Callable[[T | None, Exception | None, torch.cuda.Event | None], None],
     ) -> None:
         self._function: Callable[[], T] | None = function
-        self._stream, self._asked, self._finish = stream, asked, finish
+        self._stream = stream
+        self._asked = asked
+        self._finish = finish
         self._is_inference = torch.is_inference_mode_enabled()
         self._has_grad = torch.is_grad_enabled()
         self._ready: torch.cuda.Event | None = None  # follows what the function queued

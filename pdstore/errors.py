@@ -71,7 +71,9 @@ class SwapError(PDStoreError, RuntimeError):
         poisoned: bool = False,
     ) -> None:
         super().__init__(message)
-        self.device_code, self.call, self.slice_number = device_code, call, slice_number
+        self.device_code = device_code
+        self.call = call
+        self.slice_number = slice_number
         self.poisoned = poisoned
 
 

@@ -6,7 +6,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
@@ -16,71 +16,45 @@ from pdstore.outcome import Direction, Reason
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Metric
 from pdstore.telemetry.reasons import ReasonLog
 
-
-class Counting(Protocol):
-    """A counter, or one of its label values."""
-
-    def labels(self, *values: str) -> Counting: ...
-    def inc(self, amount: float = 1) -> None: ...
-
-
-class Timing(Protocol):
-    """A histogram, or one of its label values."""
-
-    def labels(self, *values: str) -> Timing: ...
-    def observe(self, amount: float) -> None: ...
-
-
-class Showing(Protocol):
-    """A gauge, or one of its label values."""
-
-    def labels(self, *values: str) -> Showing: ...
-    def set(self, value: float) -> None: ...
-    def set_function(self, f: Callable[[], float]) -> None: ...
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class Metrics:
     """The metrics of `METRICS`, in `registry` or in a new one; a miss or a drop is a warning too.
 
-    A signal handler may call the methods that count: the client library's locks are not reentrant,
-    so a count that finds another under way is left for that one to do.
+    Any thread may call it, but no signal handler: the client library's locks are not reentrant.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._reasons = ReasonLog()
-        self._pending: collections.deque[Callable[[], None]] = collections.deque()
-        self._counting = threading.Lock()  # never waited for
+        self._warning = threading.Lock()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
         self.registry.register(_Refresher(self.refresh))  # before all that it refreshes
-        self.info = self._gauge("info")
-        self.tokens = self._counter("tokens")
-        self.bytes = self._counter("bytes")
-        self.jobs = self._counter("jobs")
-        self.misses = self._counter("misses")
-        self.drops = self._counter("drops")
-        self.store_calls = self._counter("store_calls")
-        self.store_codes = self._counter("store_codes")
-        self.store_evictions = self._counter("store_evictions")
-        self.store_seconds = self._seconds("store_seconds")
-        self.job_seconds = self._seconds("job_seconds")
-        self.handoff_wait_seconds = self._seconds("handoff_wait_seconds")
-        self.exposed_seconds = self._seconds("exposed_seconds")
-        self.follows = self._counter("follows")
-        self.follow_estimate_seconds = self._seconds("follow_estimate_seconds")
-        self.decisions = self._counter("decisions")
-        self.estimated_seconds = self._seconds("estimated_seconds")
-        self.decided_seconds = self._seconds("decided_seconds")
-        self.jobs_alive = self._gauge("jobs_alive")
-        self.queue_jobs = self._gauge("queue_jobs")
-        self.queue_bytes = self._gauge("queue_bytes")
-        self.hung_store_calls = self._gauge("hung_store_calls")
-        self.slots = self._gauge("slots")
-        self.slots_lent = self._gauge("slots_lent")
-        self.breaker_open = self._gauge("breaker_open")
-        self.store_capacity_bytes = self._gauge("store_capacity_bytes")
-        self.store_used_bytes = self._gauge("store_used_bytes")
+        self.info = self._made(Gauge, "info")
+        self.tokens = self._made(Counter, "tokens")
+        self.bytes = self._made(Counter, "bytes")
+        self.jobs = self._made(Counter, "jobs")
+        self.misses = self._made(Counter, "misses")
+        self.drops = self._made(Counter, "drops")
+        self.store_calls = self._made(Counter, "store_calls")
+        self.store_codes = self._made(Counter, "store_codes")
+        self.store_evictions = self._made(Counter, "store_evictions")
+        self.store_seconds = self._made(Histogram, "store_seconds")
+        self.job_seconds = self._made(Histogram, "job_seconds")
+        self.handoff_wait_seconds = self._made(Histogram, "handoff_wait_seconds")
+        self.exposed_seconds = self._made(Histogram, "exposed_seconds")
+        self.decisions = self._made(Counter, "decisions")
+        self.jobs_alive = self._made(Gauge, "jobs_alive")
+        self.queue_jobs = self._made(Gauge, "queue_jobs")
+        self.queue_bytes = self._made(Gauge, "queue_bytes")
+        self.hung_store_calls = self._made(Gauge, "hung_store_calls")
+        self.slots = self._made(Gauge, "slots")
+        self.slots_lent = self._made(Gauge, "slots_lent")
+        self.breaker_open = self._made(Gauge, "breaker_open")
+        self.store_capacity_bytes = self._made(Gauge, "store_capacity_bytes")
+        self.store_used_bytes = self._made(Gauge, "store_used_bytes")
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
     def describe(self, stored_format: int, role: str, namespace: str, store: str) -> None:
@@ -122,13 +96,15 @@ class Metrics:
 
         what: "a lookup" or "a load", for the warning.
         """
-        self._count(lambda: self.misses.labels(reason.value).inc())
-        self._count(lambda: self._reasons.warn(what, reason, error))
+        self.misses.labels(reason.value).inc()
+        with self._warning:
+            self._reasons.warn(what, reason, error)
 
     def drop(self, reason: Reason, error: Exception | None = None) -> None:
         """Counts a save that was not made or not finished, and warns of it."""
-        self._count(lambda: self.drops.labels(reason.value).inc())
-        self._count(lambda: self._reasons.warn("a save", reason, error))
+        self.drops.labels(reason.value).inc()
+        with self._warning:
+            self._reasons.warn("a save", reason, error)
 
     def lookup_ended(
         self,
@@ -139,8 +115,8 @@ class Metrics:
     ) -> None:
         """Counts a lookup's tokens, asked for and found, and why these are not the whole prompt."""
         if reason not in (Reason.CANCELLED, Reason.CLOSED):
-            self._count(lambda: self.tokens.labels("requested").inc(num_requested))
-        self._count(lambda: self.tokens.labels("matched").inc(num_matched))
+            self.tokens.labels("requested").inc(num_requested)
+        self.tokens.labels("matched").inc(num_matched)
         if reason is not None:
             self.miss(reason, error, "a lookup")
 
@@ -153,20 +129,10 @@ class Metrics:
     ) -> None:
         """Counts a job with its time, and why it did less than all."""
         outcome = reason.value if reason else "ok"
-        self._count(lambda: self.jobs.labels(direction.value, outcome).inc())
-        self._count(lambda: self.job_seconds.labels(direction.value).observe(seconds))
+        self.jobs.labels(direction.value, outcome).inc()
+        self.job_seconds.labels(direction.value).observe(seconds)
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason, error)
-
-    def decided(
-        self, way: str, load_s: float | None, compute_s: float | None, took_s: float
-    ) -> None:
-        """Counts a decision between loading and computing: both estimates, and what it took."""
-        self.decisions.labels(way).inc()
-        for verb, seconds in (("load", load_s), ("compute", compute_s)):
-            if seconds is not None:
-                self.estimated_seconds.labels(verb).observe(seconds)
-        self.decided_seconds.labels(way).observe(took_s)
 
     def total(self) -> float:
         """The sum of all counters: 0 as long as pdstore did nothing."""
@@ -178,41 +144,14 @@ class Metrics:
             if sample.name.endswith("_total")
         )
 
-    def _count(self, count: Callable[[], None]) -> None:
-        """Does this count, and those that arrive meanwhile, unless another call is doing so."""
-        self._pending.append(count)
-        while self._pending and self._counting.acquire(blocking=False):
-            try:
-                while self._pending:
-                    self._pending.popleft()()
-            finally:
-                self._counting.release()
-
-    def _counter(self, name: str) -> Counting:
+    def _made(self, kind: type[M], name: str) -> M:
         metric = METRICS[name]
-        counter = Counter(
-            f"pdstore_{name}", metric.text, list(metric.labels), registry=self.registry
-        )
+        labels = list(metric.labels)
+        options: dict[str, Any] = {"buckets": SECONDS} if kind is Histogram else {}
+        made = kind(f"pdstore_{name}", metric.text, labels, registry=self.registry, **options)
         for values in known_labels(metric):
-            counter.labels(*values)
-        return counter
-
-    def _seconds(self, name: str) -> Timing:
-        metric = METRICS[name]
-        names = list(metric.labels)
-        histogram = Histogram(
-            f"pdstore_{name}", metric.text, names, buckets=SECONDS, registry=self.registry
-        )
-        for values in known_labels(metric):
-            histogram.labels(*values)
-        return histogram
-
-    def _gauge(self, name: str) -> Showing:
-        metric = METRICS[name]
-        gauge = Gauge(f"pdstore_{name}", metric.text, list(metric.labels), registry=self.registry)
-        for values in known_labels(metric):
-            gauge.labels(*values)
-        return gauge
+            made.labels(*values)
+        return made
 
 
 def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:

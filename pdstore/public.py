@@ -19,9 +19,8 @@ from pdstore.errors import (
     SwapError,
 )
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import MultimodalItem, PromptKeys
 from pdstore.format.layout import NO_BLOCK, LayerSpec, Layout, Pipeline
-from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics

@@ -54,7 +54,7 @@ class ModelShape:
     longest_prompt: int | None = None
 
     @classmethod
-    def of(cls, path: str) -> ModelShape:
+    def of_config(cls, path: str) -> ModelShape:
         """Reads a config.json, or the one in a directory. Raises ConfigError."""
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what was asked. Returns 0; 1 if no pool has the hit rate; 2 for a wrong argument."""
     asked = _parser().parse_args(arguments)
     try:
-        shape = ModelShape.of(asked.config)
+        shape = ModelShape.of_config(asked.config)
         if asked.params:
             shape = replace(shape, active_params=asked.params)
         if asked.trace is not None or asked.hit_rate is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,44 +31,6 @@ def call_or(function: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-class Latch:
-    """An event that happens once. A signal handler may set it, and wait for it.
-
-    `threading.Event` holds a lock while it works, so a handler that interrupts its own thread there
-    waits for ever. Here the lock is the state itself: it is free from `set` on.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._closed = threading.Lock()
-        self._closed.acquire()
-
-    @property
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        self._open()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until it is set; False if it is not after the time."""
-        if not self._is_set and self._closed.acquire(timeout=max(0.0, timeout_s)):
-            self._open()
-        return self._is_set
-
-    def _open(self) -> None:
-        with contextlib.suppress(RuntimeError):  # somebody else has opened it
-            self._closed.release()
-
-
-class Pin(Protocol):
-    """Keeps a thread where it belongs, as `DevicePin` does."""
-
-    def hold(self) -> None:
-        """Puts the calling thread there. Raises DeviceError: then nothing may run."""
-
-
 class Task(Protocol):
     """Work for a Worker: it calls `run`, and `fail` with what that raises."""
 
@@ -85,11 +45,18 @@ class Worker:
     worker goes on. A BaseException, which a library may raise on any thread (CancelledError, a
     panic of Rust), arrives there as a RuntimeError. Raises DeviceError from the constructor when
     the device cannot be used.
+
+    hold: puts the thread where it belongs, before each task; as `DevicePin.hold`.
     """
 
-    def __init__(self, name: str, take: Callable[[], Task | None], pin: Pin | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        take: Callable[[], Task | None],
+        hold: Callable[[], None] = lambda: None,
+    ) -> None:
         self._take = take
-        self._hold = pin.hold if pin else lambda: None
+        self._hold = hold
         self._started = threading.Event()
         self._start_error: DeviceError | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -125,8 +92,8 @@ class Ticker:
     """A thread that calls `step` again and again, until `stop`.
 
     `step` returns the seconds to its next turn, or None to wait for `wake`. Whatever it raises is
-    logged, and the thread goes on `pause_s` later. `wake` and `stop` may be called by a signal
-    handler; in the child of a fork they do nothing. Turns exclude each other, whoever makes them.
+    logged, and the thread goes on `pause_s` later. In the child of a fork `wake` and `stop` do
+    nothing. Turns exclude each other, whoever makes them.
     """
 
     def __init__(
@@ -134,7 +101,7 @@ class Ticker:
     ) -> None:
         self._step = step
         self._pause_s = pause_s
-        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` is reentrant
+        self._called = threading.Event()
         self._stopped = False
         self._turning = threading.Lock()
         self._next_at = 0.0  # when the thread makes its next turn if nobody wakes it
@@ -145,7 +112,7 @@ class Ticker:
     def wake(self) -> None:
         """Makes the next turn come at once."""
         if os.getpid() == self._pid:
-            self._calls.put(None)
+            self._called.set()
 
     def turn(self) -> None:
         """Makes a turn on the calling thread: it has no other thread to wait for."""
@@ -158,7 +125,7 @@ class Ticker:
         self._stopped = True
         if os.getpid() != self._pid:
             return True
-        self._calls.put(None)
+        self._called.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._turning.locked()
 
@@ -167,10 +134,8 @@ class Ticker:
             with self._turning:
                 self._next_at = self._turn()
             pause = self._next_at - time.monotonic()
-            with contextlib.suppress(queue.Empty):
-                self._calls.get(timeout=None if pause == math.inf else max(0.0, pause))
-                while not self._calls.empty():  # one turn answers all calls before it
-                    self._calls.get_nowait()
+            self._called.wait(None if pause == math.inf else max(0.0, pause))
+            self._called.clear()  # the next turn answers all calls before it
 
     def _turn(self) -> float:
         """Makes a turn unless it was stopped, under the lock; returns when the next one is due."""

@@ -1,4 +1,4 @@
-"""Metrics: what is counted under which label, from any thread and any signal handler."""
+"""Metrics: what is counted under which label, from any thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pdstore.errors import StoreFull, StoreUnavailable
 from pdstore.metrics import Metrics, known_labels
 from pdstore.outcome import Direction, Reason
 from pdstore.telemetry.metric_table import METRICS
-from tests.support.interrupt import ends_though_interrupted
 
 
 @pytest.fixture
@@ -99,24 +98,6 @@ def test_a_registry_of_the_callers_shows_the_counts():
     registry = CollectorRegistry()
     Metrics(registry).drop(Reason.CLOSED)
     assert registry.get_sample_value("pdstore_drops_total", {"reason": "closed"}) == 1
-
-
-def test_a_signal_handler_counts_while_its_thread_counts(metrics):
-    def count():
-        metrics.job_ended(Direction.LOAD, Reason.CANCELLED, 0.1)
-        metrics.lookup_ended(1, 1, Reason.CANCELLED)
-        metrics.drop(Reason.CANCELLED)
-
-    num_handled = 0
-
-    def handler():
-        nonlocal num_handled
-        num_handled += 1
-        metrics.miss(Reason.CLOSED)
-
-    assert ends_though_interrupted(count, handler)
-    assert value(metrics, "pdstore_misses_total", reason="closed") == num_handled > 0
-    assert value(metrics, "pdstore_misses_total", reason="cancelled") == 2
 
 
 def test_no_count_of_several_threads_is_lost(metrics):

@@ -44,7 +44,7 @@ def test_the_table_of_break_evens_is_reproduced(name, config):
     kib, gb_million, short = TABLE[name]
     rows = {}
     for gpu in ("A800", "H100", "H20"):
-        shape = ModelShape.of(config(name))
+        shape = ModelShape.of_config(config(name))
         shape = replace(shape, active_params=PARAMS.get(name, shape.active_params))
         document = Plan(shape, Machine(gpu), LENGTHS).document()
         rows[gpu] = document["break_even"]
@@ -109,7 +109,7 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones():
 )
 def test_kv_and_parameters(name, kib, billions, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
-    shape = ModelShape.of(str(tmp_path))
+    shape = ModelShape.of_config(str(tmp_path))
     assert shape.kv_bytes() == kib * 1024
     assert shape.kv_bytes(1) == kib * 512
     assert shape.active_params == pytest.approx(billions * 1e9, rel=0.01)
@@ -122,7 +122,7 @@ def test_a_mixture_counts_the_experts_that_a_token_passes(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     attention, experts, router = 4 * 8 * 8, 2 * 3 * 8 * 16, 4 * 8
-    assert ModelShape.of(str(tmp_path)).active_params == attention + experts + router
+    assert ModelShape.of_config(str(tmp_path)).active_params == attention + experts + router
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_what_is_no_configuration_is_refused(text, why, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"other\.json .*{why}"):
-        ModelShape.of(str(path))
+        ModelShape.of_config(str(path))
     with pytest.raises(ConfigError, match=r"cannot read .*none: No such file"):
-        ModelShape.of(str(tmp_path / "none"))
+        ModelShape.of_config(str(tmp_path / "none"))
 
 
 TRACE = [[random.Random(i).randrange(30) for _ in range(5)] for i in range(60)]

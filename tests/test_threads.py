@@ -14,10 +14,9 @@ import torch
 from pdstore.device_pin import DevicePin
 from pdstore.errors import DeviceError
 from pdstore.testing.threads import start_background
-from pdstore.threads import Latch, Ticker, Worker, call_each
+from pdstore.threads import Ticker, Worker, call_each
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
-from tests.support.interrupt import ends_though_interrupted
 
 GPU1 = torch.device("cuda:1")
 
@@ -70,12 +69,12 @@ def tasks():
 
 def test_an_invalid_device_fails_the_constructor(tasks):
     with pytest.raises(DeviceError, match="cuda:7"):
-        Worker("w", tasks.take, DevicePin(torch.device("cuda:7"), FakeApi()))
+        Worker("w", tasks.take, DevicePin(torch.device("cuda:7"), FakeApi()).hold)
 
 
 def test_a_worker_runs_on_its_device_and_leaves_the_callers_alone(tasks):
     api, seen = FakeApi(), []
-    worker = Worker("w", tasks.take, DevicePin(GPU1, api))
+    worker = Worker("w", tasks.take, DevicePin(GPU1, api).hold)
     assert tasks.add(lambda: seen.append(api.current_device())).ended.wait(5)
     assert seen == [1]
     assert api.current_device() == 0
@@ -85,7 +84,7 @@ def test_a_worker_runs_on_its_device_and_leaves_the_callers_alone(tasks):
 
 def test_a_task_never_runs_on_the_wrong_device(tasks):
     api, ran = FakeApi(), []
-    Worker("w", tasks.take, DevicePin(GPU1, api))
+    Worker("w", tasks.take, DevicePin(GPU1, api).hold)
     tasks.add(lambda: api.set_device(0)).ended.wait(5)
     api.failures.append("set")
     failed = tasks.add(lambda: ran.append(1))
@@ -181,12 +180,6 @@ def test_a_ticker_that_has_nothing_to_do_waits_to_be_woken():
     assert len(turns) <= 3
 
 
-def test_a_ticker_is_woken_in_a_signal_handler_that_interrupts_wake():
-    ticker = Ticker("t", lambda: None)
-    assert ends_though_interrupted(ticker.wake, ticker.wake)
-    assert ticker.stop(5)
-
-
 def test_a_turn_is_made_by_whoever_asks_for_it_and_the_ticker_makes_the_next():
     turns: queue.SimpleQueue[str] = queue.SimpleQueue()
     pauses = deque([None, 0.0, None])  # the second turn says that another one is due
@@ -234,32 +227,6 @@ def test_in_the_child_of_a_fork_a_ticker_is_nothing():
 
     assert exit_code_of(child) == 0
     assert ticker.stop(5)
-
-
-def test_a_latch_lets_nobody_pass_before_it_is_set_and_everybody_after():
-    latch, passed = Latch(), []
-    assert not latch.wait(0.0)
-    threads = [threading.Thread(target=lambda: passed.append(latch.wait(30))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert passed == []
-    latch.set()
-    latch.set()
-    for thread in threads:
-        thread.join(5)
-    assert passed == [True] * 4
-    assert latch.is_set
-    assert latch.wait(0.0)
-
-
-def test_a_latch_is_set_and_waited_for_in_a_signal_handler_that_interrupts_either():
-    latch = Latch()
-
-    def sets_and_waits():
-        latch.set()
-        latch.wait(30)
-
-    assert ends_though_interrupted(sets_and_waits, sets_and_waits)
 
 
 def test_a_turn_of_another_thread_is_not_slept_through():

@@ -13,7 +13,7 @@ samples:
 
 Two versions side by side, each with a P and a D of its own, and no other instance:
 
-    python -m benchmarks.handoff --trees before=../older now=. --stores shm --tokens 8192 65536
+    python3 -m benchmarks.handoff --trees before=../older now=. --stores shm --tokens 8192 65536
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--burst-tokens", type=int)
     parser.add_argument("--pool", type=Path, help="a memory-backed directory (default /dev/shm)")
     parser.add_argument("--pool-size", default=None, help="of each store, such as 24GiB")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
+    _add_model(parser)
     parser.add_argument(
         "--block",
         type=int,
@@ -136,13 +134,27 @@ def parse() -> argparse.Namespace:
             setattr(given, name, value)
     given.pool = given.pool or Path("/dev/shm")
     given.burst = 0 if given.trees else given.burst
-    if given.trees and (given.check or given.control or given.engine == "vllm"):
-        parser.error("--trees goes with the mini engine, and without --check and --control")
+    if given.trees and (given.check or given.control):
+        parser.error("--trees goes without --check and --control")
+    if given.window and given.engine == "mini":
+        parser.error("--window goes with --engine vllm: the mini engine stores all tokens")
     return given
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--window", type=int, help="tokens that each layer sees; all by default")
+    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
+
+
 def _add_comparisons(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trees", nargs="+", metavar="NAME=DIR", help="checkouts to compare")
+    parser.add_argument(
+        "--trees",
+        nargs="+",
+        metavar="NAME=DIR",
+        help="checkouts to compare, where pdstore is not installed: an editable install goes first",
+    )
     parser.add_argument(
         "--control",
         action="store_true",

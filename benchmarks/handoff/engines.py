@@ -112,6 +112,9 @@ class VllmSetup(Setup):
         shape |= {"intermediate_size": given.hidden * 7 // 2}
         self._model = self._scratch / "model"
         self._model.mkdir()
+        if given.window:
+            shape |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+            shape |= {"sliding_window": given.window}
         (self._model / "config.json").write_text(json.dumps(LLAMA_8B | shape))
 
     def start_controls(self, block: int) -> None:
@@ -142,7 +145,9 @@ class VllmSetup(Setup):
     def _start_vllm(self, name: str, arguments: dict[str, Any], gpu: int) -> Instance:
         environment = ENVIRONMENT | self._environment(gpu)
         log = self._scratch / "logs" / f"{name}.log"
-        instance = Instance(name, VllmInstance, {"arguments": arguments}, environment, log)
+        instance = Instance(
+            name, VllmInstance, {"arguments": arguments}, environment, log, tree=self.tree
+        )
         self.instances.append(instance)
         return instance
 

@@ -73,7 +73,7 @@ def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Repor
 
 
 def _measure_shape(report: Report, rig: Rig, contiguous: Contiguous, rounds: int) -> None:
-    swaps = {"serving": rig.serving, "throughput": rig.swap(throughput=True)}
+    swaps = {"serving": rig.serving, "throughput": rig.swap(CopyPath.STAGE)}
     paths = {mode: CopyPath[swap.plan()[0].path] for mode, swap in swaps.items()}
     for swap in swaps.values():
         rig.check(lambda d, s=swap: rig.native(s, d, rig.n)())  # type: ignore[misc]

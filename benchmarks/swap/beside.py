@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -193,14 +194,23 @@ def pump(add: Add, rig: Rig, swap: NativeSwap, path: CopyPath, direction: Direct
     background = Background(keep_busy(rig, swap, direction))
     while background.count < 2:
         time.sleep(0.001)
-    first, start = swap.stats(direction), time.monotonic()
+    thread = "pdstore-out" if direction is OUT else "pdstore-in"
+    first, count, start = cpu_s_of(thread), background.count, time.monotonic()
     time.sleep(_SECONDS)
-    last, end = swap.stats(direction), time.monotonic()
+    last, more, end = cpu_s_of(thread), background.count - count, time.monotonic()
     background.stop()
-    busy = 100 * (last.cpu_s - first.cpu_s) / (end - start)
-    speed = (last.num_bytes - first.num_bytes) / (end - start) / 1e9
+    busy = 100 * (last - first) / (end - start)
+    speed = more * rig.n * rig.shape.block_bytes / (end - start) / 1e9
     row = (rig.shape.name, rig.n, direction.value, f"{path.name}, {speed:.1f} GB/s")
     add("CPU of the pump", *row, busy, "% of a core", "", 50 if path is CopyPath.BATCH else 15)
+
+
+def cpu_s_of(name: str) -> float:
+    """Returns the CPU time of this process's threads of one name."""
+    tasks = [
+        t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text() == f"{name}\n"
+    ]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def caller(add: Add, rig: Rig) -> None:

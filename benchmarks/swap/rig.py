@@ -78,14 +78,11 @@ class Rig:
         self,
         path: CopyPath = CopyPath.AUTO,
         *,
-        throughput: bool = False,
         sizes: dict[str, int] | None = None,
     ) -> NativeSwap:
         """Returns another swap over the same memory."""
         caches = list(self.cache)
-        made = NativeSwap(
-            self._library, self.layout, caches, path=path, throughput=throughput, sizes=sizes
-        )
+        made = NativeSwap(self._library, self.layout, caches, path=path, sizes=sizes)
         for span in getattr(self, "_spans", ()):
             made.add_host(*span)
         return made

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "handles.h"
+#include "abi.h"
 #include "tests/rig.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -55,8 +55,7 @@ struct Batch {
   std::vector<int> numbers;
   std::string keys;
   std::vector<uint8_t> kinds;
-  std::vector<int64_t> sizes, slots, offsets;
-  std::vector<uint64_t> generations;
+  std::vector<int64_t> sizes;
   std::vector<std::vector<uint8_t>> values;
 
   Batch(std::mt19937 &random, int count) {
@@ -70,8 +69,7 @@ struct Batch {
     numbers.push_back(key);
     keys += "pds1:key" + std::to_string(key) + '\0';
     kinds.push_back(key % 5 == 0 ? PDS_SHORT_LIVED : PDS_BLOCK);
-    sizes.push_back(size_of(key)), slots.push_back(-1), offsets.push_back(0);
-    generations.push_back(0);
+    sizes.push_back(size_of(key));
     values.emplace_back(size_of(key));
   }
   std::vector<uint64_t> addresses() const {
@@ -80,7 +78,6 @@ struct Batch {
     return all;
   }
   int64_t count() const { return static_cast<int64_t>(numbers.size()); }
-  pds::arena::Places places() { return {slots.data(), generations.data(), offsets.data()}; }
   void fill() {
     for (int64_t n = 0; n < count(); ++n) values[n] = kValues[numbers[n]];
   }
@@ -105,28 +102,26 @@ void get(View &view, Batch &batch, bool bytes_count) {
 
 // Reserves, publishes some, gives the others back: without their bytes, which nobody else reads.
 void reserve(View &view, Batch &batch, bool bytes_count) {
-  int64_t covered, done;
+  int64_t done;
   pds::arena::Keys keys;
+  pds::arena::Places places;
+  pds::arena::Arena &arena = *view.arena->arena;
   expect(pds::arena::read_keys(batch.keys.data(), batch.count(), &keys), "keys");
-  if (view.arena->arena->reserve(keys, batch.kinds.data(), batch.sizes.data(), batch.places(),
-                                 &covered, -1) != PDS_OK) {
-    return;
-  }
+  if (arena.reserve(keys, batch.kinds.data(), batch.sizes.data(), &places, -1) != PDS_OK) return;
   batch.fill();
-  for (int64_t n = 0; n < covered; ++n) {
-    if (batch.slots[n] < 0) continue;
-    const bool fits = batch.offsets[n] >= 0 && batch.offsets[n] + batch.sizes[n] <= kData;
-    expect(fits, "a slot lies in the memory");
-    if (bytes_count)
-      std::memcpy(view.memory + batch.offsets[n], batch.values[n].data(), batch.sizes[n]);
+  for (size_t n = 0; n < places.size(); ++n) {
+    const int64_t offset = places[n].offset;
+    if (places[n].slot < 0) continue;
+    expect(offset >= 0 && offset + batch.sizes[n] <= kData, "a slot lies in the memory");
+    if (bytes_count) std::memcpy(view.memory + offset, batch.values[n].data(), batch.sizes[n]);
   }
-  if (bytes_count) view.arena->arena->publish(batch.places(), covered / 2, &done, -1);
-  view.arena->arena->abandon(batch.places(), covered, -1);
+  const pds::arena::Places half(places.begin(), places.begin() + places.size() / 2);
+  if (bytes_count) arena.publish(half, &done, -1);
+  arena.abandon(places);
 }
 
 void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
   Batch batch(random, 1 + random() % 12);
-  int64_t found;
   std::vector<uint8_t> stored(batch.count());
   switch (random() % 8) {
     case 0:
@@ -136,8 +131,9 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 4: return reserves ? reserve(view, batch, bytes_count) : void();
     case 5: pds_arena_remove(view.arena, batch.keys.data(), batch.count()); return;
     case 6:
-      pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
-      pds_arena_which(view.arena, -1, batch.keys.data(), batch.count(), stored.data());
+      for (const int32_t leases : {0, 1}) {
+        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), leases, stored.data());
+      }
       return;
     default:
       if (random() % 20 == 0) pds_arena_clear(view.arena, "pds1:key1");
@@ -195,9 +191,10 @@ void processes_killed_anywhere() {
     child = fork();
     if (child == 0) act_for_ever(file, n);
     Batch batch(random, 4);
-    int64_t found;
+    std::vector<uint8_t> stored(batch.count());
     get(view, batch, true);
-    const int32_t code = pds_arena_match(view.arena, -1, batch.keys.data(), batch.count(), &found);
+    const int32_t code =
+        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), 1, stored.data());
     expect(code == PDS_OK, "the lock of a dead process can be taken");
   }
   for (const pid_t child : alive) {
@@ -207,19 +204,18 @@ void processes_killed_anywhere() {
   usleep(20'000);  // what the dead had reserved rests
   std::string text;
   std::vector<uint8_t> kinds(kData / kSlab, PDS_BLOCK);
-  std::vector<int64_t> sizes(kinds.size(), kSlab), slots(kinds.size()), offsets(kinds.size());
-  std::vector<uint64_t> generations(kinds.size());
+  std::vector<int64_t> sizes(kinds.size(), kSlab);
   for (size_t n = 0; n < kinds.size(); ++n) text += "all" + std::to_string(n) + '\0';
   pds::arena::Keys keys;
   expect(pds::arena::read_keys(text.data(), kinds.size(), &keys), "keys");
-  const pds::arena::Places places{slots.data(), generations.data(), offsets.data()};
-  int64_t covered = 0;
-  for (int tries = 0; tries < 100 && covered < static_cast<int64_t>(kinds.size()); ++tries) {
-    view.arena->arena->reserve(keys, kinds.data(), sizes.data(), places, &covered, -1);
-    view.arena->arena->abandon(places, covered, -1);
+  pds::arena::Places places;
+  pds::arena::Arena &arena = *view.arena->arena;
+  for (int tries = 0; tries < 100 && places.size() < kinds.size(); ++tries) {
+    arena.reserve(keys, kinds.data(), sizes.data(), &places, -1);
+    arena.abandon(places);
     usleep(10'000);
   }
-  expect(covered == static_cast<int64_t>(kinds.size()), "every slot comes back");
+  expect(places.size() == kinds.size(), "every slot comes back");
   close(file);
 }
 

@@ -131,7 +131,7 @@ void threads_write_and_read(const Folder &folder, pds_engine *engine) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   std::mt19937 random(writer);
   const Cache cache;
-  pds_engine *engine = open_engine(cache, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *engine = open_engine(cache, PDS_PATH_AUTO);
   for (;;) {
     Values values(random);
     folder.put(&values, engine, writer);
@@ -152,7 +152,7 @@ void writers_killed_anywhere() {
     expect(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "killed in the middle");
   }
   const Cache cache;
-  pds_engine *engine = open_engine(cache, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *engine = open_engine(cache, PDS_PATH_AUTO);
   for (int n = 0; n < 400; ++n) {
     Values values(random);
     int64_t num_there = 0;
@@ -196,7 +196,7 @@ void arguments_that_do_not_fit(pds_engine *engine) {
 int main() {
   writers_killed_anywhere();  // before there are threads
   const Cache cache;
-  pds_engine *engine = open_engine(cache, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *engine = open_engine(cache, PDS_PATH_AUTO);
   arguments_that_do_not_fit(engine);
   const Folder folder;
   threads_write_and_read(folder, engine);

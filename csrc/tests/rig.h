@@ -26,7 +26,7 @@ struct Cache {
   uint64_t address() const { return reinterpret_cast<uint64_t>(bytes.data()); }
 };
 
-inline pds_engine *open_engine(const Cache &cache, int32_t path, int32_t order) {
+inline pds_engine *open_engine(const Cache &cache, int32_t path) {
   std::vector<pds_region> regions;
   for (int32_t layer = 0; layer < kLayers; ++layer) {
     regions.push_back({cache.address() + layer * kBlocks * kBlock, kBlock, kHeads * kCell, kCell,
@@ -36,9 +36,9 @@ inline pds_engine *open_engine(const Cache &cache, int32_t path, int32_t order) 
   pds_options options{};
   options.abi = PDS_ABI, options.device = PDS_CPU, options.num_blocks = kBlocks;
   options.block_tokens = kTokens, options.max_tokens = kTokens * kPerBlock;
-  options.order = order, options.path = path, options.num_parts = 1;
+  options.path = path, options.num_parts = 1;
   options.num_regions = kLayers, options.copy_out_bytes = 4096;
-  options.copy_in_bytes = 6000, options.first_bytes = 1000, options.num_lanes = 3;
+  options.copy_in_bytes = 6000, options.first_bytes = 1000;
   options.stage_out_bytes = 4096, options.stage_in_bytes = 8192;
   pds_engine *engine = nullptr;
   pds_error error;

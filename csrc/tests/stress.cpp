@@ -44,12 +44,12 @@ struct Work {
   }
 };
 
-void copies_from_many_threads(int32_t path, int32_t order) {
+void copies_from_many_threads(int32_t path) {
   Cache cache;
   std::mt19937 random(7);
   for (auto &byte : cache.bytes) byte = static_cast<uint8_t>(random());
   const Cache before = cache;
-  pds_engine *engine = open_engine(cache, path, order);
+  pds_engine *engine = open_engine(cache, path);
   std::vector<std::thread> threads;
   for (int64_t n = 0; n < 8; ++n) {
     threads.emplace_back([&, n] {
@@ -71,7 +71,7 @@ void copies_from_many_threads(int32_t path, int32_t order) {
 void failures_and_a_close_in_the_middle(int32_t path) {
   for (int round = 0; round < 40; ++round) {
     Cache cache;
-    pds_engine *engine = open_engine(cache, path, PDS_TOKEN_MAJOR);
+    pds_engine *engine = open_engine(cache, path);
     pds_test_fail(round % PDS_NUM_CALLS, 5 + round, 719, round % 3 == 0);
     std::vector<Work> works;
     std::vector<pds_ticket *> tickets;
@@ -120,8 +120,7 @@ void a_crew_does_each_piece_once() {
 int main() {
   a_crew_does_each_piece_once();
   for (const int32_t path : {PDS_PATH_AUTO, PDS_PATH_BATCH, PDS_PATH_STRIDED, PDS_PATH_STAGE}) {
-    copies_from_many_threads(path, PDS_TOKEN_MAJOR);
-    copies_from_many_threads(path, PDS_HEAD_MAJOR);
+    copies_from_many_threads(path);
     failures_and_a_close_in_the_middle(path);
   }
   std::puts("fine");

@@ -149,8 +149,8 @@ void threads_save_and_load() {
   const int file = new_arena(kData, kSlab);
   const Cache from = random_cache();
   Cache to;
-  pds_engine *p = open_engine(from, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
-  pds_engine *d = open_engine(to, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *p = open_engine(from, PDS_PATH_AUTO);
+  pds_engine *d = open_engine(to, PDS_PATH_AUTO);
   View view(file);
   std::atomic<int> num_loaded{0};
   std::vector<std::thread> threads;
@@ -176,7 +176,7 @@ void threads_save_and_load() {
 void arguments_that_do_not_fit() {
   const int file = new_arena(kData, kSlab);
   const Cache from = random_cache();
-  pds_engine *engine = open_engine(from, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *engine = open_engine(from, PDS_PATH_AUTO);
   View view(file);
   const auto refuses = [&](auto change, const char *what) {
     std::mt19937 random(3);
@@ -207,8 +207,8 @@ void both_ends_close_in_the_middle() {
     const int file = new_arena(kData, kSlab);
     const Cache from = random_cache();
     Cache to;
-    pds_engine *p = open_engine(from, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
-    pds_engine *d = open_engine(to, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+    pds_engine *p = open_engine(from, PDS_PATH_AUTO);
+    pds_engine *d = open_engine(to, PDS_PATH_AUTO);
     View view(file);
     std::vector<std::thread> threads;
     for (int n = 0; n < 4; ++n) {
@@ -237,8 +237,8 @@ void both_ends_close_in_the_middle() {
   std::mt19937 random(seed);
   const Cache from = random_cache();
   Cache to;
-  pds_engine *p = open_engine(from, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
-  pds_engine *d = open_engine(to, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *p = open_engine(from, PDS_PATH_AUTO);
+  pds_engine *d = open_engine(to, PDS_PATH_AUTO);
   View view(file);
   for (;;) save(view, p, random), load(view, d, random, 0, from, to);
 }
@@ -263,8 +263,8 @@ void processes_killed_anywhere() {
   for (const pid_t child : alive) kill(child, SIGKILL), waitpid(child, nullptr, 0);
   const Cache from = random_cache();
   Cache to;
-  pds_engine *p = open_engine(from, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
-  pds_engine *d = open_engine(to, PDS_PATH_AUTO, PDS_TOKEN_MAJOR);
+  pds_engine *p = open_engine(from, PDS_PATH_AUTO);
+  pds_engine *d = open_engine(to, PDS_PATH_AUTO);
   View view(file);
   int num_loaded = 0;
   for (int n = 0; n < 4000 && num_loaded < 20; ++n) {

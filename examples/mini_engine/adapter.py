@@ -68,7 +68,7 @@ class Adapter:
             weights_of=partial(pdstore.weights_revision, config.model),
         )
         self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
-        self._prompt_times = pdstore.PromptTimes.of(settings, namespace, metrics)
+        self._prompt_times = pdstore.PromptTimes.from_settings(settings, namespace, metrics)
         registries = [metrics.registry]
         self.reporting = pdstore.Reporting(settings, self.cache, registries, lambda: self.problem)
         self.journal = self.reporting.journal
@@ -255,7 +255,9 @@ class Adapter:
         self, state: pdstore.EngineRequest, job: pdstore.Job, number: int | None = None
     ) -> None:
         """Has the end of a job put in the request's record, whichever thread it comes on."""
-        job.on_end(lambda job: self._records.job_ended(state, pdstore.JobEnd.of(job, "", number)))
+        job.on_end(
+            lambda job: self._records.job_ended(state, pdstore.JobEnd.of_job(job, "", number))
+        )
 
     @contextlib.contextmanager
     def _degrading(self, request: Request) -> Iterator[None]:

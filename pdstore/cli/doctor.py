@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pdstore.cli.answer import Answer, busy
-from pdstore.cli.finding import answer_of
+from pdstore.cli.answer import Answer, answer_of, busy
 from pdstore.cli.host import check_host, check_settings
 from pdstore.cli.peers import check_peers
 from pdstore.cli.store_check import ENGINE_BLOCK, Question, check_store
@@ -39,7 +38,7 @@ def doctor(asked: Asked, count_gpus: Callable[[], int] = torch.cuda.device_count
     """
     logging.getLogger("pdstore").addHandler(logging.NullHandler())  # the findings say it
     settings = read_settings(**({"store": asked.url} if asked.url else {}))
-    shape = ModelShape.of(asked.model) if asked.model else None
+    shape = ModelShape.of_config(asked.model) if asked.model else None
     arguments = frozenset({"store"} if asked.url else ())
     longest = shape.longest_prompt if shape else None
     findings = [*check_settings(settings, arguments, asked.engine_block, longest)]

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from pydantic import ByteSize, SecretStr
 
-from pdstore.cli.answer import size
-from pdstore.cli.finding import Finding, bad, info, ok, warn
+from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import NativeError
 from pdstore.native.library import Library, load_library
 from pdstore.settings import Settings, doubts_of, variable_of

@@ -78,7 +78,7 @@ def du(url: str | None) -> Answer:
 
 
 def _kind(value: StoredValue) -> str:
-    key = StoredKey.of(value.key)
+    key = StoredKey.parsed(value.key)
     return "?" if key is None else key.kind.value
 
 
@@ -116,7 +116,7 @@ def inspect(url: str | None, text: str) -> Answer:
     with open_pool(url) as pool:
         listed = _value_of(pool, text)
         key = listed.key if listed else BlockKey(text)
-        said = StoredKey.of(key)
+        said = StoredKey.parsed(key)
         if said is None:
             raise ConfigError(
                 f"{text!r} is in no key of pdstore's in {pool.store.label}: `pdstore ls` shows them"

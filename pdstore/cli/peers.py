@@ -14,8 +14,7 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
-from pdstore.cli.answer import size
-from pdstore.cli.finding import Finding, bad, info, ok, warn
+from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import ConfigError
 
 _MOST_BYTES = 4 << 20  # of an answer; an engine's /metrics has less than a tenth of it

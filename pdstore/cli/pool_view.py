@@ -143,7 +143,7 @@ class StoredKey(NamedTuple):
     state: str | None = None
 
     @classmethod
-    def of(cls, key: BlockKey) -> StoredKey | None:
+    def parsed(cls, key: BlockKey) -> StoredKey | None:
         """Reads a key; None for one that pdstore does not make."""
         if key == POOL_ID_KEY:
             return cls(Kind.POOL, "")
@@ -193,7 +193,7 @@ def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
     """Counts values by namespace, the largest first; the pool's own id belongs to none."""
     uses: dict[str, NamespaceUse] = {}
     for value in values:
-        key = StoredKey.of(value.key)
+        key = StoredKey.parsed(value.key)
         if key is not None and key.namespace:
             uses.setdefault(key.namespace, NamespaceUse(key.namespace)).add(value, key)
     return sorted(uses.values(), key=lambda use: -use.num_bytes)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from pydantic import ByteSize
 
-from pdstore.cli.answer import count, duration, size
-from pdstore.cli.finding import Finding, bad, info, ok, warn
+from pdstore.cli.answer import Finding, bad, count, duration, info, ok, size, warn
 from pdstore.cli.host import MOUNTS, check_file_pages, check_pages
 from pdstore.cli.pool_view import missing_pool, survey
 from pdstore.engine.self_test import StepFailed, Tried, self_test

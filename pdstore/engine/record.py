@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pdstore.engine.request import EngineRequest, Interval, JobEnd
 from pdstore.outcome import Direction
-from pdstore.telemetry.journal import Journal
-from pdstore.telemetry.request_record import Phase, RequestRecord, plain
+from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, plain
 
 _PATIENCE_S = 60.0
 

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
@@ -93,7 +93,7 @@ class JobEnd:
         return cls(request_id, number, direction, 0, Reason.FAULT)
 
     @classmethod
-    def of(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
+    def of_job(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
         """Returns the end of a job that has just ended."""
         result, calls, now = job.result, job.in_store, time.monotonic()
         assert result is not None
@@ -126,7 +126,9 @@ class PromptTimes:
         self._since = 0.0
 
     @classmethod
-    def of(cls, settings: Settings, namespace: Namespace, metrics: Metrics) -> PromptTimes | None:
+    def from_settings(
+        cls, settings: Settings, namespace: Namespace, metrics: Metrics
+    ) -> PromptTimes | None:
         """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
         if settings.load == "always":
             return None
@@ -150,8 +152,7 @@ class PromptTimes:
         chunks, self._chunks = self._chunks, []
         before, self._since = self._since, self._clock()
         if chunks:  # else its own were counted with another prompt's end
-            for outcome in self.break_even.computed(chunks, self._since - before):
-                cast("EngineRequest", outcome.name).took_s = outcome.took_s
+            self.break_even.computed(chunks, self._since - before)
 
     def forget(self, request: EngineRequest) -> None:
         """Drops a request that has ended."""
@@ -180,7 +181,6 @@ class EngineRequest:
     num_present: leading tokens that the engine had when it last asked what can be loaded.
     num_saved: leading tokens that are in the pool or being saved.
     num_fed: tokens of the prompt that the model was given here.
-    took_s: from the decision until the prompt's KV was there; None until that is known.
     num_jobs, ends: planned jobs of all ranks, and how those that are over have ended.
     """
 
@@ -202,7 +202,6 @@ class EngineRequest:
     num_saved: int = field(init=False, default=0)
     num_fed: int = field(init=False, default=0)
     decision: Decision | None = field(init=False, default=None)
-    took_s: float | None = field(init=False, default=None)
     is_published: bool = field(init=False, default=False)
     num_jobs: int = field(init=False, default=0)
     ends: list[JobEnd] = field(init=False, default_factory=list)
@@ -393,12 +392,8 @@ class EngineRequest:
 
     @property
     def decided(self) -> dict[str, Json]:
-        """The decision as an answer says it, once its prompt is there; empty where none was."""
-        if self.decision is None or self.took_s is None:
-            return {}
-        _, way, load_s, compute_s = self.decision
-        said: dict[str, Json] = {"decision": way, "took_s": self.took_s}
-        return said | {"estimated_load_s": load_s, "estimated_compute_s": compute_s}
+        """The decision as an answer says it; empty where nothing was compared."""
+        return {} if self.decision is None else {"decision": self.decision.way}
 
     @property
     def _is_prompt_pending(self) -> bool:

@@ -229,7 +229,8 @@ class Pulse:
         seen = {key for key in self.ring if key in stored}
         if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:
             self._beat_at = asked_at
-        self._seen, self._asked_at = seen, asked_at
+        self._seen = seen
+        self._asked_at = asked_at
 
     def add_beat(self, asked_at: float) -> None:
         """Counts anything else that the instance has stored as a beat."""

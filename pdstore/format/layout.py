@@ -25,7 +25,7 @@ MAX_RANGES = 4
 RANGE_BYTES = 1 << 20
 """Bounds of the default: a block has at most four layer ranges, of 1 MiB or more each."""
 
-Order = Literal["token", "head", "page"]
+Order = Literal["token", "page"]
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Layout:
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
-    order: payload order, token-major `[layer][token][head][K|V]`, head-major
-      `[layer][head][token][K|V]`, or `[layer][head][page]`: an engine's block of one head as it
-      is, for engines that pack tokens in ways of their own. Then a tail is a whole page too.
+    order: payload order, token-major `[layer][token][head][K|V]` or `[layer][head][page]`: an
+      engine's block of one head as it is, for engines that pack tokens in ways of their own. Then
+      a tail is a whole page too.
     page: how such an engine packs a page, in words; a namespace field.
     num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 
-ABI = 17
+ABI = 18
 CPU = -1
 RELAXED = 2
 """The capture mode in which a thread's calls do not disturb graph captures of other threads."""
@@ -52,14 +52,6 @@ class CopyPlan(NamedTuple):
     why: str
 
 
-class PumpStats(NamedTuple):
-    """The work that one direction's thread has done so far."""
-
-    num_bytes: int
-    num_slices: int
-    cpu_s: float
-
-
 _KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64, "bytes": c_char_p}
 
 
@@ -78,16 +70,15 @@ Region = _struct(
 PartShape = _struct("PartShape", "num_layers:i32 num_heads:i32 cell:i64")
 Options = _struct(
     "Options",
-    "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 order:i32 mode:i32 path:i32"
-    " num_parts:i32 num_regions:i32 num_lanes:i32 copy_out_bytes:i64 copy_in_bytes:i64"
-    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64 max_pieces:i64"
+    "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 path:i32"
+    " num_parts:i32 num_regions:i32 copy_out_bytes:i64 copy_in_bytes:i64"
+    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64"
     " linger_us:i64",
 )
 Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
 Error = _struct("Error", "code:i32 device_code:i32 slice:i64 call:40 message:200")
 Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
 Plan = _struct("Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
-Stats = _struct("Stats", "bytes:i64 slices:i64 cpu_ns:i64")
 
 ArenaOptions = _struct(
     "ArenaOptions", "lease_ns:i64 fresh_ns:i64 short_lived_ns:i64 rest_ns:i64 lock_timeout_ns:i64"
@@ -110,7 +101,6 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_stop": [_P],
     "pds_add_host": [_P, c_uint64, c_int64],
     "pds_explain": [_P, c_int32, c_int32, c_int32, _P],
-    "pds_get_stats": [_P, c_int32, _P],
     "pds_submit": [_P, c_int32, _P, c_int64, _P, c_int64, c_uint64, c_uint64, _P, _P],
     "pds_wait": [_P, c_int64, _P],
     "pds_free_ticket": [_P],
@@ -129,10 +119,8 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],
     "pds_arena_open": [c_int32, _P, _P, _P],
     "pds_arena_close": [_P],
-    "pds_arena_forget": [_P],
     "pds_arena_free": [_P],
-    "pds_arena_match": [_P, c_int64, c_char_p, c_int64, _P],
-    "pds_arena_which": [_P, c_int64, c_char_p, c_int64, _P],
+    "pds_arena_find": [_P, c_int64, c_char_p, c_int64, c_int32, _P],
     "pds_arena_remove": [_P, c_char_p, c_int64],
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],

@@ -10,24 +10,9 @@ from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import NamedTuple
 
-from pdstore.errors import (
-    StoreClosed,
-    StoreError,
-    StoreFull,
-    StoreTimeout,
-    StoreUnavailable,
-    WrongLength,
-)
-from pdstore.native.abi import (
-    ArenaInfo,
-    ArenaOptions,
-    ArenaValue,
-    Code,
-    Error,
-    SlotCounts,
-    Values,
-    raise_error,
-)
+from pdstore import errors
+from pdstore.errors import StoreError
+from pdstore.native import abi
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library
 
@@ -36,35 +21,31 @@ _PATIENCE_NS = 50_000
 _BATCH_PATIENCE_NS = 20_000_000  # a job that ends waits for calls that make copies
 _PAGE_VALUES = 512
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
-    Code.CLOSED: (StoreClosed, "is closed, or belongs to the parent process"),
-    Code.TIMEOUT: (StoreTimeout, "is locked: a process that has it open does not go on"),
-    Code.FULL: (StoreFull, "has no room: all values are leased, or this one is too large"),
-    Code.FORMAT: (
-        StoreUnavailable,
+    abi.Code.CLOSED: (errors.StoreClosed, "is closed, or belongs to the parent process"),
+    abi.Code.TIMEOUT: (errors.StoreTimeout, "is locked: a process that has it open does not go on"),
+    abi.Code.FULL: (
+        errors.StoreFull,
+        "has no room: all values are leased, or this one is too large",
+    ),
+    abi.Code.FORMAT: (
+        errors.StoreUnavailable,
         "is no arena of this version and this boot, or damaged: remove it",
     ),
-    Code.SYSTEM: (StoreUnavailable, "cannot be mapped"),
-    Code.MEMORY: (StoreUnavailable, "finds no memory in this process"),
-    Code.VALUE: (StoreError, "has lost values while they were stored"),
-    Code.LENGTH: (WrongLength, "has a value of another length"),
+    abi.Code.SYSTEM: (errors.StoreUnavailable, "cannot be mapped"),
+    abi.Code.MEMORY: (errors.StoreUnavailable, "finds no memory in this process"),
+    abi.Code.VALUE: (StoreError, "has lost values while they were stored"),
+    abi.Code.LENGTH: (errors.WrongLength, "has a value of another length"),
 }
 
 
 class ArenaTimes(NamedTuple):
-    """Times of an open arena, in seconds.
+    """Times of an open arena, in seconds."""
 
-    lease_s: of a lease that a match or a load gives.
-    fresh_s: after its publication a value is not evicted for so long.
-    short_lived_s: life of tails and markers after their last use.
-    rest_s: for so long nobody gets what a dead process had reserved.
-    lock_timeout_s: a call that does not get the lock in this time raises StoreTimeout.
-    """
-
-    lease_s: float
-    fresh_s: float
-    short_lived_s: float
-    rest_s: float
-    lock_timeout_s: float
+    lease_s: float  # of a lease that a match or a load gives
+    fresh_s: float  # after its publication a value is not evicted for so long
+    short_lived_s: float  # life of tails and markers after their last use
+    rest_s: float  # for so long nobody gets what a dead process had reserved
+    lock_timeout_s: float  # a call that does not get the lock in this time raises StoreTimeout
 
 
 class ArenaCounts(NamedTuple):
@@ -80,21 +61,16 @@ class ArenaCounts(NamedTuple):
 class ValueBatch(NamedTuple):
     """Values of an arena, and the copies between them and a paged cache.
 
-    keys: of the store.
-    sizes: int64 each, headers included.
-    starts: the first 56 bytes of each value, side by side.
-    engine: makes the copies.
-    items, ids: the copies, packed as `Engine.submit` takes them; their payloads are set here.
-    ready: a CUDA event's handle that the copies wait for; 0: for nothing.
+    The copies are packed as `Engine.submit` takes them; their payloads are set here.
     """
 
     keys: Sequence[str]
-    sizes: bytes
-    starts: bytes
-    engine: Engine
+    sizes: bytes  # int64 each, headers included
+    starts: bytes  # the first 56 bytes of each value, side by side
+    engine: Engine  # makes the copies
     items: bytes
-    ids: bytes
-    ready: int = 0
+    block_ids: bytes
+    ready: int = 0  # a CUDA event's handle that the copies wait for; 0: for nothing
 
     @property
     def num_values(self) -> int:
@@ -111,14 +87,14 @@ class ValueBatch(NamedTuple):
 
         memory: the address where this process maps the arena's values.
         """
-        return Values(
+        return abi.Values(
             keys=text_of(self.keys),
             sizes=self.sizes,
             starts=self.starts,
             items=self.items,
-            ids=self.ids,
+            ids=self.block_ids,
             count=self.num_values,
-            num_ids=len(self.ids) // 8,
+            num_ids=len(self.block_ids) // 8,
             memory=memory,
             ready=self.ready,
             lock_ns=_BATCH_PATIENCE_NS,
@@ -157,38 +133,41 @@ class NativeArena:
         self.library = library
         self._calls = library.calls
         self._short_calls = library.short_calls
-        options = ArenaOptions(*[int(seconds * 1e9) for seconds in times])
-        info = ArenaInfo()
+        options = abi.ArenaOptions(*[int(seconds * 1e9) for seconds in times])
+        info = abi.ArenaInfo()
         code = self._calls.pds_arena_open(fd, byref(options), byref(self._handle), byref(info))
         self._check(code)
         self.data_at = int(info.data_at)
         self.data_bytes = int(info.data_bytes)
         self.slab_bytes = int(info.slab_bytes)
-        _forget_in_forked_children()
+        _close_in_forked_children()
         _open_arenas.add(self)
 
     def close(self) -> None:
-        """Ends it for this process; running calls end first. Twice is fine."""
-        self._calls.pds_arena_close(self._handle)
+        """Ends it for this process; running calls end first. Twice is fine.
 
-    def forget(self) -> None:
-        """Ends it in the child of a fork, where it is the parent's."""
-        self._calls.pds_arena_forget(self._handle)
+        In the child of a fork it stays open for the parent.
+        """
+        self._calls.pds_arena_close(self._handle)
 
     def __del__(self) -> None:
         if self._handle:
             self._calls.pds_arena_free(self._handle)
 
-    def match_keys(self, keys: Sequence[str]) -> int:
-        """Leases the values of the first keys that are stored; returns how many."""
-        found = c_int64()
-        self._check(self._short("match", len(keys), text_of(keys), len(keys), byref(found)))
-        return found.value
+    def find(self, keys: Sequence[str], *, leases: bool) -> list[bool]:
+        """Returns for each key whether it is stored.
 
-    def which(self, keys: Sequence[str]) -> list[bool]:
-        """Returns for each key whether it is stored; leases nothing."""
-        stored = (c_uint8 * len(keys))()
-        self._check(self._short("which", len(keys), text_of(keys), len(keys), stored))
+        leases: leases the first ones that are, and looks for no others.
+        """
+        # A short call keeps Python's lock, which a busy engine gives back late. Long batches, and a
+        # call that has to wait for the arena's lock, do without.
+        stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
+        values = text_of(keys), len(keys), leases, stored
+        if len(keys) <= _SHORT_BATCH:
+            code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
+        if code == abi.Code.TIMEOUT:
+            code = self._calls.pds_arena_find(self._handle, -1, *values)
+        self._check(code)
         return list(map(bool, bytes(stored)))
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -201,7 +180,7 @@ class NativeArena:
 
     def counts(self) -> ArenaCounts:
         """Counts the slots; it looks at all of them."""
-        counts = SlotCounts()
+        counts = abi.SlotCounts()
         self._check(self._calls.pds_arena_count(self._handle, byref(counts)))
         return ArenaCounts(*(getattr(counts, name) for name in ArenaCounts._fields))
 
@@ -210,7 +189,7 @@ class NativeArena:
 
         The age is None for a time that cannot be. The lock is held for one page at a time.
         """
-        page, following, count = (ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
+        page, following, count = (abi.ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
         while following.value >= 0:
             self._check(
                 self._calls.pds_arena_list(
@@ -243,7 +222,7 @@ class NativeArena:
             code = self._short_calls.pds_arena_put(self._handle, _PATIENCE_NS, *values)
         else:
             code = self._calls.pds_arena_put(self._handle, -1, *values)
-        if not at_once or code != Code.TIMEOUT:
+        if not at_once or code != abi.Code.TIMEOUT:
             self._check(code, done.value)
         return done.value
 
@@ -270,18 +249,18 @@ class NativeArena:
         Raises LayoutError or SwapError.
         """
         counts = [batch.num_values for batch in batches]
-        is_new, num_done, error = (c_uint8 * sum(counts))(), c_int64(), Error()
-        values = (Values * len(batches))(*(batch.values(memory) for batch in batches))
+        is_new, num_done, error = (c_uint8 * sum(counts))(), c_int64(), abi.Error()
+        values = (abi.Values * len(batches))(*(batch.values(memory) for batch in batches))
         out = is_new, byref(num_done), byref(error)
         with batches[0].engine.lent() as engine:
             code = self._calls.pds_arena_fill(
                 self._handle, engine, values, len(batches), kinds, *out
             )
-        raise_error(error)
+        abi.raise_error(error)
         done = batches[: num_done.value]
         indices = [i for i, new in enumerate(is_new[: sum(counts[: len(done)])]) if new]
         sizes = memoryview(b"".join([batch.sizes for batch in done])).cast("q")
-        why = None if code == Code.OK else self._error(code)
+        why = None if code == abi.Code.OK else self._error(code)
         return Filled(indices, sum([sizes[i] for i in indices]), why)
 
     def start_scatter(self, batch: ValueBatch, memory: int) -> Taken | None:
@@ -291,12 +270,12 @@ class NativeArena:
         Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
         not free soon. Raises LayoutError or SwapError.
         """
-        handle, error = c_void_p(), Error()
+        handle, error = c_void_p(), abi.Error()
         values = batch.values(memory)
         out = byref(handle), byref(error)
         with batch.engine.lent() as engine:
             code = self._calls.pds_arena_take(self._handle, engine, byref(values), *out)
-        raise_error(error)
+        abi.raise_error(error)
         return None if code else Taken(Ticket(self.library, handle), batch.num_bytes)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
@@ -309,32 +288,19 @@ class NativeArena:
         self._check(self._short_calls.pds_arena_confirm(self._handle, copies.handle, *out))
         return there.value, right.value
 
-    def wait(self, seen: int, timeout_s: float) -> int:
+    def wait_for_change(self, seen: int, timeout_s: float) -> int:
         """Waits until the count of publications is not `seen`; returns the count."""
         changes = c_uint32()
         timeout_us = int(max(timeout_s, 0.0) * 1e6)
         self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
         return changes.value
 
-    def _short(self, verb: str, count: int, *args: object) -> int:
-        """Makes a call that is over at once unless somebody holds the lock; returns its code.
-
-        Such a call keeps Python's lock, which a busy engine gives back late. Long batches, and a
-        call that has to wait, do without.
-        """
-        name, code = f"pds_arena_{verb}", int(Code.TIMEOUT)
-        if count <= _SHORT_BATCH:
-            code = getattr(self._short_calls, name)(self._handle, _PATIENCE_NS, *args)
-        if code == Code.TIMEOUT:
-            code = getattr(self._calls, name)(self._handle, -1, *args)
-        return code
-
     def _check(self, code: int, num_done: int = 0) -> None:
-        if code != Code.OK:
+        if code != abi.Code.OK:
             raise self._error(code, num_done)
 
     def _error(self, code: int, num_done: int = 0) -> StoreError:
-        if code == Code.ARGUMENT:
+        if code == abi.Code.ARGUMENT:
             raise ValueError(f"{self._label}: the library refuses an argument")
         error, why = _ERRORS[code]
         return error(f"{self._label} {why}", num_done=num_done)
@@ -344,14 +310,14 @@ _open_arenas: weakref.WeakSet[NativeArena] = weakref.WeakSet()
 
 
 @cache
-def _forget_in_forked_children() -> None:
+def _close_in_forked_children() -> None:
     """A child that kept the file open would keep its parent's locks after the parent's death."""
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_close_all)
 
 
-def _forget_all() -> None:
+def _close_all() -> None:
     for arena in list(_open_arenas):
-        arena.forget()
+        arena.close()
 
 
 def text_of(keys: Sequence[str]) -> bytes:
@@ -367,7 +333,7 @@ def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, see
     Raises ValueError for sizes that no arena has, OSError if the file system refuses.
     """
     code = library.calls.pds_arena_format(fd, num_bytes, slab_bytes, seed)
-    if code == Code.ARGUMENT:
+    if code == abi.Code.ARGUMENT:
         raise ValueError(f"no arena has {num_bytes} bytes in slabs of {slab_bytes}")
     if code:
         raise OSError("the file system refuses to make the file so large")

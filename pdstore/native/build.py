@@ -10,8 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdstore.environment import native_cache_directory
@@ -76,7 +75,8 @@ def build_library(
         if built.exists():
             return built
         place.mkdir(parents=True, exist_ok=True)
-        with _locked(place / "lock"):
+        with (place / "lock").open("w") as lock:  # the kernel releases it if the process dies
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not built.exists():
                 _build(sources, options, built)
     except OSError as error:
@@ -119,11 +119,3 @@ def _digest(sources: Path, options: Sequence[str]) -> str:
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a file lock, which the kernel releases if the process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -11,21 +11,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int32, c_int64, c_void_p
 
 from pdstore.errors import LayoutError, SwapError
-from pdstore.native.abi import (
-    ABI,
-    Code,
-    CopyPath,
-    CopyPlan,
-    Error,
-    Item,
-    Options,
-    PartShape,
-    Plan,
-    PumpStats,
-    Region,
-    Stats,
-    raise_error,
-)
+from pdstore.native import abi
 from pdstore.native.library import Library, joined
 
 log = logging.getLogger(__name__)
@@ -54,43 +40,36 @@ class Engine:
         self._num_lent = 0
         self._pid = os.getpid()
         self._handle = c_void_p()
-        counts = {"abi": ABI, "num_parts": len(parts), "num_regions": len(regions)}
-        error = Error()
+        counts = {"abi": abi.ABI, "num_parts": len(parts), "num_regions": len(regions)}
+        error = abi.Error()
         self._calls.pds_open(
-            byref(Options(**counts, **options)),
-            (PartShape * len(parts))(*parts),
-            (Region * len(regions))(*regions),
+            byref(abi.Options(**counts, **options)),
+            (abi.PartShape * len(parts))(*parts),
+            (abi.Region * len(regions))(*regions),
             byref(self._handle),
             byref(error),
         )
-        raise_error(error)
+        abi.raise_error(error)
 
     def add_host(self, address: int, num_bytes: int) -> None:
         """Adds a range of host memory; from then on every payload must lie within one range."""
         with self._lock:
             self._calls.pds_add_host(self._open(), address, num_bytes)
 
-    def explain(self, direction: int, part: int, num_tokens: int) -> CopyPlan:
+    def explain(self, direction: int, part: int, num_tokens: int) -> abi.CopyPlan:
         """The path that payloads of a part with this many tokens take. Raises LayoutError.
 
         direction: 0 from the cache to slots, 1 to the cache.
         """
-        plan = Plan()
+        plan = abi.Plan()
         with self._lock:
             code = self._calls.pds_explain(self._open(), direction, part, num_tokens, byref(plan))
         if code:
             raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
-        path = CopyPath(plan.path).name
-        return CopyPlan(
+        path = abi.CopyPath(plan.path).name
+        return abi.CopyPlan(
             path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
         )
-
-    def stats(self, direction: int) -> PumpStats:
-        """The work done so far in one direction: 0 from the cache to slots, 1 to the cache."""
-        stats = Stats()
-        with self._lock:
-            self._calls.pds_get_stats(self._open(), direction, byref(stats))
-        return PumpStats(stats.bytes, stats.slices, stats.cpu_ns / 1e9)
 
     def submit(
         self,
@@ -108,14 +87,14 @@ class Engine:
         ready: a CUDA event's handle that the copy waits for instead; it must live until the end.
         Raises LayoutError for items that do not fit, SwapError.
         """
-        handle, error = c_void_p(), Error()
-        num_items, num_ids = len(items) // ctypes.sizeof(Item), len(ids) // 8
+        handle, error = c_void_p(), abi.Error()
+        num_items, num_ids = len(items) // ctypes.sizeof(abi.Item), len(ids) // 8
         out = byref(handle), byref(error)
         with self._lock:
             self._library.short_calls.pds_submit(
                 self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
             )
-        raise_error(error)
+        abi.raise_error(error)
         return Ticket(self._library, handle)
 
     def read_values(
@@ -132,9 +111,9 @@ class Engine:
             code = self._calls.pds_read_values(
                 handle, joined(paths), addresses, sizes, starts, len(paths)
             )
-        if code not in (Code.OK, Code.VALUE):
-            raise SwapError(f"values cannot be read: {Code(code).name}")
-        return bool(code == Code.OK)
+        if code not in (abi.Code.OK, abi.Code.VALUE):
+            raise SwapError(f"values cannot be read: {abi.Code(code).name}")
+        return bool(code == abi.Code.OK)
 
     def write_values(
         self, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
@@ -155,8 +134,8 @@ class Engine:
             code = self._calls.pds_write_values(
                 *(handle, *names, addresses, sizes, starts, len(paths)), byref(done), byref(why)
             )
-        if code != Code.OK:
-            raise SwapError(f"values cannot be written: {Code(code).name}")
+        if code != abi.Code.OK:
+            raise SwapError(f"values cannot be written: {abi.Code(code).name}")
         return done.value, why.value
 
     @contextlib.contextmanager
@@ -203,33 +182,26 @@ class Engine:
 
 
 class Ticket:
-    """A started copy. Dropping the ticket does not stop the copy."""
+    """A started copy. Dropping the ticket does not stop the copy.
+
+    handle: the copy, for other calls of the library.
+    """
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
         self._calls = library.calls
         self._short_calls = library.short_calls
-        self._handle = handle
+        self.handle = handle
         self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end; False after `timeout_s`. Raises SwapError if the copy failed."""
-        error = Error()
-        code = self._calls.pds_wait(self._handle, int(timeout_s * 1e6), byref(error))
-        if code == Code.PENDING:
+        error = abi.Error()
+        code = self._calls.pds_wait(self.handle, int(timeout_s * 1e6), byref(error))
+        if code == abi.Code.PENDING:
             return False
-        raise_error(error)
+        abi.raise_error(error)
         return True
-
-    @property
-    def done(self) -> bool:
-        """True if the copy has ended. Raises SwapError if it failed."""
-        return self.wait(0)
-
-    @property
-    def handle(self) -> c_void_p:
-        """The copy, for other calls of the library."""
-        return self._handle
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:
-            self._short_calls.pds_free_ticket(self._handle)
+            self._short_calls.pds_free_ticket(self.handle)

@@ -11,13 +11,7 @@ from ctypes import byref, c_char, c_int32, c_int64, c_uint8, c_uint64
 from pathlib import Path
 
 from pdstore.errors import ConfigError, NativeError
-from pdstore.native.abi import (
-    ABI,
-    SIGNATURES,
-    Error,
-    Info,
-    raise_error,
-)
+from pdstore.native.abi import ABI, SIGNATURES, Error, Info, raise_error
 from pdstore.native.build import find_built, find_library
 from pdstore.settings import Settings
 
@@ -141,7 +135,9 @@ class LibraryLoader:
         try:
             library = self._load(for_gpu)
             if for_gpu and not library.num_devices:
-                raise NativeError(f"{library.path} {_why_no_gpu(library)}")
+                why = "finds no GPU (is the driver older than its CUDA?)"
+                why = why if library.has_cuda else "was built without CUDA"
+                raise NativeError(f"{library.path} {why}")
             return library
         except NativeError as error:
             if settings.native == "require":
@@ -171,20 +167,13 @@ class LibraryLoader:
         library = self._loaded.get(True) or self._loaded.get(for_gpu)
         if library is not None:
             return library
-        if for_gpu in self._missing:
-            raise NativeError(self._missing[for_gpu])
-        try:
-            library = self._loaded[for_gpu] = Library(self._find(with_cuda=for_gpu))
-        except NativeError as error:
-            self._missing[for_gpu] = str(error)
-            raise
-        return library
-
-
-def _why_no_gpu(library: Library) -> str:
-    if library.has_cuda:
-        return "finds no GPU (is the driver older than its CUDA?)"
-    return "was built without CUDA"
+        if for_gpu not in self._missing:
+            try:
+                self._loaded[for_gpu] = Library(self._find(with_cuda=for_gpu))
+                return self._loaded[for_gpu]
+            except NativeError as error:
+                self._missing[for_gpu] = str(error)
+        raise NativeError(self._missing[for_gpu])
 
 
 _loader = LibraryLoader()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -65,14 +65,6 @@ class Decision(NamedTuple):
     compute_s: float | None
 
 
-class Outcome(NamedTuple):
-    """A request's decision, and the seconds from it until the prompt's KV was there."""
-
-    name: Hashable
-    decision: Decision
-    took_s: float
-
-
 @dataclass
 class _Prompt:
     """A prompt whose KV is not all there.
@@ -86,7 +78,7 @@ class _Prompt:
 
     num_tokens: int
     at: int
-    decision: Decision
+    way: Way
     decided_at: float
     num_loading: int
     num_beside: int
@@ -103,11 +95,11 @@ class BreakEven:
       prompt once that is over twice as long as any computed before, if that may be quicker.
     - While it computes everything, one request in `probe_every` loads an eighth of what was found,
       to notice a store that has become fast.
-    - `never` estimates nothing, and `always` has no outcomes either.
+    - `never` and `always` estimate nothing. An engine that always loads has no BreakEven.
 
     may_split: the front of what was found may be loaded alone; a sliding window forbids it, because
       only the blocks before its end were looked for.
-    metrics: counts decisions, their estimates, and what they took.
+    metrics: counts decisions.
     For one thread. Every prompt that was decided is `forget`ed at its request's end.
     """
 
@@ -161,7 +153,7 @@ class BreakEven:
         decision = Decision(end, _way(start, end, found), load_s, compute_s)
         num_beside = self._num_loading() + end - start
         self._prompts[name] = _Prompt(
-            num_tokens, end, decision, self._clock(), end - start, num_beside, follows
+            num_tokens, end, decision.way, self._clock(), end - start, num_beside, follows
         )
         return decision
 
@@ -179,21 +171,12 @@ class BreakEven:
             prompt.num_loading = 0
             prompt.at = num_present
 
-    def computed(
-        self, chunks: Iterable[tuple[Hashable, int, int]], seconds: float
-    ) -> list[Outcome]:
-        """Takes up a step of the engine: the tokens start..stop of prompts, and its time.
-
-        Returns the outcomes of the prompts whose KV is all there now.
-        """
-        if self._mode == "always":
-            return []
-        chunks = list(chunks)
+    def computed(self, chunks: Sequence[tuple[Hashable, int, int]], seconds: float) -> None:
+        """Takes up a step of the engine: the tokens start..stop of prompts, and its time."""
         sizes = [stop - start for _, start, stop in chunks]
         num_tokens = sum(size for size in sizes if size >= _FEWEST_TOKENS)
         if num_tokens:
             self._compute_cost.add_sample(num_tokens, seconds)
-        ended = []
         for name, start, stop in chunks:
             prompt = self._prompts.get(name)
             if prompt is None:
@@ -201,8 +184,7 @@ class BreakEven:
             prompt.num_computed += stop - start
             prompt.at = max(prompt.at, stop)
             if prompt.at >= prompt.num_tokens:
-                ended.append(self._end(name))
-        return ended
+                self._end(name)
 
     def forget(self, name: Hashable) -> None:
         """Forgets a prompt: its request has ended, however far it came."""
@@ -230,14 +212,12 @@ class BreakEven:
         if self._first_load_end is None:
             self._first_load_end = now
 
-    def _end(self, name: Hashable) -> Outcome:
+    def _end(self, name: Hashable) -> None:
+        """Ends a prompt whose KV is all there now."""
         prompt = self._prompts.pop(name)
         self._most_computed = max(self._most_computed, prompt.num_computed)
-        took_s = self._clock() - prompt.decided_at
-        _, way, load_s, compute_s = prompt.decision
-        if way != "none" and self._metrics is not None:
-            self._metrics.decided(way, load_s, compute_s, took_s)
-        return Outcome(name, prompt.decision, took_s)
+        if prompt.way != "none" and self._metrics is not None:
+            self._metrics.decisions.labels(prompt.way).inc()
 
     def _to_learn(self, name: Hashable, start: int, found: int, num_tokens: int) -> int | None:
         """Returns the end of a load that leaves enough to compute to learn its cost, or None."""

@@ -73,7 +73,7 @@ class HandoffProgress:
         parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]
         last = keys.store_keys(parts, len(keys) - 1) if parts and len(keys) else [None]
         self.key = last[0]
-        self.load_s = load_s
+        self._load_s = load_s
         self._num_tokens = keys.num_tokens
         self._cost = cost
         self._started_at = started_at
@@ -93,19 +93,13 @@ class HandoffProgress:
         """Returns whether there is nothing more to look for."""
         return self.key is None or self._is_stored or now - self._started_at > _PATIENCE_S
 
-    def remaining_s(self, now: float) -> float | None:
-        """Returns the seconds that P still computes; None if that is not known."""
+    def is_near(self, now: float) -> bool:
+        """Returns whether D should begin now."""
         total_s = None if self.key is None else self._cost.estimate_s(self._num_tokens)
-        return None if total_s is None else total_s - (now - self._started_at)
-
-    def why_begin(self, now: float) -> str | None:
-        """Returns why D should begin now: `unknown`, `estimate` or `last_block`; None to wait."""
-        if self._is_stored:
-            return "last_block"
-        remaining_s = self.remaining_s(now)
-        if remaining_s is None or self.load_s is None:
-            return "unknown"
-        return "estimate" if remaining_s <= _MARGIN * self.load_s + _LATE_S else None
+        if self._is_stored or total_s is None or self._load_s is None:
+            return True
+        remaining_s = total_s - (now - self._started_at)
+        return remaining_s <= _MARGIN * self._load_s + _LATE_S
 
 
 class HandoffWait(Waiter):
@@ -136,7 +130,6 @@ class HandoffWait(Waiter):
         self.lookup = lookup
         self.handoff: Handoff = lookup.handoff
         self.progress: HandoffProgress | None = None
-        self.looked_at = 0.0
         self._end = end
         self._is_elsewhere: Callable[[], bool] | None = is_elsewhere
         self._cost = cost or CostAverage(clock)
@@ -167,7 +160,6 @@ class HandoffWait(Waiter):
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Takes note of what is stored; ends the lookup when that, or the time, says so."""
-        self.looked_at = asked_at
         if self.progress is not None:
             self.progress.look_ended(stored, asked_at)
         if not self._is_ended:
@@ -231,7 +223,7 @@ class HandoffWait(Waiter):
             self.progress = HandoffProgress(
                 self.lookup.keys, self._cost, self.lookup.load_s, asked_at
             )
-        is_time = self.progress is not None and self.progress.why_begin(asked_at) is not None
+        is_time = self.progress is not None and self.progress.is_near(asked_at)
         return Verdict.BEGUN if is_time else None
 
 
@@ -301,7 +293,6 @@ class HandoffWatch:
         elif why is Verdict.OTHER_POOL:
             lookup.finish(Match.miss(lookup.keys, Reason.OTHER_POOL))
         elif why is Verdict.BEGUN:
-            self._count_follow(wait)
             lookup.finish(Match.following(lookup.keys, wait.handoff))
         else:
             self._match(lookup, why)
@@ -318,15 +309,3 @@ class HandoffWatch:
             why = Verdict.OTHER_POOL  # the store did not answer when the lookup came
         fault = Match.miss(lookup.keys, Reason.FAULT)
         lookup.finish(call_or(partial(self._find, lookup.keys, _REASONS.get(why)), fault))
-
-    def _count_follow(self, wait: HandoffWait) -> None:
-        """Counts a load that begins while P computes, and both estimates."""
-        progress = wait.progress
-        if progress is None:
-            return
-        because = progress.why_begin(wait.looked_at) or "deadline"
-        self._metrics.follows.labels(because).inc()
-        estimates = ("compute", progress.remaining_s(wait.looked_at)), ("load", progress.load_s)
-        for what, seconds in estimates:
-            if seconds is not None:
-                self._metrics.follow_estimate_seconds.labels(what).observe(max(0.0, seconds))

@@ -12,8 +12,7 @@ from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId, new_id
-from pdstore.format.keys import PromptKeys, Tokens
-from pdstore.format.multimodal import MultimodalItem
+from pdstore.format.keys import MultimodalItem, PromptKeys, Tokens
 from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason

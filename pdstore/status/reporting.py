@@ -1,21 +1,45 @@
-"""Reporting: where an instance tells of its requests: the log, a page, spans."""
+"""Reporting: where an instance tells of its state and its requests: a page, the log, spans."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
-from pdstore.settings import Settings
+import pdstore
+from pdstore.format.namespace import Namespace
+from pdstore.settings import Settings, origin_of, variable_of
 from pdstore.status.server import StatusServer
-from pdstore.status.snapshot import Snapshot, TellsPool
-from pdstore.store.url import StoreURL
-from pdstore.telemetry.journal import Journal
+from pdstore.store.url import StoreURL, without_secret
+from pdstore.telemetry.metric_table import METRICS, Across, Kind
+from pdstore.telemetry.reasons import ADVICE
+from pdstore.telemetry.request_record import Journal
 from pdstore.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)
+
+Json: TypeAlias = dict[str, object]
+
+_URLS = ("store", "traces")
+
+
+class TellsPool(Protocol):
+    """The part of a `PrefixCacheManager` that tells where its instance saves and looks."""
+
+    @property
+    def namespace(self) -> Namespace: ...
+
+    @property
+    def pool_id(self) -> bytes | None:
+        """None until the store has told it."""
+
+    @property
+    def lease_s(self) -> float: ...
 
 
 class Reporting:
@@ -65,3 +89,86 @@ class Reporting:
     def close(self) -> None:
         """Stops the page and sends the last spans. Twice is fine."""
         self._opened.close()
+
+
+class Snapshot:
+    """Makes the object that `/pdstore` shows. No secret is in it.
+
+    cache: tells the pool and the namespace; its fields show as `Namespace.describe` has them.
+    registries: hold its metrics; each number is shown as all of them have it together.
+    problem: returns the trouble of the pool now, or None.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        cache: TellsPool,
+        registries: Sequence[CollectorRegistry],
+        journal: Journal,
+        problem: Callable[[], str | None],
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._registries = registries
+        self._journal = journal
+        self._problem = problem
+
+    def take(self) -> Json:
+        """Returns the state as it is now."""
+        numbers = _numbers_of(self._registries)
+        namespace, pool_id = self._cache.namespace, self._cache.pool_id
+        return {
+            "time": time.time(),
+            "version": pdstore.__version__,
+            "role": self._settings.role,
+            "store": StoreURL.of(self._settings.store).label,
+            "pool": {"id": pool_id.hex() if pool_id else None, "lease_s": self._cache.lease_s},
+            "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
+            "problem": self._problem(),
+            "settings": settings_of(self._settings),
+            "metrics": numbers,
+            "reasons": _reasons_of(numbers),
+            "requests": [record.as_json() for record in self._journal.last()],
+        }
+
+
+def settings_of(settings: Settings) -> list[Json]:
+    """Returns each setting with its variable, its value without secrets, and its origin."""
+    shown: list[Json] = []
+    for field in Settings.model_fields:
+        value = getattr(settings, field)
+        text = str(int(value) if isinstance(value, bool) else value)  # as a variable is written
+        if field in _URLS:
+            text = without_secret(text)
+        origin = origin_of(settings, field)
+        shown.append({"name": variable_of(field), "value": text, "origin": origin})
+    return shown
+
+
+def _numbers_of(registries: Sequence[CollectorRegistry]) -> dict[str, float]:
+    """Returns counters and gauges by name and labels: `tokens_total|loaded`."""
+    found: dict[str, float] = {}
+    for family in itertools.chain.from_iterable(each.collect() for each in registries):
+        metric = METRICS.get(family.name.removeprefix("pdstore_"))
+        if metric is None or metric.kind is Kind.HISTOGRAM or metric.name == "info":
+            continue
+        for sample in family.samples:
+            if sample.name == metric.shown_name:
+                labels = [sample.labels[name] for name in metric.labels]
+                key = "|".join((sample.name.removeprefix("pdstore_"), *labels))
+                before = found.get(key, 0.0)
+                is_sum = metric.across is Across.SUM
+                found[key] = before + sample.value if is_sum else max(before, sample.value)
+    return found
+
+
+def _reasons_of(numbers: dict[str, float]) -> Json:
+    """Returns the reasons that came up, with their counts and what to look at."""
+    found: Json = {}
+    for reason, advice in ADVICE.items():
+        misses = numbers.get(f"misses_total|{reason.value}", 0.0)
+        drops = numbers.get(f"drops_total|{reason.value}", 0.0)
+        if misses or drops:
+            look_at = advice.look_at.replace("`", "")
+            found[reason.value] = {"misses": misses, "drops": drops, "look_at": look_at}
+    return found

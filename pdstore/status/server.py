@@ -65,7 +65,8 @@ class TimedReader(io.RawIOBase):
     """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection, self._deadline = connection, Deadline(seconds)
+        self._connection = connection
+        self._deadline = Deadline(seconds)
         self._file = connection.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
@@ -98,7 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
         request_s: float,
         *arguments: object,
     ) -> None:
-        self._page, self._take, self._request_s = page, take, request_s
+        self._page = page
+        self._take = take
+        self._request_s = request_s
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def setup(self) -> None:

@@ -1,16 +1,16 @@
 """open_store: from a URL to a store, pdstore's own or one of an installed package; its check.
 
-An entry point of the group `pdstore.stores` names a class (or any object) with `open(url, settings)`:
-it takes its options from the StoreURL, refuses the others by `url.finish`, and returns a store that
-is not connected yet. A `check(url, settings)` beside it raises ConfigError for what `open` would
-refuse; it makes, connects and logs nothing. An engine calls it before it starts.
+An entry point of the group `pdstore.stores` names a class with `open(url, settings)`: it takes its
+options from the StoreURL, refuses the others by `url.finish`, and returns a store that is not
+connected yet. A `check(url, settings)` beside it raises ConfigError for what `open` would refuse;
+it makes, connects and logs nothing. An engine calls it before it starts.
 """
 
 from __future__ import annotations
 
 import difflib
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from operator import methodcaller
 
 from pdstore.errors import ConfigError, MissingExtra
 from pdstore.settings import Settings
@@ -47,11 +47,10 @@ def open_store(url: str, settings: Settings) -> Store:
     MissingExtra, with the command, where a package is missing.
     """
     entry, parsed = _entry_for(url)
-    store = _load(entry).open(parsed, settings)
-    if not isinstance(store, Store):
-        kind = type(store).__name__
-        raise ConfigError(f"{_place(entry)} opened {kind}, which is no pdstore.Store")
-    return store
+    store = methodcaller("open", parsed, settings)(_load(entry))
+    if isinstance(store, Store):
+        return store
+    raise ConfigError(f"{_place(entry)} opened {type(store).__name__}, which is no pdstore.Store")
 
 
 def check_url(url: str, settings: Settings) -> None:
@@ -59,7 +58,7 @@ def check_url(url: str, settings: Settings) -> None:
     entry, parsed = _entry_for(url)
     found = _load(entry)
     if "check" in vars(found):  # an inherited one is about another class's options
-        found.check(parsed, settings)
+        methodcaller("check", parsed, settings)(found)
 
 
 def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
@@ -97,13 +96,12 @@ def _hint(url: str) -> str:
     return f"did you mean {near[0]}://? " if near else ""
 
 
-def _load(entry: EntryPoint) -> Any:
+def _load(entry: EntryPoint) -> object:
     """Imports what an entry point names. Raises ConfigError, MissingExtra for a missing package."""
-    is_own = entry.dist is None
     try:
-        found = entry.load()
+        found: object = entry.load()
     except (ImportError, AttributeError, SyntaxError) as error:
-        if not is_own:
+        if entry.dist is not None:
             raise ConfigError(f"{_place(entry)} cannot be loaded: {error}") from error
         if entry.value not in _EXTRAS or not isinstance(error, ImportError):
             raise

@@ -1,4 +1,4 @@
-"""Stores around a store: `WrapperStore`, the base of all, and `GuardedStore`, around an engine's."""
+"""Stores around a store: `WrapperStore`, the base of all, and `GuardedStore`, an engine's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
+
+from prometheus_client import Counter, Histogram
 
 from pdstore.errors import (
     BadValue,
@@ -17,7 +19,7 @@ from pdstore.errors import (
     StoreUnavailable,
 )
 from pdstore.format.keys import BlockKey
-from pdstore.metrics import Counting, Metrics, Timing
+from pdstore.metrics import Metrics
 from pdstore.native.arena import Filled, Taken
 from pdstore.store.base import Slots, Store
 
@@ -113,7 +115,7 @@ class GuardedStore(WrapperStore):
     ) -> None:
         super().__init__(store)
         self._metrics = metrics
-        self._counters: dict[tuple[str, str], tuple[Counting, Timing]] = {}
+        self._counters: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._failures = failures
         self._open_s = open_s
         self._max_s = max_s

@@ -11,7 +11,6 @@ from pdstore.outcome import Direction, Reason
 DIRECTIONS = tuple(direction.value for direction in Direction)
 REASONS = tuple(reason.value for reason in Reason)
 VERBS = ("match", "get", "put", "remove", "clear")
-BEGINNINGS = ("estimate", "last_block", "unknown", "deadline")
 WAYS = ("load", "compute", "both")
 SECONDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 """Upper bounds of the histograms' buckets."""
@@ -106,23 +105,7 @@ METRICS: dict[str, Metric] = {
         _seconds("job_seconds", "time of a job, with its wait in the queue", direction=DIRECTIONS),
         _seconds("handoff_wait_seconds", "from D's lookup to P's marker or to the deadline"),
         _seconds("exposed_seconds", "from a request's arrival to its loaded KV being in place"),
-        _counter(
-            "follows",
-            "loads of D that began while P still computed, by why they began then",
-            because=BEGINNINGS,
-        ),
-        _seconds(
-            "follow_estimate_seconds",
-            "estimates when such a load began: what P still computes, and the load itself",
-            what=("compute", "load"),
-        ),
         _counter("decisions", "prompts by what was decided for what the pool had", way=WAYS),
-        _seconds(
-            "estimated_seconds",
-            "estimates behind decisions: until a prompt's KV is there if it is loaded, or computed",
-            way=("load", "compute"),
-        ),
-        _seconds("decided_seconds", "from a decision until the prompt's KV is there", way=WAYS),
         _gauge("jobs_alive", "jobs that wait or run"),
         _gauge("queue_jobs", "jobs that no worker has begun", direction=DIRECTIONS),
         _gauge("queue_bytes", "bytes of the jobs that no worker has begun", direction=DIRECTIONS),

@@ -125,7 +125,8 @@ class ReasonLog:
     """
 
     def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pause_s, self._clock = pause_s, clock
+        self._pause_s = pause_s
+        self._clock = clock
         self._next: dict[tuple[str, Reason], float] = {}
         self._left_out: dict[tuple[str, Reason], int] = {}
 

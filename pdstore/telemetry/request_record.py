@@ -1,13 +1,17 @@
-"""RequestRecord: the way of one request through an instance, as a line, as JSON, and as spans."""
+"""RequestRecord: the way of one request through an instance; the journal keeps the last ones."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstore.outcome import Reason
+
+log = logging.getLogger(__name__)
 
 _MOST_CHARS = 80
 
@@ -125,3 +129,26 @@ class RequestTimer:
         now = self.elapsed_s
         found = (Phase(n, begin, self._ends.get(n, now)) for n, begin in self._begins.items())
         return tuple(sorted(found, key=lambda phase: phase.begin_s))
+
+
+class Journal:
+    """Keeps the last `most` records, logs each, and calls listeners. Any thread may add one."""
+
+    def __init__(self, most: int = 100) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=most)
+        self._listeners: list[Callable[[RequestRecord], None]] = []
+
+    def add(self, record: RequestRecord) -> None:
+        """Takes the record of a request that is over."""
+        self._records.append(record)
+        log.info("%s", record.line())
+        for listener in self._listeners:
+            listener(record)
+
+    def listen(self, listener: Callable[[RequestRecord], None]) -> None:
+        """Calls `listener` with every record to come. It must not raise."""
+        self._listeners.append(listener)
+
+    def last(self) -> list[RequestRecord]:
+        """Returns the records that are kept, the oldest first."""
+        return list(self._records)

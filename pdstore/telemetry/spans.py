@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
@@ -32,13 +33,26 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        from pdstore.telemetry.span_ids import SpanIds
+        from opentelemetry.sdk.trace.id_generator import IdGenerator
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f"traces need a package that is not installed ({error.name}):"
             " pip install 'pdstore[otel]'"
         ) from error
+
+    class SpanIds(IdGenerator):
+        """Draws ids from the system's randomness.
+
+        The SDK's own generator uses Python's `random`. vLLM seeds that in each process, and alike
+        on P and D: their spans would have the same ids.
+        """
+
+        def generate_span_id(self) -> int:
+            return secrets.randbits(64) or 1  # 0 is no id
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbits(128) or 1
+
     attributes = Resource.create({"service.name": service, **resource})
     provider = TracerProvider(
         resource=attributes.merge(OTELResourceDetector().detect()),

@@ -14,7 +14,6 @@ from pdstore.outcome import Reason
 from pdstore.store.base import Store, count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.watch import Waiter
-from pdstore.worker.block_range import Split
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks, bytes_of
@@ -31,7 +30,9 @@ class _Lane:
     def __init__(self, prompt: PromptBlocks, first_block: int, layer_range: int) -> None:
         self._prompt = prompt
         self._layer_range = layer_range
-        self._keys, self._numbers = prompt.chain(first_block, layer_range)
+        values = prompt.values_from(first_block, layer_range)
+        self._keys = values.keys
+        self._numbers = values.numbers
         self._at = 0
         self._released = first_block
 
@@ -53,7 +54,7 @@ class _Lane:
             self._at += found
         return self._at > before
 
-    def release(self, work: LoadWork, split: Split) -> bool:
+    def release_whole(self, work: LoadWork) -> bool:
         """Releases the blocks that are whole in this layer range. Returns whether there are any."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
@@ -62,7 +63,7 @@ class _Lane:
             return False
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
         num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
-        work.release(split.ranges(first, stop, num_bytes), self._layer_range)
+        work.release(work.mover.way.split.ranges(first, stop, num_bytes), self._layer_range)
         self._released = stop
         return True
 
@@ -83,15 +84,13 @@ class Follow(Waiter):
         store: Store,
         job: Job,
         work: LoadWork,
-        prompt: PromptBlocks,
-        first_block: int,
         handoff: HandoffId,
         *,
         stall_s: float,
-        split: Split,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        prompt = work.prompt
         namespace = prompt.keys.namespace
         self.job = job
         self._store = store
@@ -108,7 +107,7 @@ class Follow(Waiter):
         if handoff.instance is not None:
             self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s = stall_s
-        self._split = split
+        first_block = work.first_token // prompt.layout.block_tokens
         self._lanes = [_Lane(prompt, first_block, n) for n in prompt.layout.held_ranges]
         for n in prompt.layout.held_ranges:
             work.release([], n)  # no token counts before all of its layer ranges are loaded
@@ -148,7 +147,7 @@ class Follow(Waiter):
         except StoreError:  # what was found before it is loaded, the rest is asked for again
             cut = None
         for lane in self._lanes:
-            moved |= lane.release(self._work, self._split)
+            moved |= lane.release_whole(self._work)
         if moved:
             self._note_life(asked_at)
         is_complete = all(lane.is_complete for lane in self._lanes)

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -40,16 +41,16 @@ class Shortfall(NamedTuple):
     error: Exception | None = None
 
 
+@dataclass(eq=False)
 class Work:
     """The content of a job, in shares that several workers can carry at once.
 
-    Its job reads the properties and calls `next_share` under `lock`, and calls `finish` without it,
-    once, after the last share. After a shortfall no further share is begun. This class has no
-    shares: all is in `finish`.
+    Its job reads the properties and calls `next_share` under `lock`, and calls `conclude` without
+    it, once, after the last share. After a shortfall no further share is begun. This class has no
+    shares: all is in `conclude`.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def progress(self) -> int:
@@ -70,7 +71,7 @@ class Work:
         """Returns one of the shares that are ready, which a worker begins."""
         raise NotImplementedError
 
-    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Does what follows the last share. Returns why the job did less than all, or None.
 
         shortfall: the first one, if there was one: then shares are left, and the work may be open
@@ -161,7 +162,7 @@ class Job:
         In the child of a fork it does nothing: the job is the parent's.
         """
         if os.getpid() == self._pid:
-            self.end(Reason.CANCELLED, JobCancelled("cancelled by its owner"))
+            self.end_with(Reason.CANCELLED, JobCancelled("cancelled by its owner"))
 
     def on_end(self, watcher: Callable[[Job], None]) -> None:
         """Calls `watcher(job)` once when the job has ended, or now if it has; on any thread."""
@@ -183,10 +184,13 @@ class Job:
         """Starts the time limit: waiting for other jobs does not count."""
         self.deadline = Deadline(self._seconds)
 
-    def begin_child(self, goes_on: Callable[[Job], bool]) -> ChildJob | None:
+    def begin_child(
+        self, goes_on: Callable[[Job], bool], left: Callable[[ChildJob], None]
+    ) -> ChildJob | None:
         """Puts one more worker to the job; None if there is nothing to do for it.
 
         goes_on: asked after each share; True if the worker takes the next one of this job, too.
+        left: told when the worker has left the job.
         """
         with self._lock:
             if not self._num_ready():
@@ -194,9 +198,9 @@ class Job:
             if not self._num_children:
                 self._busy_since = time.monotonic()
             self._num_children += 1
-            return ChildJob(self, goes_on)
+            return ChildJob(self, goes_on, left)
 
-    def end(self, reason: Reason | None, error: Exception | None = None) -> None:
+    def end_with(self, reason: Reason | None, error: Exception | None = None) -> None:
         """Ends the job unless it has ended; during block copies, right after them."""
         with self._lock:
             if not self._is_ending:
@@ -211,7 +215,7 @@ class Job:
         reason = reason_of(error)
         if reason is Reason.FAULT and not self._is_ending:
             log.error("a %s failed: %r", self.direction.value, error)
-        self.end(reason, error)
+        self.end_with(reason, error)
 
     def _num_ready(self) -> int:
         if self._is_ending or self._is_finishing:
@@ -244,36 +248,29 @@ class Job:
         call_each([partial(watcher, self) for watcher in watchers])
 
 
+@dataclass(eq=False)
 class ChildJob:
     """One worker's time at a job, in which it carries one share after the other.
 
     Only that worker's thread calls it; `is_hung` is for any thread. It may leave one block copy
-    under way while it fills slots for the next (`follow`), and waits for it before it leaves.
+    under way while it fills slots for the next (`finish_copy`), and waits for it before it leaves.
     """
 
-    def __init__(self, job: Job, goes_on: Callable[[Job], bool]) -> None:
-        self._job = job
-        self._goes_on = goes_on
-        self._is_in_store = False
-        self._under_way: Callable[[], None] | None = None
-
-    @property
-    def direction(self) -> Direction:
-        return self._job.direction
-
-    @property
-    def deadline(self) -> Deadline:
-        return self._job.deadline
+    job: Job
+    goes_on: Callable[[Job], bool]
+    left: Callable[[ChildJob], None]
+    _is_in_store: bool = field(default=False, init=False)
+    _under_way: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def is_over(self) -> bool:
         """True if the job has ended or is about to: nothing may be begun for it."""
-        return self._job._is_ending
+        return self.job._is_ending
 
     @property
     def is_hung(self) -> bool:
         """True while its worker is still in a store call although the job's time is up."""
-        return self._is_in_store and self._job.done and self.deadline.is_over()
+        return self._is_in_store and self.job.done and self.job.deadline.is_over()
 
     @property
     def has_copy_under_way(self) -> bool:
@@ -286,11 +283,42 @@ class ChildJob:
         the store; then the worker still counts as being at the job, so that no other one does the
         end before `fail` is called.
         """
-        job = self._job
         try:
-            self._carry_shares()
+            while (share := self._next_share()) is not None:
+                shortfall: Shortfall | None = None
+                try:
+                    reason = share(self)
+                    shortfall = None if reason is None else Shortfall(reason)
+                except StoreError as error:
+                    shortfall = Shortfall(reason_of(error), error)
+                del share
+                if not self._goes_on_after(shortfall):
+                    break
         finally:
             self.finish_copy()
+        self._conclude()
+        self.left(self)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the whole job: `run` raised something that is no error of the store."""
+        self.left(self)
+        self.job.fail(error)
+
+    def _next_share(self) -> Share | None:
+        job = self.job
+        with job._lock:
+            if job._is_ending or job._work is None or not job._num_shares():
+                return None
+            return job._work.next_share()
+
+    def _goes_on_after(self, shortfall: Shortfall | None) -> bool:
+        with self.job._lock:
+            self.job._shortfall = self.job._shortfall or shortfall
+        return self.goes_on(self.job)
+
+    def _conclude(self) -> None:
+        """Does the end of the work if nothing is left to do and nobody else is at it."""
+        job = self.job
         with job._lock:
             is_last = job._num_children == 1 and job._is_at_end() and not job._is_ending
             work = job._work if is_last else None
@@ -300,52 +328,40 @@ class ChildJob:
                 if not job._num_children:
                     job._busy_s += time.monotonic() - job._busy_since
                 return
-        shortfall = work.finish(self, job._shortfall)
+        shortfall = work.conclude(self, job._shortfall)
         del work
-        job.end(*(shortfall or (None, None)))
+        job.end_with(*(shortfall or (None, None)))
 
-    def fail(self, error: Exception) -> None:
-        """Ends the whole job: `run` raised something that is no error of the store."""
-        self._job.fail(error)
-
-    def check(self) -> None:
+    def raise_if_over(self) -> None:
         """Raises JobError when the job has ended: then only give back what is held."""
-        if self._job._is_ending:
+        if self.job._is_ending:
             raise JobError("the job has ended")
 
     def set_captured(self) -> None:
         """Says that the job's source blocks are copied, or are not needed any more."""
-        self._job._captured = True
-
-    def begin_copy(self) -> None:
-        """Before the paged cache is touched. Raises JobError when the job has ended."""
-        with self._job._lock:
-            self.check()
-            self._job._num_copies += 1
-
-    def end_copy(self) -> None:
-        """After each `begin_copy`: the paged cache is not touched any more."""
-        job = self._job
-        with job._lock:
-            job._num_copies -= 1
-            is_due = job._is_ending and job._num_copies == 0
-        if is_due:
-            job._settle()
+        self.job._captured = True
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Surrounds what touches the paged cache. Raises JobError when the job has ended."""
-        self.begin_copy()
+        job = self.job
+        with job._lock:
+            self.raise_if_over()
+            job._num_copies += 1
         try:
             yield
         finally:
-            self.end_copy()
+            with job._lock:
+                job._num_copies -= 1
+                is_due = job._is_ending and job._num_copies == 0
+            if is_due:
+                job._settle()
 
     @contextlib.contextmanager
     def in_store_call(self) -> Iterator[None]:
         """Surrounds a call of the store. Raises JobError before or after it if the job ended."""
-        job = self._job
-        self.check()
+        job = self.job
+        self.raise_if_over()
         begin = time.monotonic()
         self._is_in_store = True
         try:
@@ -356,40 +372,16 @@ class ChildJob:
             with job._lock:
                 first, last = job._store_calls or (begin, end)
                 job._store_calls = (min(first, begin), max(last, end))
-        self.check()
-
-    def follow(self, finish: Callable[[], None]) -> None:
-        """Leaves a copy under way, after waiting for the one before it.
-
-        finish: waits for the copy, gives back its slots and its `begin_copy`.
-        """
-        self.finish_copy(finish)
+        self.raise_if_over()
 
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
-        """Waits for the copy that is under way, if there is one."""
+        """Waits for the copy that is under way, if there is one; may leave another one so.
+
+        following: waits for that copy, gives back its slots and ends its `copying`.
+        """
         finish, self._under_way = self._under_way, following
         if finish is not None:
             finish()
-
-    def _carry_shares(self) -> None:
-        job = self._job
-        while True:
-            with job._lock:
-                work = job._work
-                if job._is_ending or work is None or not job._num_shares():
-                    return
-                share = work.next_share()
-            shortfall: Shortfall | None = None
-            try:
-                reason = share(self)
-                shortfall = None if reason is None else Shortfall(reason)
-            except StoreError as error:
-                shortfall = Shortfall(reason_of(error), error)
-            with job._lock:
-                job._shortfall = job._shortfall or shortfall
-            del share, work
-            if not self._goes_on(job):
-                return
 
 
 Share = Callable[[ChildJob], Reason | None]

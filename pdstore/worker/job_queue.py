@@ -1,6 +1,6 @@
 """JobQueue: which job each worker does next, and until when.
 
-One lock guards a sorted list of ready jobs for each direction. No job is run or ended under it, and
+One lock guards a heap of ready jobs for each direction. No job is run or ended under it, and
 no I/O is done. A job's own lock may be taken under it, never the other way round. Nothing here may
 be called from a signal handler.
 """
@@ -15,13 +15,15 @@ import math
 import os
 import threading
 import time
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
+
+from prometheus_client import Gauge
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import JobDeadline, JobError, PoolClosed, QueueFull, StoreError, StoreTimeout
-from pdstore.metrics import Metrics, Showing
+from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
 from pdstore.threads import Deadline, Ticker, Worker
 from pdstore.worker.job import ChildJob, Job, Urgency
@@ -72,7 +74,7 @@ class JobQueue:
         self._alive: dict[Job, None] = {}
         self._waiting: dict[Direction, dict[Job, None]] = {d: {} for d in Direction}
         self._ready: dict[Direction, list[_Entry]] = {d: [] for d in Direction}
-        self._entries: dict[Job, _Entry] = {}
+        self._offered: set[Job] = set()  # they are in `_ready`
         self._numbers = itertools.count()
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()
@@ -89,7 +91,7 @@ class JobQueue:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, 0.0)
             for i in range(num_workers):
-                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_turn, pin))
+                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_turn, pin.hold))
             undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
@@ -190,7 +192,7 @@ class JobQueue:
 
     def _end_all(self) -> None:
         for job in list(self._alive):
-            job.end(Reason.CLOSED, PoolClosed("the pool was closed"))
+            job.end_with(Reason.CLOSED, PoolClosed("the pool was closed"))
 
     def _wait_until_idle(self, seconds: float) -> None:
         with self._is_idle:
@@ -233,31 +235,24 @@ class JobQueue:
     def _offer(self, job: Job) -> None:
         """Shows a job to the workers, and wakes one for each of its shares or for its end."""
         num_ready = job.num_ready
-        if num_ready and job not in self._entries:
+        if num_ready and job not in self._offered:
+            self._offered.add(job)
             entry = (job.urgency, job.deadline.at, next(self._numbers), job)
-            self._entries[job] = entry
-            insort(self._ready[job.direction], entry)
+            heappush(self._ready[job.direction], entry)
         self._has_ready.notify(num_ready)
 
-    def _remove_entry(self, job: Job) -> None:
-        entry = self._entries.pop(job, None)
-        if entry is not None:
-            ready = self._ready[job.direction]
-            del ready[bisect_left(ready, entry)]
-
-    def _next_turn(self) -> _Turn | None:
+    def _next_turn(self) -> ChildJob | None:
         """Returns the next work of a worker; None at the end."""
         with self._has_ready:
             while not self._is_closed:
                 job = self._choose()
-                child = None if job is None else job.begin_child(self._goes_on)
-                if job is not None and child is not None:
+                if job is None:
+                    self._has_ready.wait()
+                elif (child := job.begin_child(self._goes_on, self._turn_ended)) is not None:
                     self._waiting[job.direction].pop(job, None)
                     self._num_busy[job.direction] += 1
                     self._children.add(child)
-                    return _Turn(child, self._turn_ended)
-                if job is None:
-                    self._has_ready.wait()
+                    return child
         return None
 
     def _choose(self) -> Job | None:
@@ -276,7 +271,8 @@ class JobQueue:
             job = ready[0][-1]
             if job.num_ready:
                 return job
-            self._remove_entry(job)
+            heappop(ready)
+            self._offered.discard(job)
         return None
 
     def _goes_on(self, job: Job) -> bool:
@@ -289,7 +285,7 @@ class JobQueue:
 
     def _turn_ended(self, child: ChildJob) -> None:
         with self._has_ready:
-            self._num_busy[child.direction] -= 1
+            self._num_busy[child.job.direction] -= 1
             self._children.discard(child)
 
     def _forget(self, job: Job) -> None:
@@ -297,7 +293,6 @@ class JobQueue:
         with self._has_ready:
             self._alive.pop(job, None)
             self._waiting[job.direction].pop(job, None)
-            self._remove_entry(job)
             self._timed.discard(job)
             if not self._alive:
                 self._is_idle.notify_all()
@@ -320,12 +315,12 @@ class JobQueue:
             self._next_deadline = min(deadlines, default=planned)
             pause = None if self._next_deadline == math.inf else self._next_deadline - now
         for job in late:
-            job.end(Reason.DEADLINE, JobDeadline("the job's time was up"))
+            job.end_with(Reason.DEADLINE, JobDeadline("the job's time was up"))
         return pause
 
-    def _gauges(self) -> list[tuple[Showing, Callable[[], int]]]:
+    def _gauges(self) -> list[tuple[Gauge, Callable[[], int]]]:
         """Returns what shows the queue's numbers. The metrics read them without the lock."""
-        gauges: list[tuple[Showing, Callable[[], int]]] = [
+        gauges: list[tuple[Gauge, Callable[[], int]]] = [
             (self._metrics.jobs_alive, lambda: self.num_alive),
             (self._metrics.hung_store_calls, lambda: self.num_hung),
         ]
@@ -334,22 +329,6 @@ class JobQueue:
             gauges.append((self._metrics.queue_jobs.labels(way.value), partial(len, waiting)))
             gauges.append((self._metrics.queue_bytes.labels(way.value), num_bytes))
         return gauges
-
-
-class _Turn:
-    """A child job's time on a worker."""
-
-    def __init__(self, child: ChildJob, ended: Callable[[ChildJob], None]) -> None:
-        self._child = child
-        self._ended = ended
-
-    def run(self) -> None:
-        self._child.run()
-        self._ended(self._child)
-
-    def fail(self, error: Exception) -> None:
-        self._ended(self._child)
-        self._child.fail(error)
 
 
 def _bytes_of(jobs: dict[Job, None]) -> int:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.outcome import Reason, reason_of
-from pdstore.worker.block_range import BlockRange
 from pdstore.worker.job import ChildJob, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
+from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, Values
+from pdstore.worker.values import BlockRange, PromptBlocks, Values
 
 
+@dataclass(eq=False)
 class _Piece:
-    """Blocks of one layer range (None: of all layers), and how far they are loaded."""
+    """Blocks of one layer range (None: of all layers), and how far they are loaded.
 
-    def __init__(self, blocks: BlockRange, layer_range: int | None) -> None:
-        self.blocks = blocks
-        self.layer_range = layer_range
-        self.num_loaded = 0  # values, without a gap before them
-        self.reached = 0  # tokens of the prompt
+    num_loaded: values, without a gap before them.
+    reached: tokens of the prompt.
+    """
+
+    blocks: BlockRange
+    layer_range: int | None
+    num_loaded: int = 0
+    reached: int = 0
 
 
+@dataclass(eq=False)
 class LoadWork(Work):
     """Loads ranges of blocks, which end in any order; the tokens before the first gap count.
 
@@ -37,24 +43,20 @@ class LoadWork(Work):
     ready: the copies wait on it.
     """
 
-    def __init__(
-        self, mover: Mover, prompt: PromptBlocks, first_token: int, ready: ReadyEvent | None
-    ) -> None:
-        super().__init__()
-        self._mover = mover
-        self._prompt = prompt
-        self._first_token = first_token
-        self._ready = ready
-        self._waiting: deque[_Piece] = deque()
-        self._released: defaultdict[int | None, list[_Piece]] = defaultdict(list)
-        self._are_all = False  # no more is released
-        self._cut: Reason | None = None
-        self._gaps: list[tuple[_Piece, Shortfall]] = []
+    mover: Mover
+    prompt: PromptBlocks
+    first_token: int
+    ready: ReadyEvent | None
+    _waiting: deque[_Piece] = field(default_factory=deque, init=False)
+    _released: dict[int | None, list[_Piece]] = field(default_factory=dict, init=False)
+    _are_all: bool = field(default=False, init=False)  # no more is released
+    _cut: Reason | None = field(default=None, init=False)
+    _gaps: list[tuple[_Piece, Shortfall]] = field(default_factory=list, init=False)
 
     @property
     def progress(self) -> int:
         ends = map(self._tokens_of, self._released.values())
-        return self._prompt.usable_end(min(ends, default=self._first_token), self._first_token)
+        return self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
 
     @property
     def num_ready(self) -> int:
@@ -80,7 +82,7 @@ class LoadWork(Work):
         pieces = [_Piece(blocks, layer_range) for blocks in ranges]
         with self.lock:
             if not self._are_all:
-                self._released[layer_range] += pieces
+                self._released.setdefault(layer_range, []).extend(pieces)
                 self._waiting += pieces
 
     def close(self, cut: Reason | None = None) -> None:
@@ -95,13 +97,13 @@ class LoadWork(Work):
             pass
         return partial(self._load, piece)
 
-    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be the first."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
             released = [piece for pieces in self._released.values() for piece in pieces]
         if gaps:
-            if any(self._mover.removes(gap.reason) for _, gap in gaps):
+            if any(gap.reason in self.mover.ends.removed for _, gap in gaps):
                 self._remove_wrong(child, released)
             return min(gaps, key=lambda gap: self._block_at(gap[0]))[1]
         if shortfall is None and cut is not None:
@@ -114,20 +116,22 @@ class LoadWork(Work):
 
     def _block_at(self, piece: _Piece) -> int:
         """Returns the first block that is missing in a piece with a gap."""
-        return max(piece.blocks.first, piece.reached // self._prompt.layout.block_tokens)
+        return max(piece.blocks.first, piece.reached // self.prompt.layout.block_tokens)
 
     def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
-        self._ready = self._mover.to_follow(self._ready)
-        values = self._prompt.values(piece.blocks, piece.layer_range)
+        self.ready = self.mover.ends.swap.to_follow(self.ready)
+        values = self.prompt.values(piece.blocks, piece.layer_range)
         if not values:  # a window has moved on
             with self.lock:
                 piece.reached = self._end_of(piece)
             return None
         loaded = partial(self._note_loaded, piece, values)
         gap: Shortfall | None = None
+        move = Move(values, self.ready, self.first_token)
         try:
-            reason = self._mover.load(child, values, self._first_token, self._ready, loaded)
-            gap = None if reason is None else Shortfall(reason)
+            while move.values and gap is None:
+                gap, rest = self.mover.way.load_window(child, move, loaded)
+                move = move._replace(values=rest)
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:
@@ -140,8 +144,8 @@ class LoadWork(Work):
         with contextlib.suppress(StoreError):  # the load has its reason already
             for piece in released:
                 if piece.reached < self._end_of(piece):
-                    values = self._prompt.values(piece.blocks, piece.layer_range)
-                    self._mover.remove_wrong(child, values)
+                    values = self.prompt.values(piece.blocks, piece.layer_range)
+                    self.mover.remove_wrong(child, values)
 
     def _note_loaded(
         self, piece: _Piece, wanted: Values, values: Values, why: Reason | None
@@ -153,7 +157,7 @@ class LoadWork(Work):
         with self.lock:
             if values and values.numbers[0] == wanted.numbers[piece.num_loaded]:
                 piece.num_loaded += len(values)
-                piece.reached = self._prompt.keys.end_of(values.numbers[-1] + 1)
+                piece.reached = self.prompt.keys.end_of(values.numbers[-1] + 1)
             if piece.num_loaded == len(wanted):
                 piece.reached = self._end_of(piece)
             if why is not None:
@@ -161,7 +165,7 @@ class LoadWork(Work):
 
     def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
         """The tokens before the first gap in one layer range."""
-        tokens = self._first_token
+        tokens = self.first_token
         for piece in pieces:
             tokens = max(tokens, piece.reached)
             if piece.reached < self._end_of(piece):
@@ -169,4 +173,4 @@ class LoadWork(Work):
         return tokens
 
     def _end_of(self, piece: _Piece) -> int:
-        return self._prompt.keys.end_of(piece.blocks.stop)
+        return self.prompt.keys.end_of(piece.blocks.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pdstore.errors import ConfigError, StoreError
 from pdstore.format import block
@@ -17,20 +17,15 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of
 from pdstore.store.optional import find_optional
 from pdstore.store.seal import seal_store
-from pdstore.store.wrappers import problem_of
-from pdstore.worker.block_range import Split
 from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
-from pdstore.worker.store_ends import InPlaceEnd, Loaded, Source, StagedEnd, StoreEnd
-from pdstore.worker.swap.base import ReadyEvent, Swap
+from pdstore.worker.store_ends import InPlaceEnd, StagedEnd, StoreEnd
+from pdstore.worker.swap.base import Swap
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.values import PromptBlocks, Values, tables_of
+from pdstore.worker.values import Split, Values
 
 log = logging.getLogger(__name__)
-
-_REGISTER_S = 30.0
-_REGISTER_BYTES_PER_S = 1e9
 
 
 class Mover:
@@ -43,114 +38,47 @@ class Mover:
     """
 
     def __init__(self, ends: Ends, way: StoreEnd) -> None:
-        self.split = way.split  # how jobs are shared out to suit it
-        self._ends = ends
-        self._way = way
-
-    @property
-    def problem(self) -> str | None:
-        """The trouble of the store now, in a sentence; None while all is well."""
-        return problem_of(self._ends.store)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Size of the host memory that values are copied through."""
-        return self._way.memory.num_bytes
-
-    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns `ready` if copies can wait on it; else blocks until it fires, returns None."""
-        return self._ends.swap.to_follow(ready)
-
-    def checked(self, prompt: PromptBlocks) -> PromptBlocks:
-        """Returns the prompt with all its block tables checked. Raises LayoutError."""
-        num_tokens, num_blocks = prompt.keys.num_tokens, self._ends.swap.num_blocks
-        tables = tables_of(prompt.layout, num_tokens, prompt.tables, num_blocks)
-        return PromptBlocks(prompt.layout, prompt.keys, tables)
+        self.way = way
+        self.ends = ends
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are in the store; renews their leases."""
         with child.in_store_call():
-            return count_of(self._ends.store.match(keys), keys, self._ends.store)
-
-    def ready(self, timeout_s: float | None) -> None:
-        """Waits until the memory of copies is registered; jobs wait too, until their deadline.
-
-        timeout_s: None: 30 s and one more for each GB.
-        Raises why it cannot be registered, or TimeoutError.
-        """
-        if timeout_s is None:
-            timeout_s = _REGISTER_S + self.memory_bytes / _REGISTER_BYTES_PER_S
-        self._way.memory.ready(timeout_s)
-
-    def save(
-        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
-    ) -> Reason | None:
-        """Stores values: gather, seal, put. Returns why not all of them, or None.
-
-        gathered: called for each source when it has been copied out of the paged cache.
-        """
-        return self._way.save(child, sources, gathered)
-
-    def load(
-        self,
-        child: ChildJob,
-        values: Values,
-        first_token: int,
-        ready: ReadyEvent | None,
-        loaded: Loaded,
-    ) -> Reason | None:
-        """Loads values: get, verify, scatter. Returns why not all of them, or None.
-
-        The last copy may be under way still; `child` waits for it.
-        first_token: of the prompt; tokens before it are not written.
-        ready: the copies wait on it; the store is asked before. loaded: called after each copy.
-        """
-        rest = values
-        while rest:
-            read, rest = self._way.load_window(child, rest, first_token, ready, loaded)
-            if read.error is not None:
-                raise read.error
-            if read.reason is not None:
-                return read.reason
-        return None
-
-    def removes(self, reason: Reason) -> bool:
-        """True if values that cannot be used for this reason are removed."""
-        return reason in self._ends.removed
+            return count_of(self.ends.store.match(keys), keys, self.ends.store)
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
         """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
         rest = values
         while rest:
-            with self._way.slots(child, rest.sizes) as slots:
+            with self.way.slots(child, rest.sizes) as slots:
                 asked = rest[: len(slots)]
                 if not asked:
-                    child.check()
+                    child.raise_if_over()
                     return
-                read = read_values(self._ends, child, asked, slots)
-            if read.error is not None:
-                raise read.error
+                read = read_values(self.ends, child, asked, slots)
+            if read.shortfall is not None and read.shortfall.error is not None:
+                raise read.shortfall.error
             rest = rest[min(read.num_read + 1, len(asked)) :]  # goes on behind what ended it
 
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
         """Stores header-only markers. Returns None if another process can see all of them."""
         keys = list(markers)
         sizes = [block.HEADER_BYTES] * len(keys)
-        with self._way.slots(child, sizes, len(keys)) as slots:
+        with self.way.slots(child, sizes, len(keys)) as slots:
             if not len(slots):
-                child.check()
+                child.raise_if_over()
                 return Reason.NO_SLOTS
             for i, header in enumerate(markers.values()):
                 block.seal(slots.value(i), header)
             with child.in_store_call():
-                self._ends.store.put(keys, slots)
+                self.ends.store.put(keys, slots)
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
     def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
         """Stores a marker on the calling thread if that needs no wait; returns whether it did."""
         value = bytearray(block.HEADER_BYTES)
         block.seal(memoryview(value), marker)
-        return self._way.put_at_once(key, bytes(value))
+        return self.way.put_at_once(key, bytes(value))
 
 
 def open_mover(
@@ -162,7 +90,7 @@ def open_mover(
     range_bytes: int,
     undo: contextlib.ExitStack,
 ) -> Mover:
-    """Opens the mover that suits a store; `Mover.ready` waits until its memory is registered.
+    """Opens the mover that suits a store; `KVPool.ready` waits until its memory is registered.
 
     store: the values that are moved to it are encrypted where PDSTORE_SEAL_KEY_FILE says so.
     undo: gets what closes that memory again.

@@ -11,8 +11,9 @@ import torch
 
 from pdstore.device_pin import DevicePin
 from pdstore.errors import LayoutError, ReadOnly, SwapError
+from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
@@ -21,10 +22,10 @@ from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.store.watch import KeyWatch
+from pdstore.store.wrappers import problem_of
 from pdstore.threads import Deadline
-from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.follow import Follow
-from pdstore.worker.heartbeat import Heartbeat, Markers
+from pdstore.worker.heartbeat import Heartbeat, MarkWork
 from pdstore.worker.job import Job, Urgency
 from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
 from pdstore.worker.load import LoadWork
@@ -32,11 +33,12 @@ from pdstore.worker.movers import open_mover
 from pdstore.worker.save import OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import LayerCache, ReadyEvent, Swap
-from pdstore.worker.values import PromptBlocks, bytes_of, check_windows, tables_of
+from pdstore.worker.values import RANGE_BYTES, PromptBlocks, bytes_of, check_windows, tables_of
 
 log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
+_PIN_S = 30.0
 
 
 class KVPool:
@@ -88,7 +90,6 @@ class KVPool:
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # first: a call that waits for an arena's lock ends with it
                 undo.callback(store.close)
-            self._markers = Markers(settings, layout, namespace, self._mover, self._queue)
             self._store = store
             self._watch = KeyWatch(store, name="pdstore-follower")
             undo.callback(self._watch.close, 0.0)
@@ -99,14 +100,17 @@ class KVPool:
     @property
     def problem(self) -> str | None:
         """The trouble of the store or of its calls now, in a sentence; None while all is well."""
-        return self._queue.problem or self._mover.problem
+        return self._queue.problem or problem_of(self._mover.ends.store)
 
     def ready(self, timeout_s: float | None = None) -> None:
         """Waits until host memory is pinned: graphs may be captured then. Earlier jobs wait, too.
 
         timeout_s: None: 30 s and one more for each GB. Raises SwapError and TimeoutError.
         """
-        self._mover.ready(timeout_s)
+        memory = self._mover.way.memory
+        if timeout_s is None:
+            timeout_s = _PIN_S + memory.num_bytes / _BYTES_PER_S
+        memory.ready(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until all saves so far are durable, but for those that their owner cancelled.
@@ -165,11 +169,14 @@ class KVPool:
 
         starts: as `start_handoff` takes them, when the first layers are done.
         """
-        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
+        first_block = self._first_block(keys, first_token)
+        num_blocks = self._swap.num_blocks
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
-            self._heartbeat.begin(started)
+            self._heartbeat.begin_beats(started)
         work = SaveWork(self._mover, prompt, first_block, handoff)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
@@ -182,16 +189,13 @@ class KVPool:
         )
         if not self._queue.is_in_child:
             self._saves.add(job)
-        if not self._settings.publish:
-            self._queue.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
-        else:
-            self._queue.submit(job, after)
-            if handoff is not None:
-                self._heartbeat.begin(handoff)
-                job.on_end(partial(self._note_end, handoff))
+        self._submit_save(job, after)
+        if handoff is not None and self._settings.publish:
+            self._heartbeat.begin_beats(handoff)
+            job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
-        marks = [partial(self._markers.start_here, *start) for start in starts]
-        return OpenSave(job, work, prompt, self._mover.split, order, wake, marks)
+        marks = [partial(self._start_here, *start) for start in starts]
+        return OpenSave(job, work, order, wake, marks)
 
     def load(
         self,
@@ -219,29 +223,50 @@ class KVPool:
             as it is stored. The load ends when all are loaded, when P has failed, or when nothing
             was stored for PDSTORE_HANDOFF_WAIT_S.
         """
-        prompt, first_block = self._prompt_of(keys, block_ids, first_token)
-        check_windows(self.layout, prompt.tables)
+        first_block = self._first_block(keys, first_token)
         engine_block = self.layout.engine_block_tokens
         if first_token % engine_block:
             raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
+        num_blocks = self._swap.num_blocks
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        check_windows(self.layout, tables)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
-        return self._start_load(work, prompt, first_block, follow)
+        num_bytes = bytes_of(self.layout, keys, first_block)
+        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
+        job = Job(
+            Direction.LOAD,
+            work,
+            num_bytes=num_bytes,
+            seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
+            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
+        )
+        if follow is None:
+            ranges = self._mover.way.split.ranges(first_block, len(keys), num_bytes)
+            work.release(ranges)
+            work.close()
+        self._queue.submit(job)
+        if follow is not None and not job.done:  # else it was refused
+            wake = partial(self._queue.wake, job)
+            self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))
+        return job
 
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
         """Tells D that the first blocks of this hand-off are on their way, so that D may follow it.
 
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
-        self._heartbeat.begin(handoff)
-        return self._markers.start(handoff, num_tokens)
+        self._heartbeat.begin_beats(handoff)
+        return self._put_marker(*self._started(handoff, num_tokens))
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
 
         `save` does this itself for a hand-off that it cannot complete.
         """
-        self._heartbeat.end(handoff)
-        return self._markers.fail(handoff)
+        self._heartbeat.end_beats(handoff)
+        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        return self._put_marker(handoff.failed(self.namespace), marker)
 
     @property
     def num_jobs(self) -> int:
@@ -261,58 +286,41 @@ class KVPool:
                 thread.close(limit.remaining_s())
             self._resources.close()
 
-    def _start_load(
-        self, work: LoadWork, prompt: PromptBlocks, first_block: int, follow: HandoffId | None
-    ) -> Job:
-        num_bytes = bytes_of(self.layout, prompt.keys, first_block)
-        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
-        job = Job(
-            Direction.LOAD,
-            work,
-            num_bytes=num_bytes,
-            seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
-            urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
-        )
-        if follow is None:
-            work.release(self._mover.split.ranges(first_block, len(prompt.keys), num_bytes))
-            work.close()
-            return self._queue.submit(job)
-        self._queue.submit(job)
-        if not job.done:  # else it was refused
-            following = Follow(
-                self._store,
-                job,
-                work,
-                prompt,
-                first_block,
-                follow,
-                stall_s=wait_s,
-                split=self._mover.split,
-                wake=partial(self._queue.wake, job),
-            )
-            self._watch.add(following)
-        return job
+    def _start_here(self, handoff: HandoffId, num_tokens: int) -> None:
+        """Puts `started` on the calling thread if the store needs no wait for that.
+
+        A worker that wakes while an engine launches kernels takes Python's lock from that thread.
+        """
+        key, marker = self._started(handoff, num_tokens)
+        if not (self._settings.publish and self._mover.mark_at_once(key, marker)):
+            self._put_marker(key, marker)
+
+    def _started(self, handoff: HandoffId, num_tokens: int) -> tuple[BlockKey, Header]:
+        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
+        return handoff.started(self.namespace), marker
+
+    def _put_marker(self, key: BlockKey, marker: Header) -> Job:
+        """Puts a marker, on a worker."""
+        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.deadline_s
+        return self._submit_save(Job(Direction.SAVE, work, seconds=seconds, urgency=Urgency.MARKER))
+
+    def _submit_save(self, job: Job, after: Sequence[Job] = ()) -> Job:
+        if not self._settings.publish:
+            return self._queue.reject(job, ReadOnly("PDSTORE_PUBLISH=0"))
+        return self._queue.submit(job, after)
 
     def _note_end(self, handoff: HandoffId, job: Job) -> None:
-        self._heartbeat.end(handoff)
+        self._heartbeat.end_beats(handoff)
         if not job.durable:
             self.abort_handoff(handoff)
 
-    def _prompt_of(
-        self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_token: int
-    ) -> tuple[PromptBlocks, int]:
-        """Returns the prompt with its block tables, and the block that `first_token` is in.
-
-        Raises LayoutError for arguments that do not fit.
-        """
+    def _first_block(self, keys: PromptKeys, first_token: int) -> int:
+        """Returns the block that `first_token` is in. Raises LayoutError for bad arguments."""
         if keys.namespace.digest != self.namespace.digest:
             raise LayoutError("these keys are of another namespace than the pool's")
         if not 0 <= first_token <= keys.num_tokens:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
-        first_block = first_token // self.layout.block_tokens
-        num_blocks = self._swap.num_blocks
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
-        return PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables), first_block
+        return first_token // self.layout.block_tokens
 
     def _log_start(self, store: Store) -> None:
         """Logs all that an operator compares between two instances in one line, and how it copies.
@@ -327,7 +335,7 @@ class KVPool:
             self.namespace.hex,
             self._settings.role,
             ", ".join(sorted({plan.path for plan in out + back})),
-            self._mover.memory_bytes >> 20,
+            self._mover.way.memory.num_bytes >> 20,
             self._settings.workers,
             empty_settings(self._settings),
         )

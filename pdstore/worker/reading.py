@@ -13,7 +13,7 @@ from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Slots, Store, count_of, num_done_of
-from pdstore.worker.job import ChildJob
+from pdstore.worker.job import ChildJob, Shortfall
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.values import Values
 
@@ -47,8 +47,7 @@ class Read(NamedTuple):
     """
 
     num_right: int
-    reason: Reason | None = None
-    error: StoreError | None = None
+    shortfall: Shortfall | None = None
     num_read: int = 0
 
 
@@ -62,12 +61,13 @@ def read_values(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Re
         for i, view in enumerate(views)
         if not block.is_right(view, values.starts[i], sums[i])
     }
-    if read.reason is not None and len(views) < len(values):
-        wrong[len(views)] = read.reason
+    missing = read.shortfall
+    if missing is not None and missing.error is None and len(views) < len(values):
+        wrong[len(views)] = missing.reason
     _remove(ends, child, {values.keys[i]: reason for i, reason in wrong.items()})
     if wrong:
         first, reason = next(iter(wrong.items()))
-        read = Read(first, reason)
+        read = Read(first, Shortfall(reason))
     return read._replace(num_read=len(views))
 
 
@@ -78,10 +78,10 @@ def _get(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
         try:
             found = count_of(ends.store.get(keys, slots), keys, ends.store)
         except BadValue as error:
-            return Read(num_done_of(error, keys), reason_of(error))
+            return Read(num_done_of(error, keys), Shortfall(reason_of(error)))
         except StoreError as error:
-            return Read(num_done_of(error, keys), error=error)
-    return Read(found, None if found == len(keys) else Reason.LOST)
+            return Read(num_done_of(error, keys), Shortfall(reason_of(error), error))
+    return Read(found, None if found == len(keys) else Shortfall(Reason.LOST))
 
 
 def _remove(ends: Ends, child: ChildJob, wrong: Mapping[BlockKey, Reason]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -14,12 +15,11 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
 from pdstore.outcome import JobResult, Reason
 from pdstore.threads import Deadline
-from pdstore.worker.block_range import BlockRange, Split
 from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
-from pdstore.worker.store_ends import Source
+from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import PromptBlocks, bytes_of
+from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of, tables_of
 
 _MOST_ROUNDS = 3
 
@@ -32,6 +32,7 @@ class _Piece(NamedTuple):
     ready: ReadyEvent | None
 
 
+@dataclass(eq=False)
 class SaveWork(Work):
     """Saves blocks; then one match of all of them says how many another process can load.
 
@@ -42,23 +43,15 @@ class SaveWork(Work):
     handoff: publish the whole prompt under this name.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        prompt: PromptBlocks,
-        first_block: int,
-        handoff: HandoffId | None = None,
-    ) -> None:
-        super().__init__()
-        self._mover = mover
-        self._prompt = prompt
-        self._handoff = handoff
-        self.first_block = first_block
-        self._waiting: deque[_Piece] = deque()
-        self._are_all = False  # the last piece is released
-        self._num_copying = 0  # pieces released that are not copied yet
-        self._progress = 0
-        self._ready: ReadyEvent | None = None
+    mover: Mover
+    prompt: PromptBlocks
+    first_block: int
+    handoff: HandoffId | None = None
+    _waiting: deque[_Piece] = field(default_factory=deque, init=False)
+    _are_all: bool = field(default=False, init=False)  # the last piece is released
+    _num_copying: int = field(default=0, init=False)  # pieces released that are not copied yet
+    _progress: int = field(default=0, init=False)
+    _ready: ReadyEvent | None = field(default=None, init=False)
 
     @property
     def progress(self) -> int:
@@ -66,7 +59,7 @@ class SaveWork(Work):
 
     @property
     def num_ready(self) -> int:
-        return -(-len(self._waiting) // self._mover.split.at_once)
+        return -(-len(self._waiting) // self.mover.way.split.at_once)
 
     @property
     def is_at_end(self) -> bool:
@@ -88,41 +81,40 @@ class SaveWork(Work):
             self._waiting += [_Piece(blocks, layer_range, ready) for blocks in ranges]
 
     def next_share(self) -> Share:
-        count = min(self._mover.split.at_once, len(self._waiting))
+        count = min(self.mover.way.split.at_once, len(self._waiting))
         return partial(self._save, [self._waiting.popleft() for _ in range(count)])
 
-    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        if self._handoff is not None:
-            return self._publish(child, self._handoff, shortfall)
+    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        if self.handoff is not None:
+            return self._publish(child, self.handoff, shortfall)
         child.set_captured()
         missing = self._first_missing(child, self.first_block, shortfall)
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
     def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
-        sources = [source for piece in pieces if (source := self._source(piece, child)).values]
-        for _ in range(len(sources), len(pieces)):
-            self._note_copied(child)
-        if not sources:
+        moves = []
+        for piece in pieces:
+            ready = self.mover.ends.swap.to_follow(piece.ready)
+            values = self.prompt.values(piece.blocks, piece.layer_range)
+            if self.handoff is None:
+                values = values[self.mover.num_matched(child, values.keys) :]
+            if values:
+                moves.append(Move(values, ready))
+            else:
+                self._note_copied(child)
+        if not moves:
             return None
-        reason = self._mover.save(child, sources, partial(self._note_copied, child))
-        if reason is None and self._handoff is not None:
-            for values, _ in sources:  # a lease: D comes for them, also when all is late
-                self._mover.num_matched(child, values.keys)
+        reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
+        if reason is None and self.handoff is not None:
+            for move in moves:  # a lease: D comes for them, also when all is late
+                self.mover.num_matched(child, move.values.keys)
         return reason
-
-    def _source(self, piece: _Piece, child: ChildJob) -> Source:
-        """Returns what is to be saved of a piece."""
-        ready = self._mover.to_follow(piece.ready)
-        values = self._prompt.values(piece.blocks, piece.layer_range)
-        if self._handoff is None:
-            values = values[self._mover.num_matched(child, values.keys) :]
-        return Source(values, ready)
 
     def _note_copied(self, child: ChildJob) -> None:
         """Counts a piece that is out of the paged cache; a hand-off's may be needed again."""
         with self.lock:
             self._num_copying -= 1
-            is_captured = self._are_all and not self._num_copying and self._handoff is None
+            is_captured = self._are_all and not self._num_copying and self.handoff is None
         if is_captured:
             child.set_captured()
 
@@ -144,11 +136,15 @@ class SaveWork(Work):
 
     def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
         """Saves what the store lost of the blocks from `first_block` on, range by range."""
-        prompt, ready = self._mover.checked(self._prompt), self._mover.to_follow(self._ready)
-        num_bytes = bytes_of(prompt.layout, prompt.keys, first_block)
-        for blocks in self._mover.split.ranges(first_block, len(prompt.keys), num_bytes):
-            source = Source(prompt.values(blocks), ready)
-            reason = self._mover.save(child, [source], lambda: None)
+        keys, layout = self.prompt.keys, self.prompt.layout
+        num_blocks = self.mover.ends.swap.num_blocks  # blocks before the first are checked now
+        tables = tables_of(layout, keys.num_tokens, self.prompt.tables, num_blocks)
+        prompt = PromptBlocks(layout, keys, tables)
+        ready = self.mover.ends.swap.to_follow(self._ready)
+        num_bytes = bytes_of(layout, keys, first_block)
+        for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
+            move = Move(prompt.values(blocks), ready)
+            reason = self.mover.way.save(child, [move], lambda: None)
             if reason is not None:
                 return reason
         return None
@@ -161,14 +157,14 @@ class SaveWork(Work):
         Returns the first block that is not whole in the store; None if all are. A store that fails
         at this too does not hide why the save fell short.
         """
-        chain, keys = self._prompt.chain(first_block), self._prompt.keys
+        values, keys = self.prompt.values_from(first_block), self.prompt.keys
         try:
-            stored = self._mover.num_matched(child, chain.keys)
+            stored = self.mover.num_matched(child, values.keys)
         except StoreError:
             if shortfall is None:
                 raise
             stored = 0
-        missing = chain.numbers[stored] if stored < len(chain.keys) else None
+        missing = values.numbers[stored] if stored < len(values) else None
         self._progress = keys.num_tokens if missing is None else keys.end_of(missing)
         return missing
 
@@ -177,14 +173,14 @@ class SaveWork(Work):
 
         Each stage marks its own end first and then looks for the others', so the last one sees all.
         """
-        layout, namespace = self._prompt.layout, self._prompt.keys.namespace
+        layout, namespace = self.prompt.layout, self.prompt.keys.namespace
         shards, stages = layout.owned_shards, range(layout.num_stages)
         if layout.pipeline is not None:
             own = {n: handoff.stage_done(namespace, n, layout.pipeline.stage) for n in shards}
             if (reason := self._mark(child, handoff, own)) is not None:
                 return Shortfall(reason)
             ends = [handoff.stage_done(namespace, n, stage) for n in shards for stage in stages]
-            if self._mover.num_matched(child, ends) < len(ends):
+            if self.mover.num_matched(child, ends) < len(ends):
                 return None
         reason = self._mark(child, handoff, {n: handoff.done(namespace, n) for n in shards})
         return None if reason is None else Shortfall(reason)
@@ -193,8 +189,8 @@ class SaveWork(Work):
         self, child: ChildJob, handoff: HandoffId, keys: Mapping[int, BlockKey]
     ) -> Reason | None:
         """Puts markers under the keys of some shards."""
-        namespace, num_shards = self._prompt.keys.namespace, self._prompt.layout.grid_shards
-        return self._mover.mark(
+        namespace, num_shards = self.prompt.keys.namespace, self.prompt.layout.grid_shards
+        return self.mover.mark(
             child,
             {
                 key: handoff.marker(namespace, shard, num_shards, self._progress)
@@ -213,7 +209,6 @@ class OpenSave:
     more to queue, each behind its own event: workers that begin sooner would take Python's lock
     from that thread, and the device is behind it anyway.
 
-    split: how blocks are shared out, and when layer ranges are saved early.
     order: records an event behind what the calling thread's stream has queued; None without one.
     wake: tells the queue that the model goes on, and that there may be more to do.
     at_begin: called once each, when the first layers are done.
@@ -223,20 +218,18 @@ class OpenSave:
         self,
         job: Job,
         work: SaveWork,
-        prompt: PromptBlocks,
-        split: Split,
         order: Callable[[], ReadyEvent | None],
         wake: Callable[[], None],
         at_begin: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.job = job
         self._work = work
-        self._prompt = prompt
-        self._split = split
+        self._prompt = work.prompt
+        self._split = work.mover.way.split
         self._order = order
         self._wake = wake
         self._at_begin = at_begin
-        self._held = prompt.layout.held_ranges
+        self._held = work.prompt.layout.held_ranges
         self._num_whole = 0  # of the layer ranges held
         self._num_queued = 0
         self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []

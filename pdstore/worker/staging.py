@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -55,14 +55,14 @@ def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> 
 
 
 class _Step(NamedTuple):
-    """One piece's work on a worker."""
+    """The work of a thread that pins: one piece."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
 class PinnedMemory:
-    """Memory that is being pinned: made present by four threads, registered by one.
+    """Memory that is being pinned: made present by four threads, registered by one at a time.
 
     Starts at once. When a piece fails, the registered ones are undone, and `ready` raises.
 
@@ -84,30 +84,28 @@ class PinnedMemory:
     ) -> None:
         self.num_bytes = len(view)
         self._report_s = report_s
-        spans = []
-        if registrar is not None:
-            self._registrar = registrar
-            spans = spans_of(address_of(view), len(view), slot_bytes, span_bytes)
-        self._num_spans = len(spans)
+        self._is_needed = registrar is not None
         self._pause_s = _PAUSE_S if self.num_bytes > _BACKGROUND_BYTES else 0.0
-        self._changed = threading.Condition()
-        self._absent = deque(spans)
-        self._present: deque[Span] = deque()
+        self._left: deque[Span] = deque()
         self._pinned: list[Span] = []
+        self._lock = threading.Lock()  # one piece is registered at a time
         self._error: Exception | None = None
         self._stopped = threading.Event()
         self._ended = threading.Event()  # all is pinned, or what was is undone
-        if not spans:
+        self._workers: list[Worker] = []
+        if registrar is None:
             self._ended.set()
-        steps = [self._next_absent] * min(_POPULATORS, len(spans))
-        self._workers = [Worker(f"pdstore-populate-{i}", step) for i, step in enumerate(steps)]
-        if spans:
-            self._workers.append(Worker("pdstore-register", self._next_present))
+            return
+        self._registrar = registrar
+        self._left.extend(spans_of(address_of(view), len(view), slot_bytes, span_bytes))
+        self._num_at_work = min(_POPULATORS, len(self._left))
+        for i in range(self._num_at_work):
+            self._workers.append(Worker(f"pdstore-pin-{i}", self._next_step))
 
     @property
     def progress(self) -> float:
         """The part of the memory that is pinned, 0 to 1."""
-        if not self._num_spans:
+        if not self._is_needed:
             return 1.0
         return sum(span.num_bytes for span in self._pinned) / self.num_bytes
 
@@ -133,64 +131,45 @@ class PinnedMemory:
     def close(self, timeout_s: float = 1.0) -> None:
         """Unregisters everything, the last piece first; before the memory goes. Twice is fine."""
         self._stopped.set()
-        with self._changed:
-            self._changed.notify_all()
         limit = Deadline(timeout_s)
         if not all(worker.join(limit.remaining_s()) for worker in self._workers):
             log.warning("staging is still being pinned at close")
             return
-        self._roll_back()
+        self._undo()
 
     def _state(self) -> str:
         return f"pinned to {100 * self.progress:.0f} % of {self.num_bytes / 2**30:.1f} GiB"
 
-    def _is_over(self) -> bool:
-        return (
-            self._error is not None
-            or self._stopped.is_set()
-            or len(self._pinned) == self._num_spans
-        )
-
-    def _next_absent(self) -> _Step | None:
-        with self._changed:
-            if self._is_over() or not self._absent:
-                return None
-            return _Step(partial(self._populate, self._absent.popleft()), self._fail)
-
-    def _populate(self, span: Span) -> None:
-        self._registrar.populate(*span)
-        with self._changed:
-            self._present.append(span)
-            self._changed.notify_all()
-
-    def _next_present(self) -> _Step | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over() or self._present)
-            if not self._is_over():
-                return _Step(partial(self._register, self._present.popleft()), self._fail)
-        if self._error is not None:
-            self._roll_back()
-        self._ended.set()
+    def _next_step(self) -> _Step | None:
+        """Returns the next piece's work; None at the end, which the last of the threads says."""
+        with self._lock:
+            if self._left and not self._is_over():
+                return _Step(partial(self._pin, self._left.popleft()), self._fail)
+            self._num_at_work -= 1
+            is_last = self._num_at_work == 0
+        if is_last:
+            if self._error is not None:
+                self._undo()
+            self._ended.set()
         return None
 
-    def _register(self, span: Span) -> None:
-        self._registrar.register(*span)
-        with self._changed:
-            self._pinned.append(span)
-            self._changed.notify_all()
-        if self._pause_s:
-            self._stopped.wait(self._pause_s)
+    def _pin(self, span: Span) -> None:
+        self._registrar.populate(*span)
+        with self._lock:
+            if not self._is_over():
+                self._registrar.register(*span)
+                self._pinned.append(span)
+                self._stopped.wait(self._pause_s)
 
     def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        self._error = self._error or error
 
-    def _roll_back(self) -> None:
-        with self._changed:
-            pinned, self._pinned = self._pinned, []
-        for span in reversed(pinned):
-            self._unregister(span)
+    def _is_over(self) -> bool:
+        return self._error is not None or self._stopped.is_set()
+
+    def _undo(self) -> None:
+        while self._pinned:
+            self._unregister(self._pinned.pop())
 
     def _unregister(self, span: Span) -> None:
         try:
@@ -278,13 +257,10 @@ class Staging:
         try:
             yield numbers
         finally:
-            self._give_back(direction, numbers)
-
-    def _give_back(self, direction: Direction, numbers: Sequence[int]) -> None:
-        with self._changed:
-            self._free.extend(numbers)
-            self._lent[direction] -= len(numbers)
-            self._changed.notify_all()
+            with self._changed:
+                self._free.extend(numbers)
+                self._lent[direction] -= len(numbers)
+                self._changed.notify_all()
 
     def _available(self, direction: Direction) -> int:
         """Free slots less those that are kept for the other direction; 0 before they are pinned."""

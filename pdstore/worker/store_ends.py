@@ -8,9 +8,10 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from pdstore.errors import LayoutError, StoreError, StoreTimeout
+from pdstore.errors import JobError, LayoutError, StoreError, StoreTimeout
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
@@ -22,13 +23,12 @@ from pdstore.store.base import Slots, count_of
 from pdstore.store.file.store import FileStore
 from pdstore.store.optional import find_optional
 from pdstore.threads import Deadline
-from pdstore.worker.block_range import Split
-from pdstore.worker.job import ChildJob
+from pdstore.worker.job import ChildJob, Shortfall
 from pdstore.worker.reading import Ends, Read, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
 from pdstore.worker.swap.base import BlockCopy, ReadyEvent
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.values import Values
+from pdstore.worker.values import Split, Values
 
 _LOOK_S = 0.05
 _MOST_TRIES = 3
@@ -37,11 +37,24 @@ Loaded: TypeAlias = Callable[[Values, Reason | None], None]
 """Told after a copy: the values of whole blocks that are in place, and why those are not all."""
 
 
-class Source(NamedTuple):
-    """Values to save, and the event that their copies wait on."""
+class Move(NamedTuple):
+    """Values to be moved together.
+
+    ready: the copies wait on it; a store that is read is asked before.
+    first_token: of the prompt; a load does not write the tokens before it.
+    """
 
     values: Values
     ready: ReadyEvent | None
+    first_token: int = 0
+
+    def tokens_before(self, layout: Layout) -> list[int]:
+        """Returns how many tokens of each value's block come before the first token, if it has it.
+
+        0 for all other blocks.
+        """
+        first_block, before = divmod(self.first_token, layout.block_tokens)
+        return [before if number == first_block else 0 for number in self.values.numbers]
 
 
 class StoreEnd(ABC):
@@ -62,22 +75,23 @@ class StoreEnd(ABC):
 
     @abstractmethod
     def save(
-        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+        self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]
     ) -> Reason | None:
-        """Saves as `Mover.save` does."""
+        """Saves values; on return nothing is under way. Returns why not all of them, or None.
+
+        A count of the store's may be of values that it loses later. Raises StoreError.
+        gathered: called for each move when it has been copied out of the paged cache.
+        """
 
     @abstractmethod
     def load_window(
-        self,
-        child: ChildJob,
-        values: Values,
-        first_token: int,
-        ready: ReadyEvent | None,
-        loaded: Loaded,
-    ) -> tuple[Read, Values]:
-        """Loads some of the first values, whole blocks of them.
+        self, child: ChildJob, move: Move, loaded: Loaded
+    ) -> tuple[Shortfall | None, Values]:
+        """Loads some of the first values, whole blocks of them: get, verify, scatter.
 
-        Returns the outcome, and the values that are left to be loaded.
+        The last copy may be under way still; `child` waits for it.
+        loaded: called after each copy.
+        Returns why some of them are not loaded, and the values behind them.
         """
 
     def put_at_once(self, key: BlockKey, value: bytes) -> bool:
@@ -117,21 +131,22 @@ class StagedEnd(StoreEnd):
 
     @contextlib.contextmanager
     def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:
-        with self._lend(child, len(sizes), least, child.deadline) as numbers:
+        with self._lend(child, len(sizes), least, child.job.deadline) as numbers:
             yield self._slots(numbers, sizes)
 
     def save(
-        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+        self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]
     ) -> Reason | None:
-        for rest, ready in sources:
+        for move in moves:
+            rest = move.values
             while rest:
                 with self.slots(child, rest.sizes) as slots:
                     if not len(slots):
-                        child.check()
+                        child.raise_if_over()
                         return Reason.NO_SLOTS
                     window, rest = rest[: len(slots)], rest[len(slots) :]
                     with child.copying():
-                        self._start(Direction.SAVE, window, slots, 0, ready)()
+                        self._start(Direction.SAVE, move._replace(values=window), slots)()
                     if not rest:
                         gathered()
                     if not self._put(child, window, slots):
@@ -139,29 +154,26 @@ class StagedEnd(StoreEnd):
         return None
 
     def load_window(
-        self,
-        child: ChildJob,
-        values: Values,
-        first_token: int,
-        ready: ReadyEvent | None,
-        loaded: Loaded,
-    ) -> tuple[Read, Values]:
+        self, child: ChildJob, move: Move, loaded: Loaded
+    ) -> tuple[Shortfall | None, Values]:
         with contextlib.ExitStack() as held:
+            values = move.values
             numbers = self._lend_beside_a_copy(child, held, len(values))
             if not numbers:
-                child.check()
-                return Read(0, Reason.NO_SLOTS), values
+                child.raise_if_over()
+                return Shortfall(Reason.NO_SLOTS), values
             window = values[: values.num_whole(len(numbers))]
             slots = self._slots(numbers, window.sizes)
             read = self._read(child, window, slots)
             usable = window[: window.num_whole(read.num_right)]
             if usable:
-                child.begin_copy()
-                held.callback(child.end_copy)
-                wait = self._start(Direction.LOAD, usable, slots, first_token, ready)
-                child.follow(partial(_finish, held.pop_all(), wait, partial(loaded, usable, None)))
+                held.enter_context(child.copying())
+                wait = self._start(Direction.LOAD, move._replace(values=usable), slots)
+                child.finish_copy(
+                    partial(_finish, held.pop_all(), wait, partial(loaded, usable, None))
+                )
                 self._ends.count_tokens("loaded", usable.num_counted)
-        return read, values[len(window) :]
+        return read.shortfall, values[len(window) :]
 
     def _put(self, child: ChildJob, values: Values, slots: Slots) -> bool:
         """Seals and stores values that were gathered; False if the store took not all of them."""
@@ -196,28 +208,20 @@ class StagedEnd(StoreEnd):
                     return Read(len(values))
         return read_values(self._ends, child, values, slots)
 
-    def _start(
-        self,
-        direction: Direction,
-        values: Values,
-        slots: Slots,
-        first_token: int,
-        ready: ReadyEvent | None,
-    ) -> Callable[[], None]:
+    def _start(self, direction: Direction, move: Move, slots: Slots) -> Callable[[], None]:
         """Starts the copies between the paged cache and the slots; returns what waits for them."""
-        before = _tokens_before(values, first_token, self._ends.layout)
+        values, ready, _ = move
+        before = move.tokens_before(self._ends.layout)
+        columns = values.parts, values.block_ids, values.num_cells, before
         if self._native is not None:
-            payloads = [self._base + number * slots.slot_bytes for number in slots.numbers]
-            packed = self._native.pack_columns(
-                values.parts, values.block_ids, values.num_cells, before, payloads[: len(values)]
-            )
+            numbers = slots.numbers[: len(values)]
+            payloads = [self._base + number * slots.slot_bytes for number in numbers]
+            packed = self._native.pack_columns(*columns, payloads)
             handle = self._native.handle_of(ready)
-            return partial(
-                self._native.finish, self._native.submit(direction, packed, ready=handle)
-            )
+            ticket = self._native.submit(direction, packed, ready=handle)
+            return partial(self._native.finish, ticket)
         payload_views = (slots.value(i)[block.HEADER_BYTES :] for i in range(len(values)))
-        columns = values.parts, values.block_ids, values.num_cells, before, payload_views
-        copies = [BlockCopy(*fields) for fields in zip(*columns, strict=True)]
+        copies = [BlockCopy(*fields) for fields in zip(*columns, payload_views, strict=True)]
         if direction is Direction.LOAD:
             return self._ends.swap.start_scatter(copies, ready)
         return partial(self._ends.swap.gather, copies, ready)
@@ -231,13 +235,13 @@ class StagedEnd(StoreEnd):
             if numbers := held.enter_context(at_once):
                 return numbers
             child.finish_copy()
-        return held.enter_context(self._lend(child, most, self._num_parts, child.deadline))
+        return held.enter_context(self._lend(child, most, self._num_parts, child.job.deadline))
 
     def _lend(
         self, child: ChildJob, most: int, least: int, deadline: Deadline
     ) -> AbstractContextManager[list[int]]:
         return self._staging.loan(
-            child.direction,
+            child.job.direction,
             min(most, self._window),
             least=least,
             deadline=deadline,
@@ -287,87 +291,73 @@ class InPlaceEnd(StoreEnd):
             return False
 
     def save(
-        self, child: ChildJob, sources: Sequence[Source], gathered: Callable[[], None]
+        self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]
     ) -> Reason | None:
         self._wait_for_memory(child)
-        if self._fill(child, sources) is not None:
-            for values, ready in sources:
-                for one in values.blocks():
-                    self._fill_one(child, Source(one, ready))
-        for _ in sources:
+        if self._fill(child, moves) is not None:
+            for move in moves:
+                for one in move.values.blocks():
+                    self._fill_one(child, move._replace(values=one))
+        for _ in moves:
             gathered()
         return None
 
     def load_window(
-        self,
-        child: ChildJob,
-        values: Values,
-        first_token: int,
-        ready: ReadyEvent | None,
-        loaded: Loaded,
-    ) -> tuple[Read, Values]:
+        self, child: ChildJob, move: Move, loaded: Loaded
+    ) -> tuple[Shortfall | None, Values]:
         self._wait_for_memory(child)
+        values = move.values
         window = values[: values.num_whole(min(self._window, len(values)))]
-        rest, read = values[len(window) :], Read(len(window))
+        rest, shortfall = values[len(window) :], None
         for _ in range(_MOST_TRIES):
-            if not window or self._begins(child, window, first_token, ready, loaded):
-                return read, rest
+            if not window or self._begins(child, move._replace(values=window), loaded):
+                return shortfall, rest
             with self.slots(child, window.sizes, len(window)) as slots:
                 found = read_values(self._ends, child, window, slots)
             if found.num_right < len(window):
-                read = found
+                shortfall = found.shortfall
                 window = window[: window.num_whole(found.num_right)]
-        return Read(0, Reason.LOST), rest
+        return Shortfall(Reason.LOST), rest
 
     def _wait_for_memory(self, child: ChildJob) -> None:
         """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""
         while not self.memory.is_ready(_LOOK_S):
-            child.check()
+            child.raise_if_over()
 
-    def _fill(self, child: ChildJob, sources: Sequence[Source]) -> StoreError | None:
+    def _fill(self, child: ChildJob, moves: Sequence[Move]) -> StoreError | None:
         """Stores all values in one call; returns why not all of them, or None."""
-        batches = [self._batch(source.values, 0, source.ready) for source in sources]
+        batches = [self._batch(move) for move in moves]
         with child.copying(), child.in_store_call():
             filled = self._arena.fill(batches)
-        counted = [number for values, _ in sources for number in values.num_counted]
+        counted = [number for move in moves for number in move.values.num_counted]
         self._ends.count_tokens("saved", [counted[i] for i in filled.indices])
         return filled.error
 
-    def _fill_one(self, child: ChildJob, source: Source) -> None:
+    def _fill_one(self, child: ChildJob, move: Move) -> None:
         """Stores a block, however long the arena's lock is held. Raises why it cannot."""
-        while (error := self._fill(child, [source])) is not None:
+        while (error := self._fill(child, [move])) is not None:
             if not isinstance(error, StoreTimeout):
                 raise error
             with child.in_store_call():  # waits for the lock while no copy is held up
-                self._ends.store.match(source.values.keys)
+                self._ends.store.match(move.values.keys)
 
-    def _begins(
-        self,
-        child: ChildJob,
-        values: Values,
-        first_token: int,
-        ready: ReadyEvent | None,
-        loaded: Loaded,
-    ) -> bool:
+    def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
         """Starts to scatter values, or returns False: not all are there, or one is wrong."""
-        batch = self._batch(values, first_token, ready)
+        batch, taken = self._batch(move), None
         with contextlib.ExitStack() as held:
-            child.begin_copy()
-            held.callback(child.end_copy)
-            with contextlib.ExitStack() as undo:  # a job that ended meanwhile waits for its copies
+            held.enter_context(child.copying())
+            try:
                 with child.in_store_call():
                     taken = self._arena.start_scatter(batch)
-                    if taken is not None:
-                        undo.callback(self._swap.finish, taken.copies)
-                undo.pop_all()
+            except JobError:  # it ended meanwhile, and waits for its copies
+                if taken is not None:
+                    self._swap.finish(taken.copies)
+                raise
             if taken is None:
                 return False
             wait = partial(self._swap.finish, taken.copies)
-            child.follow(
-                partial(
-                    _finish, held.pop_all(), wait, partial(self._confirm, taken, values, loaded)
-                )
-            )
+            copied = partial(self._confirm, taken, move.values, loaded)
+            child.finish_copy(partial(_finish, held.pop_all(), wait, copied))
         return True
 
     def _confirm(self, taken: Taken, values: Values, loaded: Loaded) -> None:
@@ -381,18 +371,18 @@ class InPlaceEnd(StoreEnd):
         loaded(there, None if len(there) == len(values) else reason)
         self._ends.count_tokens("loaded", there.num_counted)
 
-    def _batch(self, values: Values, first_token: int, ready: ReadyEvent | None) -> ValueBatch:
-        before = _tokens_before(values, first_token, self._ends.layout)
-        columns = values.parts, values.block_ids, values.num_cells, before
-        packed = self._swap.pack_columns(*columns, [0] * len(values))
+    def _batch(self, move: Move) -> ValueBatch:
+        values, before = move.values, move.tokens_before(self._ends.layout)
+        columns = [0] * len(values), values.parts, values.num_cells, before
+        block_ids = array("q", chain.from_iterable(values.block_ids))
         return ValueBatch(
             keys=values.keys,
             sizes=array("q", values.sizes).tobytes(),
             starts=b"".join(values.starts),
             engine=self._swap.engine,
-            items=packed.items,
-            ids=packed.ids,
-            ready=self._swap.handle_of(ready),
+            items=self._swap.pack_items(*columns, map(len, values.block_ids)),
+            block_ids=block_ids.tobytes(),
+            ready=self._swap.handle_of(move.ready),
         )
 
 
@@ -403,9 +393,3 @@ def _finish(
     with held:
         wait()
         copied()
-
-
-def _tokens_before(values: Values, first_token: int, layout: Layout) -> list[int]:
-    """Returns how many tokens of each value's block come before `first_token`, if it is in it."""
-    first_block, before = divmod(first_token, layout.block_tokens)
-    return [before if number == first_block else 0 for number in values.numbers]

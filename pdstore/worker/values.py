@@ -1,4 +1,4 @@
-"""The values of a prompt's blocks that a job moves: key, start and place in the paged cache.
+"""Blocks of a prompt that a job moves, how they are split, and their values: key, start, place.
 
 Decision: a column for each field, made once for a prompt and cut into shares. A large load moves
 thousands of values, and Python that runs for each of them in each share keeps the engine's thread
@@ -10,19 +10,69 @@ from __future__ import annotations
 import operator
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Part
-from pdstore.worker.block_range import BlockRange
 
-Tables = tuple[tuple[int, ...], ...]
+Tables = tuple[Sequence[int], ...]
+
+RANGE_BYTES = 32 << 20
+"""About how much a worker takes at a time of much. Smaller ranges lose to Python's lock, larger
+ones leave the cores' caches."""
+_MANY = 8
+RANGES_AT_ONCE = 8
+"""Ranges that one call of the library saves: enough for a prompt of 2,048 tokens of an 8B model.
+Several workers still share the last chunk of a long one."""
+
+
+class BlockRange(NamedTuple):
+    """Blocks of a prompt, by number: from `first` up to, not including, `stop`."""
+
+    first: int
+    stop: int
+
+
+class Split(NamedTuple):
+    """The way in which a job's blocks are split into ranges, and how early a save begins.
+
+    range_bytes: about how much is one range.
+    many: a job smaller than so many ranges is split into so many smaller ones, because its end is
+      the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
+      the library spreads the work of one range over the processors.
+    at_once: ranges that a worker saves in one turn, because one call of the library takes so many.
+    early_ranges: layer ranges of at least so many block ranges are saved before later ones are
+      computed. Each is work in Python of its own; smaller ones go together.
+    """
+
+    range_bytes: int = RANGE_BYTES
+    many: int = _MANY
+    at_once: int = 1
+    early_ranges: int = 4
+
+    @classmethod
+    def native(cls, range_bytes: int) -> Split:
+        """The split for a mover that does little in Python for a range."""
+        return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, early_ranges=2)
+
+    @property
+    def early_bytes(self) -> int:
+        """Least bytes of a layer range that is saved during the forward."""
+        return self.early_ranges * self.range_bytes
+
+    def ranges(self, first: int, stop: int, num_bytes: int) -> list[BlockRange]:
+        """Splits the blocks first..stop, which have `num_bytes` bytes, into even ranges."""
+        least_bytes = max(1, self.range_bytes // self.many)
+        wanted = max(num_bytes // self.range_bytes, min(self.many, num_bytes // least_bytes))
+        count = max(1, min(wanted, stop - first))
+        ends = [first + (stop - first) * i // count for i in range(count + 1)]
+        return [BlockRange(*ends) for ends in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -72,26 +122,23 @@ class Values:
             yield self[first:stop]
 
 
-class Chain(NamedTuple):
-    """The store's keys of blocks in order, and each key's block by its number in the prompt."""
-
-    keys: Sequence[BlockKey]
-    numbers: Sequence[int]
-
-
+@dataclass(eq=False)
 class PromptBlocks:
     """The blocks of one prompt that this rank moves, and where they are in the paged cache.
 
     keys, tables: not changed any more by anybody.
     """
 
-    def __init__(self, layout: Layout, keys: PromptKeys, tables: BlockTables) -> None:
-        self.layout = layout
-        self.keys = keys
-        self.tables = tables
-        self._per_block = layout.block_tokens // layout.engine_block_tokens
-        self._made: dict[int | None, Values] = {}  # by layer range
-        self._making = threading.Lock()
+    layout: Layout
+    keys: PromptKeys
+    tables: BlockTables
+    _made: dict[int | None, Values] = field(default_factory=dict, init=False)  # by layer range
+    _making: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @property
+    def _per_block(self) -> int:
+        """Engine blocks of a block."""
+        return self.layout.block_tokens // self.layout.engine_block_tokens
 
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
         """Returns the values of some blocks; of one layer range, or of all layers.
@@ -119,10 +166,9 @@ class PromptBlocks:
                 return stop * size
         return first_token
 
-    def chain(self, first_block: int, layer_range: int | None = None) -> Chain:
-        """Returns the keys of the blocks from `first_block` on."""
-        values = self.values(BlockRange(first_block, len(self.keys)), layer_range)
-        return Chain(values.keys, values.numbers)
+    def values_from(self, first_block: int, layer_range: int | None = None) -> Values:
+        """Returns the values of the blocks from `first_block` on."""
+        return self.values(BlockRange(first_block, len(self.keys)), layer_range)
 
     def _of_layers(self, layer_range: int | None) -> Values:
         values = self._made.get(layer_range)
@@ -206,33 +252,42 @@ def tables_of(
 ) -> Tables:
     """Returns the block tables of a prompt; a plain list of ids is the only one.
 
+    Tables that are arrays of int64 are kept and not copied: nobody may change them.
     num_blocks: of the paged cache.
     first_block: what belongs to the pool's blocks before it is not checked.
     Raises LayoutError for tables that do not fit.
     """
-    tables = _as_tuples(block_ids)
+    given: Any = tuple(block_ids)  # read once, because it may be an iterator
+    tables: Tables
+    try:
+        tables = (tuple(map(operator.index, given)),)
+    except TypeError:
+        try:
+            tables = tuple(
+                table
+                if getattr(table, "typecode", "") == "q"
+                else tuple(map(operator.index, table))
+                for table in given
+            )
+        except TypeError as error:
+            raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
     if len(tables) != layout.num_tables:
         raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
     need = -(-num_tokens // layout.engine_block_tokens)
     first = first_block * layout.block_tokens // layout.engine_block_tokens
-    checked = []
     for number, table in enumerate(tables):
         if len(table) < need:
             raise LayoutError(
                 f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
             )
-        used = cast("tuple[int, ...]", table[first:need])
-        if not all(type(id) is int for id in used):
-            used = _as_ints(used)
-            table = (*table[:first], *used)
+        used = table[first:need]
         lowest = NO_BLOCK if layout.has_window(number) else 0
         if used and not lowest <= min(used) <= max(used) < num_blocks:
             raise LayoutError(
                 f"block ids {min(used)}..{max(used)} are not all in the cache of"
                 f" {num_blocks} blocks"
             )
-        checked.append(table)
-    return cast("Tables", tuple(checked))
+    return tables
 
 
 def check_windows(layout: Layout, tables: BlockTables) -> None:
@@ -245,25 +300,3 @@ def check_windows(layout: Layout, tables: BlockTables) -> None:
                 f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
                 f" must be the engine's, of {layout.engine_block_tokens}"
             )
-
-
-def _as_tuples(block_ids: Iterable[object]) -> tuple[tuple[object, ...], ...]:
-    """Reads what was given once, because it may be an iterator."""
-    given = tuple(block_ids)
-    try:
-        is_one_table = not given or operator.index(cast("int", given[0])) is not None
-    except TypeError:
-        is_one_table = False
-    if is_one_table:
-        return (given,)
-    try:
-        return tuple(tuple(cast("Iterable[object]", table)) for table in given)
-    except TypeError as error:
-        raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
-
-
-def _as_ints(ids: Sequence[object]) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, cast("Sequence[int]", ids)))
-    except TypeError as error:
-        raise LayoutError(f"block ids are ints: {error}") from error

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pdstore.cli.answer import Level
 from pdstore.cli.doctor import Asked, doctor
-from pdstore.cli.finding import Level
 from pdstore.cli.host import (
     available_memory,
     check_file_pages,

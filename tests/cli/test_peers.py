@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from prometheus_client import start_http_server
 
-from pdstore.cli.finding import Level
+from pdstore.cli.answer import Level
 from pdstore.cli.peers import check_peers, http_get
 from pdstore.errors import ConfigError
 from pdstore.metrics import Metrics

@@ -59,7 +59,7 @@ NAMESPACE = namespace_of("any", parts=(Part(2, 3),))
 
 def test_blocks_and_tails_are_read_back():
     keys = PromptKeys(NAMESPACE).extend(range(20))
-    block, tail = map(StoredKey.of, keys.store_keys(NAMESPACE.parts))
+    block, tail = map(StoredKey.parsed, keys.store_keys(NAMESPACE.parts))
     hashes = [keys.hash_of(number).hex() for number in (0, 1)]
     assert block == (Kind.BLOCK, NAMESPACE.hex, 2, 3, hashes[0], None, None)
     assert tail == (Kind.TAIL, NAMESPACE.hex, 2, 3, hashes[1], 4, None)
@@ -67,11 +67,11 @@ def test_blocks_and_tails_are_read_back():
 
 def test_markers_and_the_pools_id_are_read_back():
     handoff = HandoffId.new()
-    marker = StoredKey.of(handoff.done(NAMESPACE, 5))
+    marker = StoredKey.parsed(handoff.done(NAMESPACE, 5))
     assert marker == (Kind.HANDOFF, NAMESPACE.hex, 0, 5, handoff.hex, None, "done")
-    stage = StoredKey.of(handoff.stage_done(NAMESPACE, 5, 12))
+    stage = StoredKey.parsed(handoff.stage_done(NAMESPACE, 5, 12))
     assert stage == marker._replace(state="stage12")
-    assert StoredKey.of(POOL_ID_KEY).kind is Kind.POOL
+    assert StoredKey.parsed(POOL_ID_KEY).kind is Kind.POOL
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_markers_and_the_pools_id_are_read_back():
     ],
 )
 def test_other_texts_are_no_keys(text):
-    assert StoredKey.of(text) is None
+    assert StoredKey.parsed(text) is None
 
 
 A, B = "a" * 32, "b" * 32

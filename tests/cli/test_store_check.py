@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.cli.finding import Level
+from pdstore.cli.answer import Level
 from pdstore.cli.store_check import Question, check_room, measure, try_store
 from pdstore.errors import StoreUnavailable
 from pdstore.settings import read_settings

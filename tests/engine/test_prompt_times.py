@@ -51,7 +51,6 @@ def test_the_time_from_the_first_step_to_the_first_token_is_the_prompts(clock, d
     request.begin_step(600, 1000)
     clock.now += 0.4
     request.end_prompt()
-    assert request.took_s == pytest.approx(1.0)
     assert estimate(decided) == pytest.approx(1.0)
 
 
@@ -62,7 +61,6 @@ def test_prompts_that_run_together_share_the_time(clock, decided):
     clock.now += 2.0
     for request in pair:
         request.end_prompt()
-    assert all(request.took_s is not None for request in pair)
     assert estimate(decided) == pytest.approx(1.0)
 
 
@@ -83,7 +81,6 @@ def test_a_request_that_ended_early_is_forgotten(clock, decided):
     request.begin_step(0, 1000)
     clock.now += 1.0
     request.end()
-    assert request.took_s is None
     assert estimate(decided) is None
 
 

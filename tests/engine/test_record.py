@@ -10,7 +10,7 @@ from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, Interval, JobEnd
 from pdstore.format.handoff import HandoffId
 from pdstore.outcome import Direction, Reason
-from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import Journal
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store

@@ -80,7 +80,7 @@ def test_p_and_d_move_every_metric(open_one, redis_server, monkeypatch):
     for seed in range(3):  # what is decided, and by which estimates
         prompt = prompt_of(LONG, seed)
         ask(d, prompt, kv_transfer_params=published(p, prompt)).wait()
-    seen.until("estimated_seconds", "store_codes", "store_used_bytes", "store_capacity_bytes")
+    seen.until("store_codes", "store_used_bytes", "store_capacity_bytes")
 
     gate = Gate(p, monkeypatch)
     params = {"pdstore": {"attempt": HandoffId.new().hex}}

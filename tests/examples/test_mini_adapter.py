@@ -13,8 +13,7 @@ from pdstore import HandoffId, Reason, open_store, read_settings
 from pdstore.store import Slots
 from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
-from pdstore.worker.block_range import BlockRange
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import BlockRange, PromptBlocks
 from tests.support.mini_engine_kit import (
     DEADLINE_S,
     PULL,

@@ -48,7 +48,6 @@ def test_always_loads_and_never_computes(open_instance, load, way):
         assert request.decided == {}, "nothing was compared"
     else:
         assert request.decided["decision"] == way
-        assert request.decided["took_s"] > 0
 
 
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
@@ -59,11 +58,8 @@ def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
     assert [each["decision"] for each in said][:3] == ["load", "load", "both"]
     last = requests[-1]
     assert (said[-1]["decision"], last.num_loaded) == ("compute", 0)
-    assert said[-1]["took_s"] < said[0]["took_s"]
     answer = Answer(d.model.tokenizer, "m", Body(prompt=last.prompt), last).end("length")[-1]
     told = answer.usage.pdstore
-    assert (told["decision"], told["took_s"]) == ("compute", said[-1]["took_s"])
-    assert told["estimated_compute_s"] < told["estimated_load_s"]
+    assert told["decision"] == "compute"
     value = d.counters.registry.get_sample_value
     assert value("pdstore_decisions_total", {"way": "compute"}) >= 1
-    assert value("pdstore_estimated_seconds_count", {"way": "load"}) >= 2

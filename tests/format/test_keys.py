@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import POOL_ID_KEY, Kind, PromptKeys, int32_bytes, kind_of
-from pdstore.format.multimodal import MultimodalItem
+from pdstore.format.keys import POOL_ID_KEY, Kind, MultimodalItem, PromptKeys, int32_bytes, kind_of
 from pdstore.format.namespace import Namespace, Part
 
 ROOT = Path(__file__).parents[2]

@@ -209,7 +209,6 @@ NAMESPACE_CHANGES = [
     {"layers": (FULL, SLIDING, dataclasses.replace(FULL, head_dim=64))},
     {"block_tokens": 32},
     {"rope": "theta=1e6"},
-    {"order": "head"},
     {"num_shards": 2},
     {"draft_layers": 1},
 ]

@@ -8,8 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstore.format.keys import PromptKeys
-from pdstore.format.multimodal import ItemCursor, MultimodalItem, length_prefixed
+from pdstore.format.keys import ItemCursor, MultimodalItem, PromptKeys, length_prefixed
 from pdstore.format.namespace import Namespace, Part
 
 ITEMS = st.lists(

@@ -18,9 +18,9 @@ from pdstore.outcome import JobResult, Reason
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.swap.base import ReadyEvent
 from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.values import RANGE_BYTES
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually
 
 BLOCKS = list(range(80))

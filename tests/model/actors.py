@@ -22,9 +22,8 @@ from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.block_range import Split
 from pdstore.worker.follow import Follow
-from pdstore.worker.heartbeat import Beats, MarkWork
+from pdstore.worker.heartbeat import MarkWork, put_beat
 from pdstore.worker.job import ChildJob, Job
 from pdstore.worker.load import LoadWork
 from pdstore.worker.movers import Mover
@@ -33,7 +32,7 @@ from pdstore.worker.save import SaveWork
 from pdstore.worker.staging import Staging
 from pdstore.worker.store_ends import StagedEnd
 from pdstore.worker.swap.torch import TorchSwap
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import PromptBlocks, Split
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.rules import Rules
 from tests.model.watch import STALL_S, Watch
@@ -249,9 +248,8 @@ class Actors:
         return result.reason
 
     def _beat(self, store: Store) -> None:
-        beats = Beats(store, self.namespace, INSTANCE)
-        for _ in range(self.shape.num_beats * self.rules.beats):
-            beats.put_next()
+        for number in range(self.shape.num_beats * self.rules.beats):
+            put_beat(store, self.namespace, INSTANCE, number)
 
     def _decode(self, store: ReplayStore) -> Taken:
         """Looks a hand-off up and loads it as D does."""
@@ -304,7 +302,7 @@ class Actors:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
         else:
-            self._follow(store, job, work, prompt, found.follow)
+            self._follow(store, job, work, found.follow)
         result = carry(job)
         assert result is not None
         return result
@@ -314,7 +312,6 @@ class Actors:
         store: ReplayStore,
         job: Job,
         work: LoadWork,
-        prompt: PromptBlocks,
         handoff: HandoffId,
     ) -> None:
         watch = Watch(store, self.rules)
@@ -322,11 +319,8 @@ class Actors:
             store,
             job,
             work,
-            prompt,
-            0,
             handoff,
             stall_s=STALL_S,
-            split=Split(1),
             wake=lambda: None,
             clock=watch.clock,
         )
@@ -362,7 +356,7 @@ class Actors:
 
 def carry(job: Job) -> JobResult | None:
     """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
-    while (child := job.begin_child(lambda _: True)) is not None:
+    while (child := job.begin_child(lambda _: True, lambda _: None)) is not None:
         call_child(child)
     return job.result
 

@@ -34,7 +34,7 @@ def test_a_file_that_is_no_arena_is_refused(library, fd):
 @pytest.mark.parametrize("key", ["", "k" * 201])
 def test_a_key_of_no_length_or_too_long_is_refused(open_arena, key):
     with pytest.raises(ValueError, match="argument"):
-        open_arena().match_keys(["a", key])
+        open_arena().find(["a", key], leases=True)
 
 
 def test_an_unknown_kind_is_refused(open_arena):

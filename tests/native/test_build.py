@@ -10,24 +10,26 @@ from pdstore.errors import NativeError
 from pdstore.native.build import build_library, find_built
 
 
+def sources_in(folder, text="file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)", name="x"):
+    """Makes a folder of sources whose build does what CMake is told."""
+    folder.mkdir(exist_ok=True)
+    head = f"cmake_minimum_required(VERSION 3.22)\nproject({name} NONE)\n"
+    (folder / "CMakeLists.txt").write_text(f"{head}{text}\n")
+    return folder
+
+
 def test_the_compilers_output_is_in_the_error(tmp_path):
-    sources = tmp_path / "csrc"
-    sources.mkdir()
-    (sources / "CMakeLists.txt").write_text("message(FATAL_ERROR this is wrong)")
+    sources = sources_in(tmp_path / "csrc", "message(FATAL_ERROR this is wrong)")
     with pytest.raises(NativeError, match=r"this\s*is\s*wrong"):
         build_library(sources, directory=tmp_path / "cache")
 
 
 def test_concurrent_callers_wait_for_one_build(tmp_path):
-    sources = tmp_path / "csrc"
-    sources.mkdir()
-    count = tmp_path / "count"
-    (sources / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.22)\nproject(x NONE)\n"
-        f'file(APPEND {count} "x")\n'
-        "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
+    count, built = tmp_path / "count", []
+    sources = sources_in(
+        tmp_path / "csrc",
+        f'file(APPEND {count} "x")\nfile(WRITE ${{CMAKE_BINARY_DIR}}/libpdstore.so built)',
     )
-    built = []
     threads = [
         threading.Thread(target=lambda: built.append(build_library(sources, directory=tmp_path)))
         for _ in range(4)
@@ -41,38 +43,21 @@ def test_concurrent_callers_wait_for_one_build(tmp_path):
     assert count.read_text() == "x"
 
 
-def test_only_what_is_built_is_found_without_a_build(tmp_path):
+def test_only_what_is_built_is_found_without_a_build_and_what_is_packaged_first(tmp_path):
     sources, package, cache = (tmp_path / name for name in ("csrc", "package", "cache"))
     assert find_built(package, sources, cache) is None
-    sources.mkdir()
-    (sources / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.22)\nproject(x NONE)\n"
-        "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
-    )
+    sources_in(sources)
     assert find_built(package, sources, cache) is None
     built = build_library(sources, directory=cache)
     assert find_built(package, sources, cache) == built
+    assert build_library(sources_in(sources, name="changed"), directory=cache) != built
     package.mkdir()
     (package / "libpdstore.so").write_text("packaged")
     assert find_built(package, sources, cache) == package / "libpdstore.so"
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_of_the_library(tmp_path):
-    sources, cache = tmp_path / "csrc", tmp_path / "cache"
-    sources.mkdir()
+    cache = tmp_path / "cache"
     cache.write_text("a file, in which even root makes no directory")
     with pytest.raises(NativeError, match=f"cannot be kept in {cache}"):
-        build_library(sources, directory=cache)
-
-
-def test_a_changed_source_is_another_build(tmp_path):
-    sources = tmp_path / "csrc"
-    sources.mkdir()
-    paths = []
-    for text in ("a", "b"):
-        (sources / "CMakeLists.txt").write_text(
-            f"cmake_minimum_required(VERSION 3.22)\nproject({text} NONE)\n"
-            "file(WRITE ${CMAKE_BINARY_DIR}/libpdstore.so built)\n"
-        )
-        paths.append(build_library(sources, directory=tmp_path / "cache"))
-    assert paths[0] != paths[1]
+        build_library(sources_in(tmp_path / "csrc"), directory=cache)

@@ -43,7 +43,7 @@ def test_a_save_reads_after_what_the_stream_had_queued(library, path, own_stream
         spin(30)
         case.buffer.copy_(torch.randint_like(case.buffer, 256))
         ticket = swap.start(Direction.SAVE, copies, stream=stream_handle(stream))
-    assert not ticket.done or stream.query()
+    assert not ticket.wait(0) or stream.query()
     assert ticket.wait(30)
     assert stream.query()
     TorchSwap(case.layout, case.caches).gather(
@@ -62,7 +62,7 @@ def test_a_load_writes_after_what_the_event_says(library, path):
     case.buffer.zero_()
     event.record()
     ticket = swap.start(Direction.LOAD, copies, ready=event.cuda_event)
-    assert not ticket.done or event.query()
+    assert not ticket.wait(0) or event.query()
     assert ticket.wait(30)
     assert event.query()
     assert torch.equal(case.buffer, want)
@@ -247,15 +247,6 @@ def test_what_cannot_be_pinned_is_an_error_and_leaves_no_error_behind(library):
     _, swap, _, _ = rig(library)
     with pytest.raises(SwapError, match="cudaHostRegister"):
         swap.register(1 << 46, 1 << 20)
-    assert torch.zeros(1, device="cuda").item() == 0
-
-
-def test_an_injected_failure_leaves_torch_working(library):
-    _, swap, _, copies = rig(library)
-    library.fail("stage", 0, 719)
-    with pytest.raises(SwapError):
-        swap.gather(copies)
-    swap.gather(copies)
     assert torch.zeros(1, device="cuda").item() == 0
 
 

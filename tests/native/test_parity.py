@@ -26,7 +26,7 @@ SHAPES = st.fixed_dictionaries(
 
 @st.composite
 def layouts(draw) -> Layout:
-    """Up to 18 regions of small copies, in every order and split."""
+    """Up to 18 regions of small copies, in every split."""
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     heads = draw(st.sampled_from([1, 2, 4]))
     specs = [
@@ -40,7 +40,6 @@ def layouts(draw) -> Layout:
         layers=tuple(layers),
         block_tokens=engine * draw(st.sampled_from([1, 2, 4])),
         engine_block_tokens=engine,
-        order=draw(st.sampled_from(["token", "head"])),
         num_shards=draw(st.sampled_from([s for s in (1, 2, 4) if heads % s == 0])),
     )
 
@@ -55,7 +54,6 @@ def deep_layouts(draw) -> Layout:
         * draw(st.integers(1, 80)),
         block_tokens=2,
         engine_block_tokens=draw(st.sampled_from([1, 2])),
-        order=draw(st.sampled_from(["token", "head"])),
     )
 
 
@@ -74,7 +72,7 @@ def wide_layouts(draw) -> Layout:
     )
 
 
-def check_parity(library, device, data, layout, most_blocks=20) -> None:
+def check_parity(library, device, data, layout, most_blocks) -> None:
     shape = data.draw(SHAPES)
     num_blocks = data.draw(st.integers(most_blocks // 2, most_blocks))
     case = Case.of(layout, num_blocks, device, **shape)
@@ -120,25 +118,13 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)
-@settings(deadline=None, max_examples=150, suppress_health_check=SLOW)
-@given(data=st.data(), layout=layouts())
-def test_the_native_copies_are_torchs_in_every_layout_on_every_path(library, device, data, layout):
+@settings(deadline=None, max_examples=200, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_the_native_copies_are_torchs_in_every_layout_on_every_path(library, device, data):
     """Every byte, whatever the strides, the alignment and the size: a tail is not dropped."""
-    check_parity(library, device, data, layout)
-
-
-@pytest.mark.parametrize("device", native_kit.DEVICES)
-@settings(deadline=None, max_examples=40, suppress_health_check=SLOW)
-@given(data=st.data(), layout=deep_layouts())
-def test_the_native_copies_are_torchs_over_many_layers(library, device, data, layout):
-    check_parity(library, device, data, layout, most_blocks=6)
-
-
-@pytest.mark.parametrize("device", native_kit.DEVICES)
-@settings(deadline=None, max_examples=25, suppress_health_check=SLOW)
-@given(data=st.data(), layout=wide_layouts())
-def test_the_native_copies_are_torchs_for_large_pieces(library, device, data, layout):
-    check_parity(library, device, data, layout, most_blocks=4)
+    kinds = [(layouts(), 20)] * 5 + [(deep_layouts(), 6), (wide_layouts(), 4)]
+    layout, most_blocks = data.draw(st.sampled_from(kinds))
+    check_parity(library, device, data, data.draw(layout), most_blocks)
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)

@@ -51,7 +51,7 @@ class Rig:
                 "starts": b"".join(bytes([block]) * 56 for block in blocks),
                 "engine": self.swap.engine,
                 "items": packed.items,
-                "ids": packed.ids,
+                "block_ids": packed.block_ids,
                 **changes,
             }
         )
@@ -90,9 +90,7 @@ def test_values_are_the_start_a_sum_and_what_the_cache_holds(rig):
 
 def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     keys = stored(rig, [3, 5])
-    taken = rig.store.start_scatter(
-        rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56)
-    )
+    taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
     assert taken.copies.wait(10)
     assert rig.store.confirm(taken) == (2, 2)
     assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
@@ -143,33 +141,19 @@ def test_a_damaged_value_is_not_among_those_that_are_right(rig):
     assert rig.store.confirm(taken) == (2, 1)
 
 
-@pytest.mark.parametrize("wrong", [-8, 8])
-def test_a_size_that_is_not_that_of_its_copy_reserves_and_moves_nothing(rig, wrong):
-    sizes = array("q", [rig.size, rig.size + wrong]).tobytes()
-    with pytest.raises(ValueError, match="argument"):
-        rig.store.fill([rig.batch(fresh_keys(2), [3, 5], sizes=sizes)])
-    assert rig.store.counts().reserved == 0
-
-
-def test_fewer_ids_than_the_copies_name_move_nothing(rig):
-    batch = rig.batch(fresh_keys(2), [3, 5])
-    with pytest.raises(ValueError, match="argument"):
-        rig.store.fill([batch._replace(ids=batch.ids[:8])])
-    assert rig.store.counts().reserved == 0
-
-
-def test_a_block_that_is_not_in_the_cache_is_an_error_and_leaves_nothing_reserved(rig):
-    with pytest.raises(LayoutError, match="outside the cache"):
-        rig.store.fill([rig.batch(fresh_keys(2), [3, 99])])
-    assert rig.store.counts().reserved == 0
+def test_a_size_or_ids_that_are_not_those_of_the_copies_reserve_and_move_nothing(rig):
+    sizes = [array("q", [rig.size, rig.size + wrong]).tobytes() for wrong in (-8, 8)]
+    changes = [{"sizes": sizes[0]}, {"sizes": sizes[1]}, {"block_ids": bytes(8)}]
+    for change in changes:
+        with pytest.raises(ValueError, match="argument"):
+            rig.store.fill([rig.batch(fresh_keys(2), [3, 5], **change)])
+        assert rig.store.counts().reserved == 0
 
 
 @pytest.mark.parametrize("gone", range(2))
 def test_a_value_that_goes_under_its_copy_does_not_count(rig, gone):
     keys = stored(rig, [3, 5])
-    taken = rig.store.start_scatter(
-        rig.batch(keys, [6, 7], starts=bytes([3]) * 56 + bytes([5]) * 56)
-    )
+    taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
     rig.store.remove([keys[gone]])
     put(rig.store, [keys[gone]], [bytes(rig.size)])
     assert taken.copies.wait(10)

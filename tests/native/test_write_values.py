@@ -1,4 +1,4 @@
-"""Values written by the native library: whole or not at all, each with its header and checksum."""
+"""Values written and summed by the native library: whole or not at all, each with its checksum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import pytest
 
 from pdstore.errors import SwapError
-from pdstore.format.block import START_BYTES, checksum
+from pdstore.format.block import HEADER_BYTES, START_BYTES, checksum
+from pdstore.native.library import address_of
 from pdstore.testing.values import filled_slots
 from tests.support.native_kit import addresses_and_sizes
 from tests.support.swap_case import SwapBench
@@ -64,16 +65,11 @@ def test_a_value_is_written_with_its_header_in_memory_too(write, tmp_path, size)
     assert files_in(tmp_path) == ["a", "b", "c"]
 
 
-def test_a_file_that_is_there_stays_and_counts_as_written(write, tmp_path):
+def test_a_file_that_is_there_stays_and_directories_are_their_owners(write, tmp_path):
     (tmp_path / "b").write_bytes(b"first" * 20)
-    assert write("abc", [b"y" * 100] * 3)[0] == (3, 0)
+    assert write(["a", "b", "x/c"], [b"y" * 100] * 3)[0] == (3, 0)
     assert (tmp_path / "b").read_bytes() == b"first" * 20
-    assert files_in(tmp_path) == ["a", "b", "c"]
-
-
-def test_the_directory_of_a_file_is_made_for_its_owner_alone(write, tmp_path):
-    assert write(["x/a", "x/b", "y/c"], [b"y" * 100] * 3)[0] == (3, 0)
-    assert files_in(tmp_path) == ["x/a", "x/b", "y/c"]
+    assert files_in(tmp_path) == ["a", "b", "x/c"]
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o700
 
 
@@ -92,13 +88,11 @@ def test_nothing_is_stored_where_the_directory_above_is_missing(write, tmp_path)
     assert files_in(tmp_path) == []
 
 
-def test_a_temporary_name_that_is_taken_stores_nothing(write, tmp_path):
+def test_a_temporary_name_that_is_taken_stores_nothing_and_no_link_is_followed(write, tmp_path):
     (tmp_path / "new-0").write_bytes(b"somebody's")
     assert write(["a"], [b"y" * 64])[0] == (0, errno.EEXIST)
     assert files_in(tmp_path) == ["new-0"]
-
-
-def test_a_link_is_not_followed(write, tmp_path):
+    (tmp_path / "new-0").unlink()
     (tmp_path / "target").write_bytes(b"somebody's")
     (tmp_path / "new-0").symlink_to("target")
     (tmp_path / "a").symlink_to("nowhere")
@@ -109,17 +103,37 @@ def test_a_link_is_not_followed(write, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_no_values_are_no_work(write):
+def test_no_values_are_no_work_and_what_cannot_be_written_is_an_error(bench, write, tmp_path):
     assert write([], [])[0] == (0, 0)
-
-
-def test_an_engine_that_is_closed_writes_nothing(bench, write, tmp_path):
+    with pytest.raises(SwapError, match="ARGUMENT"):
+        write(["a"], [b"y" * 63])
     bench.swap.close()
     with pytest.raises(SwapError, match="closed"):
         write(["a"], [b"y" * 64])
     assert files_in(tmp_path) == []
 
 
-def test_less_than_a_header_is_refused(write):
-    with pytest.raises(SwapError, match="ARGUMENT"):
-        write(["a"], [b"y" * 63])
+def test_the_sums_of_many_values_are_those_of_each(library):
+    chance = random.Random(0)
+    sizes = [HEADER_BYTES, HEADER_BYTES + 1, 4096, 240, 241, 1 << 20, (1 << 20) + 7]
+    values = [memoryview(bytearray(chance.randbytes(size))) for size in sizes]
+    sums = library.sum_values([address_of(value) for value in values], sizes)
+    assert sums == [checksum(value) for value in values]
+
+
+def test_a_sum_leaves_out_its_own_bytes_and_nothing_else(library):
+    value = memoryview(bytearray(200))
+    before = library.sum_values([address_of(value)], [200])
+    for place in range(200):
+        value[place] ^= 1
+        same = library.sum_values([address_of(value)], [200]) == before
+        value[place] ^= 1
+        assert same == (HEADER_BYTES - 8 <= place < HEADER_BYTES)
+
+
+def test_a_value_without_a_header_has_no_sum(library):
+    value = memoryview(bytearray(HEADER_BYTES))
+    assert library.sum_values([], []) == []
+    for size in (0, HEADER_BYTES - 1):
+        with pytest.raises(ValueError, match="header"):
+            library.sum_values([address_of(value)], [size])

@@ -62,12 +62,6 @@ def test_always_and_never_ask_no_estimate(open_break_even, mode, way):
         assert decision[1:] == (way, None, None)
 
 
-def test_always_keeps_nothing_of_a_prompt(clock):
-    break_even = BreakEven("always", 64, clock=clock)
-    ask(break_even)
-    assert break_even.computed([("a", 0, TOKENS)], 1.0) == []
-
-
 def test_of_many_requests_at_once_some_load_while_others_are_computed(open_break_even):
     break_even = open_break_even(20_000, 20_000)
     ways = [ask(break_even, name).way for name in range(16)]
@@ -179,19 +173,15 @@ def test_a_load_that_waits_for_p_says_nothing_without_its_time_at_work(clock):
     assert ask(break_even, "b").load_s is None
 
 
-def test_an_outcome_says_what_was_decided_and_what_it_took(open_break_even, clock):
+def test_a_decision_is_counted_when_its_prompt_is_there(open_break_even):
     metrics = Metrics()
     break_even = open_break_even(100_000, 20_000, metrics=metrics)
-    decision = ask(break_even)
-    clock.now += 0.5
+    ask(break_even)
     break_even.load_ended("a", TOKENS)
-    [outcome] = break_even.computed([("a", TOKENS - 1, TOKENS)], 0.001)
-    assert (outcome.name, outcome.decision) == ("a", decision)
-    assert outcome.took_s == pytest.approx(0.5)
     value = metrics.registry.get_sample_value
+    assert value("pdstore_decisions_total", {"way": "load"}) == 2
+    break_even.computed([("a", TOKENS - 1, TOKENS)], 0.001)
     assert value("pdstore_decisions_total", {"way": "load"}) == 3
-    assert value("pdstore_decided_seconds_count", {"way": "load"}) == 3
-    assert value("pdstore_estimated_seconds_count", {"way": "compute"}) == 2
 
 
 def test_a_request_that_ended_is_nobodys_backlog(open_break_even):

@@ -126,26 +126,23 @@ def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig, st
 def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(rig):
     one = rig()
     one.learn(0.8)
-    assert one.sample("follows_total", because="unknown") == 1
     estimated = one.start_both()
     with pytest.raises(TimeoutError):
         estimated.wait(0.4)
     assert estimated.wait(10).follow
-    assert one.sample("follows_total", because="estimate") == 1
     early = one.start_both()
     with pytest.raises(TimeoutError):
         early.wait(0.2)
     one.put(one.last)
     assert early.wait(10).follow
-    assert one.sample("follows_total", because="last_block") == 1
-    assert one.sample("follow_estimate_seconds_count", what="compute") >= 2
 
 
 def test_a_p_that_computes_longer_than_d_may_wait_is_followed_from_then_on(rig):
     one = rig(handoff_wait_s=0.3)
     one.learn(1.0)
+    began = time.monotonic()
     assert one.start_both().wait(10).follow
-    assert one.sample("follows_total", because="deadline") == 1
+    assert 0.2 < time.monotonic() - began < 0.9
 
 
 @pytest.mark.parametrize(("ending", "reason"), [("done", None), ("failed", Reason.HANDOFF_FAILED)])

@@ -11,7 +11,7 @@ import threading
 import httpx
 import pytest
 
-from pdstore.cli.finding import Level
+from pdstore.cli.answer import Level
 from pdstore.cli.peers import check_peers
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer

@@ -11,8 +11,8 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
-from pdstore.status.snapshot import Snapshot, settings_of
-from pdstore.telemetry.journal import Journal
+from pdstore.status.reporting import Snapshot, settings_of
+from pdstore.telemetry.request_record import Journal
 from tests.telemetry.test_request_record import RECORD
 
 

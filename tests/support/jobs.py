@@ -35,7 +35,7 @@ class Shares(Work):
     def next_share(self) -> Share:
         return self.shares.pop(0)
 
-    def finish(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         reason = self.last(child) if self.last is not None else None
         return shortfall if reason is None else Shortfall(reason)
 
@@ -56,13 +56,13 @@ def ended(result: JobResult, direction: Direction = LOAD) -> Job:
     work = Shares()
     work.tokens = result.num_tokens
     job = job_of(work, direction)
-    job.end(result.reason, result.error)
+    job.end_with(result.reason, result.error)
     return job
 
 
 def carried(job: Job) -> JobResult | None:
     """Does what a worker does for a job now. Returns how the job ended; None if it goes on."""
-    while (child := job.begin_child(lambda _: True)) is not None:
+    while (child := job.begin_child(lambda _: True, lambda _: None)) is not None:
         child.run()
     return job.result
 

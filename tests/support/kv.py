@@ -10,9 +10,9 @@ import torch
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
 from pdstore.format.layout import Pipeline
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
-from pdstore.worker.block_range import RANGE_BYTES
 from pdstore.worker.job_queue import MAX_JOBS
 from pdstore.worker.swap.base import Swap
+from pdstore.worker.values import RANGE_BYTES
 
 LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(2, 8))
 BLOCK_BYTES = 64 * 3 * 2 * 16 * 4
@@ -42,6 +42,7 @@ class Instance:
     """Both halves over one store, with a paged cache of its own.
 
     swap: makes the pool's block copies from the layout and the caches; None: the pool's choice.
+    rank: the number of a tensor-parallel rank, and how many there are.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Instance:
         swap: Callable[[Layout, list], Swap] | None = None,
         max_jobs: int = MAX_JOBS,
         lookup_wait_s: float = LOOKUP_WAIT_S,
+        rank: tuple[int, int] = (0, 1),
+        page: str | None = None,
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -68,9 +71,14 @@ class Instance:
             engine_block_tokens=engine_block_tokens,
             rope="",
             pipeline=pipeline,
+            tp_rank=rank[0],
+            tp_size=rank[1],
+            page=page,
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, num_blocks, fill)
+        if page is not None:  # head before token, as pages of one head must be
+            self.caches = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in self.caches]
         self.cache = PrefixCacheManager(
             self.settings, self.namespace, store=store, lookup_wait_s=lookup_wait_s
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import Journal
 from tests.telemetry.test_request_record import RECORD
 
 

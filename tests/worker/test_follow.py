@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,10 +13,9 @@ from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.block_range import Split
 from pdstore.worker.follow import Follow
 from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import PromptBlocks, Split
 from tests.support.clock import Clock
 from tests.support.jobs import carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
@@ -82,13 +83,6 @@ def test_chunks_are_loaded_while_p_still_computes_others(p, d):
     assert_loaded(p, d, 200)
 
 
-def test_blocks_before_the_first_token_are_left_alone(p, d):
-    job = follow(d, 200, first_token=80)
-    p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
-    assert job.wait(10) == JobResult(200)
-    assert_loaded(p, d, 200, 80)
-
-
 def test_no_token_counts_before_all_its_layers_are_loaded(p, d):
     job = follow(d, 200)
     save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)
@@ -104,13 +98,6 @@ def test_a_handoff_that_fails_ends_the_load_with_what_is_whole(p, d):
     assert p.pool.save(p.cache.keys(range(128)), P_BLOCKS).wait(10).reason is None
     p.pool.abort_handoff(ONE)
     assert job.wait(10) == JobResult(128, Reason.HANDOFF_FAILED)
-    assert_loaded(p, d, 128)
-
-
-def test_what_was_stored_just_before_the_failure_is_loaded(p, d):
-    p.pool.save(p.cache.keys(range(128)), P_BLOCKS).wait(10)
-    p.pool.abort_handoff(ONE).wait(10)
-    assert follow(d, 200).wait(10) == JobResult(128, Reason.HANDOFF_FAILED)
     assert_loaded(p, d, 128)
 
 
@@ -180,20 +167,6 @@ def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
     assert_loaded(p, d, 200)
 
 
-def test_a_store_that_leaves_keys_out_of_its_answer_is_asked_again(p, instance, store, caplog):
-    class Odd(WrapperStore):
-        num_asked = 0
-
-        def which_stored(self, keys):
-            self.num_asked += 1
-            return store.which_stored(keys)[: len(keys) if self.num_asked > 3 else 1]
-
-    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, over=Odd(store))
-    p.pool.save(p.cache.keys(range(200)), P_BLOCKS).wait(10)
-    assert follow(d, 200).wait(10) == JobResult(200)
-    assert not [record for record in caplog.records if record.exc_info]
-
-
 def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
     class Counting(WrapperStore):
         num_calls, most = 0, 0
@@ -214,11 +187,6 @@ def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
     for job in jobs:
         job.cancel()
     eventually(lambda: d.pool.num_jobs == 0)
-
-
-def test_started_is_a_marker_that_says_how_long_the_prompt_is(p, store):
-    assert p.pool.start_handoff(ONE, 200).wait(10).reason is None
-    assert store.match([ONE.started(p.namespace)]) == 1
 
 
 class Failing(WrapperStore):
@@ -244,10 +212,11 @@ class Failing(WrapperStore):
 def follow_by_hand(one, store, keys, **more):
     """Returns a follow of ONE without a thread, its work, its job, and a list of its wakes."""
     prompt = PromptBlocks(one.layout, keys, [D_BLOCKS])
-    work, wakes = LoadWork(None, prompt, 0, None), []
+    mover = SimpleNamespace(way=SimpleNamespace(split=Split(1)))
+    work, wakes = LoadWork(mover, prompt, 0, None), []
     job = job_of(work)
-    more = {"stall_s": 60.0, "split": Split(1), "wake": lambda: wakes.append(1), **more}
-    return Follow(store, job, work, prompt, 0, ONE, **more), work, job, wakes
+    more = {"stall_s": 60.0, "wake": lambda: wakes.append(1), **more}
+    return Follow(store, job, work, ONE, **more), work, job, wakes
 
 
 def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):

@@ -20,7 +20,7 @@ from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 SIZE = BLOCK_BYTES + HEADER_BYTES
-AT_ONCE = "pdstore.worker.block_range.RANGES_AT_ONCE"
+AT_ONCE = "pdstore.worker.values.RANGES_AT_ONCE"
 
 
 @pytest.fixture
@@ -61,11 +61,6 @@ def test_what_p_saves_in_place_d_loads_in_place(instance, store, num_tokens, wor
     assert set(store.calls) == {"fill", "start_scatter", "confirm"}
 
 
-def test_no_staging_is_made_for_an_arena(instance):
-    p = instance(staging="64KiB")  # too little for any block
-    assert save(p, range(200)).num_tokens == 200
-
-
 def test_parts_of_two_groups_and_shards_and_a_first_token_come_back(instance):
     layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
     p, d = (instance(fill=f, kv_shards=2, layers=layers, range_bytes=1) for f in (None, POISON))
@@ -75,17 +70,6 @@ def test_parts_of_two_groups_and_shards_and_a_first_token_come_back(instance):
     there = p.tokens(P_BLOCKS)[80:200]
     assert d.tokens(D_BLOCKS)[80:200].equal(there)
     assert (d.tokens(D_BLOCKS)[:80] == POISON).all()
-
-
-def test_a_handoff_is_done_when_all_is_there(instance):
-    p, d = instance(), instance(fill=POISON)
-    keys = p.cache.keys(range(200))
-    attempt, params = p.cache.announce(keys)
-    assert p.pool.save(keys, P_BLOCKS, handoff=attempt).wait(10).reason is None
-    found = eventually(d.cache.lookup(d.cache.keys(range(200)), params).poll)
-    assert found.num_tokens == 200
-    assert d.pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == 200
-    assert_loaded(p, d, 200)
 
 
 def test_ranges_are_stored_in_few_calls_and_counted_once(instance, store, monkeypatch):
@@ -226,23 +210,17 @@ def test_a_byte_that_was_wrong_only_while_it_was_copied_leaves_the_value(
     assert_loaded(p, d, 64)
 
 
-def test_a_value_that_is_missing_leaves_those_before_it(instance, arena):
+@pytest.mark.parametrize(("others", "reason"), [(0, Reason.LOST), (1, Reason.CORRUPT)])
+def test_a_value_that_is_missing_or_of_another_length_leaves_those_before_it(
+    instance, arena, others, reason
+):
     p, d = instance(), instance(fill=POISON, workers=2)
-    save(p, range(200))
-    arena.remove([keys_of(p, 200)[2]])
-    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
-    assert (result.num_tokens, result.reason) == (128, Reason.LOST)
-    assert_loaded(p, d, 128)
-
-
-def test_a_value_of_another_length_is_a_miss_and_those_before_it_count(instance, arena):
-    p, d = instance(), instance(fill=POISON)
     save(p, range(200))
     key = keys_of(p, 200)[2]
     arena.remove([key])
-    put(arena, [key], [bytes(5000)])
+    put(arena, [key] * others, [bytes(5000)] * others)
     result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
-    assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
+    assert (result.num_tokens, result.reason) == (128, reason)
     assert_loaded(p, d, 128)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 import weakref
@@ -18,20 +17,24 @@ from pdstore.threads import Worker
 from tests.support.jobs import Shares, ended, job_of
 
 
+def left(child):
+    """Takes the place of the queue, which hears that a worker has left its job."""
+
+
 def test_only_the_first_end_counts():
     work = Shares()
     job = job_of(work)
     work.tokens = 1
-    job.end(Reason.LOST)
+    job.end_with(Reason.LOST)
     work.tokens = 2
-    job.end(None)
+    job.end_with(None)
     assert job.result == JobResult(1, Reason.LOST)
 
 
 def test_its_time_in_the_store_is_from_the_first_begin_to_the_last_end():
     job = job_of(Shares(lambda child: None, lambda child: None))
     assert job.in_store is None
-    first, second = (job.begin_child(lambda job: True) for _ in range(2))
+    first, second = (job.begin_child(lambda job: True, left) for _ in range(2))
     before = time.monotonic()
     with first.in_store_call():
         with second.in_store_call():
@@ -71,7 +74,7 @@ def test_waiting_for_a_job_is_bounded():
 def test_all_who_wait_hear_of_the_end():
     job, heard = job_of(), []
     join = start_background(*[lambda: heard.append(job.wait(10))] * 4)
-    job.end(Reason.LOST)
+    job.end_with(Reason.LOST)
     join(10)
     assert heard == [JobResult(0, Reason.LOST)] * 4
 
@@ -79,42 +82,15 @@ def test_all_who_wait_hear_of_the_end():
 def test_a_watcher_is_called_once_and_finds_the_job_done():
     job, heard = job_of(), []
     job.on_end(lambda job: heard.append(job.result))
-    job.end(None)
+    job.end_with(None)
     job.on_end(lambda job: heard.append(job.result))
     assert heard == [JobResult(0)] * 2
-
-
-def test_a_watcher_that_fails_keeps_no_other_from_hearing(caplog):
-    job, heard = job_of(), []
-    job.on_end(lambda job: 1 // 0)
-    job.on_end(heard.append)
-    job.end(None)
-    assert heard == [job]
-    assert "failed" in caplog.text
-
-
-def test_watchers_that_come_while_the_job_ends_are_called_once_each():
-    for _ in range(200):
-        job, heard = job_of(), []
-        start = threading.Barrier(2)
-
-        def watch(job=job, heard=heard, start=start):
-            start.wait(10)
-            for i in range(5):
-                job.on_end(lambda _, i=i: heard.append(i))
-
-        def end(job=job, start=start):
-            start.wait(10)
-            job.end(None)
-
-        start_background(watch, end)(10)
-        assert sorted(heard) == [0, 1, 2, 3, 4]
 
 
 def test_a_save_is_captured_when_it_says_so_or_when_it_has_ended():
     said = job_of()
     assert not said.captured
-    said.begin_child(lambda job: False).set_captured()
+    said.begin_child(lambda job: False, left).set_captured()
     assert said.captured
     assert not said.done
     assert ended(JobResult(0, Reason.CANCELLED)).captured
@@ -126,18 +102,9 @@ def test_a_save_is_durable_when_nothing_is_missing(reason, durable):
     assert ended(JobResult(0, reason)).durable is durable
 
 
-def test_a_forked_child_cancels_nothing():
-    job = job_of()
-    pid = os.fork()
-    if pid == 0:
-        job.cancel()
-        os._exit(job.done)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
 def carry(job, goes_on=lambda job: True) -> None:
     """Does what a worker does with a job: takes a child job and runs it."""
-    children = [job.begin_child(goes_on)]
+    children = [job.begin_child(goes_on, left)]
     worker = Worker("carrier", lambda: children.pop() if children else None)
     assert worker.join(10)
 
@@ -166,25 +133,6 @@ def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
     assert job.result == JobResult(0)
 
 
-def test_the_last_of_several_workers_does_the_end():
-    first_inside, go_on, ends = threading.Event(), threading.Event(), []
-
-    def slow(child):
-        first_inside.set()
-        assert go_on.wait(10)
-
-    job = job_of(Shares(slow, lambda child: None, last=lambda child: ends.append(1)))
-    join = start_background(lambda: carry(job))
-    assert first_inside.wait(10)
-    carry(job)
-    assert not job.num_ready
-    assert ends == []
-    go_on.set()
-    join(10)
-    assert ends == [1]
-    assert job.done
-
-
 def test_many_workers_do_each_share_and_the_end_once():
     for _ in range(50):
         done: list = []
@@ -195,7 +143,7 @@ def test_many_workers_do_each_share_and_the_end_once():
         def worker(job=job, start=start):
             start.wait(10)
             while job.num_ready:
-                child = job.begin_child(lambda job: True)
+                child = job.begin_child(lambda job: True, left)
                 if child is not None:
                     child.run()
 
@@ -236,7 +184,7 @@ def test_a_bug_ends_the_job_at_once_as_a_fault():
 def test_no_other_worker_finishes_a_job_whose_fault_is_not_told_yet():
     """Between the exception and `fail` all shares are taken and nobody seems to be at work."""
     job = job_of(Shares(lambda child: 1 // 0))
-    child = job.begin_child(lambda job: True)
+    child = job.begin_child(lambda job: True, left)
     with pytest.raises(ZeroDivisionError):
         child.run()
     assert not job.num_ready
@@ -264,7 +212,7 @@ def test_a_block_copy_is_never_cut_short():
         with child.copying():
             job.cancel()
             inside.append(job.done)
-        child.check()
+        child.raise_if_over()
 
     job = job_of(body)
     carry(job)
@@ -274,19 +222,17 @@ def test_a_block_copy_is_never_cut_short():
 
 def test_an_end_waits_for_the_last_of_several_copies():
     job = job_of(Shares(lambda child: None, lambda child: None))
-    first, second = job.begin_child(lambda job: True), job.begin_child(lambda job: True)
-    first.begin_copy()
-    second.begin_copy()
-    job.cancel()
-    first.end_copy()
-    assert not job.done
-    second.end_copy()
+    first, second = job.begin_child(lambda job: True, left), job.begin_child(lambda job: True, left)
+    with first.copying():
+        with second.copying():
+            job.cancel()
+        assert not job.done
     assert job.done
 
 
 def test_nothing_touches_the_cache_after_the_end():
     job = job_of()
-    child = job.begin_child(lambda job: True)
+    child = job.begin_child(lambda job: True, left)
     job.cancel()
     with pytest.raises(JobError), child.copying():
         pytest.fail("a copy began")
@@ -297,7 +243,7 @@ def test_nothing_touches_the_cache_after_the_end():
 def test_an_end_and_a_copy_that_begin_at_once_never_overlap():
     for _ in range(300):
         job = job_of(Shares(lambda child: None))
-        child, start, seen = job.begin_child(lambda job: True), threading.Barrier(2), []
+        child, start, seen = job.begin_child(lambda job: True, left), threading.Barrier(2), []
 
         def copy(job=job, child=child, start=start, seen=seen):
             start.wait(10)
@@ -323,7 +269,7 @@ def test_a_copy_under_way_is_waited_for_before_the_child_job_leaves():
     def share(name):
         def body(child):
             order.append(f"fill {name}")
-            child.follow(lambda: order.append(f"copied {name}"))
+            child.finish_copy(lambda: order.append(f"copied {name}"))
 
         return body
 
@@ -335,7 +281,7 @@ def test_a_copy_under_way_is_waited_for_before_the_child_job_leaves():
 def test_a_copy_under_way_is_waited_for_when_the_next_share_fails():
     order: list = []
     job = job_of(
-        Shares(lambda child: child.follow(lambda: order.append("copied")), lambda c: 1 // 0)
+        Shares(lambda child: child.finish_copy(lambda: order.append("copied")), lambda c: 1 // 0)
     )
     carry(job)
     assert order == ["copied"]
@@ -378,17 +324,9 @@ def test_an_error_in_a_result_holds_no_frames():
     assert gone[0]() is None
 
 
-def test_the_end_of_a_job_counts_the_progress_of_then():
-    work = Shares(lambda child: setattr(work, "tokens", 64) or job.cancel())
-    job = job_of(work)
-    carry(job)
-    assert job.result.num_tokens == 64
-    assert job.result.reason is Reason.CANCELLED
-
-
 def test_the_last_word_is_that_of_the_end():
     class Mended(Shares):
-        def finish(self, child, shortfall):
+        def conclude(self, child, shortfall):
             assert shortfall.reason is Reason.LOST
 
     job = job_of(Mended(lambda child: Reason.LOST))
@@ -403,12 +341,12 @@ def job():
 
 @pytest.fixture
 def child(job):
-    return job.begin_child(lambda job: False)
+    return job.begin_child(lambda job: False, left)
 
 
 def test_an_answer_that_comes_after_the_end_is_not_used(job, child):
     with pytest.raises(JobError), child.in_store_call():
-        job.end(Reason.CANCELLED)
+        job.end_with(Reason.CANCELLED)
 
 
 @pytest.mark.parametrize(
@@ -417,17 +355,17 @@ def test_an_answer_that_comes_after_the_end_is_not_used(job, child):
 )
 def test_a_call_hangs_when_its_job_has_ended_because_the_time_is_up(seconds, ends, hangs):
     job = job_of(seconds=seconds)
-    child = job.begin_child(lambda job: False)
+    child = job.begin_child(lambda job: False, left)
     with contextlib.suppress(JobError), child.in_store_call():
         if ends:
-            job.end(Reason.DEADLINE)
+            job.end_with(Reason.DEADLINE)
         assert child.is_hung is hangs
     assert not child.is_hung
 
 
 def test_a_copy_that_fails_lets_the_job_end(job, child):
     with contextlib.suppress(OSError), child.copying():
-        job.end(Reason.CANCELLED)
+        job.end_with(Reason.CANCELLED)
         raise OSError
     assert job.done
 
@@ -436,8 +374,8 @@ def test_a_copy_that_fails_is_not_waited_for_twice(child):
     def fails() -> None:
         raise OSError
 
-    child.follow(fails)
+    child.finish_copy(fails)
     with pytest.raises(OSError):
-        child.follow(lambda: None)
+        child.finish_copy(lambda: None)
     child.finish_copy()
     assert not child.has_copy_under_way

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pdstore.device_pin import CPU, DevicePin
-from pdstore.errors import DeviceError, QueueFull, StoreUnavailable
+from pdstore.errors import DeviceError, QueueFull
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.outcome import Direction, Reason
 from pdstore.testing.threads import start_background
 from pdstore.worker.job import Urgency
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
@@ -39,28 +39,6 @@ def gate():
     gate = Gate()
     yield gate
     gate.open()
-
-
-def test_a_job_ends_with_what_its_body_did(make):
-    work = Shares()
-    work.tokens = 7
-    assert make().submit(job_of(work)).wait(5) == JobResult(7)
-
-
-def test_a_reason_is_no_error(make):
-    result = make().submit(job_of(lambda child: Reason.CORRUPT)).wait(5)
-    assert (result.reason, result.error) == (Reason.CORRUPT, None)
-
-
-def test_an_exception_is_a_reason_and_kept(make):
-    def body(child):
-        work.tokens = 64
-        raise StoreUnavailable("gone")
-
-    work = Shares(last=body)
-    result = make().submit(job_of(work)).wait(5)
-    assert (result.num_tokens, result.reason) == (64, Reason.STORE_DOWN)
-    assert isinstance(result.error, StoreUnavailable)
 
 
 def test_a_bug_in_a_body_is_a_fault_and_the_worker_goes_on(make):
@@ -166,17 +144,6 @@ def test_a_small_job_passes_a_large_one_whose_time_is_up_later(make):
     assert order == [1] + [3] * 3 + [4] * 4
 
 
-def test_jobs_of_one_size_begin_in_the_order_in_which_they_came(make):
-    queue, gate, order = make(workers=2), Gate(), []
-    busy = queue.submit(held(gate, LOAD))
-    eventually(lambda: gate.num_inside)
-    jobs = [queue.submit(noting(order, n, LOAD, num_shares=2)) for n in range(3)]
-    gate.open()
-    for job in (busy, *jobs):
-        assert job.wait(10).reason is None
-    assert order == [0, 0, 1, 1, 2, 2]
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 def test_the_shares_of_one_job_run_on_all_workers_of_its_direction(make, direction):
     queue, gate = make(workers=6), Gate()
@@ -185,21 +152,6 @@ def test_the_shares_of_one_job_run_on_all_workers_of_its_direction(make, directi
     gate.open()
     assert job.wait(10).reason is None
     assert gate.num_inside == 12
-
-
-def test_two_directions_share_the_workers(make):
-    queue, load_gate, save_gate = make(workers=6), Gate(), Gate()
-    first = queue.submit(job_of(Shares(*[load_gate.pass_through] * 5), LOAD))
-    eventually(lambda: load_gate.num_inside == 5)
-    second = queue.submit(job_of(Shares(*[save_gate.pass_through] * 12), SAVE))
-    third = queue.submit(job_of(Shares(*[save_gate.pass_through] * 12), LOAD))
-    eventually(lambda: save_gate.num_inside == 1)
-    load_gate.open()
-    eventually(lambda: save_gate.num_inside == 6)
-    assert (second.done, third.done) == (False, False)
-    save_gate.open()
-    for job in (first, second, third):
-        assert job.wait(10).reason is None
 
 
 @pytest.mark.parametrize("busy", list(Direction))
@@ -263,14 +215,6 @@ def test_the_clock_of_a_job_that_waits_for_others_starts_when_it_may_run(make, g
     assert last.wait(5).reason is None
 
 
-def test_close_lets_running_jobs_end(make, gate):
-    queue = make()
-    job = queue.submit(held(gate))
-    threading.Timer(0.05, gate.open).start()
-    queue.close(10)
-    assert job.result == JobResult(0)
-
-
 def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
     queue, ends = make(workers=2), []
     jobs = [queue.submit(held(gate, d)) for d in Direction for _ in range(3)]
@@ -283,14 +227,6 @@ def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
     assert sorted(map(id, ends)) == sorted(map(id, jobs))
     assert queue.submit(job_of()).result.reason is Reason.CLOSED
     queue.close(0.05)
-
-
-def test_no_thread_is_left_after_close(make):
-    before = set(threading.enumerate())
-    queue = make()
-    queue.submit(job_of()).wait(5)
-    queue.close(1.0)
-    assert set(threading.enumerate()) <= before
 
 
 def test_cancelled_jobs_in_a_store_call_do_not_count_as_hung(make, gate):

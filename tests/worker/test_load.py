@@ -17,10 +17,9 @@ from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.block_range import RANGE_BYTES, BlockRange
 from pdstore.worker.load import LoadWork
 from pdstore.worker.swap.torch import TorchSwap
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import RANGE_BYTES, BlockRange, PromptBlocks
 from tests.support.interrupt import acts_at_line
 from tests.support.jobs import carried, job_of
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
@@ -45,18 +44,6 @@ def d(store):
 def save(p, num_tokens):
     p.pool.save(p.cache.keys(range(num_tokens)), P_BLOCKS).wait(10)
     return p.cache.keys(range(num_tokens))
-
-
-@pytest.mark.parametrize("first_token", [0, 48, 64, 144])
-@pytest.mark.parametrize("num_tokens", [150, 192, 320])
-def test_a_load_in_ranges_brings_what_one_job_brings(p, d, num_tokens, first_token):
-    keys = save(p, num_tokens)
-    job = d.pool.load(keys, D_BLOCKS, first_token=first_token)
-    assert job.wait(10).num_tokens == num_tokens
-    got, want = d.tokens(D_BLOCKS), p.tokens(P_BLOCKS)
-    assert torch.equal(got[first_token:num_tokens], want[first_token:num_tokens])
-    assert (got[:first_token] == POISON).all()
-    assert (got[num_tokens:] == POISON).all()
 
 
 def test_the_tokens_before_the_first_gap_count_and_the_load_counts_once(p, d, store):
@@ -110,107 +97,46 @@ def test_all_that_is_wrong_is_removed_in_one_load_and_healed_by_one_save(real_st
 
 
 class Gate(WrapperStore):
-    """Holds each `get` of blocks, or each `put`, until it is opened."""
-
-    held_verb = "get"
+    """Holds each `get` of blocks until it is opened."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.opened, self.num_waiting = threading.Event(), 0
+        self.opened, self.num_gets = threading.Event(), 0
 
     def get(self, keys, slots):
-        self._wait("get", keys)
+        if kind_of(keys[0]) is not Kind.POOL:
+            self.num_gets += 1
+            self.opened.wait(30)
         return super().get(keys, slots)
 
-    def put(self, keys, slots):
-        self._wait("put", keys)
-        return super().put(keys, slots)
 
-    def _wait(self, verb, keys):
-        if verb == self.held_verb and kind_of(keys[0]) is not Kind.POOL:
-            self.num_waiting += 1
-            self.opened.wait(30)
-
-
-def test_ranges_run_side_by_side_and_the_load_ends_with_the_last_of_them(p, store):
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_ranges_run_side_by_side_and_a_cancelled_load_writes_nothing_after_its_end(
+    p, store, is_cancelled
+):
     keys, gate = save(p, 320), Gate(store)
     d = Instance(gate, fill=POISON, range_bytes=1, workers=4)
     job = d.pool.load(keys, D_BLOCKS)
-    eventually(lambda: gate.num_waiting == 3)
+    eventually(lambda: gate.num_gets == 3)
     assert not job.done
+    if is_cancelled:
+        job.cancel()
+        assert job.wait(10).reason is Reason.CANCELLED
     gate.opened.set()
-    assert job.wait(10).num_tokens == 320
-    eventually(lambda: d.pool.num_jobs == 0)
+    assert job.wait(10).num_tokens == (0 if is_cancelled else 320)
     d.close()
-
-
-def test_a_cancelled_load_writes_nothing_after_its_end(p, store):
-    keys, gate = save(p, 320), Gate(store)
-    d = Instance(gate, fill=POISON, range_bytes=1, workers=4)
-    job = d.pool.load(keys, D_BLOCKS)
-    eventually(lambda: gate.num_waiting == 3)
-    job.cancel()
-    assert job.wait(10).reason is Reason.CANCELLED
-    gate.opened.set()
-    d.close()
-    assert all((cache == POISON).all() for cache in d.caches)
-
-
-def test_one_worker_does_for_a_load(p, store):
-    """The others are in a store that hangs, for saves."""
-    keys, gate = save(p, 320), Gate(store)
-    gate.held_verb = "put"
-    d = Instance(gate, fill=POISON, workers=4, range_bytes=1)
-    saves = [d.pool.save(d.cache.keys([9, n]), D_BLOCKS) for n in range(3)]
-    eventually(lambda: gate.num_waiting == 3)
-    assert d.pool.load(keys, D_BLOCKS).wait(10).num_tokens == 320
-    gate.opened.set()
-    for job in saves:
-        assert job.wait(10).reason is None
-    d.close()
-    assert torch.equal(d.tokens(D_BLOCKS), p.tokens(P_BLOCKS))
-
-
-def test_a_range_that_takes_long_holds_up_no_other(p, store):
-    keys = save(p, 320)
-    first = keys.store_keys(keys.namespace.parts)[0]
-    gate = FirstHeld(store, first)
-    d = Instance(gate, fill=POISON, range_bytes=1, workers=3)
-    job = d.pool.load(keys, D_BLOCKS)
-    eventually(lambda: gate.num_got == 4)
-    assert not job.done
-    gate.opened.set()
-    assert job.wait(10).num_tokens == 320
-    d.close()
+    assert not is_cancelled or all((cache == POISON).all() for cache in d.caches)
 
 
 def test_behind_a_gap_no_range_is_begun(p, store):
-    keys = save(p, 320)
-    names = keys.store_keys(keys.namespace.parts)
-    store.remove(names[:1])
-    gate = FirstHeld(store, names[4])
+    keys, gate = save(p, 320), Gate(store)
+    store.remove(keys.store_keys(keys.namespace.parts)[:1])
     gate.opened.set()
     d = Instance(gate, fill=POISON, range_bytes=1, workers=2)  # one of them is for saves alone
     result = d.pool.load(keys, D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.LOST)
-    assert gate.num_got == 1
+    assert gate.num_gets == 1
     d.close()
-
-
-class FirstHeld(WrapperStore):
-    """Holds the `get` that begins with one key; counts the others."""
-
-    def __init__(self, inner, key):
-        super().__init__(inner)
-        self.opened, self.num_got, self._key = threading.Event(), 0, key
-
-    def get(self, keys, slots):
-        if kind_of(keys[0]) is Kind.POOL:
-            return super().get(keys, slots)
-        if keys[0] == self._key:
-            self.opened.wait(30)
-        self.num_got += 1
-        return super().get(keys, slots)
 
 
 @pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
@@ -261,17 +187,20 @@ def test_nothing_counts_behind_a_copy_that_failed(store):
 
 
 class Copies:
-    """A mover that has every value, and notes the blocks that it was asked for."""
+    """A mover, its way and its ends; it notes the blocks that are asked for."""
 
     def __init__(self):
+        self.way = self.ends = self.swap = self
         self.blocks: set[int] = set()
 
     def to_follow(self, ready):
         return ready
 
-    def load(self, child, values, first_token, ready, loaded):
+    def load_window(self, child, move, loaded):
+        values = move.values
         self.blocks |= set(values.numbers)
         loaded(values, None)
+        return None, []
 
 
 def loads_with(p, begin, act):

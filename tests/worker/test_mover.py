@@ -11,8 +11,7 @@ from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get
-from pdstore.worker.block_range import BlockRange
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import BlockRange, PromptBlocks
 from tests.support.kv import POISON
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 

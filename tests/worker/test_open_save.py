@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from pdstore import LayerSpec
 from pdstore.format.keys import Kind, kind_of
 from pdstore.outcome import Reason
 from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import POISON, eventually
-from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load
+from tests.support.pool_kit import P_BLOCKS, assert_loaded, load
 
 LAYERS = (LayerSpec(2, 8),) * 6
 
@@ -102,30 +101,19 @@ def test_a_range_waits_for_its_own_event(p, d):
     assert_loaded(p, d, 200)
 
 
-def test_ranges_behind_events_begin_when_the_last_layer_is_queued(p, d, store):
+@pytest.mark.parametrize(("queued", "goes_on"), [((2, 4), False), ((2, 4, 6), True)])
+def test_ranges_behind_events_begin_when_the_thread_has_no_more_to_queue(
+    p, d, store, queued, goes_on
+):
     """Workers that begin sooner would hold up the thread that queues the other layers."""
     keys = p.cache.keys(range(200))
     save = p.pool.begin_save(keys, P_BLOCKS)
-    save.layers_done(2, Fired())
-    save.layers_done(4, Fired())
+    for num_layers in queued:
+        save.layers_done(num_layers, Fired(), goes_on=goes_on)
     other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
     assert other.wait(10).reason is None
     assert num_stored(p, store, keys, 0) == 0
     save.layers_done(6, Fired())
-    assert save.job.wait(10).num_tokens == 200
-    assert load(d, range(200)).num_tokens == 200
-    assert_loaded(p, d, 200)
-
-
-def test_ranges_behind_events_do_not_begin_while_the_thread_goes_on(p, d, store):
-    keys = p.cache.keys(range(200))
-    save = p.pool.begin_save(keys, P_BLOCKS)
-    for num_layers in (2, 4, 6):
-        save.layers_done(num_layers, Fired(), goes_on=True)
-    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
-    assert other.wait(10).reason is None
-    assert num_stored(p, store, keys, 0) == 0
-    save.layers_done(6)
     assert save.job.wait(10).num_tokens == 200
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
@@ -139,16 +127,6 @@ def test_layers_may_be_done_in_any_steps(p, d, calls):
     assert save.job.wait(10).num_tokens == 150
     assert load(d, range(150)).num_tokens == 150
     assert_loaded(p, d, 150)
-
-
-def test_captured_means_that_all_layers_are_copied(p):
-    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS)
-    save.layers_done(4)
-    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
-    assert other.wait(10).reason is None
-    assert not save.job.captured
-    save.layers_done(6)
-    eventually(lambda: save.job.captured)
 
 
 def test_a_handoff_is_marked_done_only_after_the_last_layer(p, d, store):
@@ -184,21 +162,6 @@ def test_a_handoff_that_falls_short_reads_no_layer_before_it_is_done(instance, s
     assert (result.num_tokens, result.reason) == (0, Reason.STORE_ERROR)
     assert [num_stored(p, store, keys, n) for n in (1, 2)] == [0, 0]
     assert not p.store.match([handoff.done(p.namespace, 0)])
-
-
-def test_chunks_may_follow_each_other_layer_by_layer(p, d):
-    keys, jobs, saved = p.cache.keys(range(200)), [], 0
-    for end in (100, 200):
-        part = keys.prefix(end)
-        save = p.pool.begin_save(part, P_BLOCKS, first_token=saved, after=jobs)
-        for layer in range(6):
-            save.layers_done(layer + 1)
-        jobs.append(save.job)
-        saved = part.num_tokens
-    for job in jobs:
-        assert job.wait(10).reason is None
-    assert load(d, range(200)).num_tokens == 200
-    assert torch.equal(d.tokens(D_BLOCKS, 5)[:200], p.tokens(P_BLOCKS, 5)[:200])
 
 
 def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):

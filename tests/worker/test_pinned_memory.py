@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstore.errors import ConfigError, SwapError
-from pdstore.format.block import HEADER_BYTES
-from pdstore.native.library import address_of
 from pdstore.worker import staging as staging_module
-from pdstore.worker.staging import PinnedMemory, Staging, spans_of
+from pdstore.worker.staging import PinnedMemory, spans_of
 
 PAGE = 4096
 
@@ -136,19 +134,6 @@ def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
     assert lines[0] == "staging is pinned to 0 % of 0.0 GiB"
 
 
-def test_a_ring_says_how_far_it_is_pinned_and_why_it_cannot_be():
-    gate = threading.Event()
-    registrar = FakeRegistrar(fail_at=2, gate=gate)
-    allocate = lambda n: memoryview(mmap.mmap(-1, n))  # noqa: E731
-    staging = Staging(allocate, 100, 20 * PAGE, registrar, span_bytes=6 * PAGE)
-    assert staging.memory.progress == 0
-    gate.set()
-    with pytest.raises(SwapError, match="cudaHostRegister"):
-        staging.memory.ready(30)
-    assert staging.memory.progress == 0
-    assert Staging(allocate, 100, 20 * PAGE).memory.progress == 1
-
-
 def test_closing_in_the_middle_unregisters_what_was_registered():
     gate = threading.Event()
     registrar = FakeRegistrar(gate=gate)
@@ -159,15 +144,3 @@ def test_closing_in_the_middle_unregisters_what_was_registered():
     closer.join(30)
     assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
     assert not pinned.progress
-
-
-def test_a_ring_is_pinned_from_its_first_slot_to_its_last():
-    registrar = FakeRegistrar()
-    payload = PAGE - HEADER_BYTES
-    staging = Staging(
-        lambda n: memoryview(mmap.mmap(-1, n)), payload, 20 * PAGE, registrar, span_bytes=6 * PAGE
-    )
-    staging.memory.ready(30)
-    start = address_of(staging.view)
-    assert sorted(registrar.verbs("register")) == [start + 6 * i * PAGE for i in range(4)]
-    staging.memory.close()

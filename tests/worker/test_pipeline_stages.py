@@ -80,16 +80,6 @@ def test_d_waits_until_the_last_stage_has_stored(stages):
     assert waiting.wait(10).num_tokens == NUM_TOKENS
 
 
-def test_a_stage_that_fails_ends_the_hand_off(stages):
-    first, last = stages((3, 3))
-    [d] = stages((6,), handoff_wait_s=60.0)
-    handoff, params = first.cache.announce(first.cache.keys(range(NUM_TOKENS)))
-    assert publish(first, handoff).reason is None
-    last.pool.abort_handoff(handoff)
-    found = lookup(d, params).wait(30)
-    assert (found.num_tokens, found.reason) == (0, Reason.HANDOFF_FAILED)
-
-
 def test_without_a_stages_last_values_d_has_the_blocks_that_are_whole(stages):
     """The stage has died: what it stored before counts, and the rest is a miss with a reason."""
     p = first, last = stages((3, 3))

@@ -13,14 +13,11 @@ import pytest
 from pdstore import KVPool, Layout
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.outcome import Reason
-from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
 from tests.support.kv import (
-    BLOCK_BYTES,
     LAYERS,
     POISON,
-    Instance,
     caches_of,
     eventually,
     settings_of,
@@ -91,24 +88,6 @@ def test_nothing_grows_with_requests(instance):
     with contextlib.suppress(AssertionError):  # a heartbeat forgets what has ended at its next turn
         eventually(lambda: not grown())
     assert not grown()
-
-
-def test_errors_of_the_store_end_the_job_with_what_is_there(store, instance):
-    class Breaks(WrapperStore):
-        gets = 0
-
-        def get(self, keys, slots):
-            self.gets += ":0:0:" in keys[0]
-            if self.gets > 1:
-                raise StoreUnavailable("gone")
-            return super().get(keys, slots)
-
-    p = instance()
-    save(p, range(64 * 5))
-    d = instance(fill=POISON, over=Breaks(store), range_bytes=16 * BLOCK_BYTES, workers=2)
-    result = load(d, range(64 * 5))
-    assert (result.num_tokens, result.reason) == (128, Reason.STORE_DOWN)
-    assert_loaded(p, d, 128)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -192,38 +171,3 @@ def test_whatever_a_store_raises_ends_its_job_alone(store, instance, kind):
     odd.is_odd = False
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
-
-
-def test_a_result_keeps_no_slot_memory_alive(store, instance):
-    """An error's traceback holds the frames, and those the slots, of whoever raised it."""
-
-    class Breaks(WrapperStore):
-        def get(self, keys, slots):
-            try:
-                raise OSError("inner")
-            except OSError as error:
-                raise StoreUnavailable("gone") from error
-
-    d = instance(over=Breaks(store))
-    error = d.pool.load(d.cache.keys(range(64)), D_BLOCKS).wait(10).error
-    assert isinstance(error, StoreUnavailable)
-    assert error.__traceback__ is None
-    assert error.__cause__.__traceback__ is None
-
-
-def test_a_flipped_bit_in_a_file_is_a_miss(tmp_path):
-    store = open_store(f"file://{tmp_path}/pool", settings_of())
-    p, d = Instance(store, native="require"), Instance(store, fill=POISON, native="require")
-    prompt, blocks = range(300), list(range(1, 20))
-    p.pool.save(p.cache.keys(prompt), blocks).wait(10)
-    third = p.cache.keys(prompt).store_keys(p.namespace.parts)[2]
-    (path,) = (tmp_path / "pool").rglob(third)
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
-    result = d.pool.load(d.cache.keys(prompt), blocks).wait(10)
-    assert (result.num_tokens, result.reason) == (2 * p.layout.block_tokens, Reason.CORRUPT)
-    assert not path.exists(), "what did not verify is removed"
-    p.close()
-    d.close()
-    store.close()

@@ -116,14 +116,6 @@ def test_a_flush_waits_for_a_save_whose_layers_are_not_released():
     p.close()
 
 
-def test_a_flush_of_an_instance_that_does_not_write_says_so():
-    p = Instance(MemoryStore(), publish=False)
-    save(p, range(100))
-    with pytest.raises(SaveFailed, match="read_only"):
-        p.pool.flush(30)
-    p.close()
-
-
 def test_of_two_flushes_at_once_one_is_told_of_a_failure():
     p = Instance(MemoryStore(), publish=False)
     for _ in range(50):

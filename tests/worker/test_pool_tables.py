@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys, Reason
+from pdstore import KVPool, LayerSpec, Layout, PromptKeys, Reason
 from pdstore.errors import LayoutError
 from pdstore.format.layout import NO_BLOCK
 from tests.support.kv import POISON, caches_of, settings_of
@@ -18,45 +18,12 @@ SLIDING = LayerSpec(2, 8, kind="sliding", window=WINDOW, table=1)
 FULL_IDS, SLIDING_IDS = list(range(20, 40)), list(range(40, 60))
 
 
-class Half:
-    """Both halves over one store, for a layout of any kind."""
-
-    def __init__(self, store, layers, fill=None, page=None):
-        self.settings = settings_of(block_tokens=BLOCK)
-        self.layout = Layout.of(
-            self.settings,
-            dtype="float32",
-            layers=layers,
-            engine_block_tokens=BLOCK,
-            rope="",
-            page=page,
-        )
-        namespace = self.layout.namespace(self.settings, weights="w")
-        self.caches = caches_of(self.layout, fill=fill)
-        if page is not None:  # head before token, as pages of one head must be
-            self.caches = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in self.caches]
-        self.cache = PrefixCacheManager(self.settings, namespace, store=store)
-        self.pool = KVPool(self.settings, self.layout, self.caches, namespace, store=store)
-
-    def tokens(self, ids, layer, start, stop):
-        return self.caches[layer][ids].flatten(0, 1)[start:stop]
-
-    def close(self):
-        self.pool.close()
-        self.cache.close()
-
-
 @pytest.fixture
-def half(store):
-    made = []
+def half(instance):
+    def make(layers, fill=None, **more):
+        return instance(fill, layers=layers, block_tokens=BLOCK, **more)
 
-    def make(*args, **kwargs):
-        made.append(Half(store, *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def behind(ids: list[int], num_tokens: int) -> list[int]:
@@ -77,7 +44,7 @@ def test_d_needs_of_a_sliding_layer_only_the_window_that_p_still_holds(half, num
     assert d.pool.load(found.keys, tables).wait(10).num_tokens == num_tokens
     start = max(0, num_tokens - WINDOW)
     for layer, ids, first in ((0, FULL_IDS, 0), (1, SLIDING_IDS, start)):
-        got, want = (each.tokens(ids, layer, first, num_tokens) for each in (d, p))
+        got, want = (each.tokens(ids, layer)[first:num_tokens] for each in (d, p))
         assert torch.equal(got, want)
     held = [id for id in tables[1] if id != NO_BLOCK]
     rest = [i for i in range(d.caches[1].shape[0]) if i not in held]
@@ -108,15 +75,6 @@ def test_a_gap_in_the_window_ends_the_prompt_before_it(half, store):
     assert p.cache.match(keys).num_tokens == 2 * BLOCK, "the window before block 2 is whole"
 
 
-def test_a_prompt_whose_window_is_gone_is_no_hit(half, store):
-    p = half([FULL, SLIDING])
-    keys = p.cache.keys(range(320))
-    p.pool.save(keys, [FULL_IDS, SLIDING_IDS]).wait(10)
-    store.remove(keys.store_keys([part for part in p.layout.parts if part.group == 1]))
-    found = p.cache.match(keys)
-    assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
-
-
 def test_layers_that_all_slide_match_by_their_windows(half):
     p = half([SLIDING, SLIDING])
     keys = p.cache.keys(range(160))
@@ -136,29 +94,29 @@ def short_load(half, store, lost, tables, first_token=0):
     assert result.reason is Reason.LOST
     for layer, ids in ((0, FULL_IDS), (1, SLIDING_IDS)):
         seen = max(first_token, result.num_tokens - WINDOW) if layer else first_token
-        got, want = (each.tokens(ids, layer, seen, result.num_tokens) for each in (d, p))
+        got, want = (each.tokens(ids, layer)[seen : result.num_tokens] for each in (d, p))
         assert torch.equal(got, want), "all that the next token sees is there"
     return result.num_tokens
 
 
-@pytest.mark.parametrize("lost", [0, 5, 9])
-def test_a_load_that_falls_short_where_the_window_has_moved_on_counts_nothing(half, store, lost):
-    """Behind a smaller end the window's blocks were not lent, so no engine can go on there."""
-    assert short_load(half, store, lost, [FULL_IDS, behind(SLIDING_IDS, 160)]) == 0
+ALL = [FULL_IDS, SLIDING_IDS]
+MOVED_ON = [FULL_IDS, behind(SLIDING_IDS, 160)]
+FROM_64 = [FULL_IDS, [NO_BLOCK] * 4 + SLIDING_IDS[4:]]
 
 
-@pytest.mark.parametrize(("lost", "end"), [(0, 0), (2, 32), (9, 144)])
-def test_a_load_that_falls_short_counts_all_where_every_block_was_lent(half, store, lost, end):
-    assert short_load(half, store, lost, [FULL_IDS, SLIDING_IDS]) == end
-
-
-@pytest.mark.parametrize(("lost", "end"), [(8, 128), (7, 112), (6, 64), (5, 64)])
+@pytest.mark.parametrize(
+    ("tables", "first_token", "lost", "end"),
+    [
+        *[(MOVED_ON, 0, lost, 0) for lost in (0, 5, 9)],  # a smaller end's window was not lent
+        *[(ALL, 0, lost, 16 * lost) for lost in (0, 2, 9)],
+        *[(FROM_64, 64, *end) for end in ((8, 128), (7, 112), (6, 64), (5, 64))],
+    ],
+)
 def test_a_load_that_falls_short_counts_up_to_the_last_end_whose_window_was_lent(
-    half, store, lost, end
+    half, store, tables, first_token, lost, end
 ):
-    """Blocks 4 and later were lent, the first 64 tokens were there: the window of 112 is whole."""
-    tables = [FULL_IDS, [NO_BLOCK] * 4 + SLIDING_IDS[4:]]
-    assert short_load(half, store, lost, tables, first_token=64) == end
+    """No engine can go on from an end before which a window lacks a block."""
+    assert short_load(half, store, lost, tables, first_token) == end
 
 
 def test_a_full_layer_has_a_block_for_every_token(half):

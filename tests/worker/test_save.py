@@ -11,19 +11,18 @@ from itertools import count
 import pytest
 import torch
 
-from pdstore import JobResult, KVPool, LayerSpec, Layout, PrefixCacheManager, PromptKeys
+from pdstore import JobResult, LayerSpec, PromptKeys
 from pdstore.errors import LayoutError, StoreFull
 from pdstore.format.block import HEADER_BYTES
 from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put
-from pdstore.worker.block_range import BlockRange, Split
 from pdstore.worker.save import SaveWork
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import BlockRange, PromptBlocks, Split
 from tests.support.interrupt import acts_at_line
 from tests.support.jobs import SAVE, carried, job_of
-from tests.support.kv import BLOCK_BYTES, POISON, caches_of, eventually, settings_of
+from tests.support.kv import BLOCK_BYTES, POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 
@@ -114,17 +113,6 @@ def test_a_handoffs_blocks_are_not_captured_before_it_is_over(store, instance):
     assert_loaded(p, d, 200)
 
 
-def test_what_a_save_says_is_durable_is_there(store, instance):
-    class Liar(WrapperStore):
-        def put(self, keys, slots):
-            return len(keys)
-
-    p = instance(over=Liar(store))
-    job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
-    assert job.wait(10) == JobResult(0, Reason.LOST)
-    assert not job.durable
-
-
 def test_done_is_said_only_of_a_whole_chain(store, instance):
     class Sieve(WrapperStore):
         """Accepts everything and keeps only the first block and markers."""
@@ -196,40 +184,22 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     assert job.wait(10).reason is not None
     found = lookup.wait(5)
     assert found.reason in (Reason.HANDOFF_FAILED, None)
-    gate.end(None)
+    gate.end_with(None)
 
 
 def test_two_ranks_mark_their_own_shards_only(instance, store):
     """An MLA group is every rank's; the hand-off is over when the slower rank has said so."""
-    mla = LayerSpec(1, 24, value_dim=0, kind="mla")
-    settings = settings_of(kv_shards=2)
-    ranks = [
-        Layout.of(
-            settings,
-            dtype="float32",
-            layers=(mla, LayerSpec(2, 8)),
-            engine_block_tokens=16,
-            rope="",
-            tp_rank=rank,
-            tp_size=2,
-        )
-        for rank in range(2)
-    ]
-    namespace = ranks[0].namespace(settings, weights="w")
-    pools = [KVPool(settings, r, caches_of(r), namespace, store=store) for r in ranks]
-    d = PrefixCacheManager(settings, namespace, store=store)
-    keys = d.keys(range(100))
-    attempt, params = d.announce(keys)
-    lookup = d.lookup(keys, params)
-    assert pools[1].save(keys, P_BLOCKS, handoff=attempt).wait(10).reason is None
+    layers = (LayerSpec(1, 24, value_dim=0, kind="mla"), LayerSpec(2, 8))
+    first, second = (instance(layers=layers, kv_shards=2, rank=(n, 2)) for n in range(2))
+    keys, namespace = first.cache.keys(range(100)), first.namespace
+    attempt, params = first.cache.announce(keys)
+    lookup = first.cache.lookup(keys, params)
+    assert second.pool.save(keys, P_BLOCKS, handoff=attempt).wait(10).reason is None
     assert store.match([attempt.done(namespace, 1)]) == 1
     assert store.match([attempt.done(namespace, 0)]) == 0
     assert lookup.poll() is None
-    pools[0].save(keys, P_BLOCKS, handoff=attempt)
+    first.pool.save(keys, P_BLOCKS, handoff=attempt)
     assert lookup.wait(5).num_tokens == 100
-    d.close()
-    for pool in pools:
-        pool.close()
 
 
 def test_chunks_saved_one_after_the_other_are_the_whole(p, d):
@@ -260,27 +230,6 @@ def test_a_save_keeps_what_the_cache_was_when_it_was_captured(p, d):
         assert torch.equal(kept[:200], had[:200])
 
 
-def test_a_save_waits_for_its_ready_event(p, d):
-    class Event:
-        ready = threading.Event()
-
-        def synchronize(self):
-            self.ready.wait(30)
-
-    event = Event()
-    source = [c.clone() for c in p.caches]
-    for cache in p.caches:
-        cache.fill_(0)
-    job = p.pool.save(p.cache.keys(range(100)), P_BLOCKS, ready=event)
-    assert not job.captured
-    for cache, values in zip(p.caches, source, strict=True):
-        cache.copy_(values)
-    event.ready.set()
-    job.wait(10)
-    load(d, range(100))
-    assert_loaded(p, d, 100)
-
-
 def test_a_save_that_finds_the_store_full_says_how_much_is_durable(store, instance):
     class Full(WrapperStore):
         """Has room for two blocks."""
@@ -293,51 +242,6 @@ def test_a_save_that_finds_the_store_full_says_how_much_is_durable(store, instan
     result = save(p, range(200))
     assert (result.num_tokens, result.reason) == (128, Reason.STORE_FULL)
     assert isinstance(result.error, StoreFull)
-
-
-def test_a_save_runs_on_all_workers_that_may_save(store, instance):
-    class Counting(WrapperStore):
-        """Holds puts until as many are on their way as can be."""
-
-        num_puts, enough = 0, threading.Event()
-
-        def put(self, keys, slots):
-            self.num_puts += 1
-            if self.num_puts == 4:
-                self.enough.set()
-            assert self.enough.wait(10)
-            return super().put(keys, slots)
-
-    p = instance(over=Counting(store), workers=5, range_bytes=1)
-    assert save(p, range(320)).num_tokens == 320
-
-
-@pytest.mark.parametrize("num_tokens", [1, 64, 150, 320])
-@pytest.mark.parametrize("handoff", [False, True])
-def test_a_save_in_ranges_stores_what_one_range_stores(store, instance, num_tokens, handoff):
-    p, d = instance(workers=5, range_bytes=1), instance(fill=POISON)
-    attempt = p.cache.announce(p.cache.keys(range(num_tokens)))[0] if handoff else None
-    assert save(p, range(num_tokens), handoff=attempt) == JobResult(num_tokens)
-    assert load(d, range(num_tokens)).num_tokens == num_tokens
-    assert_loaded(p, d, num_tokens)
-
-
-def test_a_save_in_ranges_is_captured_when_all_ranges_are_copied(store, instance):
-    class Holding(WrapperStore):
-        opened = threading.Event()
-
-        def put(self, keys, slots):
-            assert self.opened.wait(10)
-            return super().put(keys, slots)
-
-    holding = Holding(store)
-    p = instance(over=holding, workers=2, range_bytes=1)  # one of them is for loads
-    job = p.pool.save(p.cache.keys(range(128)), P_BLOCKS)
-    other = p.pool.load(p.cache.keys(range(10)), D_BLOCKS)
-    assert other.wait(10).reason is Reason.LOST
-    assert not job.captured
-    holding.opened.set()
-    assert job.wait(10).num_tokens == 128
 
 
 def test_block_ids_before_a_handoffs_first_token_are_checked_before_they_are_read(store, instance):
@@ -376,11 +280,12 @@ def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
 
 
 class Keeps:
-    """A mover that stores every value."""
+    """A mover, its way and its ends, that stores every value."""
 
     split = Split(1)
 
     def __init__(self):
+        self.way = self.ends = self.swap = self
         self.stored: set[str] = set()
 
     def to_follow(self, ready):
@@ -389,9 +294,9 @@ class Keeps:
     def num_matched(self, child, keys):
         return next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
 
-    def save(self, child, sources, gathered):
-        for source in sources:
-            self.stored |= set(source.values.keys)
+    def save(self, child, moves, gathered):
+        for move in moves:
+            self.stored |= set(move.values.keys)
             gathered()
 
 

@@ -62,18 +62,6 @@ def test_all_values_are_read_and_verified_in_single_calls(pair, store, num_token
     assert set(store.calls) == {"put_sealed", "get_right"}
 
 
-@pytest.mark.parametrize("num_tokens", [64, 200, 320])
-def test_all_values_are_sealed_and_written_in_single_calls(pair, store, num_tokens):
-    p, d = pair
-    assert save(p, range(num_tokens)) == JobResult(num_tokens)
-    assert set(store.calls) == {"put_sealed"}
-    again = [value.num_bytes for value in store.stored_values()]
-    assert save(p, range(num_tokens)) == JobResult(num_tokens)
-    assert [value.num_bytes for value in store.stored_values()] == again
-    assert load(d, range(num_tokens)) == JobResult(num_tokens)
-    assert_loaded(p, d, num_tokens)
-
-
 @pytest.mark.parametrize(("harm", "reason"), [("damage", Reason.CORRUPT), ("remove", Reason.LOST)])
 def test_a_value_that_is_not_right_ends_the_load_there_with_its_reason(
     instance, store, tmp_path, harm, reason

@@ -1,4 +1,4 @@
-"""check_values_fit: a pool does not start where no whole block of its layout can be stored."""
+"""open_mover: in place or through staging; no pool starts where no whole block can be stored."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import contextlib
 
 import pytest
 
-from pdstore import Layout
-from pdstore.errors import ConfigError
+from pdstore import LayerSpec, Layout
+from pdstore.errors import ConfigError, LayoutError, StoreUnavailable
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.envelope import ENVELOPE_BYTES
+from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.seal import seal_store
-from pdstore.worker.movers import check_values_fit
-from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, settings_of
+from pdstore.worker.movers import check_values_fit, open_mover
+from pdstore.worker.swap import open_swap
+from tests.support.arena_kit import SpiedArena
+from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, caches_of, settings_of
 from tests.support.seal_key import write_seal_key
 
 
@@ -55,3 +58,57 @@ def test_a_value_that_just_fits_is_taken_and_its_envelope_counts(tmp_path):
 
 def test_a_store_without_a_limit_takes_all():
     check_values_fit(MemoryStore(), layout_of(settings_of()))
+
+
+@pytest.fixture
+def undo():
+    with contextlib.ExitStack() as undo:
+        yield undo
+
+
+def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
+    settings = settings_of(**changes)
+    layout = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
+    swap = open_swap(settings, layout, caches_of(layout))
+    undo.callback(swap.close)
+    return open_mover(settings, layout, swap, store, metrics or Metrics(), 1 << 20, undo)
+
+
+def slots(metrics) -> float:
+    return metrics.registry.get_sample_value("pdstore_slots")
+
+
+def test_values_move_in_place_where_the_store_has_memory_here(undo, arena):
+    metrics = Metrics()
+    mover = mover_over(arena, undo, metrics=metrics, staging="64KiB")
+    assert (slots(metrics), mover.way.memory.num_bytes) == (0, len(arena.memory()))
+
+
+def test_values_of_an_arena_go_through_staging_where_copies_are_torchs(undo, arena):
+    metrics = Metrics()
+    mover_over(arena, undo, metrics=metrics, native="off")
+    assert slots(metrics) > 0
+
+
+def test_an_arena_that_is_away_at_the_start_is_served_through_staging(
+    undo, library, tmp_path, caplog, monkeypatch
+):
+    def away():
+        raise StoreUnavailable("not yet")
+
+    arena, metrics = (
+        undo.enter_context(contextlib.closing(SpiedArena(library, tmp_path))),
+        Metrics(),
+    )
+    monkeypatch.setattr(arena, "memory", away)
+    mover_over(arena, undo, metrics=metrics)
+    assert slots(metrics) > 0
+    assert "through staging" in caplog.text
+
+
+def test_staging_that_cannot_hold_all_parts_of_a_block_is_refused(undo):
+    layers = tuple(LayerSpec(2, 8, window=64 + n, kind="sliding") for n in range(12))
+    with pytest.raises(LayoutError, match="12 parts on this rank"):
+        mover_over(
+            open_store("memory://", settings_of()), undo, layers=layers, staging=f"{16 * 12}KiB"
+        )

@@ -1,25 +1,20 @@
-"""PromptBlocks: each value's key, header and place, for any share of a prompt."""
+"""Values of a prompt, the ranges that its blocks are split into, and its block tables."""
 
 from __future__ import annotations
 
 import pytest
 
+from pdstore import Layout
+from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
-from pdstore.worker.block_range import BlockRange
-from pdstore.worker.values import bytes_of
+from pdstore.worker.values import BlockRange, Split, bytes_of, tables_of
+from tests.support.kv import settings_of
 from tests.support.values_kit import FULL, SLIDING, prompt_of
 
 
 def all_of(prompt, layer_range=None):
     return prompt.values(BlockRange(0, len(prompt.keys)), layer_range)
-
-
-def test_values_come_in_key_order_with_the_keys_of_the_store():
-    prompt = prompt_of(kv_shards=2, layer_ranges=2)
-    keys = prompt.keys.store_keys(prompt.layout.owned_parts)
-    assert all_of(prompt).keys == keys
-    assert all_of(prompt).numbers == [n for n in range(4) for _ in range(4)]
 
 
 def test_a_header_says_all_that_its_key_asks_for():
@@ -39,27 +34,6 @@ def test_a_header_says_all_that_its_key_asks_for():
     assert values.sizes[1] == payload_bytes + block.HEADER_BYTES
     tail = block.header_of(values.starts[-1])
     assert (tail.flags, tail.num_tokens, values.num_counted[-1]) == (block.FLAG_TAIL, 8, 8)
-
-
-def test_a_value_knows_its_engine_blocks():
-    values = all_of(prompt_of())
-    assert list(values.block_ids[1]) == [104, 105, 106, 107]
-    assert list(values.block_ids[-1]) == [112]
-
-
-@pytest.mark.parametrize("blocks", [(0, 2), (1, 4), (3, 4), (2, 2)])
-def test_a_range_has_the_values_of_its_blocks(blocks):
-    prompt = prompt_of(layer_ranges=2)
-    values = all_of(prompt)
-    want = [i for i, number in enumerate(values.numbers) if number in range(*blocks)]
-    assert prompt.values(BlockRange(*blocks)) == values.chosen(want)
-
-
-def test_layer_ranges_together_are_all_values():
-    prompt = prompt_of(layer_ranges=2)
-    halves = [all_of(prompt, number) for number in range(2)]
-    assert sorted([*halves[0].keys, *halves[1].keys]) == sorted(all_of(prompt).keys)
-    assert all(prompt.layout.range_of_part(part) == 1 for part in halves[1].parts)
 
 
 def test_each_block_counts_once():
@@ -91,18 +65,6 @@ def test_values_behind_a_window_are_left_out():
     assert values.num_counted == [64, 64, 64, 0, 8, 0]
 
 
-@pytest.mark.parametrize("layers", [(FULL,) * 4, (FULL, SLIDING)])
-@pytest.mark.parametrize("layer_range", [None, 0, 1])
-@pytest.mark.parametrize("first_block", [0, 2])
-def test_a_chain_names_the_same_values(layers, layer_range, first_block):
-    tables = [range(16), [NO_BLOCK] * 8 + list(range(8))][: len(set(layers))]
-    prompt = prompt_of(layers=layers, tables=tables, layer_ranges=2)
-    values = prompt.values(BlockRange(first_block, 4), layer_range)
-    chain = prompt.chain(first_block, layer_range)
-    assert chain.keys == values.keys
-    assert chain.numbers == values.numbers
-
-
 @pytest.mark.parametrize(("count", "whole"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (8, 8)])
 def test_whole_blocks_have_all_their_values(count, whole):
     assert all_of(prompt_of(kv_shards=2)).num_whole(count) == whole
@@ -115,3 +77,65 @@ def test_bytes_are_those_of_the_payloads(first_block, layer_range):
     values = prompt.values(BlockRange(first_block, 4), layer_range)
     want = sum(size - block.HEADER_BYTES for size in values.sizes)
     assert bytes_of(prompt.layout, prompt.keys, first_block, layer_range) == want
+
+
+def test_ranges_are_even_and_in_order():
+    assert Split(1).ranges(2, 12, 3) == [(2, 5), (5, 8), (8, 12)]
+    assert Split(1).ranges(0, 2, 10) == [(0, 1), (1, 2)]
+
+
+def test_few_bytes_are_one_range():
+    assert Split(64).ranges(0, 100, 15) == [(0, 100)]
+    assert len(Split(64).ranges(0, 100, 16)) == 2
+
+
+def test_less_than_eight_whole_ranges_are_split_into_eight():
+    assert len(Split(64).ranges(0, 100, 64)) == 8
+    assert len(Split(64).ranges(0, 100, 8 * 64)) == 8
+    assert len(Split(64).ranges(0, 100, 9 * 64)) == 9
+
+
+def test_no_blocks_are_one_empty_range():
+    assert Split().ranges(4, 4, 0) == [(4, 4)]
+
+
+def test_the_library_spreads_a_range_itself():
+    split = Split.native(64)
+    assert split.ranges(0, 100, 127) == [(0, 100)]
+    assert len(split.ranges(0, 100, 128)) == 2
+    assert split.early_bytes < Split(64).early_bytes
+
+
+IDS = (4, 5, 6, 7)
+
+
+def of_layers(*layers):
+    return Layout.of(settings_of(), dtype="float32", layers=layers, engine_block_tokens=16, rope="")
+
+
+def tables(ids, *, layers=(FULL,), num_tokens=64, num_blocks=8, first_block=0):
+    return tables_of(of_layers(*layers), num_tokens, ids, num_blocks, first_block)
+
+
+@pytest.mark.parametrize(
+    ("ids", "word"),
+    [
+        ((1, 2, 3), "need 4 engine blocks; 3 are given"),
+        ((1, 2, 3, 8), "not all in the cache of 8"),
+        ((NO_BLOCK, 1, 2, 3), "not all in the cache"),
+        ([IDS, IDS], "2 block tables; the layout has 1"),
+        ([1.0] * 4, "ints"),
+        (["a"], "need 4|ints"),
+        ([None] * 4, "ints"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(ids, word):
+    with pytest.raises(LayoutError, match=word):
+        tables(ids)
+
+
+def test_ids_before_the_first_block_are_not_looked_at():
+    ids = (-9, -9, -9, -9, 1, 2, 3, 4)
+    assert tables(ids, num_tokens=128, first_block=1) == (ids,)
+    with pytest.raises(LayoutError):
+        tables(ids, num_tokens=128)

@@ -94,15 +94,6 @@ def test_a_wrong_value_is_removed_and_never_copied(run, length):
     assert store.match([NAMES[1].key]) == 0
 
 
-def test_what_is_stored_is_not_stored_again(run):
-    store = MemoryStore()
-    run(mover_of(store).save, chunks())
-    run(mover_of(store).save, chunks(fill=9))
-    loaded = chunks(fill=0)
-    run(mover_of(store).load, loaded)
-    assert [chunk.memory for chunk in loaded] == [chunk.memory for chunk in chunks()]
-
-
 def test_nothing_is_copied_once_the_task_has_ended(ends):
     store = MemoryStore()
     for move in (mover_of(store).save, mover_of(store).load):

@@ -58,14 +58,6 @@ def test_every_field_of_lmcaches_name_counts(other):
     assert made.name(chunk(), SHAPE).key != made.name(chunk(**other), SHAPE).key
 
 
-def test_a_directory_names_its_own_weights(tmp_path):
-    keys = set()
-    for content in (b"one", b"two"):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        keys.add(names(weights=None).name(chunk(model_name=str(tmp_path)), SHAPE).key)
-    assert len(keys) == 2
-
-
 def test_empty_weights_are_those_of_the_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("PDSTORE_WEIGHTS", "")
     keys = set()

@@ -53,8 +53,8 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self.metrics = Metrics()
         self._config = storage_config
         self._settings = settings_of(storage_config.extra_config or {})
-        self._saves = self._settings.role != "decode" or self._settings.save_decoded
-        self._pages: HostPages | None = None
+        is_saver = self._settings.role != "decode" or self._settings.save_decoded
+        self._saves = is_saver and self._settings.publish
         self._pool: PagePool | None = None
         if not self._settings.pd_transfer_via_storage:
             log.info("PD_TRANSFER_VIA_STORAGE is not 1: pdstore stores and finds nothing")
@@ -73,8 +73,8 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             mem_pool_host = entry.host_pool
         served = served_model(self._settings, self._args, mem_pool_host.dtype)
         rank, size = self._config.tp_rank, self._config.tp_size
-        self._pages = HostPages.of(mem_pool_host, served, rank, size)
-        self._pool = PagePool(self._settings, self._pages, served.weights, self.metrics, rank)
+        pages = HostPages.of_host_pool(mem_pool_host, served, rank, size)
+        self._pool = PagePool(self._settings, pages, served.weights, self.metrics, rank)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Takes the pool that `register_mem_pool_host` got; refuses any beside it."""
@@ -97,11 +97,9 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         SGLang computes what is behind the first page that is not there.
         """
-        pool, pages = self._pool, self._pages
-        if pool is None or pages is None:
-            return [False] * len(keys)
-        done = self._guarded(lambda: pool.load(keys, pages.numbers(host_indices, len(keys))))
-        return _first(done, keys)
+        pool = self._pool
+        done = 0 if pool is None else self._guarded(lambda: pool.load(keys, host_indices))
+        return [number < done for number in range(len(keys))]
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -110,11 +108,9 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         Pages that this instance does not save are True too, or SGLang would warn of each.
         """
-        pool, pages = self._pool, self._pages
-        if pool is None or pages is None or not self._saves or not self._settings.publish:
-            return [True] * len(keys)
-        done = self._guarded(lambda: pool.save(keys, pages.numbers(host_indices, len(keys))))
-        return _first(done, keys)
+        pool = self._pool if self._saves else None
+        done = len(keys) if pool is None else self._guarded(lambda: pool.save(keys, host_indices))
+        return [number < done for number in range(len(keys))]
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -169,7 +165,3 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if done is None:
             self.metrics.miss(Reason.FAULT)
         return done or 0
-
-
-def _first(count: int, keys: Sequence[str]) -> list[bool]:
-    return [number < count for number in range(len(keys))]

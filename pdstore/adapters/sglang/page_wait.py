@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from pdstore.format.keys import PromptKeys
@@ -13,9 +15,9 @@ from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.watch import Pace
-from pdstore.threads import Latch
 
 
+@dataclass(eq=False)
 class PageWait:
     """Waits until a prompt's pages are stored, or until the first of those that are missing comes.
 
@@ -28,7 +30,8 @@ class PageWait:
     and a number of waits in a row in which nothing came. After those no prompt is waited for during
     a rest.
 
-    `wait` is for one thread at a time, `arrivals` for one beside it; `close` may come from any.
+    `wait_for_pages` is for one thread at a time, `arrivals` for one beside it; `close` may come
+    from any.
 
     settings: PDSTORE_HANDOFF_WAIT_S ends a wait and the load of its batch.
     stall_s: seconds without a new page that end a wait or a load.
@@ -39,56 +42,48 @@ class PageWait:
     clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: Store,
-        metrics: Metrics,
-        *,
-        stall_s: float = LOOKUP_WAIT_S,
-        batch_pages: int = 128,
-        most_vain: int = 3,
-        rest_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stall_s = stall_s
-        self._total_s = settings.handoff_wait_s
-        self._metrics = metrics
-        self._clock = clock
-        self._batch_pages = batch_pages
-        self._most_vain = most_vain
-        self._rest_s = rest_s
+    settings: Settings
+    store: Store
+    metrics: Metrics
+    stall_s: float = LOOKUP_WAIT_S
+    batch_pages: int = 128
+    most_vain: int = 3
+    rest_s: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._num_vain = 0
-        self._rest_until = self._clock()
+        self._rest_until = self.clock()
         self._before: list[bytes] = []  # the batch that was expected last, if it was a full one
         self._expected: dict[bytes, float] = {}  # until when, by a batch's first page
-        self._queue = LookupQueue(partial(find, store), self._stall_s)
-        self._closed = Latch()
+        self._queue = LookupQueue(partial(find, self.store), self.stall_s)
+        self._closed = threading.Event()
 
-    def wait(self, keys: PromptKeys) -> bool:
+    def wait_for_pages(self, keys: PromptKeys) -> bool:
         """Waits for the pages of a batch. True if they are expected, though not all are stored.
 
         False when all are stored, when none comes, or when the store errs.
         keys: of at least one page.
         """
         before, self._before = self._before, []
-        began, found = self._clock(), self._match(keys)
+        began, found = self.clock(), self._match(keys)
         is_expected = False
         if found.reason is None:
             self._end_wait(came=True)
         elif found.reason is Reason.ABSENT and began >= self._rest_until:
-            is_expected = self._expects(before, keys, len(found.keys), began + self._total_s)
-            self._metrics.handoff_wait_seconds.observe(self._clock() - began)
+            until = began + self.settings.handoff_wait_s
+            is_expected = self._expects(before, keys, len(found.keys), until)
+            self.metrics.handoff_wait_seconds.observe(self.clock() - began)
         return is_expected
 
     def arrivals(self, keys: PromptKeys) -> Iterator[int] | None:
         """Returns what yields how many of the first pages are stored, whenever that is more.
 
         None if the pages are not expected.
-        keys: a batch that `wait` was given, or its first pages.
+        keys: a batch that `wait_for_pages` was given, or its first pages.
         """
         until = self._expected.get(keys.hash_of(0), 0.0)
-        return self._follow(keys, 0, until) if until > self._clock() else None
+        return self._follow(keys, 0, until) if until > self.clock() else None
 
     def close(self) -> None:
         """Ends what is under way. Twice is fine."""
@@ -99,9 +94,9 @@ class PageWait:
         """Returns the match of the pool as it is now; a store that takes too long has none."""
         if self._queue.is_stuck:
             return Match.miss(keys, Reason.STORE_SLOW)
-        lookup = Lookup(keys, None, self._stall_s, lambda found: None)
+        lookup = Lookup(keys, None, self.stall_s, lambda found: None)
         self._queue.add(lookup)
-        return lookup.wait(2 * self._stall_s)  # it ends by itself before that
+        return lookup.wait(2 * self.stall_s)  # it ends by itself before that
 
     def _follow(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
         """Yields how many of the first pages are stored, whenever that is more than before.
@@ -110,17 +105,17 @@ class PageWait:
         Looks once even when `until` is over. The caller's time between two numbers does not count.
         """
         pace = Pace()
-        stall_end = self._clock() + self._stall_s
-        while not self._closed.is_set:
+        stall_end = self.clock() + self.stall_s
+        while not self._closed.is_set():
             asked_at = time.monotonic()
             found = self._match(keys)
             pause_s = pace.after(1, time.monotonic() - asked_at)
             if len(found.keys) > num_found:
                 num_found = len(found.keys)
                 yield num_found
-                stall_end = self._clock() + self._stall_s
+                stall_end = self.clock() + self.stall_s
                 pace.hurry()
-            left_s = min(until, stall_end) - self._clock()
+            left_s = min(until, stall_end) - self.clock()
             if found.reason is not Reason.ABSENT or left_s <= 0:
                 return
             self._closed.wait(min(left_s, pause_s))
@@ -140,8 +135,8 @@ class PageWait:
         self._end_wait(came=num_stored > 0)
         if not 0 < num_stored < len(both):
             return False
-        self._before = names if len(names) >= self._batch_pages else []
-        now = self._clock()
+        self._before = names if len(names) >= self.batch_pages else []
+        now = self.clock()
         self._expected = {name: end for name, end in self._expected.items() if end > now}
         self._expected[names[0]] = until
         return True
@@ -149,5 +144,5 @@ class PageWait:
     def _end_wait(self, *, came: bool) -> None:
         """Counts the waits in vain, and begins or ends the rest."""
         self._num_vain = 0 if came else self._num_vain + 1
-        rest_s = self._rest_s if self._num_vain >= self._most_vain else 0.0
-        self._rest_until = self._clock() + rest_s
+        rest_s = self.rest_s if self._num_vain >= self.most_vain else 0.0
+        self._rest_until = self.clock() + rest_s

@@ -51,7 +51,7 @@ class HostPages:
     caches: list[torch.Tensor]
 
     @classmethod
-    def of(cls, pool: Any, served: ServedModel, tp_rank: int, tp_size: int) -> HostPages:
+    def of_host_pool(cls, pool: Any, served: ServedModel, tp_rank: int, tp_size: int) -> HostPages:
         """Returns the pages of SGLang's host pool. Raises ConfigError for one of another kind."""
         kind = type(pool).__name__
         if pool.layout not in _LAYOUTS.get(kind, ()):
@@ -65,10 +65,11 @@ class HostPages:
             layer = LayerSpec(1, pool.kv_cache_dim, value_dim=0, kind="mla")
         else:
             layer = LayerSpec(pool.head_num * tp_size, pool.head_dim)
-        halves = [pool.kv_buffer] if kind == _MLA else [pool.kv_buffer[0], pool.kv_buffer[1]]
+        halves = [pool.kv_buffer] if kind == _MLA else list(pool.kv_buffer)
         if pool.layout == "layer_first":
             halves = [each for half in halves for each in half]
-        caches = [_as_pages(half, pool.size, pool.page_size) for half in halves]
+        shape = (pool.size // pool.page_size, pool.page_size, 1, -1)
+        caches = [half.view(torch.uint8).view(shape) for half in halves]
         token_bytes = caches[0].shape[3]
         piece = LayerSpec(tp_size, token_bytes, value_dim=0, kind=layer.kind)
 
@@ -91,10 +92,9 @@ class HostPages:
         return cls(model, layout("uint8", [piece] * len(caches)), caches)
 
     def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
-        """Returns the numbers of pages from SGLang's indices of their tokens.
+        """Returns the numbers of pages from SGLang's indices of their tokens, page by page.
 
-        host_indices: one for each token, page by page. Raises LayoutError for tokens that are not
-        `num_pages` whole pages.
+        Raises LayoutError for tokens that are not `num_pages` whole pages.
         """
         tokens = self.model.engine_block_tokens
         firsts = host_indices[::tokens]
@@ -104,14 +104,11 @@ class HostPages:
         return numbers
 
 
-def _as_pages(half: torch.Tensor, num_tokens: int, page_tokens: int) -> torch.Tensor:
-    return half.view(torch.uint8).view(num_tokens // page_tokens, page_tokens, 1, -1)
-
-
 class PagePool:
     """Both halves of pdstore over one store, for one rank's host pool. Any thread may call it.
 
-    Every call blocks until its pages are there, are stored, or its deadline is over.
+    Every call blocks until its pages are there, are stored, or its deadline is over. Pages go by
+    SGLang's own hashes of them, and by its indices of their tokens in the host pool, page by page.
 
     status_url: the address of the page about this rank; None without PDSTORE_STATUS_PORT.
     weights: the weights' revision.
@@ -122,6 +119,7 @@ class PagePool:
     def __init__(
         self, settings: Settings, pages: HostPages, weights: str, metrics: Metrics, rank: int = 0
     ) -> None:
+        self._pages = pages
         namespace = pages.model.namespace(settings, weights=weights)
         # a rank asks for its own shard; SGLang takes the fewest pages that any of them found
         self.namespace = replace(namespace, parts=pages.copied.owned_parts)
@@ -153,15 +151,16 @@ class PagePool:
         counts those that are expected.
         """
         keys = self._keys(hashes)
-        if self._wait is not None and hashes and self._wait.wait(keys):
+        if self._wait is not None and hashes and self._wait.wait_for_pages(keys):
             return len(keys)
         return len(self._cache.lookup(keys).wait(_LONGEST_S).keys)
 
-    def load(self, hashes: Sequence[str], numbers: Sequence[int]) -> int:
+    def load(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
         """Loads stored pages into the host pool; returns how many of the first are there.
 
         Pages that are expected are loaded as they come.
         """
+        numbers = self._pages.numbers(host_indices, len(hashes))
         keys = self._keys(hashes)
         done = 0
         for stop in self._stored(keys):
@@ -171,8 +170,9 @@ class PagePool:
                 break
         return done
 
-    def save(self, hashes: Sequence[str], numbers: Sequence[int]) -> int:
+    def save(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
         """Stores pages of the host pool; returns how many of the first can be loaded now."""
+        numbers = self._pages.numbers(host_indices, len(hashes))
         return self._num_pages(self._pool.save(self._keys(hashes), numbers))
 
     def clear(self) -> bool:

@@ -29,6 +29,7 @@ class ServedModel(NamedTuple):
     dtype: torch's name of the KV cache's element type.
     weights: the weights' revision.
     rope: as `Layout` takes it.
+    quantization: how weights and KV are scaled; None if both are as the checkpoint has them.
     """
 
     dtype: str
@@ -104,39 +105,34 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
     args: SGLang's ServerArgs.
     stored_as: the host pool's dtype, in which all kinds of fp8 are bytes.
     """
-    dtype = _dtype(args.kv_cache_dtype, stored_as)
-    directory = _directory(args)
-    if not settings.weights and args.load_format == "dummy":
-        raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
-    return ServedModel(
-        dtype,
-        weights_revision(directory, settings),
-        _rope(directory, args),
-        _quantization(args),
-    )
-
-
-def _dtype(asked: str, stored_as: torch.dtype) -> str:
-    if stored_as != torch.uint8:
-        return str(stored_as).removeprefix("torch.")
-    if asked in _FP8:
-        return _FP8[asked]
-    raise ConfigError(
-        f"the KV cache is kept as bytes and --kv-cache-dtype is {asked}: say {' or '.join(_FP8)},"
-        " so that instances do not take one for the other; pdstore supports no other packed KV"
-    )
-
-
-def _directory(args: Any) -> Path:
-    """Returns the checkpoint's directory, of a hub's name its snapshot in the hub's cache."""
-    directory = find_checkpoint(args.model_path, args.revision)
+    dtype = str(stored_as).removeprefix("torch.")
+    if stored_as == torch.uint8:
+        dtype = _FP8.get(args.kv_cache_dtype, "")
+    if not dtype:
+        raise ConfigError(
+            f"the KV cache is kept as bytes and --kv-cache-dtype is {args.kv_cache_dtype}: say"
+            f" {' or '.join(_FP8)}, so that instances do not take one for the other; pdstore"
+            " supports no other packed KV"
+        )
+    directory = find_checkpoint(args.model_path, args.revision)  # of a hub's name, its snapshot
     if directory is None:
         raise ConfigError(
             f"the checkpoint {args.model_path} is neither a directory nor in the hub's cache, so"
             " that its weights and its shape are not known: start SGLang with --model-path"
             " DIRECTORY"
         )
-    return directory
+    if not settings.weights and args.load_format == "dummy":
+        raise ConfigError("weights of load format dummy have no revision: set PDSTORE_WEIGHTS")
+    scales = None
+    if args.quantization_param_path is not None:
+        scales = json.loads(Path(args.quantization_param_path).read_text())
+    is_plain = args.quantization is None and scales is None
+    return ServedModel(
+        dtype,
+        weights_revision(directory, settings),
+        _rope(directory, args),
+        None if is_plain else canonical([args.quantization, scales]),
+    )
 
 
 def _rope(directory: Path, args: Any) -> str:
@@ -148,12 +144,3 @@ def _rope(directory: Path, args: Any) -> str:
     text = config.get("text_config") or config
     fields = {name: text.get(name) for name in SHAPING}
     return shaping(fields, max_model_len=args.context_length or text.get("max_position_embeddings"))
-
-
-def _quantization(args: Any) -> str | None:
-    """Returns how weights and KV are scaled; None if both are as the checkpoint has them."""
-    path = args.quantization_param_path
-    scales = None if path is None else json.loads(Path(path).read_text())
-    if args.quantization is None and scales is None:
-        return None
-    return canonical([args.quantization, scales])

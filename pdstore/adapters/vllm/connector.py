@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -14,13 +13,11 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import describe, stats
-from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError
-from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 
 log = logging.getLogger("vllm.pdstore")
@@ -29,26 +26,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@contextlib.contextmanager
-def faults_are_misses(hook: str, metrics: Metrics) -> Iterator[None]:
-    """Logs an exception and counts a miss: one that leaves a hook would end the running engine."""
-    try:
-        yield
-    except Exception:  # the border to the engine
-        log.exception("pdstore failed in %s; the engine continues", hook)
-        metrics.miss(Reason.FAULT)
-
-
 def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook of the connector return `instead()` where it fails."""
+    """Makes a hook of the connector return `instead()` where it fails.
+
+    The exception is logged and counts as a miss: one that left a hook would end the engine.
+    """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(hook)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            connector: Any = args[0]
-            with faults_are_misses(hook.__name__, connector.metrics):
+            try:
                 return hook(*args, **kwargs)
-            return cast("R", instead())
+            except Exception:  # the border to the engine
+                connector: Any = args[0]
+                connector.count_fault(hook.__name__)
+                return cast("R", instead())
 
         return guarded
 
@@ -71,10 +63,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         settings = describe.settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
         self._shows_status = settings.status_port is not None
-        events = getattr(vllm_config, "kv_events_config", None)
-        self._has_events = getattr(events, "enable_kv_cache_events", False)
-        self._num_ranks = vllm_config.parallel_config.world_size
-        self._events: PoolEvents | None = None
         self._handled: BaseException | None = None  # by the caller of the current step
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
@@ -85,6 +73,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
             if fails:
                 log.warning("kv_load_failure_policy is fail: a lost block fails its request")
             parallel = vllm_config.parallel_config
+            events = getattr(vllm_config, "kv_events_config", None)
             self._scheduler = PDStoreConnectorScheduler(
                 settings,
                 parallel.world_size,
@@ -92,6 +81,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
                 hashes_items=describe.hashes_items(vllm_config),
+                has_events=getattr(events, "enable_kv_cache_events", False),
                 weights_of=partial(describe.revision_of, vllm_config=vllm_config),
                 longest_prompt=vllm_config.model_config.max_model_len,
             )
@@ -99,6 +89,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
             self._worker = PDStoreConnectorWorker(
                 settings, vllm_config, kv_cache_config, self.metrics
             )
+
+    def count_fault(self, hook: str) -> None:
+        """Logs the exception that is handled, and counts a miss."""
+        log.exception("pdstore failed in %s; the engine continues", hook)
+        self.metrics.miss(Reason.FAULT)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -119,21 +114,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        self._begin([m for m in metadata.values() if isinstance(m, RankLayout)])
+        self.set_xfer_handshake_metadata(metadata)
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        self._begin([m for m in metadata.values() if isinstance(m, RankLayout)])
-
-    def _begin(self, ranks: Sequence[RankLayout]) -> None:
-        self.scheduler.set_layouts(ranks)
-        namespace = ranks[0].namespace
-        if self._has_events and not namespace.windows:  # of these, vLLM's hashes name no block
-            self._events = PoolEvents(
-                self._num_ranks, ranks[0].block_tokens, namespace.block_tokens
-            )
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        self.scheduler.set_layouts([m for m in metadata.values() if isinstance(m, RankLayout)])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler.bind(gpu_block_pool)
+        self.scheduler.saves.block_pool = gpu_block_pool
 
     @degrades(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -143,8 +130,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._events is not None:
-            self._events.add(request)
         found = self.scheduler.num_found(request, num_computed_tokens)
         return found, bool(found)
 
@@ -160,10 +145,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
         metadata = self.scheduler.build_metadata()
-        with faults_are_misses("build_connector_meta", self.metrics):
+        try:
             self.scheduler.add_saves(metadata, scheduler_output)
-            if self._events is not None:
-                self._events.plan(metadata.saves)
+        except Exception:  # a fault costs the saves alone: vLLM waits for the loads
+            self.count_fault("build_connector_meta")
         return metadata
 
     @degrades(lambda: None)
@@ -171,8 +156,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if report is not None:
             self.scheduler.report(report)
-            if self._events is not None:
-                self._events.end_jobs(report.ended)
         given = getattr(connector_output, "kv_connector_stats", None)
         new = stats.stats_of(given, type(self).__name__)
         if new is not None and self._shows_status:
@@ -182,9 +165,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._events is not None:
-            self._events.finish(request.request_id)
-        return False, self.scheduler.finish(request)
+        return False, self.scheduler.finish_request(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -197,19 +178,16 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.holds_blocks
+        return bool(self.scheduler.saves)
 
     @degrades(lambda: False)
     def reset_cache(self) -> bool:
-        is_clear = self.scheduler.reset()
-        if is_clear and self._events is not None:
-            self._events.clear()
-        return is_clear
+        return self.scheduler.reset()
 
     @degrades(tuple)
     def take_events(self) -> Sequence[Any]:
         """Returns KV events of the pool, where `--kv-events-config` enables them."""
-        return self._events.pop() if self._events is not None else ()
+        return self.scheduler.events.pop()
 
     # Worker side.
 
@@ -222,8 +200,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> RankLayout | None:
-        self.worker.ready()  # vLLM asks when its start is through
-        return self.worker.rank_layout
+        return self.worker.handshake()  # vLLM asks when its start is through
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._end_left_open()
@@ -236,7 +213,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
         Where tokens are drafted, vLLM ends steps on the last pipeline stage alone.
         """
-        self.worker.open_saves.finish()
+        self.worker.open_saves.end_step()
 
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -256,13 +233,12 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def wait_for_save(self) -> None:
         # a runner calls it in a `finally`: then an exception of the forward is under way
         if sys.exc_info()[1] is self._handled:
-            self.worker.open_saves.finish()
+            self.worker.open_saves.end_step()
         else:
-            self.worker.open_saves.cancel()
+            self.worker.open_saves.cancel_step()
 
-    @degrades(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.end_loads(finished_req_ids)[0]
+        return None, self._end_loads(finished_req_ids)[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded, failed = self._end_loads(finished_req_ids)
@@ -300,7 +276,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        return stats.PDStoreStats(data=data or {})
+        return stats.PDStoreStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> Any:

@@ -9,17 +9,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.errors import ConfigError, LayoutError, PDStoreError
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import MultimodalItem, PromptKeys
 from pdstore.format.layout import LayerSpec, Layout, Pipeline
-from pdstore.format.multimodal import MultimodalItem
 from pdstore.format.namespace import SHAPING, Json, canonical, shaping
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -30,11 +30,8 @@ log = logging.getLogger("vllm.pdstore")
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
-class NamedLayer(NamedTuple):
-    """A layer and vLLM's name of it."""
-
-    name: str
-    spec: LayerSpec
+Layers = dict[str, LayerSpec]
+"""Layers in the order of a layout, by vLLM's names of them."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -90,29 +87,6 @@ def hashes_items(vllm_config: Any) -> bool:
     return False
 
 
-def layers_of(kv_cache_config: Any) -> list[str]:
-    """The names of the layers in the layout's order: group by group."""
-    return [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-
-
-def layer_views(
-    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Views each layer's cache as [blocks, tokens, local KV heads, K and V channels].
-
-    kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; older versions leave the
-      heads out for MLA.
-    Raises LayoutError for any other shape.
-    """
-    seen = {}
-    for name in layers_of(kv_cache_config):
-        cache = kv_caches[name]
-        if not isinstance(cache, torch.Tensor) or cache.dim() not in (3, 4):
-            raise LayoutError(f"layer {name}: its KV cache is not a tensor of 3 or 4 dimensions")
-        seen[name] = cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
-    return seen
-
-
 def layout_of(
     settings: Settings,
     vllm_config: Any,
@@ -121,36 +95,47 @@ def layout_of(
 ) -> tuple[Layout, dict[str, torch.Tensor]]:
     """The layout of one rank's real KV cache, and the cache in the form that `KVPool` takes.
 
-    kv_caches: vLLM's tensors, as `layer_views` takes them.
+    kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; older versions leave the
+      heads out for MLA. They are viewed as [blocks, tokens, local KV heads, K and V channels].
     Every stage of a pipeline calls it at the same time: they tell each other their layers.
     Raises LayoutError for layers or sharding that are not supported.
     """
-    parallel = vllm_config.parallel_config
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
     views: dict[str, torch.Tensor] = {}
 
-    def own_layers() -> list[NamedLayer]:
-        views.update(layer_views(kv_cache_config, kv_caches))
-        return _own_layers(kv_cache_config, views, parallel.tensor_parallel_size)
+    def own_layers() -> Layers:
+        groups = kv_cache_config.kv_cache_groups
+        names = [name for group in groups for name in group.layer_names]
+        views.update({name: _view_of(name, kv_caches[name]) for name in names})
+        return _own_layers(kv_cache_config, views, tp_size)
 
-    layers, pipeline = all_layers(own_layers, _pipeline_ranks())
-    names, specs = [layer.name for layer in layers], [layer.spec for layer in layers]
+    layers, pipeline = _all_layers(own_layers)
     own_name, first = next(iter(views.items()))
     hf_config = vllm_config.model_config.hf_text_config
+    weights = vllm_config.model_config.quantization
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    is_plain = weights is None and cache_dtype == "auto"
     layout = Layout.of(
         settings,
         dtype=str(first.dtype).removeprefix("torch."),
-        layers=specs,
+        layers=list(layers.values()),
         engine_block_tokens=first.shape[1],
-        gives_back=any(spec.window for spec in specs),
-        rope=_shaping(vllm_config, names),
-        quantization=_quantization(vllm_config),
+        gives_back=any(spec.window for spec in layers.values()),
+        rope=_shaping(vllm_config, list(layers)),
+        quantization=None if is_plain else canonical([weights, str(cache_dtype)]),
         page=_page(vllm_config, own_name) if first.device.type == "cpu" else None,
-        tp_rank=_tp_rank(vllm_config),
-        tp_size=parallel.tensor_parallel_size,
-        draft_layers=max(0, len(names) - getattr(hf_config, "num_hidden_layers", len(names))),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=tp_size,
+        draft_layers=max(0, len(layers) - getattr(hf_config, "num_hidden_layers", len(layers))),
         pipeline=pipeline,
     )
     return layout, views
+
+
+def _view_of(name: str, cache: Any) -> torch.Tensor:
+    if not isinstance(cache, torch.Tensor) or cache.dim() not in (3, 4):
+        raise LayoutError(f"layer {name}: its KV cache is not a tensor of 3 or 4 dimensions")
+    return cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
@@ -190,65 +175,58 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
     return weights_revision(model.model, settings)
 
 
-def all_layers(
-    own: Callable[[], list[NamedLayer]], ranks: Any
-) -> tuple[list[NamedLayer], Pipeline | None]:
+def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
     """Returns the model's layers in the layout's order, and their stages if there are several.
 
     The ranks of a pipeline call it at the same time, and tell each other what `own` returns.
-    ranks: vLLM's group of them.
     Raises LayoutError on all of them if `own` does on one: else the others would wait for it.
     """
+    ranks = parallel_state.get_pp_group()
     if ranks.world_size == 1:
         return own(), None
-    told: list[list[NamedLayer] | str] = [""] * ranks.world_size
-    torch.distributed.all_gather_object(told, _told(own), group=ranks.cpu_group)
+    try:
+        mine: Layers | str = own()
+    except LayoutError as error:
+        mine = str(error)
+    told: list[Layers | str] = [""] * ranks.world_size
+    torch.distributed.all_gather_object(told, mine, group=ranks.cpu_group)
     return joined(told, ranks.rank_in_group)
 
 
-def joined(
-    told: Sequence[Sequence[NamedLayer] | str], stage: int
-) -> tuple[list[NamedLayer], Pipeline]:
+def joined(told: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
     """Returns the layers of all stages, in the order in which one rank would have them.
 
     told: the layers of each stage, by block table; or why it cannot be served.
     stage: this rank's.
     Raises LayoutError for the first stage that cannot be served.
     """
-    layers: list[tuple[NamedLayer, int]] = []
+    layers: list[tuple[str, LayerSpec, int]] = []
     for number, each in enumerate(told):
         if isinstance(each, str):
             raise LayoutError(f"pipeline stage {number}: {each}")
-        layers += [(layer, number) for layer in each]
-    layers.sort(key=lambda each: each[0].spec.table)  # stable: a table's layers stay in order
-    return [layer for layer, _ in layers], Pipeline(tuple(number for _, number in layers), stage)
-
-
-def _told(own: Callable[[], list[NamedLayer]]) -> list[NamedLayer] | str:
-    try:
-        return own()
-    except LayoutError as error:
-        return str(error)
+        layers += [(name, spec, number) for name, spec in each.items()]
+    layers.sort(key=lambda each: each[1].table)  # stable: a table's layers stay in order
+    stages = tuple(number for _, _, number in layers)
+    return {name: spec for name, spec, _ in layers}, Pipeline(stages, stage)
 
 
 def _own_layers(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
-) -> list[NamedLayer]:
+) -> Layers:
     """The layers in this rank's cache, group by group."""
     if not kv_caches:
         raise LayoutError("no layer of it has a KV cache; choose a smaller pipeline-parallel size")
     blocks = {cache.shape[1] for cache in kv_caches.values()}
     if len(blocks) > 1:
         raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens")
-    layers = []
+    layers: Layers = {}
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
             spec = by_layer.get(name, group.kv_cache_spec)
-            layer = _layer_spec(name, spec, kv_caches[name], tp_size, table)
-            layers.append(NamedLayer(name, layer))
+            layers[name] = _layer_spec(name, spec, kv_caches[name], tp_size, table)
     has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
-    if has_copies and any(layer.spec.kind != "mla" for layer in layers):  # MLA's are every rank's
+    if has_copies and any(spec.kind != "mla" for spec in layers.values()):  # MLA's are every rank's
         raise LayoutError(
             "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
             " tensor-parallel size"
@@ -257,26 +235,32 @@ def _own_layers(
 
 
 def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
-    """All of the configuration that changes KV, and the order of the layers, in canonical form."""
+    """All of the configuration that changes KV, and the order of the layers, in canonical form.
+
+    The instance's options for images, sounds and videos are a part of it where there are any:
+    vLLM's hash of one leaves them out. Those of a request are in that hash, and a device is no
+    property of what it computes.
+    """
     model = vllm_config.model_config
     fields = {name: getattr(model.hf_text_config, name, None) for name in SHAPING}
-    more = _processing(model)  # nothing without options of its own: old keys stay valid
-    return shaping(fields, max_model_len=model.max_model_len, layers=list(names), **more)
-
-
-def _processing(model: Any) -> dict[str, Json]:
-    """The instance's options for images, sounds and videos; vLLM's hash of one leaves them out.
-
-    Those of a request are in that hash, and a device is no property of what it computes.
-    """
     options = getattr(model, "multimodal_config", None)
     given = dict(getattr(options, "mm_processor_kwargs", None) or {})
     given.pop("device", None)
-    return {"mm_processor_kwargs": given} if given else {}
+    more: dict[str, Json] = {"mm_processor_kwargs": given} if given else {}
+    return shaping(fields, max_model_len=model.max_model_len, layers=list(names), **more)
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
-    check_spec(name, spec)
+    """A layer's shape. Raises LayoutError if its blocks hold more than their tokens' causal KV."""
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
+    if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":
+        raise LayoutError(
+            f"layer {name} keeps scales apart from the tokens of a block ({mode}, {role}), which"
+            " pdstore does not support"
+        )
+    if getattr(spec, "non_causal", False):
+        raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
     heads, channels = cache.shape[2:]
     if isinstance(spec, MLAAttentionSpec):
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
@@ -293,19 +277,6 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
     )
 
 
-def check_spec(name: str, spec: Any) -> None:
-    """Raises LayoutError for a layer whose blocks hold more than the causal KV of their tokens."""
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
-    if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":
-        raise LayoutError(
-            f"layer {name} keeps scales apart from the tokens of a block ({mode}, {role}), which"
-            " pdstore does not support"
-        )
-    if getattr(spec, "non_causal", False):
-        raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
-
-
 def _page(vllm_config: Any, layer: str) -> str:
     """The CPU backend's page format: it depends on the instruction set that its kernels use."""
     module = vllm_config.compilation_config.static_forward_context.get(layer)
@@ -316,72 +287,47 @@ def _page(vllm_config: Any, layer: str) -> str:
     return f"vllm-cpu:{isa}"
 
 
-def _quantization(vllm_config: Any) -> str | None:
-    weights = vllm_config.model_config.quantization
-    cache = vllm_config.cache_config.cache_dtype
-    return None if weights is None and cache == "auto" else canonical([weights, str(cache)])
-
-
-def _pipeline_ranks() -> Any:
-    from vllm.distributed.parallel_state import get_pp_group
-
-    return get_pp_group()
-
-
-def _tp_rank(vllm_config: Any) -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
 def keys_of(
     request: Any, cache: PrefixCacheManager, hashes_items: bool = True
 ) -> PromptKeys | None:
     """The keys of a request's prompt; they cover everything that its KV depends on.
 
-    None if no key can (`is_keyed`), and, after a warning, if the files of its LoRA adapter cannot
-    be read.
+    None if no key can, because its KV is not determined by its tokens or may not be shared. A LoRA
+    adapter that was loaded in place of another one has no identity that a key could hold. One whose
+    files cannot be read has none either, after a warning.
+
+    hashes_items: vLLM names images, sounds and videos by their content (`describe.hashes_items`).
     """
+    features, lora = getattr(request, "mm_features", None) or (), request.lora_request
+    # Blocks may be the backend's packed pages. The last one may contain what an earlier request
+    # left behind its end, so a request with a salt must not share pages.
     has_pages = cache.namespace.fields["page"] is not None
-    if not is_keyed(request, has_pages=has_pages, hashes_items=hashes_items):
+    if (
+        request.prompt_token_ids is None
+        or request.prompt_embeds is not None
+        or request.pooling_params is not None
+        or getattr(request, "resumable", False)
+        or getattr(lora, "load_inplace", False)
+        or (has_pages and request.cache_salt)
+        or (features and not hashes_items)
+    ):
         return None
-    salt = (request.cache_salt or "").encode()
+    digest = _lora_digest(lora.lora_int_id, lora.lora_path) if lora else b""
+    if digest is None:
+        return None
     items = [
         MultimodalItem(
             feature.mm_position.offset,
             feature.mm_position.length,
             (getattr(feature, "mm_hash", None) or feature.identifier).encode(),
         )
-        for feature in getattr(request, "mm_features", None) or ()
+        for feature in features
     ]
-    lora = request.lora_request
-    digest = _lora_digest(lora.lora_int_id, lora.lora_path) if lora else b""
-    if digest is None:
-        return None
     return cache.keys(
         request.prompt_token_ids,
         lora=digest,
-        cache_salt=salt,
+        cache_salt=(request.cache_salt or "").encode(),
         items=sorted(items, key=lambda item: item.offset),
-    )
-
-
-def is_keyed(request: Any, has_pages: bool, hashes_items: bool = True) -> bool:
-    """True if a request's KV is determined by its tokens and may be shared.
-
-    has_pages: blocks are stored as the backend's packed pages. The last page may contain what an
-      earlier request left behind its end, so a request with a cache salt must not share pages.
-    hashes_items: vLLM names images, sounds and videos by their content (`describe.hashes_items`).
-    A LoRA adapter that was loaded in place of another one has no identity that a key could hold.
-    """
-    return not (
-        request.prompt_token_ids is None
-        or request.prompt_embeds is not None
-        or request.pooling_params is not None
-        or getattr(request, "resumable", False)
-        or getattr(request.lora_request, "load_inplace", False)
-        or (has_pages and request.cache_salt)
-        or (not hashes_items and getattr(request, "mm_features", None))
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
 from pdstore.adapters.vllm.messages import SaveSpec
@@ -35,36 +36,39 @@ class _Request:
     is_finished: bool = False
 
 
+@dataclass(eq=False)
 class PoolEvents:
     """Makes vLLM's events of blocks that all ranks have stored durably.
 
     An event names blocks as vLLM does: its own hash of each of its blocks. Only blocks of whole
-    stored blocks are told, because a tail serves no other prompt. Only the scheduler's thread
-    calls it.
+    stored blocks are told, because a tail serves no other prompt. Of requests that were not added
+    nothing is told. Only the scheduler's thread calls it.
 
     num_ranks: that save each block.
     engine_block_tokens, block_tokens: tokens of a block of vLLM's, and of a stored one.
     """
 
-    def __init__(self, num_ranks: int, engine_block_tokens: int, block_tokens: int) -> None:
-        self._num_ranks = num_ranks
-        self._engine_block_tokens, self._block_tokens = engine_block_tokens, block_tokens
+    num_ranks: int
+    engine_block_tokens: int = 1
+    block_tokens: int = 1
+
+    def __post_init__(self) -> None:
         self._requests: dict[str, _Request] = {}
         self._published: OrderedDict[Any, None] = OrderedDict()
         self._events: list[Any] = []
 
     def add(self, request: Any) -> None:
-        """Adds a request; again is fine."""
-        self._requests.setdefault(request.request_id, _Request(request))
+        """Adds a request."""
+        self._requests[request.request_id] = _Request(request)
 
-    def finish(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Forgets a request when its saves have ended."""
         known = self._requests.get(request_id)
         if known is not None:
             known.is_finished = True
             self._forget_if_over(request_id, known)
 
-    def plan(self, saves: Sequence[SaveSpec]) -> None:
+    def add_saves(self, saves: Sequence[SaveSpec]) -> None:
         """Adds saves that are about to begin."""
         for save in saves:
             known = self._requests.get(save.request_id)
@@ -82,7 +86,7 @@ class PoolEvents:
                 continue
             first, tokens = known.saves[job.number]
             tokens.append(job.num_tokens)
-            if len(tokens) == self._num_ranks:
+            if len(tokens) == self.num_ranks:
                 del known.saves[job.number]
                 known.ended.append((first, min(tokens)))
                 self._publish(known)
@@ -108,19 +112,16 @@ class PoolEvents:
         reached = start = known.reached or 0
         for first, end in sorted(known.ended):
             if first <= reached:
-                reached = max(reached, end - end % self._block_tokens)
+                reached = max(reached, end - end % self.block_tokens)
         known.reached = reached
         known.ended = [save for save in known.ended if save[0] > reached]
-        step, hashes = self._engine_block_tokens, known.request.block_hashes
+        step, hashes = self.engine_block_tokens, known.request.block_hashes
         if len(hashes) != known.request.num_tokens // step:
             return  # vLLM has no hashes, or not of these blocks
-        new = [
-            number
-            for number in range(start // step, reached // step)
-            if self._is_new(hashes[number])
-        ]
+        blocks = range(start // step, reached // step)
+        new = [number for number in blocks if self._is_new(hashes[number])]
         for _, run in itertools.groupby(enumerate(new), lambda each: each[1] - each[0]):
-            self._add(known.request, [number for _, number in run])
+            self._events.append(self._stored(known.request, [number for _, number in run]))
 
     def _is_new(self, block_hash: Any) -> bool:
         name = maybe_convert_block_hash(block_hash)
@@ -131,33 +132,22 @@ class PoolEvents:
             self._published.popitem(last=False)
         return is_new
 
-    def _add(self, request: Any, numbers: Sequence[int]) -> None:
-        """Adds the event of consecutive blocks of a request."""
-        step, first, hashes = self._engine_block_tokens, numbers[0], request.block_hashes
+    def _stored(self, request: Any, numbers: Sequence[int]) -> Any:
+        """Returns the event of consecutive blocks of a request."""
+        step, first, hashes = self.engine_block_tokens, numbers[0], request.block_hashes
         lora = request.lora_request
         extra_keys = [
             generate_block_hash_extra_keys(request, number * step, (number + 1) * step, 0)[0]
             for number in numbers
         ]
-        self._events.append(
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(hashes[number]) for number in numbers],
-                parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
-                token_ids=list(request.all_token_ids[first * step : (numbers[-1] + 1) * step]),
-                block_size=step,
-                lora_id=lora.adapter_id if lora else None,
-                medium=MEDIUM,
-                lora_name=lora.name if lora else None,
-                extra_keys=_untagged(extra_keys),
-            )
+        untag = getattr(kv_cache_utils, "to_event_extra_keys", list)  # older versions have no tags
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[number]) for number in numbers],
+            parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            token_ids=list(request.all_token_ids[first * step : (numbers[-1] + 1) * step]),
+            block_size=step,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM,
+            lora_name=lora.name if lora else None,
+            extra_keys=list(untag(extra_keys)) if any(extra_keys) else None,
         )
-
-
-def _untagged(extra_keys: list[Any]) -> list[Any] | None:
-    """Returns the blocks' extra keys as vLLM publishes them; None where no block has any."""
-    if not any(extra_keys):
-        return None
-    from vllm.v1.core import kv_cache_utils
-
-    convert = getattr(kv_cache_utils, "to_event_extra_keys", list)  # older versions have no tags
-    return list(convert(extra_keys))

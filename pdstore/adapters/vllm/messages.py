@@ -44,11 +44,13 @@ class LoadSpec:
     """One load into the blocks of `block_ids`.
 
     plan: None for a load that can only be reported as failed, for all of its blocks.
+    number: a load has none.
     """
 
     request_id: str
     plan: LoadPlan | None
     block_ids: Tables
+    number: None = None
 
 
 @dataclass(frozen=True)

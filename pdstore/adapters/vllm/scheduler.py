@@ -4,40 +4,43 @@ A lookup is started in one step and polled in later ones; a step waits a moment 
 The workers get their loads and saves with the metadata of a step.
 """
 
-# Decision: docs/decisions/032-vllm-failed-loads.md
+# Decision: docs/decisions/031-vllm-block-references.md, docs/decisions/032-vllm-failed-loads.md
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pdstore.adapters.vllm.describe import keys_of
+from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.messages import (
+    NULL_BLOCK,
     LoadSpec,
     PDStoreConnectorMetadata,
     RankLayout,
+    SaveSpec,
     StepReport,
     tables_of,
 )
-from pdstore.adapters.vllm.saves import Saves
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, PromptTimes
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import Handoff
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.reporting import Reporting
-from pdstore.telemetry.journal import Journal
+from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")
 
 _PATIENCE_S = 0.001
 
 
+@dataclass(eq=False)
 class PDStoreConnectorScheduler:
     """Tracks requests: their lookups, loads, saves and hand-offs. One thread calls it.
 
@@ -47,96 +50,88 @@ class PDStoreConnectorScheduler:
       engines in which a load that brings too little fails its request.
     number: of this instance among the data-parallel ones that are started together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
+    has_events: fills `events`.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
     patience_s: time for the first answers of all lookups of one step. A near store answers in a
       fraction of a millisecond, and else a request waits for the next step, which may be long.
+
+    saves: vLLM's BlockPool, whose reference counts hold the blocks of saves, is given to it.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        num_ranks: int,
-        metrics: Metrics,
-        *,
-        may_follow: bool = True,
-        number: int = 0,
-        hashes_items: bool = True,
-        weights_of: Callable[[Settings], str] | None = None,
-        patience_s: float = _PATIENCE_S,
-        longest_prompt: int | None = None,
-    ) -> None:
-        self._settings = settings
-        self._metrics = metrics
-        self._may_follow = may_follow
-        self._num_ranks = num_ranks
-        self._number = number
-        self._hashes_items = hashes_items
-        self._open = partial(
-            PrefixCacheManager,
-            settings,
-            metrics=metrics,
-            longest_prompt=longest_prompt,
-            weights_of=weights_of,
-        )
+    settings: Settings
+    num_ranks: int
+    metrics: Metrics
+    may_follow: bool = True
+    number: int = 0
+    hashes_items: bool = True
+    has_events: bool = False
+    weights_of: Callable[[Settings], str] | None = None
+    longest_prompt: int | None = None
+    patience_s: float = _PATIENCE_S
+
+    def __post_init__(self) -> None:
         self.worker_metrics = WorkerMetrics()
+        self.events = PoolEvents(self.num_ranks)
+        self.saves = Saves(self.num_ranks)
         self._cache: PrefixCacheManager | None = None
         self._prompt_times: PromptTimes | None = None  # None where nothing is decided
         self._reporting: Reporting | None = None
-        self._records = Records(Journal(), settings.role)
-        self._block_pool: Any = None
-        self._block_tokens = 0  # of vLLM's blocks
-        self._saves: Saves | None = None
+        self._records = Records(Journal(), self.settings.role)
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
-        self._patience_s = self._patience_left_s = patience_s
-        self._loads: list[LoadSpec] = []
-        self._aborted_handoffs: list[HandoffId] = []
+        self._patience_left_s = self.patience_s
+        self._next_step = PDStoreConnectorMetadata()
 
     def set_layouts(self, ranks: Sequence[RankLayout]) -> None:
         """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
-        layout, role = RankLayout.common(ranks), self._settings.role
+        layout = RankLayout.common(ranks)
         namespace = layout.namespace
-        self._block_tokens = layout.block_tokens
-        cache = self._cache = self._open(namespace)
-        self._prompt_times = PromptTimes.of(self._settings, namespace, self._metrics)
-        self._reporting = Reporting(
-            self._settings,
-            cache,
-            [self._metrics.registry, self.worker_metrics.registry],
-            lambda: cache.problem or self.worker_metrics.problem,
-            self._number,
+        self.saves.block_tokens = layout.block_tokens
+        self.events.engine_block_tokens = layout.block_tokens
+        self.events.block_tokens = namespace.block_tokens
+        self.has_events &= not namespace.windows  # of these, vLLM's hashes name no block
+        cache = self._cache = PrefixCacheManager(
+            self.settings,
+            namespace,
+            metrics=self.metrics,
+            longest_prompt=self.longest_prompt,
+            weights_of=self.weights_of,
         )
-        self._records = Records(self._reporting.journal, role)
-        self._open_saves()
+        self._prompt_times = PromptTimes.from_settings(self.settings, namespace, self.metrics)
+        self._reporting = Reporting(
+            self.settings,
+            cache,
+            [self.metrics.registry, self.worker_metrics.registry],
+            lambda: cache.problem or self.worker_metrics.problem,
+            self.number,
+        )
+        self._records = Records(self._reporting.journal, self.settings.role)
         words = "pdstore: role %s, namespace %s, blocks of %d tokens"
-        log.info(words, role, namespace.hex, namespace.block_tokens)
-
-    def bind(self, block_pool: Any) -> None:
-        """Gives vLLM's BlockPool, whose reference counts hold the blocks of saves."""
-        self._block_pool = block_pool
-        self._open_saves()
+        log.info(words, self.settings.role, namespace.hex, namespace.block_tokens)
 
     def add(self, request: Any) -> EngineRequest | None:
         """Starts the lookup of a new request. Returns None for one that must not use the pool."""
         known = self._requests.get(request.request_id)
         if known is not None or self._cache is None:
             return known and known[1]
-        keys = keys_of(request, self._cache, self._hashes_items)
+        keys = keys_of(request, self._cache, self.hashes_items)
         if keys is None:
             return None
         headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
         state = EngineRequest(
             self._cache,
-            self._settings,
+            self.settings,
             keys,
             _params_of(request),
             id=request.request_id,
             traceparent=headers.get("traceparent"),
             prompt_times=self._prompt_times,
             may_load=not getattr(request, "skip_reading_prefix_cache", False),
-            may_follow=self._may_follow,
-            num_ranks=self._num_ranks,
+            may_follow=self.may_follow,
+            num_ranks=self.num_ranks,
         )
         self._requests[request.request_id] = request, state
+        if self.has_events:
+            self.events.add(request)
         return state
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -163,9 +158,9 @@ class PDStoreConnectorScheduler:
             self.fail_load(request_id, block_ids, num_external)
             return
         end = state.num_present + num_external  # vLLM may want fewer tokens than it was offered
-        plan = state.plan_load(end, len(block_ids[0]) * self._block_tokens)
+        plan = state.plan_load(end, len(block_ids[0]) * self.saves.block_tokens)
         tables = tables_of(block_ids, self._blocks_of(plan.keys.num_tokens))
-        self._loads.append(LoadSpec(request_id, plan, tables))
+        self._next_step.loads.append(LoadSpec(request_id, plan, tables))
 
     def fail_load(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
@@ -175,22 +170,19 @@ class PDStoreConnectorScheduler:
             known[1].give_up()
         first = len(block_ids[0]) - self._blocks_of(num_external)
         behind = [table[first:] for table in block_ids]
-        self._loads.append(LoadSpec(request_id, None, tables_of(behind, len(behind[0]))))
+        self._next_step.loads.append(LoadSpec(request_id, None, tables_of(behind, len(behind[0]))))
 
     def build_metadata(self) -> PDStoreConnectorMetadata:
         """Returns the queued loads and aborts; `add_saves` adds the saves."""
-        self._patience_left_s = self._patience_s
-        metadata = PDStoreConnectorMetadata(self._loads, aborted_handoffs=self._aborted_handoffs)
-        self._loads = []
-        self._aborted_handoffs = []
+        self._patience_left_s = self.patience_s
+        metadata, self._next_step = self._next_step, PDStoreConnectorMetadata()
         return metadata
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of what a step computes. output: vLLM's SchedulerOutput."""
         if not output.num_scheduled_tokens:
             return
-        if self._saves is not None:
-            self._saves.begin_step(output)
+        self.saves.begin_step(output)
         scheduled = [
             (*self._requests[request_id], num_tokens)
             for request_id, num_tokens in output.num_scheduled_tokens.items()
@@ -202,13 +194,12 @@ class PDStoreConnectorScheduler:
         for request, state, num_tokens in scheduled:
             start = request.num_computed_tokens
             state.begin_step(start, start + num_tokens)
-            if self._saves is not None:
-                metadata.saves += self._saves.plan(state, request, num_tokens)
+            metadata.saves += self.saves.plan(state, request, num_tokens)
+        self.events.add_saves(metadata.saves)
 
     def report(self, report: StepReport) -> None:
         """Handles what has ended on some ranks: releases saved blocks, and ends loads."""
-        if self._saves is not None:
-            self._saves.release(report.released)
+        self.saves.release_blocks(report.released)
         for end in report.ended:
             known = self._requests.get(end.request_id)
             state = known[1] if known else self._records.ended_request(end.request_id)
@@ -216,12 +207,13 @@ class PDStoreConnectorScheduler:
                 self._records.job_ended(state, end)
                 if known and not state.is_loading:
                     state.end_load()
+        self.events.end_jobs(report.ended)
 
-    def finish(self, request: Any) -> dict[str, Json] | None:
+    def finish_request(self, request: Any) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
         request_id = request.request_id
-        if self._saves is not None:
-            self._saves.end_request(request_id)
+        self.saves.forget_tables(request_id)
+        self.events.forget_request(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known
@@ -230,7 +222,7 @@ class PDStoreConnectorScheduler:
         aborted = state.end()
         self._records.end_request(state)
         if aborted is not None:
-            self._aborted_handoffs.append(aborted)
+            self._next_step.aborted_handoffs.append(aborted)
             return None
         decided: dict[str, Json] = {"pdstore_decision": state.decided} if state.decided else {}
         return {**state.answer, **decided} or None
@@ -238,16 +230,15 @@ class PDStoreConnectorScheduler:
     @property
     def is_at_work(self) -> bool:
         """True while vLLM must keep stepping although it has no request."""
-        return bool(self._aborted_handoffs or self.holds_blocks or self._records.has_running_jobs())
-
-    @property
-    def holds_blocks(self) -> bool:
-        """True while a save holds blocks, which come back without a preemption."""
-        return bool(self._saves)
+        aborted = self._next_step.aborted_handoffs
+        return bool(aborted or self.saves or self._records.has_running_jobs())
 
     def reset(self) -> bool:
         """Clears this namespace in the pool; False if that failed."""
-        return self._cache is None or self._cache.clear()
+        is_clear = self._cache is None or self._cache.clear()
+        if is_clear:
+            self.events.clear()
+        return is_clear
 
     def close(self) -> None:
         self._records.close()
@@ -255,13 +246,8 @@ class PDStoreConnectorScheduler:
             if each is not None:
                 each.close()
 
-    def _open_saves(self) -> None:
-        """Begins to save once both the layout and vLLM's pool are known."""
-        if self._block_pool is not None and self._block_tokens:
-            self._saves = Saves(self._block_pool, self._block_tokens, self._num_ranks)
-
     def _blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_tokens)
+        return -(-num_tokens // self.saves.block_tokens)
 
 
 def _params_of(request: Any) -> Mapping[str, Json] | None:
@@ -273,3 +259,90 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
         log.warning("%s is taken without a hand-off: %s", request.request_id, error)
         return None
     return params
+
+
+@dataclass(eq=False)
+class Saves:
+    """Plans the saves of scheduled requests. Only the scheduler's thread calls it.
+
+    A save holds references to its blocks, which outlive the request and delay no step.
+
+    Block tables are read from vLLM's scheduler where it exposes them. vLLM 0.26 exposes only the
+    blocks that each step adds: these are accumulated here, which is right for a single KV group,
+    because blocks that a sliding window gives back are not announced.
+
+    num_ranks: workers that must release a save before its blocks are freed.
+    block_pool: vLLM's; without it nothing is saved.
+    block_tokens: tokens of one block in vLLM's block tables.
+    """
+
+    num_ranks: int
+    block_pool: Any = None
+    block_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        self._ids_of: Callable[[str], Sequence[Sequence[int]] | None] | None = None
+        self._added: dict[str, list[list[int]]] = {}
+        self._held: dict[int, tuple[list[Any], int]] = {}  # blocks, and ranks that read them
+        self._num_saves = 0
+
+    def __len__(self) -> int:
+        """Returns how many saves hold blocks."""
+        return len(self._held)
+
+    def begin_step(self, output: Any) -> None:
+        """Reads the block tables of a step's SchedulerOutput; call it before `plan`."""
+        state = getattr(output, "kv_connector_block_state", None)
+        if state is not None:
+            self._ids_of = state.get_block_ids
+            return
+        for new in output.scheduled_new_reqs:
+            self._added[new.req_id] = [list(ids) for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._added[request_id] = [list(ids) for ids in added]
+            elif added is not None:
+                for table, ids in zip(self._added[request_id], added, strict=True):
+                    table.extend(ids)
+
+    def plan(self, state: EngineRequest, request: Any, num_scheduled: int) -> list[SaveSpec]:
+        """Returns the save of what this step computes of a request, if there is one.
+
+        request: vLLM's. num_scheduled: the tokens of it that the step computes.
+        """
+        block_ids = (self._ids_of or self._added.get)(state.id)
+        if block_ids is None or self.block_pool is None:
+            return []
+        start, known = request.num_computed_tokens, request.num_tokens
+        if start < state.keys.num_tokens:
+            stop = min(start + num_scheduled, known)
+        else:
+            stop = min(start, known - 1)  # the last token has no KV yet, and drafts may be rejected
+        plan = state.plan_save(start, stop, request.all_token_ids)
+        if plan is None:
+            return []
+        first = plan.first_read // self.block_tokens
+        end = -(-plan.keys.num_tokens // self.block_tokens)
+        self._num_saves += 1
+        self._hold(self._num_saves, (id for table in block_ids for id in table[first:end]))
+        return [SaveSpec(self._num_saves, state.id, plan, tables_of(block_ids, end))]
+
+    def forget_tables(self, request_id: str) -> None:
+        """Drops the block tables of a request that has ended."""
+        self._added.pop(request_id, None)
+
+    def release_blocks(self, released: Mapping[int, int]) -> None:
+        """Counts the ranks that have read each save; the last one frees the save's blocks."""
+        for number, count in released.items():
+            blocks, num_ranks = self._held.pop(number, ([], 0))
+            if num_ranks > count:
+                self._held[number] = blocks, num_ranks - count
+            elif blocks:
+                self.block_pool.free_blocks(reversed(blocks))
+
+    def _hold(self, number: int, block_ids: Iterable[int]) -> None:
+        held = [id for id in dict.fromkeys(block_ids) if id != NULL_BLOCK]
+        blocks = [self.block_pool.blocks[id] for id in held]
+        self.block_pool.touch(blocks)
+        self._held[number] = (blocks, self.num_ranks)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,19 +16,67 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pdstore.metrics import Counting, Metrics, Showing, Timing, known_labels
+from pdstore.metrics import M, Metrics, known_labels
 from pdstore.telemetry.metric_table import METRICS, SECONDS, Across, Kind, Metric
 
-_COUNTERS, _SECONDS, _GAUGES = "counters", "seconds", "gauges"
 _GAUGES_EVERY_S = 0.1
 _TYPES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+
+
+class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
+    """Changes of the metrics over some steps and processes, by metric and label values.
+
+    A counter's change is a number, a histogram's a list of observations, and a gauge's the last
+    value of each process.
+    """
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> PDStoreStats:
+        for key, change in other.data.items():
+            self.add(key, change)
+        return self
+
+    def add(self, key: str, change: Any) -> None:
+        """Adds the change of one metric."""
+        if key not in self.data:
+            self.data[key] = change
+        elif isinstance(change, dict):
+            self.data[key] = self.data[key] | change
+        else:
+            self.data[key] = self.data[key] + change
+
+    def reduce(self) -> dict[str, int | float]:
+        """Returns the numbers of vLLM's log line: counts, and the mean of each histogram."""
+        found: dict[str, int | float] = {}
+        for key, change in self.data.items():
+            words = key.replace("|", " ")
+            if isinstance(change, list):
+                found[f"{words} (mean)"] = round(sum(change) / len(change), 4)
+            elif not isinstance(change, dict):
+                found[words] = round(change)
+        return found
+
+
+def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | None:
+    """Returns the stats of one connector, by its class's name; MultiConnector's hold several."""
+    if given is None or isinstance(given, PDStoreStats):
+        return given
+    found = given.data.get(connector)
+    return found if isinstance(found, PDStoreStats) else None
 
 
 class StepMetrics(Metrics):
     """Metrics that also accumulate their changes since the last step.
 
-    Decision: each change is noted when it is made. To collect the registry's samples in each step
-    and send their differences would need no such notes, but costs milliseconds a step: there are
+    Decision: each change is kept when it is made. To collect the registry's samples in each step
+    and send their differences would need no such copy, but costs milliseconds a step: there are
     540 of them, of which a step changes a few.
     """
 
@@ -50,44 +98,32 @@ class StepMetrics(Metrics):
         if now >= self._gauges_at:
             self._gauges_at = now + _GAUGES_EVERY_S
             self.refresh()
-            new.data[_GAUGES] = self._changed_gauges()
+            self._add_gauges(new)
         return None if new.is_empty() else new
 
-    def count(self, key: str, amount: float) -> None:
-        """Adds to a counter's change."""
+    def add_change(self, key: str, change: float | list[float]) -> None:
+        """Adds to a counter, or observations to a histogram."""
         with self._lock:
-            counters = self._new.data[_COUNTERS]
-            counters[key] = counters.get(key, 0.0) + amount
+            self._new.add(key, change)
 
-    def observe(self, key: str, seconds: float) -> None:
-        """Adds an observation of a histogram."""
-        with self._lock:
-            self._new.data[_SECONDS].setdefault(key, []).append(seconds)
-
-    def show(self, key: str, read: Callable[[], float]) -> None:
+    def read_gauge(self, key: str, read: Callable[[], float]) -> None:
         """Reads a gauge by this function from now on."""
         self._gauges[key] = read
 
-    def _counter(self, name: str) -> Counting:
-        return _Noted(super()._counter(name), name, self)
+    def _made(self, kind: type[M], name: str) -> M:
+        return cast("M", _Recorded(super()._made(kind, name), name, self))
 
-    def _seconds(self, name: str) -> Timing:
-        return _Noted(super()._seconds(name), name, self)
-
-    def _gauge(self, name: str) -> Showing:
-        return _Noted(super()._gauge(name), name, self)
-
-    def _changed_gauges(self) -> dict[str, float]:
-        """Returns the gauges that changed since the last call, by key with this process in it."""
-        now = {key: read() for key, read in list(self._gauges.items())}
-        sent = self._sent_gauges
-        changed = {key: value for key, value in now.items() if sent.get(key, 0.0) != value}
-        sent |= changed
-        process = os.getpid()
-        return {f"{process}@{key}": value for key, value in changed.items()}
+    def _add_gauges(self, new: PDStoreStats) -> None:
+        """Adds the gauges that have changed since the last call."""
+        process = str(os.getpid())
+        for key, read in list(self._gauges.items()):
+            value = read()
+            if self._sent_gauges.get(key, 0.0) != value:
+                self._sent_gauges[key] = value
+                new.add(key, {process: value})
 
 
-class _Noted:
+class _Recorded:
     """A metric, or one of its label values, whose changes a StepMetrics gets too.
 
     shown: the metric of the client library.
@@ -97,81 +133,31 @@ class _Noted:
         self._shown = shown
         self._key = key
         self._step = step
-        self._children: dict[tuple[str, ...], _Noted] = {}
+        self._children: dict[tuple[str, ...], _Recorded] = {}
 
-    def labels(self, *values: str) -> _Noted:
+    def labels(self, *values: str) -> _Recorded:
         if (child := self._children.get(values)) is None:
-            key = _key_of(self._key, values)
-            child = self._children[values] = _Noted(self._shown.labels(*values), key, self._step)
+            key = "|".join((self._key, *(value.replace("|", "/") for value in values)))
+            child = _Recorded(self._shown.labels(*values), key, self._step)
+            self._children[values] = child
         return child
 
     def inc(self, amount: float = 1) -> None:
         self._shown.inc(amount)
         if amount:
-            self._step.count(self._key, amount)
+            self._step.add_change(self._key, amount)
 
     def observe(self, amount: float) -> None:
         self._shown.observe(amount)
-        self._step.observe(self._key, amount)
+        self._step.add_change(self._key, [amount])
 
     def set(self, value: float) -> None:
         self._shown.set(value)
-        self._step.show(self._key, lambda: value)
+        self._step.read_gauge(self._key, lambda: value)
 
     def set_function(self, f: Callable[[], float]) -> None:
         self._shown.set_function(f)
-        self._step.show(self._key, f)
-
-
-def _key_of(name: str, values: Any) -> str:
-    """A metric's name and label values as one text, which travels between processes."""
-    return "|".join((name, *(value.replace("|", "/") for value in values)))
-
-
-class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Changes of the metrics over some steps and processes; a gauge's key names its process."""
-
-    data: dict[str, Any]
-
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=dict(data or {}))
-        for kind in (_COUNTERS, _SECONDS, _GAUGES):
-            self.data.setdefault(kind, {})
-
-    def reset(self) -> None:
-        self.data = PDStoreStats().data
-
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
-
-    def aggregate(self, other: KVConnectorStats) -> PDStoreStats:
-        for key, amount in other.data[_COUNTERS].items():
-            self.data[_COUNTERS][key] = self.data[_COUNTERS].get(key, 0.0) + amount
-        for key, amounts in other.data[_SECONDS].items():
-            self.data[_SECONDS].setdefault(key, []).extend(amounts)
-        self.data[_GAUGES].update(other.data[_GAUGES])
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Returns the numbers of vLLM's log line: counts, and the mean of each histogram."""
-        found = {_words(key): round(amount) for key, amount in self.data[_COUNTERS].items()}
-        means = {
-            f"{_words(key)} (mean)": round(sum(amounts) / len(amounts), 4)
-            for key, amounts in self.data[_SECONDS].items()
-        }
-        return {**found, **means}
-
-
-def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | None:
-    """Returns the stats of one connector, by its class's name; MultiConnector's hold several."""
-    if given is None or isinstance(given, PDStoreStats):
-        return given
-    found = given.data.get(connector)
-    return found if isinstance(found, PDStoreStats) else None
-
-
-def _words(key: str) -> str:
-    return key.replace("|", " ")
+        self._step.read_gauge(self._key, f)
 
 
 class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -192,15 +178,19 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        changes = PDStoreStats(transfer_stats_data).data
-        for key, amount in changes[_COUNTERS].items():
-            self._child(key, engine_idx).inc(amount)
-        for key, amounts in changes[_SECONDS].items():
-            child = self._child(key, engine_idx)
-            for amount in amounts:
-                child.observe(amount)
-        for key, value in changes[_GAUGES].items():
-            self._set_gauge(key, value, engine_idx)
+        for key, change in transfer_stats_data.items():
+            name, *values = key.split("|")
+            metric = self._metrics[name].labels(*values, *self.per_engine_labelvalues[engine_idx])
+            if isinstance(change, dict):
+                of_processes = self._gauges.setdefault((engine_idx, key), {})
+                of_processes.update(change)
+                combine = sum if METRICS[name].across is Across.SUM else max
+                metric.set(combine(of_processes.values()))
+            elif isinstance(change, list):
+                for seconds in change:
+                    metric.observe(seconds)
+            else:
+                metric.inc(change)
 
     def _shown(self, metric: Metric, kind: Any, labelnames: list[str]) -> Any:
         """Makes one metric, with the label values that are known from the start."""
@@ -215,17 +205,6 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for values in known_labels(metric) if metric.labels else [()]:
                 made.labels(*values, *of_engine)
         return made
-
-    def _set_gauge(self, key: str, value: float, engine_idx: int) -> None:
-        process, _, shown = key.partition("@")
-        of_processes = self._gauges.setdefault((engine_idx, shown), {})
-        of_processes[process] = value
-        combine = sum if METRICS[shown.partition("|")[0]].across is Across.SUM else max
-        self._child(shown, engine_idx).set(combine(of_processes.values()))
-
-    def _child(self, key: str, engine_idx: int) -> Any:
-        name, *values = key.split("|")
-        return self._metrics[name].labels(*values, *self.per_engine_labelvalues[engine_idx])
 
 
 class WorkerMetrics:

@@ -7,8 +7,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,27 +32,27 @@ from pdstore.worker.save import OpenSave
 
 log = logging.getLogger("vllm.pdstore")
 
+Spec = TypeVar("Spec", LoadSpec, SaveSpec)
+
 
 @dataclass
-class _Running:
+class _Running(Generic[Spec]):
     """A load or a save from its start until its end is reported.
 
     job: None if it could not begin, or is not to. end: set on any thread when the job has ended.
     """
 
-    spec: LoadSpec | SaveSpec
+    spec: Spec
     job: Job | None = None
     end: JobEnd | None = None
     is_released: bool = False
 
-    def watch(self, job: Job, number: int | None = None) -> None:
-        self.job = job
-        job.on_end(partial(self._ended, number))
-
-    def _ended(self, number: int | None, job: Job) -> None:
-        self.end = JobEnd.of(job, self.spec.request_id, number)
+    def job_ended(self, job: Job) -> None:
+        """Keeps the end for the next report."""
+        self.end = JobEnd.of_job(job, self.spec.request_id, self.spec.number)
 
 
+@dataclass(eq=False)
 class PDStoreConnectorWorker:
     """Runs the loads and saves of each step's metadata, and reports their outcome.
 
@@ -63,42 +62,39 @@ class PDStoreConnectorWorker:
     open_saves: those of the current step, whose layers the model computes.
     """
 
-    def __init__(
-        self, settings: Settings, vllm_config: Any, kv_cache_config: Any, metrics: Metrics
-    ) -> None:
-        self._settings = settings
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._metrics = metrics
+    settings: Settings
+    vllm_config: Any
+    kv_cache_config: Any
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        self.open_saves = OpenSaves()
         self._pool: KVPool | None = None
         self._rank_layout: RankLayout | None = None
         self._rows_per_block = 1
-        self.open_saves = OpenSaves()
-        self._loads: dict[str, _Running] = {}  # by request
-        self._saves: dict[int, _Running] = {}  # by number
+        self._loads: dict[str, _Running[LoadSpec]] = {}  # by request
+        self._saves: dict[int, _Running[SaveSpec]] = {}  # by number
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Opens the pool on vLLM's allocated KV cache; its memory is pinned by the end of `ready`.
+        """Opens the pool on vLLM's allocated KV cache, whose memory `handshake` finds pinned.
 
         vLLM captures graphs right after this hook: then the end of pinning is waited for here.
         Raises PDStoreError if the cache does not fit.
         """
-        layout, caches = layout_of(
-            self._settings, self._vllm_config, self._kv_cache_config, kv_caches
-        )
-        weights = revision_of(self._settings, self._vllm_config)
-        namespace = layout.namespace(self._settings, weights=weights)
+        config = self.vllm_config
+        layout, caches = layout_of(self.settings, config, self.kv_cache_config, kv_caches)
+        namespace = layout.namespace(self.settings, weights=revision_of(self.settings, config))
         tensors = list(caches.values())
-        if self._settings.selftest:
-            self_test(self._settings, layout, tensors)
-        pool = KVPool(self._settings, layout, tensors, namespace, metrics=self._metrics)
-        rows_per_block = tensors[0].shape[0] // self._kv_cache_config.num_blocks
-        layers = layers_by_step(self._vllm_config, layout, list(caches))
-        drafts = getattr(self._vllm_config, "speculative_config", None) is not None
+        if self.settings.selftest:
+            self_test(self.settings, layout, tensors)
+        pool = KVPool(self.settings, layout, tensors, namespace, metrics=self.metrics)
+        rows_per_block = tensors[0].shape[0] // self.kv_cache_config.num_blocks
+        layers = layers_by_step(config, layout, list(caches))
+        drafts = getattr(config, "speculative_config", None) is not None
         self.use_pool(pool, rows_per_block, layers, ends_late=drafts)
-        if not self._vllm_config.model_config.enforce_eager:
+        if not config.model_config.enforce_eager:
             pool.ready()
 
     def use_pool(
@@ -121,20 +117,19 @@ class PDStoreConnectorWorker:
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
         self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
-    def ready(self) -> None:
-        """Waits until the pool's memory is pinned. Raises SwapError or TimeoutError."""
+    def handshake(self) -> RankLayout | None:
+        """Returns the layout for the scheduler side once the pool's memory is pinned.
+
+        None before `register`. Raises SwapError or TimeoutError.
+        """
         if self._pool is not None:
             self._pool.ready()
+        return self._rank_layout
 
     @property
     def pool(self) -> KVPool:
         assert self._pool is not None, "the KV cache is registered before the first step"
         return self._pool
-
-    @property
-    def rank_layout(self) -> RankLayout | None:
-        """The layout for the handshake with the scheduler side; None before `register`."""
-        return self._rank_layout
 
     @property
     def fails_whole(self) -> bool:
@@ -144,7 +139,7 @@ class PDStoreConnectorWorker:
         window has given back, nor of any where several groups number their blocks.
         """
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
-        return len(self._kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
+        return len(self.kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
     @property
     def is_idle(self) -> bool:
@@ -160,27 +155,30 @@ class PDStoreConnectorWorker:
             if (plan := spec.plan) is not None:
                 with self._starting(running, Direction.LOAD):
                     rows = self._rows(spec.block_ids)
-                    job = self.pool.load(
+                    running.job = self.pool.load(
                         plan.keys, rows, first_token=plan.first_token, follow=plan.follow
                     )
-                    running.watch(job)
+                    running.job.on_end(running.job_ended)
 
     def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
         """Starts the saves of a step, which read each layer when `open_saves` hears of it."""
         for spec in metadata.saves:
+            of_request = [s for s in self._saves.values() if s.spec.request_id == spec.request_id]
+            earlier = [each.job for each in of_request if each.job is not None]
             running = self._saves[spec.number] = _Running(spec)
             plan = spec.plan
-            with self._starting(running, Direction.SAVE, spec.number):
+            with self._starting(running, Direction.SAVE):
                 save = self.pool.begin_save(
                     plan.keys,
                     self._rows(spec.block_ids),
                     first_token=plan.first_token,
                     handoff=plan.handoff,
-                    after=self._saves_of(spec.request_id),
+                    after=earlier,
                     starts=plan.starts,
                 )
                 self.open_saves.add(save)
-                running.watch(save.job, spec.number)
+                running.job = save.job
+                running.job.on_end(running.job_ended)
             if running.job is None and plan.handoff is not None:
                 self.pool.abort_handoff(plan.handoff)
 
@@ -212,15 +210,13 @@ class PDStoreConnectorWorker:
         """Returns what has ended since the last report, for the scheduler side; None if nothing."""
         report, self._report = self._report, StepReport()
         for number, running in list(self._saves.items()):
-            job, spec = running.job, running.spec
-            assert isinstance(spec, SaveSpec)
-            is_read = job is not None and job.captured and spec.plan.handoff is None
-            is_read = is_read or running.end is not None
-            if is_read and not running.is_released:
+            job, end = running.job, running.end
+            is_read = job is not None and job.captured and running.spec.plan.handoff is None
+            if (is_read or end is not None) and not running.is_released:
                 running.is_released = True
                 report.released[number] = 1
-            if running.end is not None:
-                report.ended.append(running.end)
+            if end is not None:
+                report.ended.append(end)
                 del self._saves[number]
         return report if report.released or report.ended else None
 
@@ -228,38 +224,30 @@ class PDStoreConnectorWorker:
         if self._pool is not None:
             self._pool.close()
 
-    def _end_load(self, running: _Running) -> bool:
+    def _end_load(self, running: _Running[LoadSpec]) -> bool:
         """Reports a load that has ended; returns whether it brought what vLLM counts on."""
-        assert isinstance(running.spec, LoadSpec)
-        plan, num_loaded, block_tokens = running.spec.plan, 0, 1
-        if self._rank_layout is not None:
-            block_tokens = self._rank_layout.block_tokens
+        plan, num_loaded = running.spec.plan, 0
         if plan is not None and running.end is not None:
             self._report.ended.append(running.end)
             num_loaded = max(plan.first_token, running.end.num_tokens)
             if num_loaded >= plan.num_tokens:
                 return True
         if not self.fails_whole:
+            block_tokens = self._rank_layout.block_tokens if self._rank_layout else 1
             blocks = running.spec.block_ids[0][num_loaded // block_tokens :]
             self._bad_blocks |= {id for id in blocks if id != NO_BLOCK}
         return False
 
-    def _saves_of(self, request_id: str) -> list[Job]:
-        saves = self._saves.values()
-        return [each.job for each in saves if each.job and each.spec.request_id == request_id]
-
     @contextlib.contextmanager
-    def _starting(
-        self, running: _Running, direction: Direction, number: int | None = None
-    ) -> Iterator[None]:
+    def _starting(self, running: _Running[Any], direction: Direction) -> Iterator[None]:
         """Logs and counts why a job could not begin: the others of its step begin all the same."""
         try:
             yield
         except Exception:
-            self._metrics.miss(Reason.FAULT)
-            what, name = direction.value, running.spec.request_id
-            running.end = JobEnd.fault(direction, name, number)
-            log.exception("a %s of request %s could not begin", what, name)
+            spec = running.spec
+            self.metrics.miss(Reason.FAULT)
+            running.end = JobEnd.fault(direction, spec.request_id, spec.number)
+            log.exception("a %s of request %s could not begin", direction.value, spec.request_id)
 
     def _rows(self, block_ids: Tables) -> Tables:
         """Rows of the cache tensors; one of vLLM's blocks may be several of the kernel's."""
@@ -273,35 +261,30 @@ class PDStoreConnectorWorker:
         ]
 
 
+@dataclass(eq=False)
 class OpenSaves:
     """The saves of one step, which save each layer range while the model computes the next ones.
 
     A save reads a layer after the work that was queued on the current stream when the last layer of
-    its range was reported. Layers that are not reported during the step are saved from `finish` on,
-    and workers begin there where the layers are only queued on a device: vLLM's thread has then
-    queued all that the answer needs.
+    its range was reported. Layers that are not reported during the step are saved at its end, and
+    workers begin there where the layers are only queued on a device: vLLM's thread has then queued
+    all that the answer needs.
 
     layout: of the pool; None while there is none.
     layers: names of the first layers of its cache, in order, which may be saved during the step.
     ends_late: steps end late, after drafts: workers begin when the last layer is queued.
     """
 
-    def __init__(
-        self,
-        layout: Layout | None = None,
-        layers: Sequence[str] = (),
-        *,
-        ends_late: bool = False,
-    ) -> None:
-        self._layers = layers
-        self._num_layers = 0
-        self._goes_on = not ends_late
+    layout: Layout | None = None
+    layers: Sequence[str] = ()
+    ends_late: bool = False
+
+    def __post_init__(self) -> None:
         self._ends: dict[str, int] = {}  # the last layer of each range, with the number up to it
-        if layout is not None:
-            self._num_layers = len(layout.held_layers)
-            whole = layout.num_whole_ranges
-            counts = range(1, len(layers) + 1)
-            self._ends = {layers[n - 1]: n for n in counts if whole(n) > whole(n - 1)}
+        if self.layout is not None:
+            whole = self.layout.num_whole_ranges
+            counts = range(1, len(self.layers) + 1)
+            self._ends = {self.layers[n - 1]: n for n in counts if whole(n) > whole(n - 1)}
         self._open: list[OpenSave] = []
         self._computed: set[str] = set()
 
@@ -314,20 +297,21 @@ class OpenSaves:
         if self._open:
             self._computed.add(name)
             num_layers = self._ends.get(name, 0)
-            if num_layers and self._computed.issuperset(self._layers[:num_layers]):
+            if num_layers and self._computed.issuperset(self.layers[:num_layers]):
                 for save in self._open:
-                    save.layers_done(num_layers, goes_on=self._goes_on)
+                    save.layers_done(num_layers, goes_on=not self.ends_late)
 
-    def finish(self) -> None:
+    def end_step(self) -> None:
         """Lets all that is left be saved, and ends the step. Cancels what cannot be."""
+        num_layers = len(self.layout.held_layers) if self.layout is not None else 0
         try:
             while self._open:
-                self._open[-1].layers_done(self._num_layers)
+                self._open[-1].layers_done(num_layers)
                 self._open.pop()
         finally:
-            self.cancel()
+            self.cancel_step()
 
-    def cancel(self) -> None:
+    def cancel_step(self) -> None:
         """Ends the step and cancels the saves that are still open: not all layers are computed.
 
         Their ends tell D, and release their blocks.

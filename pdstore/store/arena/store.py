@@ -132,16 +132,16 @@ class ArenaStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._enter()
         check_call(keys)
-        return self._arena.match_keys(keys) if keys else 0
+        return sum(self._arena.find(keys, leases=True))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._enter()
         check_call(keys)
-        return self._arena.which(keys) if keys else []
+        return self._arena.find(keys, leases=False)
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()
-        return self._arena.wait(seen or 0, 0.0 if seen is None else timeout_s)
+        return self._arena.wait_for_change(seen or 0, 0.0 if seen is None else timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         memory = self._enter()

@@ -92,7 +92,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     origins: Mapping[str, str] = Field({}, exclude=True, repr=False)
 
     @classmethod
-    def of(cls, url: StoreURL, sources: MooncakeSources) -> MooncakeConfig:
+    def from_url(cls, url: StoreURL, sources: MooncakeSources) -> MooncakeConfig:
         """Reads all sources: the URL overrides the environment, which overrides the file.
 
         An empty value counts as none. Raises ConfigError for a bad value, and for a name that is

@@ -97,13 +97,13 @@ class MooncakeStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> MooncakeStore:
-        config = MooncakeConfig.of(url, mooncake_sources())
+        config = MooncakeConfig.from_url(url, mooncake_sources())
         log.info("%s: %s", url.label, config.describe())
         return cls(url.label, config)
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        MooncakeConfig.of(url, mooncake_sources())
+        MooncakeConfig.from_url(url, mooncake_sources())
         check_installed()
 
     @property

@@ -17,7 +17,7 @@ from pdstore.device_pin import CudaApi
 from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
-from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, PumpStats, Region
+from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, Region
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, address_of
 from pdstore.outcome import Direction
@@ -43,7 +43,7 @@ class Packed(NamedTuple):
     """Copies in the engine's form; their payloads must stay alive."""
 
     items: bytes
-    ids: bytes
+    block_ids: bytes
 
 
 class RelaxedCudaApi(CudaApi):
@@ -61,7 +61,6 @@ class NativeSwap(Swap):
     """Block copies by the native engine, on one GPU or in host memory. Any thread may call it.
 
     kv_caches: as `TorchSwap` takes them; kept until `close`.
-    throughput: copies as fast as the link allows; the default leaves the model undisturbed.
     path, sizes: force a path and set fields of `abi.Options`, for tests and benchmarks.
     On a GPU, payloads must lie in memory that `register` pinned or `add_host` added.
     Raises LayoutError, DeviceError or SwapError.
@@ -73,7 +72,6 @@ class NativeSwap(Swap):
         layout: Layout,
         kv_caches: Sequence[LayerCache],
         *,
-        throughput: bool = False,
         path: CopyPath = CopyPath.AUTO,
         sizes: dict[str, int] | None = None,
     ) -> None:
@@ -92,8 +90,6 @@ class NativeSwap(Swap):
             "num_blocks": self.num_blocks,
             "block_tokens": layout.engine_block_tokens,
             "max_tokens": layout.block_tokens,
-            "order": int(layout.order == "head"),
-            "mode": int(throughput),
             "path": int(path),
             **(sizes or {}),
         }
@@ -167,17 +163,28 @@ class NativeSwap(Swap):
 
         payloads: addresses; 0 for a call that sets them itself.
         """
-        numbers = map(self._parts.__getitem__, parts)
-        columns = payloads, numbers, num_tokens, first_tokens, map(len, block_ids)
-        items = b"".join(map(_ITEM.pack, *columns))
+        items = self.pack_items(payloads, parts, num_tokens, first_tokens, map(len, block_ids))
         return Packed(items, array("q", chain.from_iterable(block_ids)).tobytes())
+
+    def pack_items(
+        self,
+        payloads: Iterable[int],
+        parts: Sequence[Part],
+        num_tokens: Sequence[int],
+        first_tokens: Sequence[int],
+        num_block_ids: Iterable[int],
+    ) -> bytes:
+        """Packs the columns of copies beside their block ids, of which each has so many."""
+        numbers = map(self._parts.__getitem__, parts)
+        columns = payloads, numbers, num_tokens, first_tokens, num_block_ids
+        return b"".join(map(_ITEM.pack, *columns))
 
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
     ) -> Ticket:
         """Starts packed copies; see `start`."""
         way = int(direction is Direction.LOAD)
-        return self._engine.submit(way, packed.items, packed.ids, stream=stream, ready=ready)
+        return self._engine.submit(way, packed.items, packed.block_ids, stream=stream, ready=ready)
 
     def checksums(self, values: Sequence[memoryview]) -> list[int]:
         addresses = [address_of(value) for value in values]
@@ -215,10 +222,6 @@ class NativeSwap(Swap):
             for n in tokens
             for plan in [self._engine.explain(int(direction is Direction.LOAD), number, n)]
         ]
-
-    def stats(self, direction: Direction) -> PumpStats:
-        """The bytes, slices and CPU time of one direction's thread."""
-        return self._engine.stats(int(direction is Direction.LOAD))
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:

@@ -79,10 +79,7 @@ class TorchSwap(Swap):
         heads = len(self._layout.heads_of(copy.part))
         width = sum(t.shape[3] for t in self._caches[layers[0]])
         payload = torch.frombuffer(copy.payload, dtype=torch.uint8)
-        if self._layout.order == "token":
-            view = payload.view(len(layers), copy.num_tokens, heads, width)
-        else:
-            view = payload.view(len(layers), heads, copy.num_tokens, width).transpose(1, 2)
+        view = payload.view(len(layers), copy.num_tokens, heads, width)
         shares = []
         for i, layer in enumerate(layers):
             start = 0

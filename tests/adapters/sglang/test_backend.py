@@ -27,20 +27,15 @@ def count_of(server, name: str, **labels: str) -> float | None:
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
-def test_pages_of_one_server_reach_another(serve, layout):
-    p, d = serve(wheel.mha_pool(layout=layout)), serve(wheel.mha_pool(layout=layout))
-    assert p.backup(HASHES, SAVED) == 5
-    assert d.prefetch(HASHES, LOADED) == 5
-    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
-
-
-def test_pages_reach_another_server_through_every_store(serve, store_url):
-    p, d = serve(wheel.mha_pool(), store=store_url), serve(wheel.mha_pool(), store=store_url)
-    others = d.page(1)
-    assert p.backup(HASHES, SAVED) == 5
-    assert d.prefetch([*HASHES, *kit.page_hashes(2, "another")], [*LOADED, 10, 11]) == 5
+def test_pages_reach_another_server_through_every_store(serve, store_url, layout):
+    p, d = (serve(wheel.mha_pool(layout=layout), store=store_url) for _ in range(2))
+    hashes, others = kit.page_hashes(5, layout), d.page(1)
+    assert p.backup(hashes, SAVED) == 5
+    assert d.prefetch([*hashes, *kit.page_hashes(2, "another")], [*LOADED, 10, 11]) == 5
     assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
     assert d.page(1) == others
+    eventually(lambda: count_of(p, "tokens", verb="saved") == 5 * 64)
+    eventually(lambda: count_of(d, "tokens", verb="loaded") == 5 * 64)
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
@@ -248,14 +243,6 @@ def test_a_dead_store_is_a_miss_and_the_reason_is_counted(serve):
     assert server.backup(HASHES, SAVED) == 0
     eventually(lambda: count_of(server, "misses", reason=Reason.STORE_DOWN.value) == 1)
     eventually(lambda: count_of(server, "drops", reason=Reason.STORE_DOWN.value) == 1)
-
-
-def test_tokens_are_counted_and_not_pages(serve):
-    p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool())
-    p.backup(HASHES, SAVED)
-    d.prefetch(HASHES, LOADED)
-    eventually(lambda: count_of(p, "tokens", verb="saved") == 5 * 64)
-    eventually(lambda: count_of(d, "tokens", verb="loaded") == 5 * 64)
 
 
 def test_an_exception_costs_a_miss_and_not_sglangs_thread(serve):

@@ -22,35 +22,41 @@ from pdstore.adapters.sglang.server import ServedModel
 HASHES = kit.page_hashes(3)
 
 
+SERVED = ServedModel("float16", "w", "", None)
+
+
+def pages_of(pool, rank=0, size=1):
+    return HostPages.of_host_pool(pool, SERVED, rank, size)
+
+
 @pytest.fixture
 def open_pool(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def open_pool(weights="w", **settings):
             settings = settings_of(**{"store": f"file://{tmp_path}/pool", **settings})
-            pages = HostPages.of(wheel.mha_pool(), ServedModel("float16", weights, "", None), 0, 1)
-            pool = PagePool(settings, pages, weights, Metrics())
+            pool = PagePool(settings, pages_of(wheel.mha_pool()), weights, Metrics())
             return stack.enter_context(contextlib.closing(pool))
 
         yield open_pool
 
 
 def test_a_page_that_is_missing_ends_the_prefix(open_pool):
-    pool = open_pool()
-    assert pool.save([HASHES[0], HASHES[2]], [0, 2]) == 2
+    pool, none = open_pool(), torch.arange(0)
+    assert [pool.num_stored([]), pool.load([], none), pool.save([], none)] == [0, 0, 0]
+    assert pool.save([HASHES[0], HASHES[2]], kit.indices_of([0, 2])) == 2
     assert pool.num_stored(HASHES) == 1
-    assert pool.load(HASHES, [4, 5, 6]) == 1
-
-
-def test_no_page_is_no_work(open_pool):
-    pool = open_pool()
-    assert [pool.num_stored([]), pool.load([], []), pool.save([], [])] == [0, 0, 0]
+    assert pool.load(HASHES, kit.indices_of([4, 5, 6])) == 1
+    pool.close()
+    pool.close()
+    assert pool.num_stored(HASHES) == 0
+    assert pool.load(HASHES, kit.indices_of([0, 1, 2])) == 0
 
 
 def test_names_tell_nothing_of_a_page_in_another_namespace(open_pool, tmp_path):
     """So a tenant cannot look in the other's names for a prompt that it guesses."""
     for weights in ("a", "b"):
-        assert open_pool(weights).save(HASHES, [0, 1, 2]) == 3
+        assert open_pool(weights).save(HASHES, kit.indices_of([0, 1, 2])) == 3
     names = {path.name.rsplit(":", 1)[1] for path in (tmp_path / "pool").rglob("pds1:*:0:0:*")}
     assert len(names) == 6
 
@@ -72,21 +78,6 @@ def test_the_status_page_is_this_ranks(open_pool):
     eventually(lambda: status()["pool"]["id"])
 
 
-def test_a_second_close_finds_nothing_to_end(open_pool):
-    pool = open_pool()
-    pool.close()
-    pool.close()
-    assert pool.num_stored(HASHES) == 0
-    assert pool.load(HASHES, [0, 1, 2]) == 0
-
-
-SERVED = ServedModel("float16", "w", "", None)
-
-
-def pages_of(pool, rank=0, size=1):
-    return HostPages.of(pool, SERVED, rank, size)
-
-
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
 def test_pages_are_views_of_the_host_pool(layout):
     pool = wheel.mha_pool(layout=layout)
@@ -98,41 +89,27 @@ def test_pages_are_views_of_the_host_pool(layout):
     assert not pool.kv_buffer[0].any() or layout == "layer_first"
 
 
-def test_a_page_is_two_copies_of_a_model_with_heads_and_one_with_latents():
-    assert [len(pages_of(pool).caches) for pool in (wheel.mha_pool(), wheel.mla_pool())] == [2, 1]
-
-
-def test_the_namespace_is_of_the_whole_model():
+def test_the_namespace_is_of_the_whole_model_and_what_is_copied_as_large():
     layout = pages_of(wheel.mha_pool(), rank=1, size=4).model
     assert [(spec.num_kv_heads, spec.head_dim) for spec in layout.layers] == [(8, 8)] * 3
-    assert layout.dtype == "float16"
     assert layout.block_bytes == 4 * 64 * 3 * 2 * 8 * 2 * 2
-
-
-def test_what_is_copied_is_as_large_as_what_is_described():
-    for pool in (wheel.mha_pool(), wheel.mla_pool()):
+    for pool, num_copies in ((wheel.mha_pool(), 2), (wheel.mla_pool(), 1)):
         pages = pages_of(pool)
+        assert len(pages.caches) == num_copies
         assert pages.copied.block_bytes == pages.model.block_bytes
         assert pages.copied.parts == pages.model.parts
 
 
-def test_another_kind_of_host_pool_is_refused():
+def test_a_host_pool_of_another_kind_or_layout_is_refused():
     class MambaPoolHost:
         layout = "page_first"
 
     with pytest.raises(ConfigError, match="MambaPoolHost"):
         pages_of(MambaPoolHost())
-
-
-def test_a_layout_that_is_not_known_is_refused():
     pool = wheel.mla_pool()
     pool.layout = "page_first_kv_split"
     with pytest.raises(ConfigError, match="page_first_kv_split"):
         pages_of(pool)
-
-
-def test_numbers_are_those_of_the_pages():
-    assert pages_of(wheel.mha_pool()).numbers(kit.indices_of([3, 0, 9]), 3) == [3, 0, 9]
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,10 @@ def served(model, stored_as=torch.bfloat16, *, weights=None, **arguments):
     return server.served_model(settings(weights=weights), args, stored_as)
 
 
-def test_weights_and_dtype_are_the_servers(model):
+def test_weights_and_dtype_are_the_servers_unless_the_user_names_a_revision(model):
     found = served(model)
-    assert found.dtype == "bfloat16"
+    assert (found.dtype, found.quantization) == ("bfloat16", None)
     assert found.weights.startswith("sha256:")
-    assert found.quantization is None
-
-
-def test_a_revision_that_the_user_names_is_the_weights(model):
     assert served(model, weights="mine@1", load_format="dummy").weights == "mine@1"
 
 
@@ -52,21 +48,21 @@ def test_a_model_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
     assert served("org/m").weights == f"commit:{COMMIT}"
 
 
-def test_a_model_that_is_nowhere_is_refused(tmp_path):
+def test_a_model_that_is_nowhere_or_cannot_be_read_is_refused(model, tmp_path):
     with pytest.raises(ConfigError, match="--model-path DIRECTORY"):
         served(tmp_path / "missing")
+    (model / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="configuration"):
+        served(model)
 
 
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_bytes_are_the_kind_of_fp8_that_the_server_was_told(model, kind):
-    dtype = getattr(torch, served(model, torch.uint8, kv_cache_dtype=kind).dtype)
-    assert str(dtype).startswith(f"torch.float8_{kind[-4:]}")
-
-
-@pytest.mark.parametrize("kind", ["auto", "nvfp4", "mxfp8"])
-def test_bytes_of_an_unknown_kind_are_refused(model, kind):
-    with pytest.raises(ConfigError, match=f"--kv-cache-dtype is {kind}"):
-        served(model, torch.uint8, kv_cache_dtype=kind)
+def test_bytes_are_the_kind_of_fp8_that_the_server_was_told(model):
+    for kind in ("fp8_e4m3", "fp8_e5m2"):
+        dtype = getattr(torch, served(model, torch.uint8, kv_cache_dtype=kind).dtype)
+        assert str(dtype).startswith(f"torch.float8_{kind[-4:]}")
+    for kind in ("auto", "nvfp4", "mxfp8"):
+        with pytest.raises(ConfigError, match=f"--kv-cache-dtype is {kind}"):
+            served(model, torch.uint8, kv_cache_dtype=kind)
 
 
 def test_overrides_and_nested_configurations_count(tmp_path, model):
@@ -83,12 +79,6 @@ def test_scales_count_by_what_is_in_their_file(tmp_path, model):
         found.append(served(model, quantization_param_path=str(tmp_path / name)).quantization)
     assert found[0] == found[1] != found[2]
     assert served(model, quantization="fp8").quantization is not None
-
-
-def test_a_configuration_that_cannot_be_read_is_refused(model):
-    (model / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="configuration"):
-        served(model)
 
 
 def test_settings_are_told_from_what_sglang_reads():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
-from pdstore.engine.request import SavePlan
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec, StepReport
+from pdstore.engine.request import JobEnd, SavePlan
+from pdstore.outcome import Direction
+from tests.adapters.vllm.test_walk import Engine
 from tests.support.kv import eventually
 
 IDS = list(range(1, 21))
@@ -21,7 +24,7 @@ def test_every_hook_of_a_running_engine_is_guarded():
     """Hooks that only pass a call on to a guarded one, or cannot fail, need no guard."""
     hooks = """on_new_request get_num_new_matched_tokens update_connector_output request_finished
         has_pending_push_work has_pending_block_frees reset_cache start_load_kv wait_for_save
-        get_finished get_block_ids_with_load_errors build_connector_worker_meta
+        get_block_ids_with_load_errors build_connector_worker_meta
         get_kv_connector_stats take_events shutdown _load save_kv_layer _end_loads"""
     for name in hooks.split():
         assert hasattr(getattr(PDStoreConnector, name), "__wrapped__"), name
@@ -29,6 +32,13 @@ def test_every_hook_of_a_running_engine_is_guarded():
 
 def test_sleep_mode_is_not_supported():
     assert PDStoreConnector.supports_sleep_mode() is False
+
+
+def test_reports_of_ranks_add_up():
+    ends = [JobEnd("a", number, Direction.SAVE, 64, None) for number in (1, 2)]
+    total = StepReport(Counter({1: 1, 2: 1}), ends[:1]).aggregate(StepReport(Counter({1: 1}), ends))
+    assert total.released == {1: 2, 2: 1}
+    assert total.ended == [ends[0], *ends]
 
 
 @pytest.fixture
@@ -52,8 +62,18 @@ def connector(instance, monkeypatch):
 def test_a_hook_that_fails_answers_as_a_miss_and_is_counted(connector, monkeypatch):
     monkeypatch.setattr(connector.worker, "end_loads", None)
     connector.metrics.pop()
-    assert connector.get_finished(set()) == (None, None)
-    assert connector.metrics.pop().data["counters"] == {"misses|fault": 1}
+    assert connector.get_finished(set()) == (None, set())
+    assert connector.metrics.pop().data["misses|fault"] == 1
+
+
+def test_a_fault_costs_the_saves_of_its_step_and_not_the_loads(tmp_path):
+    engine = Engine(f"shm://p?size=8MiB&dir={tmp_path}", "both")
+    side = engine.scheduler
+    side.scheduler.fail_load("r", [[1, 2]], 16)
+    unknown = SimpleNamespace(num_scheduled_tokens={"r": 1})  # it tells nothing of blocks
+    assert len(side.build_connector_meta(unknown).loads) == 1
+    assert side.metrics.pop().data["misses|fault"] == 1
+    engine.close()
 
 
 def test_an_interrupt_is_not_a_fault(connector, monkeypatch):

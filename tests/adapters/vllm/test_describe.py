@@ -21,9 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdstore.adapters.vllm.describe import (
-    check_spec,
     hashes_items,
-    is_keyed,
     keys_of,
     layers_by_step,
     layout_of,
@@ -32,6 +30,7 @@ from pdstore.adapters.vllm.describe import (
     settings_of,
 )
 from pdstore.errors import ConfigError, LayoutError
+from tests.adapters.vllm.standins import vllm_request
 from tests.support.instances import instance as instance
 from tests.support.vllm_draft import make_draft
 
@@ -56,15 +55,9 @@ def test_the_extra_configuration_wins_over_the_environment():
     assert settings.workers == 7
 
 
-@pytest.mark.parametrize(
-    ("kv_role", "role"),
-    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")],
-)
-def test_the_role_is_the_kv_role(kv_role, role):
-    assert settings_of(config_of(kv_role)).role == role
-
-
-def test_the_environments_role_counts_where_vllm_says_both(monkeypatch):
+def test_the_role_is_the_kv_role_or_the_environments_where_vllm_says_both(monkeypatch):
+    roles = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+    assert {kv_role: settings_of(config_of(kv_role)).role for kv_role in roles} == roles
     monkeypatch.setenv("PDSTORE_ROLE", "decode")
     assert settings_of(config_of()).role == "decode"
     assert settings_of(config_of("kv_producer")).role == "prefill"
@@ -89,10 +82,6 @@ def vllm_config(enable_sleep_mode=False, calculate_kv_scales=False, **parallel):
 KV_CACHE = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
 
 
-def test_a_plain_configuration_is_accepted():
-    refuse_unsupported(vllm_config(), KV_CACHE)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -103,23 +92,26 @@ def test_a_plain_configuration_is_accepted():
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
+    refuse_unsupported(vllm_config(), KV_CACHE)
     with pytest.raises(ConfigError, match=reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
 
 
 @pytest.mark.parametrize(
-    ("prefix_caching", "cache_gb", "expected"),
-    [(True, 0, True), (False, 4, True), (False, 0, False)],
+    ("prefix_caching", "options", "expected"),
+    [
+        (True, MultiModalConfig(mm_processor_cache_gb=0), True),
+        (False, MultiModalConfig(mm_processor_cache_gb=4), True),
+        (False, MultiModalConfig(mm_processor_cache_gb=0), False),
+        (False, None, True),  # a model that takes text alone
+    ],
 )
-def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, cache_gb, expected):
-    options = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, options, expected):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
         model_config=SimpleNamespace(multimodal_config=options),
     )
     assert hashes_items(config) is expected
-    config.model_config.multimodal_config = None  # of a model that takes text alone
-    assert hashes_items(config)
 
 
 NAMES = ["layer.0", "layer.1"]
@@ -199,32 +191,13 @@ def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypa
         refuse_unsupported(vllm_config(), sliding)
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ({"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
-        ({"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
-        ({"cache_role": SparseCacheRole.INDEXER}, "scales apart"),
-        ({"non_causal": True}, "not causal"),
-    ],
-)
-def test_blocks_that_are_more_than_their_tokens_are_refused(spec, reason):
-    with pytest.raises(LayoutError, match=reason):
-        check_spec("layer", SimpleNamespace(**spec))
-
-
-def test_plain_and_per_tensor_blocks_are_taken():
-    for mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        check_spec("layer", SimpleNamespace(kv_quant_mode=mode))
-    check_spec("layer", SimpleNamespace(cache_role=SparseCacheRole.SPARSE))
-
-
 @pytest.fixture
 def described(monkeypatch):
     """Describes one rank's layers: `described(MLAAttentionSpec, tp_size=2)`."""
 
-    def describe(kind, tp_size=1, tp_rank=0, **model):
-        spec = kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **SHARED[kind])
+    def describe(kind, tp_size=1, tp_rank=0, spec=None, **model):
+        shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1}
+        spec = kind(**shape, dtype=torch.float32, **(spec or {}))
         groups = [KVCacheGroupSpec(NAMES, spec)]
         replicas = kv_cache_groups_tp_replicas(groups, tp_size)
         caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
@@ -245,7 +218,19 @@ def described(monkeypatch):
     return describe
 
 
-SHARED = {FullAttentionSpec: {"max_tp_shards": 1}, MLAAttentionSpec: {"max_tp_shards": 1}}
+@pytest.mark.parametrize(
+    ("kind", "spec", "reason"),
+    [
+        (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
+        (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
+        (MLAAttentionSpec, {"cache_role": SparseCacheRole.INDEXER}, "scales apart"),
+        (FullAttentionSpec, {"non_causal": True}, "not causal"),
+    ],
+)
+def test_blocks_that_are_more_than_their_tokens_are_refused(described, kind, spec, reason):
+    with pytest.raises(LayoutError, match=reason):
+        described(kind, spec=spec)
+    described(kind, spec={"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR})
 
 
 def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described):
@@ -269,33 +254,14 @@ def test_options_of_the_image_processor_are_a_field_where_there_are_any(describe
     assert len({plain, *(rope(mm_processor_kwargs={"fps": fps}) for fps in (1, 2))}) == 3
 
 
-def request(**changes):
-    return SimpleNamespace(
-        **{
-            "prompt_token_ids": [1, 2],
-            "prompt_embeds": None,
-            "pooling_params": None,
-            "lora_request": None,
-            "cache_salt": None,
-            "kv_transfer_params": None,
-            **changes,
-        }
-    )
-
-
-def test_a_prompt_of_tokens_is_keyed():
-    assert is_keyed(request(), has_pages=True)
-    assert is_keyed(request(cache_salt="mine"), has_pages=False)
-
-
 def test_images_that_vllm_only_numbers_have_no_keys(instance):
     image = SimpleNamespace(
         mm_position=SimpleNamespace(offset=0, length=2), identifier="renderer0-mm-1-image-0"
     )
-    cache, pictured = instance().cache, request(mm_features=[image])
+    cache, pictured = instance().cache, vllm_request([1, 2], mm_features=[image])
     assert keys_of(pictured, cache, hashes_items=True) is not None
     assert keys_of(pictured, cache, hashes_items=False) is None
-    assert keys_of(request(mm_features=[]), cache, hashes_items=False) is not None
+    assert keys_of(vllm_request([1, 2], mm_features=[]), cache, hashes_items=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -306,11 +272,16 @@ def test_images_that_vllm_only_numbers_have_no_keys(instance):
         {"pooling_params": object()},
         {"resumable": True},
         {"lora_request": SimpleNamespace(load_inplace=True)},
-        {"cache_salt": "mine"},
     ],
 )
-def test_what_tokens_do_not_name_is_not_keyed(changes):
-    assert not is_keyed(request(**changes), has_pages=True)
+def test_what_tokens_do_not_name_has_no_keys(instance, changes):
+    cache = instance().cache
+    assert keys_of(vllm_request([1, 2], **changes), cache) is None
+    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache) is not None
+    object.__setattr__(cache.namespace, "fields", {**cache.namespace.fields, "page": "packed"})
+    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache) is None, (
+        "a packed page may hold more"
+    )
 
 
 def adapter(directory, weights):
@@ -323,7 +294,11 @@ def adapter(directory, weights):
 def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, tmp_path):
     cache = instance().cache
     blocks = {
-        tuple(keys_of(request(lora_request=lora), cache).store_keys(cache.namespace.parts))
+        tuple(
+            keys_of(vllm_request([1, 2], lora_request=lora), cache).store_keys(
+                cache.namespace.parts
+            )
+        )
         for lora in (
             None,
             adapter(tmp_path / "a" / "mine", b"first"),
@@ -335,4 +310,4 @@ def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, t
 
 def test_an_adapter_whose_files_are_gone_bypasses_the_pool(instance, tmp_path):
     gone = SimpleNamespace(lora_int_id=2, lora_name="mine", lora_path=str(tmp_path / "gone"))
-    assert keys_of(request(lora_request=gone), instance().cache) is None
+    assert keys_of(vllm_request([1, 2], lora_request=gone), instance().cache) is None

@@ -72,7 +72,7 @@ def decoded(payload):
 def test_a_subscriber_decodes_them_as_vllms_own(events, tmp_path):
     asked = request_of(cache_salt="tenant")
     events.add(asked)
-    events.plan([save(1, 0)])
+    events.add_saves([save(1, 0)])
     events.end_jobs([ended(1, 200)])
     endpoint = f"ipc://{tmp_path}/events"
     publisher = ZmqEventPublisher(0, endpoint=endpoint)
@@ -120,61 +120,47 @@ def test_a_running_server_tells_a_subscriber_of_the_pool_by_vllms_names_of_its_b
         pair.subscriber.unsubscribe(b"")
 
 
-def test_only_whole_stored_blocks_are_told_and_only_when_durable(events):
+@pytest.mark.parametrize(
+    ("num_ranks", "first_tokens", "ends", "told_blocks"),
+    [
+        (1, [0, 64], [(1, 70), (2, 200)], [4, 12]),
+        (1, [0, 64, 128], [(3, 192), (2, 128), (1, 64)], [0, 0, 12]),
+        (1, [0, 128], [(1, 64), (2, 192)], [4, 4]),
+        (2, [0], [(1, 200), (1, 128)], [0, 8]),
+    ],
+    ids=["whole blocks", "behind a gap", "not stored", "all ranks"],
+)
+def test_a_block_is_told_when_it_is_durable_with_all_before_it(
+    num_ranks, first_tokens, ends, told_blocks
+):
+    events, asked = PoolEvents(num_ranks, ENGINE_BLOCK, BLOCK), request_of()
+    events.add(asked)
+    events.add_saves([save(number, first) for number, first in enumerate(first_tokens, 1)])
+    heard = []
+    for end, num_blocks in zip(ends, told_blocks, strict=True):
+        events.end_jobs([ended(*end)])
+        for event in events.pop():
+            assert [event.parent_block_hash] == (heard[-1:] or [None])
+            heard += event.block_hashes
+        assert heard == published(asked.block_hashes[:num_blocks])
+
+
+def test_a_hand_off_tells_the_whole_prompt_that_it_has_checked_if_vllm_names_it(events):
     asked = request_of()
     events.add(asked)
-    events.plan([save(1, 0), save(2, 64)])
+    events.add(Request("unnamed", list(range(200)), SamplingParams(max_tokens=1), None))
+    events.add_saves([save(1, 128, handoff=HandoffId.new()), save(2, 0, "unnamed")])
+    events.end_jobs([ended(2, 200, "unnamed")])
     assert told(events) == []
-    events.end_jobs([ended(1, 70)])
-    assert told(events) == published(asked.block_hashes[:4])
-    events.end_jobs([ended(2, 200)])
-    [event] = events.pop()
-    assert event.block_hashes == published(asked.block_hashes[4:12])
-    assert [event.parent_block_hash] == published(asked.block_hashes[3:4])
-    assert event.token_ids == list(range(64, 192))
-
-
-def test_behind_a_gap_nothing_is_told_until_it_is_filled(events):
-    asked = request_of()
-    events.add(asked)
-    events.plan([save(1, 0), save(2, 64), save(3, 128)])
-    events.end_jobs([ended(3, 192), ended(2, 128)])
-    assert told(events) == []
-    events.end_jobs([ended(1, 64)])
-    assert told(events) == published(asked.block_hashes[:12])
-
-
-def test_what_a_save_could_not_store_is_not_told(events):
-    asked = request_of()
-    events.add(asked)
-    events.plan([save(1, 0), save(2, 128)])
-    events.end_jobs([ended(1, 64), ended(2, 192)])
-    assert told(events) == published(asked.block_hashes[:4])
-
-
-def test_a_handoff_tells_the_whole_prompt_that_it_has_checked(events):
-    asked = request_of()
-    events.add(asked)
-    events.plan([save(1, 128, handoff=HandoffId.new())])
     events.end_jobs([ended(1, 200)])
     assert told(events) == published(asked.block_hashes[:12])
-
-
-def test_all_ranks_must_have_stored_a_block():
-    events, asked = PoolEvents(2, ENGINE_BLOCK, BLOCK), request_of()
-    events.add(asked)
-    events.plan([save(1, 0)])
-    events.end_jobs([ended(1, 200)])
-    assert told(events) == []
-    events.end_jobs([ended(1, 128)])
-    assert told(events) == published(asked.block_hashes[:8])
 
 
 def test_a_block_is_told_once_until_the_pool_is_cleared(events):
     first, second = request_of(), request_of(128, "s")
     for asked in (first, second):
         events.add(asked)
-    events.plan([save(1, 0), save(2, 0, "s")])
+    events.add_saves([save(1, 0), save(2, 0, "s")])
     events.end_jobs([ended(1, 200), ended(2, 128, "s")])
     assert told(events) == published(first.block_hashes[:12])
     events.clear()
@@ -189,18 +175,10 @@ def test_a_block_is_told_once_until_the_pool_is_cleared(events):
 def test_a_save_may_end_after_its_request(events):
     asked = request_of()
     events.add(asked)
-    events.plan([save(1, 0)])
-    events.finish("r")
+    events.add_saves([save(1, 0)])
+    events.forget_request("r")
     events.end_jobs([ended(1, 64)])
     assert told(events) == published(asked.block_hashes[:4])
-    events.plan([save(2, 64)])
+    events.add_saves([save(2, 64)])
     events.end_jobs([ended(2, 192)])  # forgotten with its last save
-    assert told(events) == []
-
-
-def test_without_vllms_hashes_nothing_is_told(events):
-    asked = Request("r", list(range(200)), SamplingParams(max_tokens=1), None)
-    events.add(asked)
-    events.plan([save(1, 0)])
-    events.end_jobs([ended(1, 200)])
     assert told(events) == []

@@ -115,11 +115,7 @@ NEVER = {
     "store_codes": "redis has no codes of its own",
     "store_evictions": "redis tells of none that it made for want of room here",
     "store_capacity_bytes": "this redis has no maxmemory",
-    "follows": "P computes a tiny prompt before D can follow it",
-    "follow_estimate_seconds": "P computes a tiny prompt before D can follow it",
     "decisions": "nothing is decided where all is loaded",
-    "estimated_seconds": "nothing is decided where all is loaded",
-    "decided_seconds": "nothing is decided where all is loaded",
     "hung_store_calls": "the gate holds the connection, which is closed at its time",
 }
 """Metrics that this pair does not move, whatever is done to it."""

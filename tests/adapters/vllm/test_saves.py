@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdstore.adapters.vllm.saves import Saves
+from pdstore.adapters.vllm.scheduler import Saves
 from pdstore.engine.request import EngineRequest
 from pdstore.format.handoff import HandoffId
+from pdstore.format.layout import NO_BLOCK
+from tests.adapters.vllm.standins import BlockPool
 from tests.support.instances import instance as instance
 from tests.support.kv import settings_of
 
@@ -16,24 +18,9 @@ BLOCK, PROMPT = 64, list(range(1, 301))
 TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
-class Pool:
-    """Counts references to blocks, as vLLM's BlockPool does."""
-
-    def __init__(self) -> None:
-        self.blocks = list(range(32))
-        self.held: list[int] = []
-
-    def touch(self, blocks) -> None:
-        self.held += blocks
-
-    def free_blocks(self, blocks) -> None:
-        for block in blocks:
-            self.held.remove(block)
-
-
 @pytest.fixture
 def pool():
-    return Pool()
+    return BlockPool()
 
 
 @pytest.fixture
@@ -55,9 +42,9 @@ def state_of(instance):
     return make
 
 
-def saves_of(pool, num_ranks=1):
-    saves = Saves(pool, BLOCK, num_ranks)
-    ids = SimpleNamespace(get_block_ids={"r": [TABLE]}.get)
+def saves_of(pool, num_ranks=1, table=TABLE):
+    saves = Saves(num_ranks, pool, BLOCK)
+    ids = SimpleNamespace(get_block_ids={"r": [table]}.get)
     saves.begin_step(SimpleNamespace(kv_connector_block_state=ids))
     return saves
 
@@ -76,15 +63,22 @@ def test_each_chunk_is_saved_from_the_blocks_up_to_its_end(pool, state_of, asked
     assert [list(save.block_ids[0]) for save in saves] == [TABLE[:2], TABLE[:4], TABLE[:5]]
 
 
+def test_blocks_that_a_window_has_left_are_no_blocks(pool, state_of, asked):
+    saves = saves_of(pool, table=[0, 0, *TABLE])
+    [save] = compute(saves, state_of(), asked, 300)
+    assert list(save.block_ids[0]) == [NO_BLOCK, NO_BLOCK, *TABLE[:3]]
+    assert pool.held == TABLE[:3]
+
+
 def test_a_save_holds_its_new_blocks_until_every_rank_has_read_them(pool, state_of, asked):
     saves = saves_of(pool, num_ranks=2)
     [first, second] = compute(saves, state_of(), asked, 128, 128)
     assert pool.held == TABLE[:2] + TABLE[2:4]
-    saves.release({first.number: 1})
+    saves.release_blocks({first.number: 1})
     assert pool.held == TABLE[:4]
-    saves.release({first.number: 1, 99: 1})
+    saves.release_blocks({first.number: 1, 99: 1})
     assert pool.held == TABLE[2:4]
-    saves.release({second.number: 2})
+    saves.release_blocks({second.number: 2})
     assert pool.held == []
     assert len(saves) == 0
 
@@ -127,10 +121,10 @@ def step(new=(), cached=(), resumed=()):
     ids=["added", "preempted"],
 )  # fmt: skip
 def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, table):
-    saves = Saves(pool, BLOCK, 1)
+    saves = Saves(1, pool, BLOCK)
     for each in steps:
         saves.begin_step(step(**each))
     [save] = saves.plan(state_of(), asked, 192)
     assert list(save.block_ids[0]) == table
-    saves.end_request("r")
+    saves.forget_tables("r")
     assert saves.plan(state_of(), asked, 192) == []

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from pdstore.adapters.vllm.describe import NamedLayer, joined
+from pdstore.adapters.vllm.describe import joined
 from pdstore.errors import LayoutError
 from pdstore.format.layout import LayerSpec
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, prefill
@@ -21,13 +21,14 @@ FULL, SLIDING = LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64, tabl
 
 
 def named(spec, *numbers):
-    return [NamedLayer(f"model.layers.{number}", spec) for number in numbers]
+    return {f"model.layers.{number}": spec for number in numbers}
 
 
 def test_layers_stand_as_one_rank_would_have_them():
-    stages = [named(FULL, 0, 2) + named(SLIDING, 1), named(FULL, 4) + named(SLIDING, 3, 5)]
+    stages = [named(FULL, 0, 2) | named(SLIDING, 1), named(FULL, 4) | named(SLIDING, 3, 5)]
     layers, pipeline = joined(stages, 1)
-    assert layers == named(FULL, 0, 2, 4) + named(SLIDING, 1, 3, 5)
+    whole = named(FULL, 0, 2, 4) | named(SLIDING, 1, 3, 5)
+    assert list(layers.items()) == list(whole.items())
     assert (pipeline.stage_of, pipeline.stage) == ((0, 0, 1, 0, 1, 1), 1)
 
 

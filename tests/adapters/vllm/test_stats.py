@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
-from pdstore.adapters.vllm.stats import PDStorePromMetrics, PDStoreStats, StepMetrics, stats_of
+from pdstore.adapters.vllm.stats import PDStorePromMetrics, StepMetrics, stats_of
 from pdstore.outcome import Direction, Reason
 
 
@@ -20,29 +20,29 @@ def metrics():
     return StepMetrics()
 
 
-def test_a_step_in_which_nothing_happened_has_no_stats(metrics):
-    metrics.pop()
-    assert metrics.pop() is None
-
-
 def test_what_happened_is_returned_once(metrics):
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(900)
-    taken = metrics.pop()
-    assert taken.data["counters"] == {"misses|lost": 1, "tokens|loaded": 900}
+    assert metrics.pop().data == {"misses|lost": 1, "tokens|loaded": 900}
     metrics.tokens.labels("loaded").inc(1)
-    assert metrics.pop().data["counters"] == {"tokens|loaded": 1}
+    assert metrics.pop().data == {"tokens|loaded": 1}
+    assert metrics.pop() is None
 
 
-def test_steps_and_processes_add_up(metrics):
+def test_steps_and_processes_add_up_and_vllms_log_has_counts_and_means(metrics):
     other = StepMetrics()
     for each, seconds in ((metrics, 0.25), (other, 0.75)):
         each.job_ended(Direction.LOAD, None, seconds)
     other.jobs_alive.set(2)
     total = metrics.pop().aggregate(other.pop())
-    assert total.data["counters"] == {"jobs|load|ok": 2}
-    assert total.data["seconds"] == {"job_seconds|load": [0.25, 0.75]}
-    assert total.data["gauges"] == {f"{os.getpid()}@jobs_alive": 2}
+    assert total.data == {
+        "jobs|load|ok": 2,
+        "job_seconds|load": [0.25, 0.75],
+        "jobs_alive": {str(os.getpid()): 2},
+    }
+    assert total.reduce() == {"jobs load ok": 2, "job_seconds load (mean)": 0.5}
+    total.reset()
+    assert total.is_empty()
 
 
 def test_a_connectors_stats_are_found_among_those_of_several(metrics):
@@ -55,26 +55,6 @@ def test_a_connectors_stats_are_found_among_those_of_several(metrics):
     assert stats_of(several, "Other") is None
     assert stats_of(None, "PDStoreConnector") is None
     assert set(several.data) == {"Other", "PDStoreConnector"}
-
-
-def test_stats_leave_the_dict_that_they_are_made_of_alone():
-    data = {}
-    PDStoreStats(data)
-    assert data == {}
-
-
-def test_the_log_has_counts_and_mean_seconds():
-    counters, seconds = {"jobs|load|ok": 2}, {"job_seconds|load": [0.25, 0.75]}
-    stats = PDStoreStats({"counters": counters, "seconds": seconds, "gauges": {}})
-    assert stats.reduce() == {"jobs load ok": 2, "job_seconds load (mean)": 0.5}
-
-
-def test_reset_stats_are_empty(metrics):
-    metrics.miss(Reason.LOST)
-    stats = metrics.pop()
-    stats.reset()
-    assert stats.is_empty()
-    assert PDStoreStats().is_empty()
 
 
 def test_the_metrics_page_shows_what_was_observed(metrics):
@@ -90,7 +70,7 @@ def test_the_metrics_page_shows_what_was_observed(metrics):
     metrics.slots_lent.set(3)
     metrics.breaker_open.set(1)
     taken = metrics.pop()
-    other = {"gauges": {"9@slots_lent": 4, "9@breaker_open": 1}}  # another process's
+    other = {"slots_lent": {"9": 4}, "breaker_open": {"9": 1}}  # another process's
     shown.observe(other)
     shown.observe(taken.data)
     shown.observe(taken.data)

@@ -41,34 +41,22 @@ def restart(pair):
     assert_loads_again(pair)
 
 
-def test_killed_before_a_request(pair):
-    pair.redis.stop()
-    prompt = new_prompt(LONG)
-    ask(pair.proxy, prompt).assert_same(alone(pair.d, prompt))
-    restart(pair)
-
-
-def test_killed_during_a_save(pair, thread):
-    prompt = new_prompt(LONG)
-    pair.p_gate.hold(SAVE)
+@pytest.mark.parametrize("during", [None, "save", "load"], ids=["before", "save", "load"])
+def test_killed_before_a_request_and_during_its_save_and_its_load(pair, thread, during):
+    prompt, since = new_prompt(LONG), Since(pair.d)
+    gate, verb = (pair.p_gate, SAVE) if during == "save" else (pair.d_gate, LOAD)
+    if during is None:
+        pair.redis.stop()
+    else:
+        gate.hold(verb)
     answer = thread.submit(ask, pair.proxy, prompt)
-    eventually(lambda: pair.p_gate.held, 30)
-    pair.redis.stop()
-    pair.p_gate.release()
+    if during is not None:
+        eventually(lambda: gate.held, 30)
+        pair.redis.stop()
+        gate.release()
     answer.result().assert_same(alone(pair.d, prompt))
-    restart(pair)
-
-
-def test_killed_during_a_load(pair, thread):
-    prompt = new_prompt(LONG)
-    since = Since(pair.d)
-    pair.d_gate.hold(LOAD)
-    answer = thread.submit(ask, pair.proxy, prompt)
-    eventually(lambda: pair.d_gate.held, 30)
-    pair.redis.stop()
-    pair.d_gate.release()
-    answer.result().assert_same(alone(pair.d, prompt))
-    assert since["pdstore_jobs_total:load:store_down"] == 1
+    if during == "load":
+        assert since["pdstore_jobs_total:load:store_down"] == 1
     restart(pair)
 
 

@@ -14,21 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from pdstore import KVPool, Layout
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import RankLayout
+from tests.adapters.vllm.standins import BlockPool, vllm_request
 from tests.support.kv import LAYERS, caches_of, eventually, settings_of
 from tests.support.walk import Tracer
 
 IDS = [61, 29, 53, 47, 37, 59, 31, 43]
 PROMPT = list(range(1000, 1128))
-
-
-class BlockPool:
-    """Stands for vLLM's."""
-
-    def __init__(self) -> None:
-        self.blocks = list(range(64))
-
-    def touch(self, blocks) -> None: ...
-    def free_blocks(self, blocks) -> None: ...
 
 
 class BlockState:
@@ -105,27 +96,9 @@ def open_traced(tmp_path):
         engine.close()
 
 
-def request_of(**params):
-    return SimpleNamespace(
-        request_id="r",
-        prompt_token_ids=PROMPT,
-        prompt_embeds=None,
-        pooling_params=None,
-        lora_request=None,
-        cache_salt=None,
-        mm_features=[],
-        kv_transfer_params=params or None,
-        num_tokens=len(PROMPT),
-        num_computed_tokens=0,
-        num_prompt_tokens=len(PROMPT),
-        num_output_tokens=0,
-        all_token_ids=PROMPT,
-    )
-
-
 def save(engine, tracer):
     """Lets an instance save the prompt; returns what its answer says."""
-    request = request_of(do_remote_decode=True)
+    request = vllm_request(PROMPT, kv_transfer_params={"do_remote_decode": True})
     engine.scheduler.on_new_request(request)
     eventually(lambda: engine.scheduler.get_num_new_matched_tokens(request, 0)[0] == 0)
     engine.step(tracer, request, len(PROMPT))
@@ -135,7 +108,7 @@ def save(engine, tracer):
 
 
 def load(engine, tracer, params):
-    request = request_of(**params)
+    request = vllm_request(PROMPT, kv_transfer_params=params)
     engine.scheduler.on_new_request(request)
 
     def found():
@@ -154,7 +127,7 @@ def test_the_walk_of_a_saves_block_ids(open_traced):
         p = open_traced("prefill")
         with tracer.tracing():
             save(p, tracer)
-    tracer.walk_to("pds_arena_fill").check(frames=29, files=14, copies=4, names=3)
+    tracer.walk_to("pds_arena_fill").check(frames=16, files=9, copies=2, names=2)
 
 
 def test_the_walk_of_a_loads_block_ids(open_traced):
@@ -164,4 +137,4 @@ def test_the_walk_of_a_loads_block_ids(open_traced):
         d = open_traced("decode")
         with tracer.tracing():
             load(d, tracer, params)
-    tracer.walk_to("pds_arena_take").check(frames=31, files=14, copies=5, names=3)
+    tracer.walk_to("pds_arena_take").check(frames=16, files=9, copies=2, names=2)

@@ -26,7 +26,7 @@ def begin_saves(worker, *saves):
 def save(worker, *saves):
     """Saves in a step whose layers are not reported."""
     begin_saves(worker, *saves)
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
 
 
 def test_a_save_is_released_once_and_then_forgotten(worker, instance):
@@ -52,32 +52,22 @@ def load(worker, spec):
     return failed == {"request"}
 
 
-def test_a_load_that_brings_what_vllm_counts_on_is_no_failure(worker, instance):
+@pytest.mark.parametrize(
+    ("num_stored", "num_tokens", "bad"),
+    [(200, 200, []), (128, 160, IDS[8:10]), (None, 160, IDS[:10])],
+    ids=["all", "less than vLLM counts on", "nothing was to be loaded"],
+)
+def test_a_load_reports_the_blocks_that_it_did_not_fill(
+    worker, instance, num_stored, num_tokens, bad
+):
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
-    assert not load(worker, LoadSpec("request", LoadPlan(keys, 0, 200), [IDS]))
-    assert not worker.pop_bad_blocks()
-
-
-def test_a_load_that_brings_less_than_vllm_counts_on_is_a_failure(worker, instance):
-    keys = instance.cache.keys(range(200))
-    instance.pool.save(keys, IDS).wait(10)
-    assert load(worker, LoadSpec("request", LoadPlan(keys.prefix(128), 0, 160), [IDS[:10]]))
-    assert worker.pop_bad_blocks() == set(IDS[8:10])
-
-
-def test_a_load_without_keys_is_a_failure_of_the_blocks_behind_the_local_ones(worker):
-    assert load(worker, LoadSpec("request", None, [IDS[4:10]]))
-    assert worker.pop_bad_blocks() == set(IDS[4:10])
-
-
-@pytest.mark.parametrize(("plans", "faults"), [(True, 1), (False, None)])
-def test_only_a_load_that_could_not_begin_is_a_fault(worker, instance, plans, faults):
-    """One without a plan is to fail, because its hand-off fell short; that is counted."""
-    plan = LoadPlan(instance.cache.keys(range(200)), 0, 200) if plans else None
-    assert load(worker, LoadSpec("request", plan, [[999] * 20]))
+    plan = None if num_stored is None else LoadPlan(keys.prefix(num_stored), 0, num_tokens)
+    has_failed = load(worker, LoadSpec("request", plan, [IDS[: -(-num_tokens // 16)]]))
+    assert has_failed == bool(bad)
+    assert worker.pop_bad_blocks() == set(bad)
     value = instance.pool.metrics.registry.get_sample_value
-    assert (value("pdstore_misses_total", {"reason": "fault"}) or None) == faults
+    assert not value("pdstore_misses_total", {"reason": "fault"}), "it was able to begin"
 
 
 def test_a_load_of_a_request_that_has_ended_is_cancelled(worker, instance):
@@ -119,76 +109,34 @@ def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp
     assert all(value.startswith(b"PDSE") for value in values)
 
 
-@pytest.fixture
-def ranged(store):
-    """A worker whose blocks are stored in two layer ranges: a and b, and c."""
+def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkeypatch):
+    """From then on D may follow the hand-off."""
+    monkeypatch.setattr("pdstore.worker.values.Split.early_bytes", 0)  # these ranges are small
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
     worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
     worker.use_pool(instance.pool, layers=["a", "b", "c"])
-    yield worker, instance
-    instance.close()
-
-
-def test_a_layer_range_is_stored_while_the_model_computes_the_next(ranged, store, monkeypatch):
-    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
-    worker, instance = ranged
-    keys = instance.cache.keys(range(128))
+    handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
     whole = keys.store_keys(instance.namespace.parts)
-    begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
+    plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
+    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
     worker.open_saves.layer_done("a")
     worker.open_saves.layer_done("b")
     eventually(lambda: store.match(first) == len(first))
+    eventually(lambda: store.match([handoff.started(instance.namespace)]))
     assert store.match(whole) < len(whole), "layer c is not computed yet"
     assert worker.pop_report() is None, "the blocks are still needed"
     worker.open_saves.layer_done("c")
-    worker.open_saves.finish()
+    worker.open_saves.end_step()
     eventually(lambda: store.match(whole) == len(whole))
-
-
-def test_d_may_follow_a_hand_off_from_the_first_layer_range_on(ranged, store, monkeypatch):
-    monkeypatch.setattr("pdstore.worker.block_range.Split.early_bytes", 0)  # these ranges are small
-    worker, instance = ranged
-    handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
-    plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
-    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
-    worker.open_saves.layer_done("a")
-    worker.open_saves.layer_done("b")
-    started = [handoff.started(instance.namespace)]
-    eventually(lambda: store.match(started))
-    assert not store.match([handoff.done(instance.namespace, 0)])
-    worker.open_saves.layer_done("c")
-    worker.open_saves.finish()
     eventually(lambda: store.match([handoff.done(instance.namespace, 0)]))
+    instance.close()
 
 
-def test_a_hand_off_whose_save_was_refused_beats_no_more(instance, worker, monkeypatch):
-    """Its end comes before the step's end, when D is told of the start."""
-    heard = []
-    for verb in ("begin", "end"):
-        name = f"pdstore.worker.heartbeat.Heartbeat.{verb}"
-        monkeypatch.setattr(name, lambda self, handoff, verb=verb: heard.append(verb))
-    instance.pool.close()  # it refuses what comes now
-    handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
-    plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
-    begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
-    worker.open_saves.finish()
-    assert heard[0] == "begin"
-    assert heard[-1] == "end"
-
-
-def test_a_step_without_layer_reports_is_saved_at_its_end(ranged, store):
-    worker, instance = ranged
-    keys = instance.cache.keys(range(128))
-    begin_saves(worker, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
-    worker.open_saves.finish()
-    whole = keys.store_keys(instance.namespace.parts)
-    eventually(lambda: store.match(whole) == len(whole))
-
-
-def test_a_save_that_cannot_begin_takes_no_other_with_it(worker, instance, caplog):
-    keys, bad, good = instance.cache.keys(range(200)), HandoffId.new(), HandoffId.new()
+def test_what_cannot_begin_takes_nothing_else_with_it(worker, instance, caplog):
+    keys, ids = instance.cache.keys(range(200)), [HandoffId.new() for _ in range(3)]
+    bad, good, aborted = ids
     save(
         worker,
         SaveSpec(1, "bad", SavePlan(keys, 0, bad), [[999] * 20]),
@@ -198,11 +146,6 @@ def test_a_save_that_cannot_begin_takes_no_other_with_it(worker, instance, caplo
     eventually(lambda: all(instance.store.match([end]) for end in ends))
     eventually(lambda: worker.pop_report() is None and worker.is_idle)
     assert "LayoutError" in caplog.text
-
-
-def test_a_load_that_cannot_begin_takes_no_other_with_it(worker, instance):
-    keys, aborted = instance.cache.keys(range(200)), HandoffId.new()
-    instance.pool.save(keys, IDS).wait(10)
     loads = [
         LoadSpec("bad", LoadPlan(keys, 0, 200), [[999] * 20]),
         LoadSpec("good", LoadPlan(keys, 0, 200), [IDS]),

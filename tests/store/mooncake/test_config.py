@@ -15,7 +15,7 @@ from pdstore.store.url import StoreURL
 def config(url="mooncake://m:1", *, file=None, path="m.json", **variables):
     text = json.dumps(file) if isinstance(file, dict) else file
     sources = MooncakeSources(variables, None if file is None else path, text)
-    return MooncakeConfig.of(StoreURL.of(url), sources)
+    return MooncakeConfig.from_url(StoreURL.of(url), sources)
 
 
 def test_a_url_alone_is_enough():

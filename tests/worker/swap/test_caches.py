@@ -1,4 +1,4 @@
-"""caches: tensors are checked against the layout and viewed as bytes, never copied."""
+"""Tensors are viewed as bytes, the defaults of a Swap, and the one that PDSTORE_NATIVE chooses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError
+from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import caches_as_bytes, pages_as_cells
-from tests.support.kv import caches_of
+from pdstore.worker.swap.native import NativeSwap
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support.kv import caches_of, settings_of
 from tests.worker.swap.test_torch import layout_of
 
 
@@ -46,13 +49,31 @@ def test_a_page_of_one_head_is_one_cell():
         assert cells.data_ptr() == cache.data_ptr()
 
 
-def test_a_page_that_is_not_contiguous_is_refused():
-    layout = layout_of(order="page", page="packed", block_tokens=4)
-    with pytest.raises(LayoutError, match="contiguous"):
-        pages_as_cells(layout, caches_of(layout, 4))
-
-
 def test_without_pages_the_caches_are_left_as_they_are():
     layout = layout_of()
     caches = caches_of(layout, 4)
     assert pages_as_cells(layout, caches) == caches
+
+
+def test_payloads_may_lie_in_any_memory_unless_a_registrar_says_otherwise():
+    layout = layout_of()
+    swap = TorchSwap(layout, caches_of(layout))
+    assert swap.registrar is None
+    with swap.relaxed():
+        pass
+    swap.close()
+    swap.close()
+
+
+def test_off_means_torch():
+    layout = layout_of()
+    swap = open_swap(settings_of(native="off"), layout, caches_of(layout))
+    assert isinstance(swap, TorchSwap)
+    assert {p.path for p in swap.plan()} == {"TORCH"}
+
+
+def test_auto_means_the_library_on_host_tensors_too():
+    layout = layout_of()
+    swap = open_swap(settings_of(), layout, caches_of(layout))
+    assert isinstance(swap, NativeSwap)
+    swap.close()

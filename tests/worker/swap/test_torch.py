@@ -53,13 +53,12 @@ def expected_payload(layout, caches, part, block_ids, num_tokens) -> bytes:
     return bytes(torch.cat(out).tolist())
 
 
-@pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize(
     "layers", [(LayerSpec(4, 6), LayerSpec(4, 6)), (MLA,), (LayerSpec(4, 6, value_dim=3),)]
 )
-def test_a_payload_is_laid_out_as_the_format_says(order, num_tokens, layers):
-    layout = layout_of(order=order, layers=layers)
+def test_a_payload_is_laid_out_as_the_format_says(num_tokens, layers):
+    layout = layout_of(layers=layers)
     caches = caches_of(layout, 10)
     copy = copy_of(layout, Part(0, 0), [7, 2], num_tokens)
     TorchSwap(layout, caches).gather([copy])
@@ -69,11 +68,10 @@ def test_a_payload_is_laid_out_as_the_format_says(order, num_tokens, layers):
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_what_is_gathered_and_scattered_is_equal_and_nothing_else_is_written(data):
-    order = data.draw(st.sampled_from(["token", "head"]))
     num_shards = data.draw(st.sampled_from([1, 2, 4]))
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
     layers = data.draw(st.lists(st.sampled_from([LayerSpec(4, 5), MLA]), min_size=1, max_size=4))
-    layout = layout_of(order=order, num_shards=num_shards, dtype=dtype, layers=tuple(layers))
+    layout = layout_of(num_shards=num_shards, dtype=dtype, layers=tuple(layers))
     fill = 9.0
     source = [(c * 10).to(c.dtype) for c in caches_of(layout, 12)]
     target = caches_of(layout, 12, fill=fill)

@@ -1,0 +1,40 @@
+"""Stand-ins for what vLLM hands to a connector: its block pool, and a request of token ids."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+
+class BlockPool:
+    """Counts references to blocks, as vLLM's BlockPool does."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(64))
+        self.held: list[int] = []
+
+    def touch(self, blocks) -> None:
+        self.held += blocks
+
+    def free_blocks(self, blocks) -> None:
+        for block in blocks:
+            self.held.remove(block)
+
+
+def vllm_request(prompt, **changes):
+    """vLLM's request of a prompt, of which nothing is computed yet."""
+    usual = {
+        "request_id": "r",
+        "prompt_token_ids": prompt,
+        "prompt_embeds": None,
+        "pooling_params": None,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "kv_transfer_params": None,
+        "num_tokens": len(prompt),
+        "num_computed_tokens": 0,
+        "num_prompt_tokens": len(prompt),
+        "num_output_tokens": 0,
+        "all_token_ids": prompt,
+    }
+    return SimpleNamespace(**usual | changes)
