@@ -27,7 +27,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import read_settings
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import Instrumented
+from pdstore.store.wrappers import GuardedStore
 from pdstore.worker.pool import KVPool
 from pdstore.worker.values import RANGE_BYTES
 
@@ -114,7 +114,7 @@ def count_calls(num_tokens: int) -> Handoff:
     caches = [torch.zeros(len(block_ids), 64, 1, 2 * HEAD_DIM) for _ in range(RANGES)]
     scale = TOKEN_BYTES * 64 // (RANGES * 64 * 2 * HEAD_DIM * 4)
     metrics = Metrics()
-    store = Instrumented(MemoryStore(), metrics)
+    store = GuardedStore(MemoryStore(), metrics)
     cache = PrefixCacheManager(settings, namespace, store=store)
     pool = KVPool(
         settings, layout, caches, namespace, store=store, range_bytes=RANGE_BYTES // scale

@@ -20,7 +20,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
-from pdstore.store.encrypted import Encrypted
+from pdstore.store.seal import Encrypted
 from pdstore.testing.threads import run_together
 
 _SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}

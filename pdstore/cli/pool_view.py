@@ -19,7 +19,7 @@ from pdstore.format.namespace import Part
 from pdstore.outcome import Reason, reason_of
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
-from pdstore.store.arena.options import DEFAULT_DIRECTORY
+from pdstore.store.arena.store import DEFAULT_DIRECTORY
 from pdstore.store.base import Slots, Store
 from pdstore.store.optional import ListsValues, StoredValue, find_optional
 from pdstore.store.seal import seal_store

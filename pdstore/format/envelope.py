@@ -53,6 +53,8 @@ class Envelopes:
     run: of this writer; it must be new. None: a random one.
     """
 
+    added_bytes = ENVELOPE_BYTES
+
     def __init__(self, keys: Sequence[bytes], run: bytes | None = None) -> None:
         self._keys = {seal_key_id(key): key for key in keys}
         self.key_id = seal_key_id(keys[0])

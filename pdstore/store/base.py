@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -122,6 +122,14 @@ class Store(ABC):
         """Returns the memory that this store moves fastest: zeroed, page-aligned; views keep it."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
+    def why_too_long(self, num_bytes: int) -> str | None:
+        """Returns why no value of so many bytes can be stored, and what to set; None if one can."""
+        return None
+
+    def codes(self) -> Mapping[str, int]:
+        """Returns how often the store's library gave each error code so far, by the code's name."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Ends the store's connections in a second; twice is fine. Later calls: StoreClosed."""
@@ -133,7 +141,8 @@ class Lifecycle:
     def __init__(self, label: str) -> None:
         self._label = label
         self._pid = os.getpid()
-        self._refuses = self._ended = False
+        self._refuses = False
+        self._ended = False
 
     @property
     def is_closed(self) -> bool:

@@ -14,10 +14,10 @@ from pdstore.format.namespace import HASH_BYTES
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.optional import ErrorCodes, Room, TellsRoom, find_optional
+from pdstore.store.optional import TellsRoom, find_optional
 from pdstore.store.registry import check_url, open_store
 from pdstore.store.seal import read_seal_keys, seal_store
-from pdstore.store.wrappers import OPEN_S, CircuitBreaker, Instrumented
+from pdstore.store.wrappers import OPEN_S, GuardedStore
 from pdstore.threads import Ticker
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
     with contextlib.ExitStack() as undo:
         opened = open_store(settings.store, settings)
         undo.callback(opened.close)
-        store = CircuitBreaker(Instrumented(seal_store(opened, settings), metrics), open_s=open_s)
+        store = GuardedStore(seal_store(opened, settings), metrics, open_s=open_s)
         try:
             store.match([POOL_ID_KEY])
         except StoreError as error:
@@ -52,9 +52,7 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
             log.warning("serving without the pool until it appears: %s", error)
         undo.pop_all()
     metrics.add_breaker(lambda: store.is_open)
-    library = find_optional(store, ErrorCodes)
-    if library is not None:
-        metrics.add_codes(library.codes)
+    metrics.add_codes(store.codes)
     return store
 
 
@@ -64,19 +62,15 @@ def read_pool_id(store: Store) -> bytes:
     Raises StoreError, also if the pool does not keep it.
     """
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
-    value = slots.value(0)
     for _ in range(3):  # a value that does not verify is removed and written again
-        try:
-            is_there = store.get([POOL_ID_KEY], slots) == 1
-            header = block.read_header(value) if is_there else None
-        except BadValue:  # of another length: a host that lost its power may leave an empty file
-            is_there, header = True, None
+        is_there, header = _read_header(store, POOL_ID_KEY, slots)
         if header is not None:
             return header.prefix_hash
         if is_there:
             store.remove([POOL_ID_KEY])
         mine = secrets.token_bytes(HASH_BYTES)
-        block.seal(value, block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, bytes(HASH_BYTES), mine))
+        header = block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, bytes(HASH_BYTES), mine)
+        block.seal(slots.value(0), header)
         store.put([POOL_ID_KEY], slots)
     raise StoreError(f"{store.label} does not keep the pool's id")
 
@@ -87,10 +81,16 @@ def read_marker(store: Store, key: BlockKey) -> block.Header | None:
     Raises StoreError.
     """
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
+    return _read_header(store, key, slots)[1]
+
+
+def _read_header(store: Store, key: BlockKey, slots: Slots) -> tuple[bool, block.Header | None]:
+    """Returns whether a value is there, and its header if it is right."""
     try:
-        return block.read_header(slots.value(0)) if store.get([key], slots) == 1 else None
-    except BadValue:
-        return None
+        is_there = store.get([key], slots) == 1
+    except BadValue:  # of another length: a host that lost its power may leave an empty file
+        return True, None
+    return is_there, block.read_header(slots.value(0)) if is_there else None
 
 
 _REST = 50  # times as long as the look took: it may go through every value
@@ -103,10 +103,11 @@ class RoomWatch:
     """
 
     def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:
-        self._teller = find_optional(store, TellsRoom)
-        self._metrics, self._every_s = metrics, every_s
+        self._store = find_optional(store, TellsRoom)
+        self._metrics = metrics
+        self._every_s = every_s
         self._num_evicted: int | None = None
-        self._thread = Ticker("pdstore-room", self._look) if self._teller else None
+        self._thread = Ticker("pdstore-room", self._turn) if self._store else None
         if self._thread is not None:
             self._thread.wake()
 
@@ -115,17 +116,15 @@ class RoomWatch:
         if self._thread is not None:
             self._thread.stop(timeout_s)
 
-    def _look(self) -> float:
-        assert self._teller is not None
-        started_at = time.monotonic()
+    def _turn(self) -> float:
+        assert self._store is not None
+        metrics, started_at = self._metrics, time.monotonic()
         with contextlib.suppress(StoreError):  # the calls that need the store report it
-            self._show(self._teller.room())
+            room = self._store.room()
+            metrics.store_used_bytes.set(room.used_bytes or 0)
+            metrics.store_capacity_bytes.set(room.capacity_bytes or 0)
+            if room.num_evicted is not None:
+                before = room.num_evicted if self._num_evicted is None else self._num_evicted
+                metrics.store_evictions.inc(max(0, room.num_evicted - before))
+                self._num_evicted = room.num_evicted
         return max(self._every_s, _REST * (time.monotonic() - started_at))
-
-    def _show(self, room: Room) -> None:
-        self._metrics.store_used_bytes.set(room.used_bytes or 0)
-        self._metrics.store_capacity_bytes.set(room.capacity_bytes or 0)
-        if room.num_evicted is not None:
-            before = room.num_evicted if self._num_evicted is None else self._num_evicted
-            self._metrics.store_evictions.inc(max(0, room.num_evicted - before))
-            self._num_evicted = room.num_evicted

@@ -31,7 +31,9 @@ class _Shelf:
     def __init__(
         self, budget: int | None, lease_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.budget, self.lease_s, self.clock = budget, lease_s, clock
+        self.budget = budget
+        self.lease_s = lease_s
+        self.clock = clock
         self.lock = threading.Lock()
         self.values: dict[BlockKey, _Value] = {}
         self.used_bytes = 0

@@ -8,50 +8,8 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from pdstore.format.keys import BlockKey
-from pdstore.native.engine import Engine
-from pdstore.store.base import Slots, Store
-from pdstore.store.wrappers import CallWrapper, WrapperStore
-
-
-@runtime_checkable
-class ErrorCodes(Protocol):
-    """A store on a library that answers with error codes."""
-
-    def codes(self) -> Mapping[str, int]:
-        """Returns how often the library gave each error code so far, by the code's name."""
-
-
-@runtime_checkable
-class VerifyingReader(Protocol):
-    """A store whose values libpdstore reads, many in a call, and verifies on the way."""
-
-    def get_right(
-        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
-    ) -> int:
-        """Gets values if all are there and right; else returns 0, and the slots hold anything.
-
-        starts: the first 56 bytes of each value, side by side.
-        engine: its threads read beside the caller's.
-        Returns how many there are. Raises StoreError, or SwapError for an engine that is closed.
-        Whoever gets 0 goes the way of `get` to find out why.
-        """
-
-
-@runtime_checkable
-class SealingWriter(Protocol):
-    """A store whose values libpdstore seals and writes, many in a call."""
-
-    def put_sealed(
-        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
-    ) -> int:
-        """Puts as `Store.put` does, each value with its header, which is written to its slot too.
-
-        starts: the first 56 bytes of each value, side by side; its checksum follows them. A slot
-          whose key was stored before may keep the bytes that it had there.
-        engine: its threads write beside the caller's.
-        Every value has at least 64 bytes; ValueError otherwise. Raises SwapError for an engine that
-        is closed.
-        """
+from pdstore.store.base import Store
+from pdstore.store.wrappers import GuardedStore, WrapperStore
 
 
 @runtime_checkable
@@ -123,14 +81,6 @@ class ListsValues(Protocol):
         """
 
 
-@runtime_checkable
-class LimitsValues(Protocol):
-    """A store that can never take values above some length, however empty it is."""
-
-    def why_too_long(self, num_bytes: int) -> str | None:
-        """Returns why no value of so many bytes can be stored, and what to set; None if one can."""
-
-
 class Room(NamedTuple):
     """The fill of a store.
 
@@ -167,7 +117,7 @@ _VERBS: Mapping[str, str] = {
     "put_at_once": "put",
     "fill": "put",
 }
-"""Calls that a `CallWrapper` is around, and the verb of `Store` that each is a form of.
+"""Calls that a `GuardedStore` is around, and the verb of `Store` that each is a form of.
 
 All other calls of optional protocols ask the store for no value, or give something back: there is
 nothing to guard or to measure.
@@ -177,25 +127,27 @@ nothing to guard or to measure.
 def find_optional(store: Store, protocol: type[P]) -> P | None:
     """Returns an object with the protocol's calls on this store; None if the store has none.
 
-    For a plain store it is the store itself. For a `CallWrapper` its calls go through the wrapper.
+    For a plain store it is the store itself. For a `GuardedStore` its calls go through the guard.
     Other wrappers offer what they let through (`WrapperStore.passes`).
+
+    protocol: one of this module, or a class of stores.
     """
     if isinstance(store, WrapperStore) and protocol in store.passes:
         return find_optional(store.wrapped, protocol)
-    if not isinstance(store, CallWrapper):
+    if not isinstance(store, GuardedStore):
         return store if isinstance(store, protocol) else None
     inner = find_optional(store.wrapped, protocol)
-    return None if inner is None else cast(P, _Through(store, inner))
+    return None if inner is None else cast(P, _Guarded(store, inner))
 
 
-class _Through:
-    """The optional calls of a store, with a wrapper around those in `_VERBS`."""
+class _Guarded:
+    """The optional calls of a store, with the guard around those in `_VERBS`."""
 
-    def __init__(self, wrapper: CallWrapper, inner: object) -> None:
-        self._wrapper = wrapper
+    def __init__(self, guard: GuardedStore, inner: object) -> None:
+        self._guard = guard
         self._inner = inner
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._inner, name)
         verb = _VERBS.get(name)
-        return found if verb is None else partial(self._wrapper.around, verb, found)
+        return found if verb is None else partial(self._guard.around, verb, found)

@@ -1,21 +1,141 @@
 """seal_store: a store with its values encrypted under the keys of PDSTORE_SEAL_KEY_FILE."""
 
+# Decision: docs/decisions/010-seal.md
 from __future__ import annotations
 
 import logging
 import os
 import re
 import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pdstore.errors import ConfigError, MissingExtra
+from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, StoreError
+from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
-from pdstore.store.base import Store
-from pdstore.store.optional import find_optional
+from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
+from pdstore.store.optional import FindsKeys, TellsChanges, TellsRoom, find_optional
 from pdstore.store.wrappers import WrapperStore
 
+if TYPE_CHECKING:  # the bare install has no `cryptography`
+    from pdstore.format.envelope import Envelopes
+
 log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 16 << 20
+_ALIGN = 4096
+_ERRORS = {
+    Reason.OTHER_SEAL: (OtherSeal, "not encrypted with a key of PDSTORE_SEAL_KEY_FILE"),
+    Reason.FORGED: (Forged, "damaged, moved here from another key, or forged"),
+}
+
+
+class Encrypted(WrapperStore):
+    """Encrypts what is put and decrypts what is got; keys, leases and everything else stay.
+
+    Whoever has the pool but no seal key can read no value, and can make none that `get` returns:
+    it raises OtherSeal or Forged at such a value. The pool's id is not encrypted: it only tells
+    pools apart, and must be read by instances with any seal key.
+
+    Values pass through memory of the other store (`Store.allocate`), a batch at a time; each call
+    under way holds `batch_bytes` of it, or one value. Values in an arena's own memory are
+    copied so, too.
+    """
+
+    passes = (FindsKeys, TellsChanges, TellsRoom)
+
+    def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = _BATCH_BYTES) -> None:
+        super().__init__(store)
+        self.added_bytes = envelopes.added_bytes
+        self._envelopes = envelopes
+        self._batch_bytes = batch_bytes
+        self._spare: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return self._in_batches(keys, slots, self._get)
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return self._in_batches(keys, slots, self._put)
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Returns plain memory: the other store never sees it."""
+        return Store.allocate(self, num_bytes)
+
+    def _in_batches(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        call: Callable[[Sequence[BlockKey], Slots, Slots], int],
+    ) -> int:
+        """Makes a call for each batch, until one falls short; returns how many it served."""
+        check_call(keys, slots)
+        if not keys:
+            return call(keys, slots, slots)
+        slot_bytes = -(-(max(slots.sizes) + self.added_bytes) // _ALIGN) * _ALIGN
+        step = max(1, self._batch_bytes // slot_bytes)
+        for start in range(0, len(keys), step):
+            batch, part = keys[start : start + step], slots.part(start, start + step)
+            with self._memory(len(batch) * slot_bytes) as view:
+                sizes = [
+                    size if kind_of(key) is Kind.POOL else size + self.added_bytes
+                    for key, size in zip(batch, part.sizes, strict=True)
+                ]
+                stored = Slots(view, slot_bytes, range(len(batch)), sizes)
+                try:
+                    done = call(batch, part, stored)
+                except StoreError as error:
+                    error.num_done = start + num_done_of(error, batch)
+                    raise
+            if done < len(batch):
+                return start + done
+        return len(keys)
+
+    def _put(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> int:
+        for i, key in enumerate(keys):
+            if kind_of(key) is Kind.POOL:
+                stored.value(i)[:] = slots.value(i)
+            else:
+                self._envelopes.encrypt(key, slots.value(i), stored.value(i))
+        return count_of(self._store.put(keys, stored), keys, self._store)
+
+    def _get(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> int:
+        try:
+            found = count_of(self._store.get(keys, stored), keys, self._store)
+        except StoreError as error:
+            self._decrypt(keys[: num_done_of(error, keys)], slots, stored)
+            raise
+        self._decrypt(keys[:found], slots, stored)
+        return found
+
+    def _decrypt(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> None:
+        """Fills the slots. Raises OtherSeal or Forged at the first value that must not be used."""
+        for i, key in enumerate(keys):
+            if kind_of(key) is Kind.POOL:
+                slots.value(i)[:] = stored.value(i)
+                continue
+            wrong = self._envelopes.decrypt(key, stored.value(i), slots.value(i))
+            if wrong is not None:
+                kind, words = _ERRORS[wrong]
+                raise kind(f"{self.label}: {key}: {words}", num_done=i)
+
+    @contextmanager
+    def _memory(self, num_bytes: int) -> Iterator[memoryview]:
+        """Lends memory that the other store moves fastest."""
+        with self._lock:
+            view = self._spare.pop() if self._spare else None
+        if view is None or len(view) < num_bytes:
+            view = self._store.allocate(max(num_bytes, self._batch_bytes))
+        try:
+            yield view
+        finally:
+            with self._lock:
+                self._spare.append(view)
 
 
 def seal_store(store: Store, settings: Settings) -> Store:
@@ -26,9 +146,8 @@ def seal_store(store: Store, settings: Settings) -> Store:
     if settings.seal_key_file is None:
         return store
     keys = read_seal_keys(settings.seal_key_file)
-    try:  # not at the top: the bare install has no `cryptography`
+    try:
         from pdstore.format.envelope import Envelopes
-        from pdstore.store.encrypted import Encrypted
     except ImportError as error:
         raise MissingExtra(
             f"PDSTORE_SEAL_KEY_FILE needs a package that is not installed ({error.name}):"

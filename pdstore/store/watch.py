@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +19,9 @@ from pdstore.threads import Deadline, Ticker, call_or
 
 T = TypeVar("T")
 
-_MOST_CALLS = 8  # a look, of a store that has to be asked key by key
+_FIRST_S = 0.002  # the shortest pause
+_GROWTH = 1.3  # of a pause over the one before
+_BURST = 20  # calls that may come faster before the average counts
 _LISTEN_S = 0.1  # how long `close` may have to wait for a store that tells of changes
 _SETTLE_S = 0.0005  # changes within it are one look
 _RETRY_S = 1.0  # after an error of the store that should tell of changes
@@ -31,50 +31,43 @@ _TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of o
 class Pace:
     """Pauses briefly after progress and then ever longer, and keeps within a rate of calls.
 
-    first_s, last_s: the shortest and the longest pause.
-    growth: of a pause over the one before.
+    last_s: the longest pause.
     calls_per_s: the most calls on average; None for a store that costs no round trip.
-    burst: calls that may come faster before the average counts.
     share: of so many seconds one at most is spent in calls of the store.
     """
 
     def __init__(
         self,
-        first_s: float = 0.002,
         last_s: float = 0.020,
         calls_per_s: float | None = 200.0,
-        burst: int = 20,
         share: int = 4,
-        growth: float = 1.3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._first_s = first_s
         self._last_s = last_s
         self._clock = clock
         self._share = share
-        self._growth = growth
         self._call_s = 1.0 / calls_per_s if calls_per_s else 0.0
-        self._burst_s = burst * self._call_s
-        self._pause_s = first_s
+        self._pause_s = _FIRST_S
         self._paid_until = 0.0
-        self._rested_at = 0.0
+        self._idle_until = 0.0
 
     def hurry(self) -> None:
         """Makes the next pause the shortest: there is progress."""
-        self._pause_s = self._first_s
+        self._pause_s = _FIRST_S
 
     def blocked_s(self) -> float:
         """Seconds during which the store must not be asked, whatever the news."""
-        at = max(self._rested_at, self._paid_until - self._burst_s)
+        at = max(self._idle_until, self._paid_until - _BURST * self._call_s)
         return max(0.0, at - self._clock())
 
     def after(self, num_calls: int, took_s: float) -> float:
         """Returns the pause after so many calls of the store, which took so many seconds."""
         now = self._clock()
         self._paid_until = max(self._paid_until, now) + num_calls * self._call_s
-        self._rested_at = now + (self._share - 1) * took_s
-        pause, self._pause_s = self._pause_s, min(self._pause_s * self._growth, self._last_s)
-        return max(pause, self.blocked_s())
+        self._idle_until = now + (self._share - 1) * took_s
+        pause_s = self._pause_s
+        self._pause_s = min(pause_s * _GROWTH, self._last_s)
+        return max(pause_s, self.blocked_s())
 
 
 class Waiter(ABC):
@@ -102,21 +95,12 @@ class Waiter(ABC):
         """Takes the error of a look, or StoreClosed at the watch's end; returns as `look_ended`."""
 
 
-@dataclass
-class _Wish:
-    """A waiter's keys, and when it has to be called in any case."""
-
-    keys: Sequence[BlockKey]
-    due_at: float = 0.0
-
-
 class KeyWatch:
     """Looks for the keys of all waiters together, on a thread of its own.
 
-    A look is one call of the store if that can look for many keys (`FindsKeys`); else a look of 8
-    calls at most goes through a part of them, and the outcome comes when all were asked for. Looks
-    follow each change if the store tells of changes (`TellsChanges`); else the store is polled, at
-    most 200 times a second.
+    A look is one call of the store if that can look for many keys (`FindsKeys`), else a call for
+    each key. Looks follow each change if the store tells of changes (`TellsChanges`); else the
+    store is polled, by at most 200 calls a second on average.
 
     A store that errs is told to every waiter; whatever else it raises, to those whose keys make it
     do so.
@@ -143,12 +127,9 @@ class KeyWatch:
         self._call_deadline: Deadline | None = None  # while a call runs
         self._closed = False
         self._arrivals: deque[Waiter] = deque()
-        self._wishes: dict[Waiter, _Wish] = {}
-        self._unasked: list[BlockKey] = []  # of this round
-        self._round: dict[Waiter, _Wish] = {}  # whose keys are asked for in it
-        self._round_at = 0.0
-        self._round_found: set[BlockKey] = set()
-        self._found: set[BlockKey] = set()  # in the round before
+        # what each waits for, and when it has to be called in any case
+        self._wishes: dict[Waiter, tuple[Sequence[BlockKey], float]] = {}
+        self._found: set[BlockKey] = set()  # by the look before
         self._is_listening = False
         self._seen: int | None = None
         self._thread = Ticker(name, self._turn)
@@ -162,19 +143,6 @@ class KeyWatch:
             self._listener.wake()
         if self._closed:
             self._end_arrivals()
-
-    def wait_for(self, keys: Iterable[BlockKey], deadline: Deadline) -> set[BlockKey]:
-        """Blocks until any of the keys is stored; returns those that are, none at the deadline.
-
-        Raises what the store raises, StoreClosed when the watch is closed. From any thread.
-        """
-        wait = _WaitForAny(list(keys))
-        self.add(wait)
-        wait.ended.wait(deadline.remaining_s())
-        wait.is_given_up = True
-        if wait.error is not None:
-            raise wait.error
-        return wait.stored
 
     @property
     def is_stuck(self) -> bool:
@@ -220,7 +188,7 @@ class KeyWatch:
     def _turn(self) -> float | None:
         while self._arrivals:
             waiter = self._arrivals[0]
-            self._wishes[waiter] = _Wish(waiter.wanted())
+            self._wishes[waiter] = waiter.wanted(), 0.0
             self._arrivals.popleft()
             self._pace.hurry()
         if not self._wishes:
@@ -229,25 +197,36 @@ class KeyWatch:
         return self._pace.blocked_s() or self._look()
 
     def _look(self) -> float:
-        """Looks for keys, all or the next of the round; returns the seconds to the next look."""
-        if not self._unasked:
-            self._begin_round()
-        most = len(self._unasked) if self._finder else _MOST_CALLS
-        keys, self._unasked = self._unasked[:most], self._unasked[most:]
-        began_at = time.monotonic()
-        found = self._search(keys)
-        took_s = time.monotonic() - began_at
-        if not isinstance(found, set):
-            self._fail_round(found)
+        """Looks for all keys, and calls the waiters that have news or are due.
+
+        Returns the seconds to the next look.
+        """
+        wishes = dict(self._wishes)
+        all_keys = list(dict.fromkeys(key for keys, _ in wishes.values() for key in keys))
+        asked_at = time.monotonic()
+        found = self._search(all_keys)
+        took_s = time.monotonic() - asked_at
+        if isinstance(found, set):
+            changed = found ^ self._found
+            self._found = found
+            for waiter, (keys, due_at) in wishes.items():
+                if due_at <= asked_at or not changed.isdisjoint(keys):
+                    self._settle(waiter, partial(waiter.look_ended, found, asked_at))
         else:
-            self._round_found |= found
-            if not self._unasked:
-                self._end_round()
-        pause_s = self._pace.after(1 if self._finder else len(keys), took_s)
-        if not self._unasked:
-            due_at = min((wish.due_at for wish in self._wishes.values()), default=math.inf)
-            pause_s = min(pause_s, due_at - time.monotonic())
-        return max(pause_s, self._pace.blocked_s())
+            self._report_error(wishes, found, asked_at)
+        pause_s = self._pace.after(1 if self._finder else len(all_keys), took_s)
+        due_at = min((due_at for _, due_at in self._wishes.values()), default=math.inf)
+        return max(min(pause_s, due_at - time.monotonic()), self._pace.blocked_s())
+
+    def _report_error(self, waiters: Iterable[Waiter], error: Exception, asked_at: float) -> None:
+        """Tells all waiters an error of the store, any other those whose keys make it raise one."""
+        for waiter in waiters:
+            keys, _ = self._wishes[waiter]
+            answer = error if isinstance(error, StoreError) else self._search(keys)
+            if isinstance(answer, set):
+                self._settle(waiter, partial(waiter.look_ended, answer, asked_at))
+            else:
+                self._settle(waiter, partial(waiter.look_failed, answer))
 
     def _search(self, keys: Sequence[BlockKey]) -> set[BlockKey] | Exception:
         """Returns those of the keys that are stored, or the store's error."""
@@ -258,33 +237,16 @@ class KeyWatch:
         try:
             if self._finder is not None and keys:
                 return stored_among(self._finder.which_stored(keys), keys, self._store)
-            return {key for key in keys if count_of(self._store.match([key]), [key], self._store)}
+            found = set()
+            for key in keys:
+                if self._closed:
+                    break
+                self._call_deadline = Deadline(self._patience_s)
+                if count_of(self._store.match([key]), [key], self._store):
+                    found.add(key)
+            return found
         except StoreError as error:
             return error.with_traceback(None)
-
-    def _begin_round(self) -> None:
-        self._round = dict(self._wishes)
-        self._unasked = list(dict.fromkeys(k for wish in self._round.values() for k in wish.keys))
-        self._round_at = time.monotonic()
-        self._round_found = set()
-
-    def _end_round(self) -> None:
-        """Calls the waiters that have news, or are due."""
-        found, changed = self._round_found, self._round_found ^ self._found
-        self._found = found
-        for waiter, wish in self._round.items():
-            if wish.due_at <= self._round_at or not changed.isdisjoint(wish.keys):
-                self._settle(waiter, partial(waiter.look_ended, found, self._round_at))
-
-    def _fail_round(self, error: Exception) -> None:
-        """Tells the waiters of an error of the store, or those whose keys make it raise another."""
-        self._unasked = []
-        for waiter, wish in self._round.items():
-            answer = error if isinstance(error, StoreError) else self._search(wish.keys)
-            if isinstance(answer, set):
-                self._settle(waiter, partial(waiter.look_ended, answer, self._round_at))
-            else:
-                self._settle(waiter, partial(waiter.look_failed, answer))
 
     def _settle(self, waiter: Waiter, call: Callable[[], float | None]) -> None:
         """Calls a waiter; forgets it if it waits no more."""
@@ -293,13 +255,13 @@ class KeyWatch:
             del self._wishes[waiter]
             return
         keys = waiter.wanted()
-        has_moved = keys != self._wishes[waiter].keys
+        has_moved = keys != self._wishes[waiter][0]
         if has_moved:
             self._pace.hurry()
         due_at = 0.0  # at the next look
         if pause_s > 0 and not has_moved:  # waiters with equal pauses are due at once
             due_at = (time.monotonic() // pause_s + 1) * pause_s
-        self._wishes[waiter] = _Wish(keys, due_at)
+        self._wishes[waiter] = keys, due_at
 
     def _timed(self, call: Callable[[], T]) -> T:
         """Calls the store, or one that may call it."""
@@ -308,29 +270,3 @@ class KeyWatch:
             return call()
         finally:
             self._call_deadline = None
-
-
-class _WaitForAny(Waiter):
-    """The wait of a thread that blocks until any of some keys is stored."""
-
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
-        self._keys = keys
-        self.stored: set[BlockKey] = set()
-        self.error: Exception | None = None
-        self.is_given_up = False
-        self.ended = threading.Event()
-
-    def wanted(self) -> Sequence[BlockKey]:
-        return self._keys
-
-    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        self.stored = set(self._keys) & stored
-        if not self.stored and not self.is_given_up:
-            return _TOLD_LAST_S
-        self.ended.set()
-        return None
-
-    def look_failed(self, error: Exception) -> float | None:
-        self.error = error
-        self.ended.set()
-        return None

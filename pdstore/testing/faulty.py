@@ -13,7 +13,6 @@ from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.optional import ErrorCodes, find_optional
 from pdstore.store.registry import check_url, open_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
@@ -75,8 +74,7 @@ class Faulty(WrapperStore):
 
     def codes(self) -> Mapping[str, int]:
         """Returns how often it failed on purpose, by kind, beside the codes of the other store."""
-        theirs = find_optional(self.wrapped, ErrorCodes)
-        return {**(theirs.codes() if theirs else {}), **self._counts}
+        return {**super().codes(), **self._counts}
 
     def hold(self) -> None:
         """Lets calls hang from now on."""

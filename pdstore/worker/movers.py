@@ -15,9 +15,8 @@ from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of
-from pdstore.store.optional import LimitsValues, find_optional
+from pdstore.store.optional import find_optional
 from pdstore.store.seal import seal_store
-from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
@@ -142,20 +141,9 @@ def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPla
 
 def check_values_fit(store: Store, layout: Layout) -> None:
     """Raises ConfigError, with what to set, if the store can never take a whole block of these."""
-    limits = find_optional(store, LimitsValues)
-    if limits is None:
-        return
-    num_bytes = block.HEADER_BYTES + layout.largest_payload_bytes + _added_bytes(store)
-    why = limits.why_too_long(num_bytes)
+    why = store.why_too_long(block.HEADER_BYTES + layout.largest_payload_bytes)
     if why is not None:
         raise ConfigError(
             f"{why}; or store blocks of less than {layout.block_tokens} tokens"
             " (PDSTORE_BLOCK_TOKENS, the same for P and D)"
         )
-
-
-def _added_bytes(store: Store) -> int:
-    added = 0
-    while isinstance(store, WrapperStore):
-        added, store = added + store.added_bytes, store.wrapped
-    return added

@@ -19,7 +19,8 @@ from pdstore.native.library import address_of
 from pdstore.outcome import Direction, Reason
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, count_of
-from pdstore.store.optional import SealingWriter, VerifyingReader, find_optional
+from pdstore.store.file.store import FileStore
+from pdstore.store.optional import find_optional
 from pdstore.threads import Deadline
 from pdstore.worker.job import ChildJob, Shortfall
 from pdstore.worker.reading import Ends, Read, read_values
@@ -119,11 +120,9 @@ class StagedEnd(StoreEnd):
         self._window = max(self._num_parts, min(window, largest))
         self._base = address_of(staging.view) + block.HEADER_BYTES
         self._native = ends.swap if isinstance(ends.swap, NativeSwap) else None
-        self._reader: VerifyingReader | None = None
-        self._writer: SealingWriter | None = None
+        self._files: FileStore | None = None  # the library seals, reads and verifies its values
         if self._native is not None:
-            self._reader = find_optional(ends.store, VerifyingReader)
-            self._writer = find_optional(ends.store, SealingWriter)
+            self._files = find_optional(ends.store, FileStore)
 
     @contextlib.contextmanager
     def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:
@@ -174,14 +173,14 @@ class StagedEnd(StoreEnd):
     def _put(self, child: ChildJob, values: Values, slots: Slots) -> bool:
         """Seals and stores values that were gathered; False if the store took not all of them."""
         ends, keys = self._ends, values.keys
-        if self._writer is None or self._native is None:
+        if self._files is None or self._native is None:
             self._seal(values, slots)
         with child.in_store_call():
-            if self._writer is None or self._native is None:
+            if self._files is None or self._native is None:
                 answer = ends.store.put(keys, slots)
             else:
                 starts, engine = b"".join(values.starts), self._native.engine
-                answer = self._writer.put_sealed(keys, slots, starts, engine)
+                answer = self._files.put_sealed(keys, slots, starts, engine)
             accepted = count_of(answer, keys, ends.store)
             ends.count_tokens("saved", values.num_counted[:accepted])
         return accepted == len(values)
@@ -196,10 +195,10 @@ class StagedEnd(StoreEnd):
 
     def _read(self, child: ChildJob, values: Values, slots: Slots) -> Read:
         """Fills the slots; in one call of the library, or in steps that find out what is wrong."""
-        if self._reader is not None and self._native is not None:
+        if self._files is not None and self._native is not None:
             starts, engine = b"".join(values.starts), self._native.engine
             with child.in_store_call(), contextlib.suppress(StoreError):  # the steps meet it too
-                answer = self._reader.get_right(values.keys, slots, starts, engine)
+                answer = self._files.get_right(values.keys, slots, starts, engine)
                 if count_of(answer, values.keys, self._ends.store) == len(values):
                     return Read(len(values))
         return read_values(self._ends, child, values, slots)

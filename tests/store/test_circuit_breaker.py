@@ -8,8 +8,9 @@ import pytest
 
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
+from pdstore.metrics import Metrics
 from pdstore.store.base import Slots
-from pdstore.store.wrappers import CircuitBreaker, WrapperStore, problem_of
+from pdstore.store.wrappers import GuardedStore, WrapperStore, problem_of
 from pdstore.testing.threads import start_background
 from tests.support.clock import Clock
 from tests.support.scripted_store import Scripted
@@ -29,19 +30,19 @@ def failing(store):
 
 def test_a_broken_connection_is_tried_once_more():
     inner = Scripted(StoreUnavailable("stale"), 1)
-    assert CircuitBreaker(inner).match(KEYS) == 1
+    assert GuardedStore(inner, Metrics()).match(KEYS) == 1
     assert inner.num_calls == 2
 
 
 def test_a_time_out_is_not_tried_again():
     inner = Scripted(StoreTimeout("slow"))
-    failing(CircuitBreaker(inner))
+    failing(GuardedStore(inner, Metrics()))
     assert inner.num_calls == 1
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     for _ in range(3):
         assert not store.is_open
         failing(store)
@@ -53,7 +54,7 @@ def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock)
 
 def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
     inner = Scripted(StoreUnavailable("stale"), 1, *[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     store.clear("0" * 32)
     assert inner.num_calls == 2
     for _ in range(3):
@@ -66,7 +67,7 @@ def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
 
 def test_a_success_between_failures_starts_the_count_again(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 2, 1, *[StoreTimeout("slow")] * 2)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     for _ in range(2):
         failing(store)
     store.match(KEYS)
@@ -77,7 +78,7 @@ def test_a_success_between_failures_starts_the_count_again(clock):
 
 def test_one_probe_is_let_through_and_closes_the_breaker(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     clock.now += 1.01
@@ -87,7 +88,7 @@ def test_one_probe_is_let_through_and_closes_the_breaker(clock):
 
 def test_the_pause_doubles_up_to_its_bound_while_probes_fail(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 20)
-    store = CircuitBreaker(inner, failures=3, open_s=1.0, max_s=4.0, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, open_s=1.0, max_s=4.0, clock=clock)
     for _ in range(3):
         failing(store)
     for pause in (1.0, 2.0, 4.0, 4.0):
@@ -111,7 +112,7 @@ def test_only_one_caller_probes(clock):
             return super().match(keys)
 
     inner = Probing(*[StoreTimeout("slow")] * 3)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     clock.now += 1.01
@@ -119,7 +120,7 @@ def test_only_one_caller_probes(clock):
 
 
 def test_an_empty_call_says_nothing_about_the_store(clock):
-    store = CircuitBreaker(Scripted(*[StoreTimeout("slow")] * 3), failures=3, clock=clock)
+    store = GuardedStore(Scripted(*[StoreTimeout("slow")] * 3), Metrics(), failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     assert store.match([]) == 1
@@ -145,7 +146,7 @@ def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
             raise StoreTimeout("slow")
 
     inner = Slow()
-    store = CircuitBreaker(inner, failures=3, open_s=1.0, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, open_s=1.0, clock=clock)
     ends.append(start_background(lambda: failing(store)))
     assert began.wait(10)
     for _ in range(3):
@@ -158,7 +159,7 @@ def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
 
 
 def test_its_problem_is_the_last_failure_until_a_call_succeeds():
-    store = CircuitBreaker(Scripted(StoreTimeout("slow")))
+    store = GuardedStore(Scripted(StoreTimeout("slow")), Metrics())
     assert store.problem is None
     failing(store)
     assert store.problem == "slow"
@@ -167,7 +168,7 @@ def test_its_problem_is_the_last_failure_until_a_call_succeeds():
 
 
 def test_want_of_room_is_a_problem_until_a_put_succeeds():
-    wrapped = WrapperStore(CircuitBreaker(Scripted(StoreFull("full"))))
+    wrapped = WrapperStore(GuardedStore(Scripted(StoreFull("full")), Metrics()))
     slots = Slots(memoryview(bytearray(8)), 8, [0], [8])
     with pytest.raises(StoreFull):
         wrapped.put(KEYS, slots)
@@ -180,7 +181,7 @@ def test_want_of_room_is_a_problem_until_a_put_succeeds():
 
 @pytest.mark.parametrize("error", [StoreFull("full"), ValueError("bad call")])
 def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock):
-    store = CircuitBreaker(Scripted(*[error] * 10), failures=3, clock=clock)
+    store = GuardedStore(Scripted(*[error] * 10), Metrics(), failures=3, clock=clock)
     for _ in range(10):
         with pytest.raises(type(error)):
             store.match(KEYS)
@@ -189,7 +190,7 @@ def test_what_says_nothing_about_the_stores_health_does_not_open_it(error, clock
 
 def test_a_store_that_refuses_quickly_is_used_as_soon_as_it_works(clock):
     inner = Scripted(*[StoreUnavailable("read only")] * 10, 1)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     assert store.is_open
@@ -208,7 +209,7 @@ def test_a_store_whose_refusals_take_long_is_not_called(clock):
             return super().match(keys)
 
     inner = Slow(*[StoreUnavailable("away")] * 10)
-    store = CircuitBreaker(inner, failures=3, clock=clock)
+    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
     for _ in range(3):
         failing(store)
     num_calls = inner.num_calls

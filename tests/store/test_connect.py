@@ -16,7 +16,7 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.store.base import Slots
 from pdstore.store.connect import connect_store, read_marker, read_pool_id
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import CircuitBreaker
+from pdstore.store.wrappers import GuardedStore
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 NOWHERE = "redis+unix:///nowhere/redis.sock"
@@ -32,7 +32,7 @@ class Forgetful(MemoryStore):
 def test_its_calls_are_counted_and_its_failures_open_a_breaker():
     metrics = Metrics()
     with contextlib.closing(connect_store(read_settings(store="memory://"), metrics)) as store:
-        assert isinstance(store, CircuitBreaker)
+        assert isinstance(store, GuardedStore)
         store.match([POOL_ID_KEY])
     assert metrics.store_calls.labels("match", "ok").collect()[0].samples[0].value == 2
 

@@ -10,16 +10,14 @@ from pdstore.errors import Forged, OtherSeal, StoreUnavailable, WrongLength
 from pdstore.format.envelope import ENVELOPE_BYTES, Envelopes
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.connect import read_pool_id
-from pdstore.store.encrypted import Encrypted
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import (
     FindsKeys,
-    SealingWriter,
     TellsChanges,
-    VerifyingReader,
     find_optional,
 )
+from pdstore.store.seal import Encrypted
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import assert_values, empty_slots, get, put
 
@@ -191,8 +189,7 @@ def test_protocols_without_values_pass_and_those_with_values_do_not(tmp_path):
         store = encrypted(files)
         for protocol in (FindsKeys, TellsChanges):
             assert find_optional(store, protocol) is files
-        for protocol in (SealingWriter, VerifyingReader):
-            assert find_optional(store, protocol) is None
+        assert find_optional(store, FileStore) is None
 
 
 def test_memory_is_used_again(keys, values):

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
+from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.optional import ErrorCodes, find_optional
-from pdstore.store.wrappers import CircuitBreaker
+from pdstore.store.wrappers import GuardedStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 
@@ -84,7 +84,7 @@ def test_it_counts_what_it_did_by_kind():
 
 def connected_codes(store) -> dict:
     """The codes that an engine's metrics show of its store."""
-    return dict(find_optional(CircuitBreaker(store), ErrorCodes).codes())
+    return dict(GuardedStore(store, Metrics()).codes())
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import ErrorCodes, FindsKeys, SealingWriter, TellsChanges, find_optional
-from pdstore.store.wrappers import CircuitBreaker, Instrumented, WrapperStore
+from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
+from pdstore.store.wrappers import GuardedStore, WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
 
@@ -39,7 +39,7 @@ class Offering(MemoryStore):
 
 def wrapped(store, metrics=None):
     """Wraps a store as an engine does."""
-    return CircuitBreaker(Instrumented(store, metrics or Metrics()), failures=2)
+    return GuardedStore(store, metrics or Metrics(), failures=2)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def store():
     return Offering()
 
 
-@pytest.mark.parametrize("protocol", [ErrorCodes, FindsKeys, SealingWriter])
+@pytest.mark.parametrize("protocol", [FindsKeys, MemoryStore])
 def test_a_protocol_is_found_through_wrappers_that_change_no_answer_and_no_others(store, protocol):
     assert find_optional(store, protocol) is store
     assert find_optional(wrapped(store), protocol) is not None
@@ -66,7 +66,7 @@ def test_a_wrapper_lets_through_what_it_says(store):
         passes = (FindsKeys,)
 
     assert find_optional(Passing(store), FindsKeys) is store
-    assert find_optional(Passing(store), ErrorCodes) is None
+    assert find_optional(Passing(store), MemoryStore) is None
     finder = find_optional(wrapped(Passing(store)), FindsKeys)
     assert finder.which_stored(fresh_keys(2)) == [True, True]
 
@@ -75,9 +75,9 @@ def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
     metrics = Metrics()
     keys, slots = fresh_keys(2), empty_slots([64, 64])
     outer = wrapped(store, metrics)
-    assert find_optional(outer, SealingWriter).put_sealed(keys[:1], slots, b"", None) == 1
+    assert find_optional(outer, Offering).put_sealed(keys[:1], slots, b"", None) == 1
     assert find_optional(outer, FindsKeys).which_stored(keys) == [True, True]
-    assert find_optional(outer, ErrorCodes).codes() == {"LOST": 3}
+    assert outer.codes() == {"LOST": 3}
     value = metrics.registry.get_sample_value
     for verb in ("put", "match"):
         labels = {"verb": verb, "outcome": "ok"}

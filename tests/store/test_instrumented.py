@@ -1,4 +1,4 @@
-"""Instrumented counts calls by outcome, their seconds and bytes."""
+"""A guarded store counts calls by outcome, their seconds and bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.wrappers import Instrumented
+from pdstore.store.wrappers import GuardedStore
 from tests.support.kv import settings_of
 from tests.support.scripted_store import Scripted
 
@@ -19,7 +19,7 @@ KEYS = [BlockKey("a")]
 def test_calls_seconds_and_bytes_are_counted():
     metrics = Metrics()
     assert metrics.total() == 0
-    store = Instrumented(open_store("memory://", settings_of()), metrics)
+    store = GuardedStore(open_store("memory://", settings_of()), metrics)
     slots = Slots(memoryview(bytearray(b"abcd")), 4, [0], [4])
     store.put(KEYS, slots)
     store.match(KEYS)
@@ -36,7 +36,7 @@ def test_calls_seconds_and_bytes_are_counted():
 
 def test_a_failed_call_is_counted_by_its_error():
     metrics = Metrics()
-    store = Instrumented(Scripted(StoreTimeout("slow")), metrics)
+    store = GuardedStore(Scripted(StoreTimeout("slow")), metrics)
     with pytest.raises(StoreTimeout):
         store.match(KEYS)
     labels = {"verb": "match", "outcome": "StoreTimeout"}

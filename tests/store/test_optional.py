@@ -13,7 +13,7 @@ from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import Slots, open_store
 from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
-from pdstore.store.wrappers import CircuitBreaker, Instrumented
+from pdstore.store.wrappers import GuardedStore
 
 SETTINGS = read_settings()
 KEYS = [BlockKey(f"pds1:{'0' * 32}:handoff:{i:032x}:0:done") for i in range(40)]
@@ -59,7 +59,7 @@ def test_a_closed_store_finds_nothing(store):
 
 
 def test_the_wrappers_of_an_engine_let_a_search_through(store):
-    wrapped = CircuitBreaker(Instrumented(store, Metrics()))
+    wrapped = GuardedStore(store, Metrics())
     put(store, KEYS[:1])
     assert find_optional(wrapped, FindsKeys).which_stored(KEYS[:2]) == [True, False]
 

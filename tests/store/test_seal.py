@@ -11,9 +11,8 @@ from pdstore.errors import ConfigError, MissingExtra
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store.connect import connect_store
-from pdstore.store.encrypted import Encrypted
 from pdstore.store.memory import MemoryStore
-from pdstore.store.seal import seal_store
+from pdstore.store.seal import Encrypted, seal_store
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.seal_key import write_seal_key
@@ -52,7 +51,6 @@ def test_a_bad_key_file_refuses_to_start(tmp_path):
 
 def test_without_the_package_its_extra_is_named(settings, monkeypatch):
     monkeypatch.delitem(sys.modules, "pdstore.format.envelope")
-    monkeypatch.delitem(sys.modules, "pdstore.store.encrypted")
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[seal\]'"):
         seal_store(MemoryStore(), settings)

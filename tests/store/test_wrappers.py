@@ -8,12 +8,12 @@ import pytest
 
 from pdstore.metrics import Metrics
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import CallWrapper, CircuitBreaker, Instrumented, WrapperStore
+from pdstore.store.wrappers import GuardedStore, WrapperStore
 from pdstore.testing import StoreTests
 
 
 def as_an_engine_has_it(store):
-    return CircuitBreaker(Instrumented(CallWrapper(store), Metrics()))
+    return GuardedStore(store, Metrics())
 
 
 @pytest.mark.parametrize("wrap", [WrapperStore, as_an_engine_has_it])

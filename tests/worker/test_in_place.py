@@ -12,7 +12,7 @@ from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.store import open_store
-from pdstore.store.wrappers import CircuitBreaker, Instrumented
+from pdstore.store.wrappers import GuardedStore
 from pdstore.testing.values import get, put
 from pdstore.worker.swap.native import NativeSwap
 from tests.support.arena_kit import SpiedArena, place_of
@@ -101,7 +101,7 @@ def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path
 
 def test_bytes_are_counted(instance, store):
     metrics = Metrics()
-    p = instance(over=Instrumented(CircuitBreaker(store), metrics), workers=2)
+    p = instance(over=GuardedStore(store, metrics), workers=2)
     assert save(p, range(200)) == JobResult(200)
     assert load(p, range(200)) == JobResult(200)
     value = metrics.registry.get_sample_value
@@ -264,7 +264,7 @@ def test_memory_that_another_value_took_over_does_not_count_and_is_not_removed(
 def test_a_full_arena_ends_the_save_and_says_how_much_is_durable(tmp_path, library):
     arena = open_store(f"shm://small?size=1MiB&dir={tmp_path}&lease=600", settings_of())
     metrics = Metrics()
-    p = Instance(Instrumented(arena, metrics), num_blocks=200)
+    p = Instance(GuardedStore(arena, metrics), num_blocks=200)
     job = p.pool.save(p.cache.keys(range(3000)), list(range(190)))
     result = job.wait(10)
     assert result.reason is Reason.STORE_FULL

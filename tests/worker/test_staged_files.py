@@ -11,7 +11,7 @@ from pdstore.format.keys import Kind, kind_of
 from pdstore.metrics import Metrics
 from pdstore.native.library import load_library
 from pdstore.store.file.store import FileStore
-from pdstore.store.wrappers import CircuitBreaker, Instrumented
+from pdstore.store.wrappers import GuardedStore
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -92,7 +92,7 @@ def test_the_first_tokens_are_left_alone(pair):
 
 def test_bytes_are_counted_whichever_way_they_come(instance, store):
     metrics = Metrics()
-    p = instance(over=Instrumented(CircuitBreaker(store), metrics))
+    p = instance(over=GuardedStore(store, metrics))
     save(p, range(320))
     p.pool.load(p.cache.keys(range(320)), P_BLOCKS).wait(10)
     value = metrics.registry.get_sample_value

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import mmap
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from pdstore.native.arena import (
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_too_long
-from pdstore.store.arena.options import DEFAULT_DIRECTORY, DEFAULT_LEASE_S, ArenaOptions
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 REST_S = 5.0
 """Time for which a dead process's reserved memory is left alone: its GPU may still write there."""
 LOCK_TIMEOUT_S = 5.0
+DEFAULT_LEASE_S = 10.0
+MAX_LEASE_S = 3600.0
+DEFAULT_DIRECTORY = Path("/dev/shm")
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 
 
@@ -76,7 +80,7 @@ class ArenaStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self.label = f"shm://{name}"
-        ArenaOptions(name, directory, size, slab_bytes, lease_s).check()
+        _check_options(name, directory, lease_s)
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
@@ -97,15 +101,23 @@ class ArenaStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:
-        options = ArenaOptions.of(url)._asdict()
+        name, directory, lease_s, size, slab_bytes = _options_of(url)
         library = load_library(settings, for_gpu=False)
         if library is None:
             raise _without_library(url)
-        return cls(library, **options, handoff_ttl_s=settings.handoff_ttl_s)
+        return cls(
+            library,
+            name,
+            directory=directory,
+            size=size,
+            slab_bytes=slab_bytes,
+            lease_s=lease_s,
+            handoff_ttl_s=settings.handoff_ttl_s,
+        )
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        ArenaOptions.of(url).check()
+        _check_options(*_options_of(url)[:3])
         if settings.native == "off":
             raise _without_library(url)
 
@@ -260,6 +272,29 @@ class ArenaStore(Store):
         with contextlib.suppress(OSError):  # where the kernel has none for such files
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(mapped)
+
+
+def _options_of(url: StoreURL) -> tuple[str, Path, float, int | None, int | None]:
+    """Returns name, directory, lease, size and slab of a URL. Raises ConfigError."""
+    if url.path not in ("", "/") or url.port is not None:
+        raise ConfigError(f"{url.label}: write shm://name, and the directory as ?dir=/dev/shm")
+    size = url.size("size", 0) or None
+    slab_bytes = url.size("slab", 0) or None
+    lease_s = url.seconds("lease", DEFAULT_LEASE_S)
+    directory = Path(url.options.pop("dir", str(DEFAULT_DIRECTORY)))
+    url.finish("size, lease, dir, slab")
+    return url.host or "pool", directory, lease_s, size, slab_bytes
+
+
+def _check_options(name: str, directory: Path, lease_s: float) -> None:
+    """Raises ConfigError for what no arena can have."""
+    label = f"shm://{name}"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
+    if not lease_s <= MAX_LEASE_S:
+        raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
+    if not directory.is_dir():
+        raise ConfigError(f"{label}: {directory} is no directory: name one with ?dir=")
 
 
 def _without_library(url: StoreURL) -> ConfigError:

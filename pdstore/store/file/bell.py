@@ -55,7 +55,7 @@ class Bell:
             for name in os.listdir(self._folder):
                 self._ring(name)
 
-    def wait(self, seen: int | None, timeout_s: float) -> int:
+    def wait_for_ring(self, seen: int | None, timeout_s: float) -> int:
         """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
         if seen is None or self._touch_deadline.is_over():
             self._listen()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import threading
@@ -44,7 +43,8 @@ class Evictor:
         handoff_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory, self._clock = directory, clock
+        self._directory = directory
+        self._clock = clock
         self.budget = default_budget(directory) if budget is None else budget
         self.attainable = min(self.budget, room_of(directory, self.budget))
         self._step = self.budget // 20
@@ -54,7 +54,8 @@ class Evictor:
         self._pending = 0  # admitted, and not seen on disk yet
         self._put_since_scan = self.budget  # the first put looks at what is there
         self._full_until = 0.0
-        self._has_looked = self._is_closed = False
+        self._has_looked = False
+        self._is_closed = False
         self._thread: Ticker | None = None
 
     def admit(self, sizes: Sequence[int]) -> bool:
@@ -66,12 +67,15 @@ class Evictor:
             self._used += num_bytes
             self._pending += num_bytes
             self._put_since_scan += num_bytes
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._take_back, num_bytes)
-            if not self._has_room():
-                return False
-            undo.pop_all()
-        return True
+        has_room = False
+        try:
+            has_room = self._has_room()
+        finally:
+            if not has_room:
+                with self._lock:
+                    self._used -= num_bytes
+                    self._pending -= num_bytes
+        return has_room
 
     def admit_anyway(self, num_bytes: int) -> None:
         """Admits a value even where there is no room for it: a marker."""
@@ -127,11 +131,6 @@ class Evictor:
         others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
         return self._used <= self.budget + (self._step if others_evict else 0)
 
-    def _take_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self._used -= num_bytes
-            self._pending -= num_bytes
-
     def _look_beside(self) -> None:
         """Has the thread look once; the next look is due after another step. Holds the lock."""
         self._put_since_scan = 0
@@ -166,7 +165,8 @@ class Evictor:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
             os.close(lock)
         with self._lock:
-            self._used, self._put_since_scan = used + self._pending, 0
+            self._used = used + self._pending
+            self._put_since_scan = 0
             self._has_looked = True
         if self._used > self.budget or freed < to_free:
             now = self._clock()

@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from pdstore.environment import default_pool_directory
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, StoreError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
@@ -24,11 +24,16 @@ from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
-from pdstore.store.file.errors import error_of, named_error
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
-from pdstore.store.file.leases import Leases
-from pdstore.store.file.plain import Ended, read_values, write_values
-from pdstore.store.file.writer import Writer
+from pdstore.store.file.files import (
+    FULL,
+    Ended,
+    error_of,
+    named_error,
+    read_values,
+    renew_leases,
+    write_values,
+)
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
@@ -37,6 +42,10 @@ log = logging.getLogger(__name__)
 DEFAULT_LEASE_S = 10.0
 _MANY = 64  # keys for which a call of the native library is made
 _MOST_PATHS = 8192
+
+WriteValues = Callable[[str, Sequence[str], range], Ended]
+"""Writes some of a call's values to their paths by way of temporary names, as `write_values`
+does; the range has their numbers."""
 
 
 class FileStore(Store):
@@ -65,21 +74,18 @@ class FileStore(Store):
         built: Callable[[], Library | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.label, self.root = f"file://{root}", root
+        self.label = f"file://{root}"
+        self.root = root
         _check_lease(self.label, lease_s)
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
-        self._leases = Leases(lease_s, built)
         self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, handoff_ttl_s, clock)
-        self._writer = Writer(
-            self.label, self._lifecycle, self._directory, self._evictor, self._bell
-        )
         readable = ByteSize(self._evictor.budget).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
         self.doubts = list(_doubts_of(self._evictor))
@@ -109,7 +115,8 @@ class FileStore(Store):
         self._lifecycle.check()
         check_call(keys)
         paths = self._paths(keys)
-        return self._count(keys, self._leases.renew(paths))
+        library = self._built() if len(keys) > 1 else None
+        return self._count(keys, renew_leases(paths, self._lease_s, library))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._lifecycle.check()
@@ -124,7 +131,7 @@ class FileStore(Store):
         """Waits for puts of this host's processes; those of other hosts are not heard."""
         self._lifecycle.check()
         with named_error(self.label, "cannot hear of changes"):
-            return self._bell.wait(seen, timeout_s)
+            return self._bell.wait_for_ring(seen, timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -148,7 +155,7 @@ class FileStore(Store):
         def write(temporary: str, paths: Sequence[str], part: range) -> Ended:
             return write_values(temporary, paths, slots.part(part.start, part.stop))
 
-        return self._writer.put(keys, self._paths(keys), slots.sizes, write)
+        return self._put(keys, self._paths(keys), slots.sizes, write)
 
     def put_sealed(
         self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
@@ -162,7 +169,7 @@ class FileStore(Store):
             begin, end = part.start * START_BYTES, part.stop * START_BYTES
             return Ended(*engine.write_values(temporary, paths, *_packed(of), starts[begin:end]))
 
-        return self._writer.put(keys, self._paths(keys), slots.sizes, write)
+        return self._put(keys, self._paths(keys), slots.sizes, write)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
@@ -207,6 +214,77 @@ class FileStore(Store):
             self._bell.close()
             self._evictor.close()
             self._directory.close()
+
+    def _put(
+        self,
+        keys: Sequence[BlockKey],
+        paths: Sequence[str],
+        sizes: Sequence[int],
+        write: WriteValues,
+    ) -> int:
+        """Stores values by `write`: asks the evictor for room, and tries again after each mend."""
+        n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
+        while n < len(keys):
+            stop = self._admit(keys, sizes, n)
+            try:
+                self._write(keys, paths, sizes, range(n, stop), write)
+            finally:
+                self._evictor.settle(sizes[n:stop])
+                self._bell.ring()
+            n = stop
+        return n
+
+    def _admit(self, keys: Sequence[BlockKey], sizes: Sequence[int], start: int) -> int:
+        """Returns the end of the values from `start` on that have room. Raises StoreFull."""
+        with named_error(self.label, keys[start], start):
+            if len(keys) - start > 1 and self._evictor.admit(sizes[start:]):
+                return len(keys)
+        n = start
+        try:
+            for n in range(start, len(keys)):
+                self._admit_one(keys[n], sizes[n], n)
+        except StoreError:
+            if n == start:
+                raise
+            return n  # those before it are written first, and then this one is met again
+        return len(keys)
+
+    def _admit_one(self, key: BlockKey, num_bytes: int, number: int) -> None:
+        with named_error(self.label, key, number):
+            if kind_of(key) is Kind.HANDOFF:
+                self._evictor.admit_anyway(num_bytes)
+            elif not self._evictor.admit([num_bytes]):
+                raise StoreFull(f"{self.label}: all is leased: {key}", num_done=number)
+
+    def _write(
+        self,
+        keys: Sequence[BlockKey],
+        paths: Sequence[str],
+        sizes: Sequence[int],
+        part: range,
+        write: WriteValues,
+    ) -> None:
+        n, num_mends = part.start, 0
+        while n < part.stop:
+            rest = range(n, part.stop)
+            done, why = write(self._directory.temporary(), paths[n : part.stop], rest)
+            n, num_mends = n + done, 0 if done else num_mends
+            if why:
+                with named_error(self.label, keys[n], n):
+                    self._mend(why, keys[n], sizes[n], num_mends)
+                num_mends += 1
+
+    def _mend(self, why: int, key: BlockKey, num_bytes: int, num_mends: int) -> None:
+        """Mends what kept a value from being written. Raises OSError if nothing is left to try."""
+        if why == errno.ENOENT and num_mends == 0:
+            self._lifecycle.check()
+            self._directory.repair()
+        elif why in FULL and num_mends == 0:
+            self._evictor.make_room(num_bytes)
+        elif why in FULL and num_mends == 1 and kind_of(key) is Kind.HANDOFF:
+            self._evictor.sacrifice()
+        else:
+            raise OSError(why, os.strerror(why))
 
     def _paths(self, keys: Sequence[BlockKey]) -> list[str]:
         """Returns where values are; keys come again and again, in matches, puts and gets."""

@@ -29,27 +29,30 @@ def pipes(root) -> list[str]:
 
 
 def test_a_ring_between_the_number_and_the_wait_is_heard(tmp_path, bell):
-    seen = bell.wait(None, 0.0)
+    seen = bell.wait_for_ring(None, 0.0)
     Bell(tmp_path).ring()
-    assert bell.wait(seen, 10.0) != seen
+    assert bell.wait_for_ring(seen, 10.0) != seen
 
 
 def test_a_wait_ends_with_a_ring(tmp_path, bell):
-    seen = bell.wait(None, 0.0)
+    seen = bell.wait_for_ring(None, 0.0)
     threading.Timer(0.02, Bell(tmp_path).ring).start()
     start = time.monotonic()
-    assert bell.wait(seen, 30.0) != seen
+    assert bell.wait_for_ring(seen, 30.0) != seen
     assert time.monotonic() - start < 10
 
 
 def test_without_a_ring_the_wait_ends_at_its_time(bell):
-    seen = bell.wait(None, 0.0)
-    assert bell.wait(seen, 0.01) == seen
+    seen = bell.wait_for_ring(None, 0.0)
+    assert bell.wait_for_ring(seen, 0.01) == seen
 
 
 def test_every_thread_that_waits_hears_a_ring(tmp_path, bell):
-    seen, heard = bell.wait(None, 0.0), []
-    threads = [threading.Thread(target=lambda: heard.append(bell.wait(seen, 30))) for _ in range(4)]
+    seen, heard = bell.wait_for_ring(None, 0.0), []
+    threads = [
+        threading.Thread(target=lambda: heard.append(bell.wait_for_ring(seen, 30)))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     Bell(tmp_path).ring()
@@ -60,17 +63,17 @@ def test_every_thread_that_waits_hears_a_ring(tmp_path, bell):
 
 
 def test_rings_that_nobody_hears_do_not_block(tmp_path, bell):
-    seen, other = bell.wait(None, 0.0), Bell(tmp_path)
+    seen, other = bell.wait_for_ring(None, 0.0), Bell(tmp_path)
     for _ in range(70_000):  # more than a pipe holds
         other.ring()
-    assert bell.wait(seen, 10.0) != seen
+    assert bell.wait_for_ring(seen, 10.0) != seen
 
 
 def test_nobody_listens_before_they_wait_or_after_close(tmp_path):
     bell = Bell(tmp_path)
     bell.ring()
     assert not (tmp_path / "bells").exists()
-    bell.wait(None, 0.0)
+    bell.wait_for_ring(None, 0.0)
     assert len(pipes(tmp_path)) == 1
     bell.close()
     bell.close()
@@ -78,13 +81,13 @@ def test_nobody_listens_before_they_wait_or_after_close(tmp_path):
 
 
 def test_a_directory_that_is_deleted_is_made_again_by_the_next_who_listens(tmp_path, bell):
-    bell.wait(None, 0.0)
+    bell.wait_for_ring(None, 0.0)
     (tmp_path / "bells" / pipes(tmp_path)[0]).unlink()
     (tmp_path / "bells").rmdir()
     Bell(tmp_path).ring()
-    seen = bell.wait(None, 0.0)
+    seen = bell.wait_for_ring(None, 0.0)
     Bell(tmp_path).ring()
-    assert bell.wait(seen, 10.0) != seen
+    assert bell.wait_for_ring(seen, 10.0) != seen
 
 
 LISTENER = """
@@ -92,9 +95,9 @@ import sys
 from pathlib import Path
 from pdstore.store.file.bell import Bell
 bell = Bell(Path(sys.argv[1]))
-seen = bell.wait(None, 0.0)
+seen = bell.wait_for_ring(None, 0.0)
 print("listens", flush=True)
-print(bell.wait(seen, 60.0) != seen, flush=True)
+print(bell.wait_for_ring(seen, 60.0) != seen, flush=True)
 """
 
 
@@ -124,7 +127,7 @@ def test_a_listener_that_goes_during_a_ring_hides_it_from_no_other(tmp_path, bel
     others, gone, fstat = {}, [], os.fstat
     for _ in range(3):
         other, before = Bell(tmp_path), set(pipes(tmp_path)) if others else set()
-        seen = other.wait(None, 0.0)
+        seen = other.wait_for_ring(None, 0.0)
         [name] = set(pipes(tmp_path)) - before
         others[os.stat(tmp_path / "bells" / name).st_ino] = other, seen
 
@@ -139,12 +142,12 @@ def test_a_listener_that_goes_during_a_ring_hides_it_from_no_other(tmp_path, bel
     bell.ring()
     assert len(gone) == 1
     for other, seen in others.values():
-        assert other.wait(seen, 10.0) != seen
+        assert other.wait_for_ring(seen, 10.0) != seen
         other.close()
 
 
 def test_a_pipe_that_another_ring_removes_first_hides_it_from_no_other(tmp_path, bell, monkeypatch):
-    seen = bell.wait(None, 0.0)
+    seen = bell.wait_for_ring(None, 0.0)
     [name] = pipes(tmp_path)
     dead = f"{name.partition('-')[0]}-1-dead"
     os.mkfifo(tmp_path / "bells" / dead)
@@ -160,7 +163,7 @@ def test_a_pipe_that_another_ring_removes_first_hides_it_from_no_other(tmp_path,
     Bell(tmp_path).ring()
     monkeypatch.undo()
     assert pipes(tmp_path) == [name]
-    assert bell.wait(seen, 10.0) != seen
+    assert bell.wait_for_ring(seen, 10.0) != seen
 
 
 def test_pipes_of_earlier_boots_are_removed_when_nobody_has_touched_them_for_a_day(tmp_path, bell):
@@ -181,31 +184,31 @@ def test_pipes_of_earlier_boots_are_removed_when_nobody_has_touched_them_for_a_d
 
 def test_a_pipe_at_which_somebody_waits_is_touched(tmp_path):
     with contextlib.closing(Bell(tmp_path, touch_s=0.0)) as bell:
-        seen = bell.wait(None, 0.0)
+        seen = bell.wait_for_ring(None, 0.0)
         [name] = pipes(tmp_path)
         os.utime(tmp_path / "bells" / name, times=(0, 0))
-        assert bell.wait(seen, 0.0) == seen
+        assert bell.wait_for_ring(seen, 0.0) == seen
         assert (tmp_path / "bells" / name).stat().st_mtime > time.time() - 3600
 
 
 def test_a_listener_whose_pipe_was_removed_makes_another_and_misses_nothing(tmp_path):
     with contextlib.closing(Bell(tmp_path, touch_s=0.0)) as bell:
-        seen = bell.wait(None, 0.0)
+        seen = bell.wait_for_ring(None, 0.0)
         [name] = pipes(tmp_path)
         (tmp_path / "bells" / name).unlink()
         Bell(tmp_path).ring()
-        now = bell.wait(seen, 30.0)
+        now = bell.wait_for_ring(seen, 30.0)
         assert now != seen, "anything may have been stored"
         Bell(tmp_path).ring()
-        assert bell.wait(now, 30.0) != now
+        assert bell.wait_for_ring(now, 30.0) != now
 
 
 def test_a_wait_after_close_leaves_no_pipe(tmp_path):
     bell = Bell(tmp_path, touch_s=0.0)
-    seen = bell.wait(None, 0.0)
+    seen = bell.wait_for_ring(None, 0.0)
     bell.close()
-    assert bell.wait(seen, 0.0) == seen
-    bell.wait(None, 0.0)
+    assert bell.wait_for_ring(seen, 0.0) == seen
+    bell.wait_for_ring(None, 0.0)
     assert pipes(tmp_path) == []
 
 

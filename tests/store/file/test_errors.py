@@ -17,7 +17,7 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.store.file.errors import OTHER_LENGTH, error_of, named_error
+from pdstore.store.file.files import OTHER_LENGTH, error_of, named_error
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pytest
 
 from pdstore.errors import StoreFull, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.store.file.directory import PoolDirectory
+from pdstore.store.file.directory import PoolDirectory, try_lock
 from pdstore.store.file.eviction import Evictor, default_budget
-from pdstore.store.file.scratch import try_lock
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import put

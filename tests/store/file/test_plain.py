@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from pdstore.store.file.errors import OTHER_LENGTH
-from pdstore.store.file.plain import read_values, write_values
+from pdstore.store.file.files import OTHER_LENGTH, read_values, write_values
 from pdstore.testing.values import empty_slots, filled_slots
 
 

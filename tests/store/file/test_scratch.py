@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdstore.errors import ConfigError, StoreError
-from pdstore.store.file.directory import PoolDirectory
-from pdstore.store.file.scratch import Scratch, sweep, try_lock
+from pdstore.store.file.directory import PoolDirectory, Scratch, sweep, try_lock
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import put

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
+from pdstore.metrics import Metrics
 from pdstore.outcome import JobResult, Reason
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import PROBE_S
-from pdstore.store.wrappers import CircuitBreaker
+from pdstore.store.wrappers import GuardedStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import content, get, put
 from tests.support.kv import POISON, Instance, eventually
@@ -64,7 +65,9 @@ class Pair:
     """P and D, each with connections of its own."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.stores = [CircuitBreaker(cluster.connect(), open_s=0.2, max_s=1.0) for _ in range(2)]
+        self.stores = [
+            GuardedStore(cluster.connect(), Metrics(), open_s=0.2, max_s=1.0) for _ in range(2)
+        ]
         changes = {"handoff_wait_s": 1.0, "deadline_s": 3.0}
         self.p = Instance(self.stores[0], **changes)
         self.d = Instance(self.stores[1], fill=POISON, **changes)

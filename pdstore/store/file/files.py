@@ -1,17 +1,70 @@
-"""Values as files, read and written by Python: without checksums."""
+"""Values as files: read, written and leased one after another, and the system's errors.
+
+Python reads and writes without checksums; libpdstore does so with them (`FileStore.get_right`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Sequence
+import resource
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from pdstore.errors import (
+    PDStoreError,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    WrongLength,
+)
+from pdstore.native.library import Library
 from pdstore.store.base import Slots
-from pdstore.store.file.errors import OTHER_LENGTH
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
+OTHER_LENGTH = -1
+"""Beside the errnos: a file does not have the expected length."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_KINDS: dict[int, type[StoreError]] = {
+    errno.EACCES: StoreDenied,
+    errno.EPERM: StoreDenied,
+    errno.EROFS: StoreDenied,
+    **dict.fromkeys((*FULL, errno.EFBIG), StoreFull),
+    errno.ETIMEDOUT: StoreTimeout,
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENXIO), WrongLength),  # no regular file
+    OTHER_LENGTH: WrongLength,
+}
+
+
+def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
+    """Returns the error for an errno, or for OTHER_LENGTH."""
+    text = "not the length that was asked for" if why == OTHER_LENGTH else os.strerror(why)
+    remedy = ""
+    with contextlib.suppress(OSError):
+        status = os.statvfs(label.partition("://")[2])
+        if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put takes up to 2
+            text, remedy = "no inodes are left", "delete files, or make the file system with more"
+    if why == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"
+    said = f"{label}: {text}: {what}"
+    return _KINDS.get(why, StoreUnavailable)(said, num_done=num_done, remedy=remedy)
+
+
+@contextlib.contextmanager
+def named_error(label: str, what: str, num_done: int = 0) -> Iterator[None]:
+    """Turns an OSError inside into the error for its errno."""
+    try:
+        yield
+    except PDStoreError:  # some of them are OSErrors too
+        raise
+    except OSError as error:
+        raise error_of(label, error.errno or 0, what, num_done) from error
 
 
 class Ended(NamedTuple):
@@ -54,6 +107,25 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
         except OSError as error:
             return Ended(n, error.errno or 0)
     return Ended(len(paths), 0)
+
+
+def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) -> Ended:
+    """Renews the leases of files in turn, until one is missing or errs.
+
+    With the library that is one call: the caller waits once for Python's lock.
+    """
+    now = time.time_ns()
+    end = now + int(lease_s * 1e9)
+    if library is not None:
+        return Ended(*library.lease_files(paths, now, end))
+    num_done = 0
+    try:
+        for path in paths:
+            os.utime(path, ns=(now, end), follow_symlinks=False)
+            num_done += 1
+    except OSError as error:
+        return Ended(num_done, error.errno or 0)
+    return Ended(num_done, 0)
 
 
 def _read(path: str, piece: memoryview, spare: bytearray) -> int:
