@@ -304,8 +304,7 @@ class EngineRequest:
         num_loaded = max(plan.first_token, num_loaded)
         busy_s = max((end.busy_s for end in ends), default=0.0)
         if self.prompt_times is not None:
-            self.prompt_times.break_even.worked(self, busy_s)
-            self.prompt_times.break_even.load_ended(self, num_loaded)
+            self.prompt_times.break_even.load_ended(self, num_loaded, busy_s)
         self.cache.note_load(num_loaded - plan.first_token, busy_s)
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)

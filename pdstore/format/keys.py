@@ -127,7 +127,8 @@ class PromptKeys:
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
         self._items = ItemCursor(items)
-        self._root = _hash(namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt))
+        root = namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
+        self._root = sha256(root).digest()[:HASH_BYTES]
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32
         self._last = b""  # those of the last full block, for `cut`; empty if they are not known
@@ -220,38 +221,29 @@ class PromptKeys:
             keys += [head + last for head in heads]
         return cast("list[BlockKey]", keys)  # a NewType costs a call per key
 
-    def _extend(self, added: bytes) -> PromptKeys:
-        data = self._rest + added
+    def _extend(self, token_bytes: bytes) -> PromptKeys:
+        token_bytes = self._rest + token_bytes
         step = self.block_tokens * 4
-        whole = len(data) - len(data) % step
-        previous = self._full[-1] if self._full else self._root
-        if self._items:
-            previous = self._extend_with_items(previous, data, step, whole)
-        else:
-            append = self._full.append
-            for start in range(0, whole, step):
-                previous = _hash(previous + data[start : start + step])
-                append(previous)
-        self._rest = data[whole:]
-        if whole:
-            self._last = data[whole - step : whole]
-        self.num_tokens = len(self._full) * self.block_tokens + len(self._rest) // 4
-        self._tail = None
-        if self._rest:
-            first = len(self._full) * self.block_tokens
-            self._tail = _hash(
-                previous + self._rest + self._items.extras(first, len(self._rest) // 4)
-            )
-        return self
-
-    def _extend_with_items(self, previous: bytes, data: bytes, step: int, whole: int) -> bytes:
+        whole = len(token_bytes) - len(token_bytes) % step
         first = len(self._full) * self.block_tokens
+        previous = self._full[-1] if self._full else self._root
+        extras = b""
         for start in range(0, whole, step):
-            extras = self._items.extras(first, self.block_tokens)
-            previous = _hash(previous + data[start : start + step] + extras)
+            if self._items:
+                extras = self._items.extras(first + start // 4, self.block_tokens)
+            block = previous + token_bytes[start : start + step] + extras
+            previous = sha256(block).digest()[:HASH_BYTES]
             self._full.append(previous)
-            first += self.block_tokens
-        return previous
+        if whole:
+            self._last = token_bytes[whole - step : whole]
+        self._rest = token_bytes[whole:]
+        num_rest = len(self._rest) // 4
+        self.num_tokens = len(self._full) * self.block_tokens + num_rest
+        self._tail = None
+        if num_rest:
+            extras = self._items.extras(first + whole // 4, num_rest)
+            self._tail = sha256(previous + self._rest + extras).digest()[:HASH_BYTES]
+        return self
 
 
 def int32_bytes(token_ids: Tokens) -> bytes:
@@ -277,10 +269,6 @@ def int32_bytes(token_ids: Tokens) -> bytes:
     if not data[3::4].isascii():  # a highest bit is set
         raise ValueError("a token id is negative or does not fit 31 bits")
     return data
-
-
-def _hash(data: bytes) -> bytes:
-    return sha256(data).digest()[:HASH_BYTES]
 
 
 def length_prefixed(data: bytes) -> bytes:

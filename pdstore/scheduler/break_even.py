@@ -73,7 +73,6 @@ class _Prompt:
     num_loading: tokens that are being loaded.
     num_beside: the most tokens that were being loaded at once, as seen at the load's two ends.
     follows: the load waits for P.
-    busy_s: seconds that the load was at work, once that is known.
     """
 
     num_tokens: int
@@ -83,7 +82,6 @@ class _Prompt:
     num_loading: int
     num_beside: int
     follows: bool
-    busy_s: float | None = None
     num_computed: int = 0
 
 
@@ -135,8 +133,8 @@ class BreakEven:
 
         name: of the request; asked again, it is decided anew. A load counts as begun from now on,
           until `load_ended`.
-        follows: the load would follow a hand-off. `worked` says then how much of its time it did
-          not wait for P; without that it tells no cost.
+        follows: the load would follow a hand-off. Then only the time that it did not wait for P
+          tells its cost (`busy_s`).
         """
         if self._mode == "always":
             return Decision(max(start, found), _way(start, found, found), None, None)
@@ -157,17 +155,15 @@ class BreakEven:
         )
         return decision
 
-    def worked(self, name: Hashable, busy_s: float) -> None:
-        """Takes up the seconds that a load which follows was at work; call `load_ended` next."""
-        prompt = self._prompts.get(name)
-        if prompt is not None:
-            prompt.busy_s = max(busy_s, prompt.busy_s or 0.0)
+    def load_ended(self, name: Hashable, num_present: int, busy_s: float = 0.0) -> None:
+        """Takes up the end of a load: so many leading tokens of the prompt are there now.
 
-    def load_ended(self, name: Hashable, num_present: int) -> None:
-        """The load has ended, and so many leading tokens of the prompt are there."""
+        busy_s: seconds that the load was at work; of a load that follows, the time that counts.
+        """
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.num_loading:
-            self._measure_load(prompt, prompt.num_loading - max(0, prompt.at - num_present))
+            num_brought = prompt.num_loading - max(0, prompt.at - num_present)
+            self._measure_load(prompt, num_brought, busy_s)
             prompt.num_loading = 0
             prompt.at = num_present
 
@@ -194,7 +190,7 @@ class BreakEven:
         """Returns how many tokens the store has to bring; a load that follows waits for P."""
         return sum(p.num_loading for p in self._prompts.values() if not p.follows)
 
-    def _measure_load(self, prompt: _Prompt, num_brought: int) -> None:
+    def _measure_load(self, prompt: _Prompt, num_brought: int, busy_s: float) -> None:
         """Takes up a load: in its time the store brought what was loaded beside it, too.
 
         The loads that began before any had ended made connections and wrote memory for the first
@@ -202,7 +198,7 @@ class BreakEven:
         """
         now = self._clock()
         if prompt.follows:
-            num_tokens, seconds = prompt.num_loading, prompt.busy_s
+            num_tokens, seconds = prompt.num_loading, busy_s
         else:
             num_tokens = max(prompt.num_beside, self._num_loading())
             seconds = now - prompt.decided_at

@@ -52,68 +52,20 @@ _REASONS = {
 """Why a prompt may not be whole."""
 
 
-class HandoffProgress:
-    """Tells when D should take engine blocks for a hand-off that P has begun to compute.
-
-    That is when what P still computes takes no longer than the load: earlier, D's blocks would only
-    wait. One key shows that P comes to its end, the first layer range of the last block. D begins
-    when that is stored, or at the time that the cost of a token tells, or at once if either time is
-    not known.
-
-    cost: of P's prefill, as all hand-offs have shown so far; `look_ended` adds to it.
-    load_s: seconds that the load will take; None if that is not known.
-    started_at: when P was seen to have started, in seconds of the looks.
-    key: None for a prompt of sliding windows alone, which is followed at once.
-    """
-
-    def __init__(
-        self, keys: PromptKeys, cost: CostAverage, load_s: float | None, started_at: float
-    ) -> None:
-        namespace = keys.namespace
-        parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]
-        last = keys.store_keys(parts, len(keys) - 1) if parts and len(keys) else [None]
-        self.key = last[0]
-        self._load_s = load_s
-        self._num_tokens = keys.num_tokens
-        self._cost = cost
-        self._started_at = started_at
-        self._was_missing = False
-        self._is_stored = False
-
-    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
-        """Takes note of the key. What was there at the first look tells no cost."""
-        if self._is_stored or self.key not in stored:
-            self._was_missing = True
-            return
-        self._is_stored = True
-        if self._was_missing:
-            self._cost.add_sample(self._num_tokens, asked_at - self._started_at)
-
-    def is_over(self, now: float) -> bool:
-        """Returns whether there is nothing more to look for."""
-        return self.key is None or self._is_stored or now - self._started_at > _PATIENCE_S
-
-    def is_near(self, now: float) -> bool:
-        """Returns whether D should begin now."""
-        total_s = None if self.key is None else self._cost.estimate_s(self._num_tokens)
-        if self._is_stored or total_s is None or self._load_s is None:
-            return True
-        remaining_s = total_s - (now - self._started_at)
-        return remaining_s <= _MARGIN * self._load_s + _LATE_S
-
-
 class HandoffWait(Waiter):
     """One lookup's wait for P's markers, as `KeyWatch` takes it. Asks no store itself.
 
-    A lookup that follows ends as soon as P has answered, or, where P and D were asked at once, when
-    P will have computed the prompt soon. After that the wait goes on to learn how long P computes.
+    A lookup that follows ends as soon as P has answered. Where P and D were asked at once, it ends
+    when what P still computes takes no longer than the load: earlier, D's blocks would only wait.
+    That is when the first layer range of the last block is stored, or at the time that the cost of
+    a token tells, or at once if either time is not known. After that the wait goes on until that
+    key is stored, to learn how long P computes.
 
     lookup: of a hand-off.
     end: called once, with the verdict that ends the lookup, or the error of the store.
     is_elsewhere: asks whether P uses another pool; called once, first.
     cost: of P's prefill, for a lookup that follows.
     clock: monotonic seconds, in which looks are told.
-    progress: P's, from `started` on; None before that, and if P has answered.
     """
 
     def __init__(
@@ -129,11 +81,13 @@ class HandoffWait(Waiter):
         assert lookup.handoff is not None
         self.lookup = lookup
         self.handoff: Handoff = lookup.handoff
-        self.progress: HandoffProgress | None = None
         self._end = end
         self._is_elsewhere: Callable[[], bool] | None = is_elsewhere
         self._cost = cost or CostAverage(clock)
         self._is_ended = False
+        self._begun_at: float | None = None  # when P was seen to have started
+        self._last_key: BlockKey | None = None  # from then on, until it is stored
+        self._was_missing = False  # a key that the first look finds tells no cost
         name = self.handoff.id
         self._failed = name.failed(namespace)
         self._started = name.started(namespace)
@@ -147,21 +101,19 @@ class HandoffWait(Waiter):
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys to look for next."""
-        shown_by = self.progress.key if self.progress is not None else None
+        last = [] if self._last_key is None else [self._last_key]
         if self._is_ended:
-            return [] if shown_by is None else [shown_by]
-        signs = [self._failed]
-        if self.progress is not None:
-            signs += [] if shown_by is None else [shown_by]
-        elif self.lookup.follows or self._is_doubtful:
+            return last
+        signs = [self._failed, *last]
+        if self._begun_at is None and (self.lookup.follows or self._is_doubtful):
             signs.append(self._started)
         beats = self._pulse.ring if self._pulse is not None else []
         return [*self._done[: self._num_asked], *signs, *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Takes note of what is stored; ends the lookup when that, or the time, says so."""
-        if self.progress is not None:
-            self.progress.look_ended(stored, asked_at)
+        if self._begun_at is not None and self._last_key is not None:
+            self._measure_prefill(stored, asked_at - self._begun_at)
         if not self._is_ended:
             verdict = self._judge(stored, asked_at)
             if verdict is None:
@@ -170,8 +122,9 @@ class HandoffWait(Waiter):
             self._end(self, verdict)
             if verdict is not Verdict.BEGUN:
                 return None
-        is_learning = self.progress is not None and not self.progress.is_over(asked_at)
-        return _PAUSE_S if is_learning else None
+        if self._begun_at is None or self._last_key is None:
+            return None
+        return _PAUSE_S if asked_at - self._begun_at <= _PATIENCE_S else None
 
     def look_failed(self, error: Exception) -> float | None:
         """Ends the lookup with the store's error."""
@@ -181,7 +134,7 @@ class HandoffWait(Waiter):
         return None
 
     def _pause_s(self) -> float:
-        if self._is_doubtful or self.progress is not None:
+        if self._is_doubtful or self._begun_at is not None:
             return _SOON_S
         return min(_PAUSE_S, self.lookup.marker_deadline.remaining_s())
 
@@ -200,7 +153,7 @@ class HandoffWait(Waiter):
             if self._pulse.is_silent():
                 return Verdict.DEAD
         if self.lookup.marker_deadline.is_over():
-            return Verdict.LATE if self.progress is None else Verdict.BEGUN
+            return Verdict.LATE if self._begun_at is None else Verdict.BEGUN
         return None
 
     def _judge_markers(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
@@ -219,12 +172,36 @@ class HandoffWait(Waiter):
             return None
         if self.handoff.num_tokens is not None:  # P has answered, so it has begun
             return None if has_news else Verdict.BEGUN  # the other shards' `done` may be there too
-        if self.progress is None and has_started:
-            self.progress = HandoffProgress(
-                self.lookup.keys, self._cost, self.lookup.load_s, asked_at
-            )
-        is_time = self.progress is not None and self.progress.is_near(asked_at)
+        if self._begun_at is None and has_started:
+            self._begun_at = asked_at
+            self._last_key = self._find_last_key()
+        is_time = self._begun_at is not None and self._is_near(asked_at - self._begun_at)
         return Verdict.BEGUN if is_time else None
+
+    def _find_last_key(self) -> BlockKey | None:
+        """Returns the key that shows P's end; None for a prompt of sliding windows alone."""
+        keys = self.lookup.keys
+        namespace = keys.namespace
+        parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]
+        last = keys.store_keys(parts, len(keys) - 1) if len(keys) else []
+        return last[0] if last else None
+
+    def _measure_prefill(self, stored: AbstractSet[BlockKey], seconds: float) -> None:
+        """Adds to the cost of P's prefill once the last key is stored."""
+        if self._last_key not in stored:
+            self._was_missing = True
+            return
+        self._last_key = None
+        if self._was_missing:
+            self._cost.add_sample(self.lookup.keys.num_tokens, seconds)
+
+    def _is_near(self, seconds: float) -> bool:
+        """Returns whether D should begin now, so long after P was seen to have started."""
+        total_s = self._cost.estimate_s(self.lookup.keys.num_tokens)
+        load_s = self.lookup.load_s
+        if self._last_key is None or total_s is None or load_s is None:
+            return True
+        return total_s - seconds <= _MARGIN * load_s + _LATE_S
 
 
 class HandoffWatch:
