@@ -15,8 +15,6 @@ token as little-endian int32.
 # Decision: docs/decisions/008-partial-tails.md
 from __future__ import annotations
 
-import bisect
-import copy
 import enum
 import struct
 import sys
@@ -61,48 +59,6 @@ class MultimodalItem(NamedTuple):
     content_hash: bytes
 
 
-class ItemCursor:
-    """Finds the items of one block after the other, in O(blocks + items) for a whole prompt.
-
-    Blocks are asked for in the order of the prompt; `copy` gives a cursor that starts again.
-    """
-
-    def __init__(self, items: Sequence[MultimodalItem]) -> None:
-        self._items = tuple(item for item in items if item.length > 0)
-        self._by_offset = sorted(range(len(self._items)), key=lambda i: self._items[i].offset)
-        self._num_begun = 0
-        self._present: list[int] = []  # begun and not over, in the order in which they were given
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
-    def copy(self) -> ItemCursor:
-        """Returns a cursor over the same items, before the first block."""
-        if not self._items:
-            return self  # nothing to move over
-        other = copy.copy(self)
-        other._num_begun, other._present = 0, []
-        return other
-
-    def extras(self, first: int, num_tokens: int) -> bytes:
-        """Returns what the items that touch [first, first + num_tokens) add to the block's hash.
-
-        first: never less than in an earlier call.
-        """
-        while self._num_begun < len(self._items):
-            i = self._by_offset[self._num_begun]
-            if self._items[i].offset >= first + num_tokens:
-                break
-            bisect.insort(self._present, i)
-            self._num_begun += 1
-        if self._present:
-            self._present = [i for i in self._present if self._end_of(i) > first]
-        return b"".join(_extra(self._items[i], first) for i in self._present)
-
-    def _end_of(self, i: int) -> int:
-        return self._items[i].offset + self._items[i].length
-
-
 class PromptKeys:
     """The names of one prompt's blocks, in order: its full blocks, then its tail if it has one.
 
@@ -126,7 +82,7 @@ class PromptKeys:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._items = ItemCursor(items)
+        self._items_of = _items_of_blocks(items, self.block_tokens)
         root = namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
         self._root = sha256(root).digest()[:HASH_BYTES]
         self._full: list[bytes] = []
@@ -184,7 +140,6 @@ class PromptKeys:
         """
         short = PromptKeys.__new__(PromptKeys)  # `copy.copy` takes several times as long
         short.__dict__.update(self.__dict__)
-        short._items = self._items.copy()
         short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
         if len(short._full) < len(self._full):
             short._last = b""
@@ -225,12 +180,11 @@ class PromptKeys:
         token_bytes = self._rest + token_bytes
         step = self.block_tokens * 4
         whole = len(token_bytes) - len(token_bytes) % step
-        first = len(self._full) * self.block_tokens
         previous = self._full[-1] if self._full else self._root
         extras = b""
         for start in range(0, whole, step):
-            if self._items:
-                extras = self._items.extras(first + start // 4, self.block_tokens)
+            if self._items_of:
+                extras = self._extras(len(self._full), self.block_tokens)
             block = previous + token_bytes[start : start + step] + extras
             previous = sha256(block).digest()[:HASH_BYTES]
             self._full.append(previous)
@@ -241,9 +195,18 @@ class PromptKeys:
         self.num_tokens = len(self._full) * self.block_tokens + num_rest
         self._tail = None
         if num_rest:
-            extras = self._items.extras(first + whole // 4, num_rest)
+            extras = self._extras(len(self._full), num_rest)
             self._tail = sha256(previous + self._rest + extras).digest()[:HASH_BYTES]
         return self
+
+    def _extras(self, block: int, num_tokens: int) -> bytes:
+        """Returns what the items in a block's first tokens add to its hash."""
+        first = block * self.block_tokens
+        return b"".join(
+            length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
+            for item in self._items_of.get(block, ())
+            if item.offset < first + num_tokens
+        )
 
 
 def int32_bytes(token_ids: Tokens) -> bytes:
@@ -276,5 +239,14 @@ def length_prefixed(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-def _extra(item: MultimodalItem, first: int) -> bytes:
-    return length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
+def _items_of_blocks(
+    items: Sequence[MultimodalItem], block_tokens: int
+) -> dict[int, list[MultimodalItem]]:
+    """Returns the items that touch each block, in the order given."""
+    found: dict[int, list[MultimodalItem]] = {}
+    for item in items:
+        first = max(0, item.offset // block_tokens)
+        stop = (item.offset + item.length - 1) // block_tokens + 1 if item.length > 0 else 0
+        for block in range(first, stop):
+            found.setdefault(block, []).append(item)
+    return found
