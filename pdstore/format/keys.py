@@ -120,10 +120,6 @@ class PromptKeys:
             return self._tail
         raise IndexError(block)
 
-    def hashes(self, count: int) -> list[bytes]:
-        """Returns the prefix hashes of the first full blocks."""
-        return self._full[:count]
-
     def tokens_of(self, block: int) -> int:
         """Returns the number of tokens of a block: `block_tokens`, or fewer for the tail."""
         return min(self.block_tokens, self.num_tokens - block * self.block_tokens)

@@ -279,7 +279,7 @@ class HandoffWatch:
         if why in (Verdict.DONE, Verdict.LATE):
             waited_s = time.monotonic() - lookup.started_at
             self._metrics.handoff_wait_seconds.observe(waited_s)
-        if lookup.is_over():
+        if lookup.poll() is not None:
             return
         is_unheard = why in (Verdict.LATE, Verdict.DEAD)
         if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):

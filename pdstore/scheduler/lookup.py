@@ -134,12 +134,8 @@ class Lookup:
 
     @property
     def is_answered(self) -> bool:
-        """True if the lookup has ended. Does not end it if its time is up, as `is_over` does."""
+        """True if the lookup has ended. Does not end it if its time is up, as `poll` does."""
         return bool(self._answers)
-
-    def is_over(self) -> bool:
-        """True if the lookup has ended; ends it if its time is up."""
-        return self.poll() is not None
 
 
 class LookupQueue:
@@ -179,7 +175,7 @@ class LookupQueue:
 
     def _turn(self) -> None:
         while (lookup := self._next()) is not None:
-            if lookup.is_over():
+            if lookup.poll() is not None:
                 continue
             self._call_deadline = Deadline(self._patience_s)
             fault = Match.miss(lookup.keys, Reason.FAULT)

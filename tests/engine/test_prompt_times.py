@@ -64,26 +64,6 @@ def test_prompts_that_run_together_share_the_time(clock, decided):
     assert estimate(decided) == pytest.approx(1.0)
 
 
-def test_an_idle_engine_and_answers_count_for_nothing(clock, decided):
-    request = decided()
-    clock.now += 100
-    request.begin_step(0, 1000)
-    clock.now += 1.0
-    request.end_prompt()
-    for position in range(1000, 1010):
-        request.begin_step(position, position + 1)
-        clock.now += 1.0
-    assert estimate(decided) == pytest.approx(1.0)
-
-
-def test_a_request_that_ended_early_is_forgotten(clock, decided):
-    request = decided()
-    request.begin_step(0, 1000)
-    clock.now += 1.0
-    request.end()
-    assert estimate(decided) is None
-
-
 def test_a_preempted_prompt_holds_up_no_other(clock, decided):
     """Asked for again, it is in no step that says when all of it is computed again."""
     first = decided()

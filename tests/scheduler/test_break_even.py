@@ -42,11 +42,6 @@ def test_it_loads_as_long_as_nothing_is_known(clock):
     assert decision == (TOKENS, "load", None, None)
 
 
-def test_a_hit_of_nothing_is_no_decision(clock):
-    decision = ask(BreakEven("always", 64, clock=clock), found=0)
-    assert (decision.num_tokens, decision.way) == (0, "none")
-
-
 @pytest.mark.parametrize(("load_rate", "way"), [(100_000, "load"), (5000, "compute")])
 def test_the_quicker_way_is_taken_and_both_estimates_are_told(open_break_even, load_rate, way):
     decision = ask(open_break_even(load_rate, 20_000))
@@ -69,12 +64,6 @@ def test_of_many_requests_at_once_some_load_while_others_are_computed(open_break
     assert ways.count("compute") >= 4
 
 
-def test_tokens_that_the_engine_has_are_neither_loaded_nor_computed(open_break_even):
-    decision = ask(open_break_even(100_000, 20_000), start=4096)
-    assert decision.load_s == pytest.approx(4096 / 100_000, rel=0.1)
-    assert decision.compute_s == pytest.approx(4096 / 20_000, rel=0.1)
-
-
 def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
     break_even = BreakEven("auto", 64, clock=clock)
     for name in ("warm-up", "first"):
@@ -95,30 +84,6 @@ def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
     break_even.computed([("first", TOKENS - 1024, TOKENS)], 0.2)
     assert ask(break_even, "second").way == "compute"
     assert ask(break_even, "third").way == "load"
-
-
-def test_a_prompt_that_is_computed_in_small_steps_is_tried_once_too(open_break_even, clock):
-    break_even = open_break_even(40_000, 20_000)
-    ways = []
-    for name in range(4):
-        decision = ask(break_even, name, found=3 * TOKENS, num_tokens=3 * TOKENS)
-        ways.append(decision.way)
-        clock.now += decision.num_tokens / 40_000
-        break_even.load_ended(name, decision.num_tokens)
-        for start in range(min(decision.num_tokens, 3 * TOKENS - 1), 3 * TOKENS, 512):
-            stop = min(start + 512, 3 * TOKENS)
-            break_even.computed([(name, start, stop)], (stop - start) / 20_000)
-    assert ways == ["compute", "load", "load", "load"]
-
-
-def test_a_load_that_could_not_begin_makes_no_later_one_slower(open_break_even):
-    break_even = open_break_even(100_000, 20_000)
-    before = ask(break_even, "before").load_s
-    break_even.forget("before")
-    for name in range(20):
-        assert ask(break_even, name).way == "load"
-        break_even.computed([(name, 0, TOKENS)], TOKENS / 20_000)  # its load raised
-    assert ask(break_even).load_s == pytest.approx(before)
 
 
 def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
@@ -162,14 +127,6 @@ def test_a_load_that_waits_for_p_does_not_make_the_store_slow(open_break_even, c
         break_even.computed([(name, TOKENS - 1, TOKENS)], 0.001)
     decision = ask(break_even)
     assert (decision.way, decision.load_s) == ("load", pytest.approx(before, rel=0.1))
-
-
-def test_a_load_that_waits_for_p_says_nothing_without_its_time_at_work(clock):
-    break_even = BreakEven("auto", 64, clock=clock)
-    break_even.decide("a", start=0, found=TOKENS, num_tokens=TOKENS, follows=True)
-    clock.now += 60.0
-    break_even.load_ended("a", TOKENS)
-    assert ask(break_even, "b").load_s is None
 
 
 def test_a_decision_is_counted_when_its_prompt_is_there(open_break_even):
