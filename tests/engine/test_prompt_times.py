@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdstore import EngineRequest, PromptTimes
-from pdstore.scheduler.break_even import BreakEven
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
@@ -21,7 +20,7 @@ def clock():
 
 @pytest.fixture
 def prompt_times(clock):
-    return PromptTimes(BreakEven("auto", 64, clock=clock), clock)
+    return PromptTimes("auto", 64, clock=clock)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""BreakEven: loads what is quicker to load, and computes what is quicker to compute."""
+"""PromptTimes: loads what is quicker to load, and computes what is quicker to compute."""
 
 from __future__ import annotations
 
 import pytest
 
 from pdstore.metrics import Metrics
-from pdstore.scheduler.break_even import BreakEven
+from pdstore.scheduler.break_even import PromptTimes
 from tests.support.clock import Clock
 
 TOKENS = 8192
@@ -21,7 +21,7 @@ def open_break_even(clock):
     """Makes one that has measured both rates, in tokens a second."""
 
     def open_one(load_rate, prefill_rate, mode="auto", **more):
-        found = BreakEven(mode, 64, clock=clock, **more)
+        found = PromptTimes(mode, 64, clock=clock, **more)
         for name in ("learn", "learn again"):
             found.decide(name, start=0, found=TOKENS, num_tokens=TOKENS)
             clock.now += TOKENS / load_rate
@@ -38,7 +38,7 @@ def ask(break_even, name="a", found=TOKENS, num_tokens=TOKENS, start=0):
 
 
 def test_it_loads_as_long_as_nothing_is_known(clock):
-    decision = ask(BreakEven("auto", 64, clock=clock))
+    decision = ask(PromptTimes("auto", 64, clock=clock))
     assert decision == (TOKENS, "load", None, None)
 
 
@@ -65,7 +65,7 @@ def test_of_many_requests_at_once_some_load_while_others_are_computed(open_break
 
 
 def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
-    break_even = BreakEven("auto", 64, clock=clock)
+    break_even = PromptTimes("auto", 64, clock=clock)
     for name in ("warm-up", "first"):
         ask(break_even, name)
         clock.now += 1.0
@@ -76,7 +76,7 @@ def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
 
 def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
     """A tail alone looks three times as dear as a prompt: steps have a fixed part."""
-    break_even = BreakEven("auto", 64, clock=clock)
+    break_even = PromptTimes("auto", 64, clock=clock)
     for name in ("warm-up", "first"):
         ask(break_even, name)
         clock.now += 1.0
