@@ -242,7 +242,8 @@ class EngineRequest:
 
         A load that fell short is not tried again.
         """
-        plan, self._load = self._load, None
+        plan = self._load
+        self._load = None
         if plan is None:
             return self.num_present
         ends = self._load_ends()

@@ -140,7 +140,8 @@ class PromptKeys:
         if len(short._full) < len(self._full):
             short._last = b""
         if num_tokens < self.num_tokens:
-            short._rest, short._tail = b"", None
+            short._rest = b""
+            short._tail = None
         short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
         return short
 

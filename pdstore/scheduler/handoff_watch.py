@@ -82,7 +82,8 @@ class HandoffWait(Waiter):
         self.lookup = lookup
         self.handoff: Handoff = lookup.handoff
         self._end = end
-        self._is_elsewhere: Callable[[], bool] | None = is_elsewhere
+        self._is_elsewhere = is_elsewhere
+        self._was_asked = False
         self._cost = cost or CostAverage(clock)
         self._is_ended = False
         self._begun_at: float | None = None  # when P was seen to have started
@@ -142,9 +143,10 @@ class HandoffWait(Waiter):
         """Returns why the wait is over, or None."""
         if self.lookup.is_answered:
             return Verdict.ANSWERED
-        is_elsewhere, self._is_elsewhere = self._is_elsewhere, None
-        if is_elsewhere is not None and is_elsewhere():
-            return Verdict.OTHER_POOL
+        if not self._was_asked:
+            self._was_asked = True
+            if self._is_elsewhere():
+                return Verdict.OTHER_POOL
         verdict = self._judge_markers(stored, asked_at)
         if verdict is not None:
             return verdict
