@@ -20,7 +20,7 @@ from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.break_even import CostAverage
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.store.base import Store
-from pdstore.store.watch import KeyWatch, Pace, Waiter
+from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
 _PAUSE_S = 0.1  # between two calls without news: how late a lookup that ended may be noticed
@@ -212,8 +212,6 @@ class HandoffWatch:
     find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
     patience_s: how long a call of the store may take before it counts as stuck.
     is_elsewhere: tells whether a hand-off's P uses another pool; may ask the store.
-    cost_of_p: of a token of P's prefill; it learns from what is watched.
-    pace: of the looks; None for the one that suits the store.
     """
 
     def __init__(
@@ -225,16 +223,14 @@ class HandoffWatch:
         *,
         patience_s: float,
         is_elsewhere: Callable[[Handoff], bool],
-        cost_of_p: CostAverage | None = None,
-        pace: Pace | None = None,
     ) -> None:
         self._namespace = namespace
         self._metrics = metrics
         self._find = find
         self._is_elsewhere = is_elsewhere
-        self._cost_of_p = cost_of_p or CostAverage()
+        self._cost_of_p = CostAverage()
         self._waiting: set[Lookup] = set()
-        self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s, pace=pace)
+        self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s)
 
     def add(self, lookup: Lookup) -> None:
         """Takes a lookup with a hand-off. From any thread."""
