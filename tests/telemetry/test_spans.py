@@ -115,7 +115,7 @@ def test_nothing_of_it_is_loaded_without_the_setting():
 
 
 def test_a_seed_that_two_processes_share_gives_their_spans_no_common_id():
-    """As vLLM seeds `random` in P and in D."""
+    """Seeds `random` twice alike, which vLLM does in P and in D."""
     state, ids = random.getstate(), []
     for _ in range(2):
         random.seed(0)
