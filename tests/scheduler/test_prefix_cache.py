@@ -173,14 +173,6 @@ def test_who_follows_another_pool_or_namespace_is_told_so(instance):
     assert other.cache.follow(d.cache.keys(range(9)), params).poll().reason is Reason.NAMESPACE
 
 
-def test_who_follows_what_is_stored_already_gets_an_ordinary_match(instance):
-    p, d = instance(kv_shards=2), instance(kv_shards=2)
-    job, params = publish(p, range(100))
-    job.wait(10)
-    found = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
-    assert (found.num_tokens, found.reason, found.follow) == (100, None, None)
-
-
 def test_a_read_only_instance_announces_nothing_to_wait_for(instance):
     p = instance(publish=False)
     assert p.cache.announce(p.cache.keys(range(100)))[1] == {}
