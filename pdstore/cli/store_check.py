@@ -13,7 +13,7 @@ import torch
 from pydantic import ByteSize
 
 from pdstore.cli.answer import Finding, bad, count, duration, info, ok, size, warn
-from pdstore.cli.host import MOUNTS, check_file_pages, check_pages
+from pdstore.cli.host import MOUNTS, check_pages
 from pdstore.cli.pool_view import missing_pool, survey
 from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import ConfigError, PDStoreError, StoreError, StoreFull
@@ -74,7 +74,7 @@ def check_store(asked: Question) -> Iterator[Finding]:
         yield from check_room(plain, asked.shape.kv_bytes() if asked.shape else None)
         if tried.remedy == "":
             yield from measure(asked, store)
-        yield from _check_memory_pages(plain, asked.count_gpus)
+        yield from _check_memory_pages(plain, asked.count_gpus())
         if is_new:
             yield info("pool", f"there is no {missing} yet: the first P or D makes it")
         else:
@@ -228,12 +228,12 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
     return ok("room", f"{said}; {size(room.used_bytes)} used")
 
 
-def _check_memory_pages(store: Store, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+def _check_memory_pages(store: Store, num_gpus: int) -> Iterator[Finding]:
     if isinstance(store, ArenaStore):
-        yield from check_pages(store.path, MOUNTS.read_text(), count_gpus())
+        yield from check_pages(store.path, MOUNTS.read_text(), num_gpus, is_arena=True)
     if isinstance(store, FileStore):
         yield from (warn("budget", *doubt) for doubt in store.doubts)
-        yield from check_file_pages(store.root.resolve(), MOUNTS.read_text(), count_gpus())
+        yield from check_pages(store.root.resolve(), MOUNTS.read_text(), num_gpus, is_arena=False)
 
 
 def _check_contents(store: Store) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ from pdstore.cli.answer import Level
 from pdstore.cli.doctor import Asked, doctor
 from pdstore.cli.host import (
     available_memory,
-    check_file_pages,
     check_limits,
     check_memory,
     check_native,
@@ -172,7 +171,7 @@ def test_an_arena_is_recommended_where_there_are_gpus():
 
 
 def test_no_native_library_is_yellow():
-    [finding] = check_native(read_settings(native="off"), lambda: 0)
+    [finding] = check_native(read_settings(native="off"), 0)
     assert finding.level is Level.WARN
     assert "PDSTORE_NATIVE=off" in finding.said
 
@@ -186,28 +185,28 @@ MOUNTS = """\
 
 
 @pytest.mark.parametrize(
-    ("check", "path", "num_gpus", "level"),
+    ("remedy", "path", "num_gpus", "level"),
     [
-        (check_pages, "/mnt/pool/pdstore-0-pool", 2, Level.OK),
-        (check_pages, "/mnt/pool/advised/pdstore-0-pool", 2, Level.WARN),
-        (check_pages, "/dev/shm/pdstore-0-pool", 2, Level.WARN),
-        (check_pages, "/dev/shm/pdstore-0-pool", 0, Level.INFO),
-        (check_pages, "/dev/shmother/pdstore-0-pool", 2, Level.INFO),  # on the disk
-        (check_file_pages, "/mnt/pool/files", 2, Level.OK),
-        (check_file_pages, "/mnt/pool/advised/files", 2, Level.WARN),
-        (check_file_pages, "/dev/shm/pool", 2, Level.WARN),
-        (check_file_pages, "/dev/shm/pool", 0, Level.INFO),
+        ("huge=always", "/mnt/pool/pdstore-0-pool", 2, Level.OK),
+        ("huge=always", "/mnt/pool/advised/pdstore-0-pool", 2, Level.WARN),
+        ("huge=always", "/dev/shm/pdstore-0-pool", 2, Level.WARN),
+        ("huge=always", "/dev/shm/pdstore-0-pool", 0, Level.INFO),
+        ("huge=always", "/dev/shmother/pdstore-0-pool", 2, Level.INFO),  # on the disk
+        ("huge=within_size", "/mnt/pool/files", 2, Level.OK),
+        ("huge=within_size", "/mnt/pool/advised/files", 2, Level.WARN),
+        ("huge=within_size", "/dev/shm/pool", 2, Level.WARN),
+        ("huge=within_size", "/dev/shm/pool", 0, Level.INFO),
     ],
 )
-def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(check, path, num_gpus, level):
-    [finding] = check(Path(path), MOUNTS, num_gpus)
-    kind = {check_pages: "huge=always", check_file_pages: "huge=within_size"}[check]
+def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(remedy, path, num_gpus, level):
+    is_arena = remedy == "huge=always"
+    [finding] = check_pages(Path(path), MOUNTS, num_gpus, is_arena=is_arena)
     assert finding.level is level
-    assert (kind in (finding.remedy or "")) is (level is Level.WARN)
+    assert (remedy in finding.remedy) is (level is Level.WARN)
 
 
 def test_nothing_is_said_of_the_pages_of_a_disk():
-    assert list(check_file_pages(Path("/var/pool"), MOUNTS, 2)) == []
+    assert list(check_pages(Path("/var/pool"), MOUNTS, 2, is_arena=False)) == []
 
 
 def test_the_doctor_looks_at_the_pages_of_files(tmp_path, monkeypatch):
