@@ -32,8 +32,3 @@ from pdstore.outcome import Reason, reason_of
 )
 def test_an_error_has_its_reason(error, reason):
     assert reason_of(error) is reason
-
-
-def test_a_reason_is_a_label():
-    assert Reason.STORE_DOWN.value == "store_down"
-    assert len({reason.value for reason in Reason}) == len(Reason)
