@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ByteSize, SecretStr
@@ -165,10 +165,9 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
         )
 
 
-def check_host(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+def check_host(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     """Yields the findings about this host."""
     yield from check_memory(settings, available_memory())
-    num_gpus = count_gpus()
     yield from check_limits(settings, num_gpus)
     yield from check_native(settings, num_gpus)
 

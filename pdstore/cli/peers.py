@@ -41,15 +41,6 @@ class Peer(BaseModel):
     url: str = ""
 
 
-def read_peer(url: str) -> Peer | Finding:
-    """Asks an instance: its status, else `pdstore_info` of its metrics, which has only the digest.
-
-    A finding says why there is neither.
-    """
-    found = _status_of(url)
-    return found if isinstance(found, Peer) else _metrics_of(url) or found
-
-
 def _metrics_of(url: str) -> Peer | None:
     address = url.rstrip("/")
     address = address if address.endswith("/metrics") else address + "/metrics"
@@ -94,11 +85,17 @@ def _silence(url: str, error: Exception) -> Finding:
 def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     """Yields whether all instances use one pool and one namespace.
 
-    With one URL the instance is only asked; with several each is compared with the first.
+    With one URL the instance is only asked; with several each is compared with the first. An
+    instance without a status is known by `pdstore_info` of its metrics, which has only the digest.
     """
-    read = [read_peer(url) for url in urls]
-    yield from (found for found in read if isinstance(found, Finding))
-    peers = [found for found in read if isinstance(found, Peer)]
+    peers = []
+    for url in urls:
+        found = _status_of(url)
+        found = found if isinstance(found, Peer) else _metrics_of(url) or found
+        if isinstance(found, Peer):
+            peers.append(found)
+        else:
+            yield found
     for peer in peers:
         pool = f"pool {peer.pool[:8]}" if peer.pool else "pool not known"
         yield info(f"peer {peer.url}", f"{pool}, namespace {peer.digest[:12]}")

@@ -30,8 +30,6 @@ def test_the_line_has_ids_tokens_seconds_and_the_reason():
         f"request r-1: hand-off {'ab' * 16}, 100 tokens (100 matched, 64 loaded, 36 computed,"
         " 0 saved); wait 0.250 s, load 0.250 s; lost"
     )
-    assert RECORD.seconds("load") == 0.25
-    assert RECORD.seconds("save") is None
 
 
 def test_json_has_every_field():
