@@ -2,7 +2,7 @@
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, PromptTimes, SavePlan
+from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, SavePlan
 from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_engine_settings, read_settings

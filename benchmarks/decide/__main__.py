@@ -2,8 +2,8 @@
 
     python -m benchmarks.decide --json benchmarks/results/decide.json
 
-The decisions are the product's (`BreakEven`, which learns as it does in an engine); the engine and
-the store are simulated, with the prefill of an 8B model on one H200. All prompts are stored whole.
+The decisions are the product's (`PromptTimes` learns as it does in an engine); the engine and the
+store are simulated, with the prefill of an 8B model on one H200. All prompts are stored whole.
 Requests come in waves; the first waves of a cell, in which nothing is known yet, do not count.
 """
 

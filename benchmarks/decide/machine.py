@@ -1,4 +1,4 @@
-"""Machine: one engine and one store in simulated time, for which BreakEven decides."""
+"""Machine: one engine and one store in simulated time, for which PromptTimes decides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdstore.scheduler.break_even import BreakEven, Mode
+from pdstore.scheduler.break_even import Mode, PromptTimes
 
 TOKEN_BYTES = 32 * 8 * 128 * 2 * 2
 """KV of a token of an 8B Llama in bf16."""
@@ -49,7 +49,7 @@ class Machine:
         self.now_s = 0.0
         self._tokens_per_s = store_gb_s * 1e9 / TOKEN_BYTES
         self._chance, self._jitter = random.Random(seed), jitter
-        self._break_even = BreakEven(mode, 64, clock=lambda: self.now_s)
+        self._prompt_times = PromptTimes(mode, 64, clock=lambda: self.now_s)
         self._num_named = 0
         self._num_tokens = 0  # of each prompt of the wave
         self._rate = self._tokens_per_s
@@ -78,7 +78,7 @@ class Machine:
 
     def _arrive(self, num_tokens: int) -> None:
         name, self._num_named = self._num_named, self._num_named + 1
-        decided = self._break_even.decide(name, start=0, found=num_tokens, num_tokens=num_tokens)
+        decided = self._prompt_times.decide(name, start=0, found=num_tokens, num_tokens=num_tokens)
         loaded = decided.num_tokens
         if loaded:
             self._starting.append(Load(name, loaded, self.now_s + LATENCY_S))
@@ -119,7 +119,7 @@ class Machine:
         for name in [name for name, left in self._loads.items() if left <= 1e-6]:
             del self._loads[name]
             job = self._after_load.pop(name)
-            self._break_even.load_ended(name, job.at)
+            self._prompt_times.load_ended(name, job.at)
             job.at = min(job.at, job.stop - 1)  # the last token's logits are needed
             self._queue.append(job)
 
@@ -138,10 +138,10 @@ class Machine:
 
     def _end_step(self) -> int:
         step, self._step = self._step, []
-        self._break_even.computed(step, self.now_s - self._step_began)
+        self._prompt_times.computed(step, self.now_s - self._step_began)
         ended = [name for name, _, stop in step if stop == self._num_tokens]
         for name in ended:
-            self._break_even.forget(name)
+            self._prompt_times.forget(name)
         return len(ended)
 
     def _factor(self) -> float:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Json, Namespace
-from pdstore.metrics import Metrics
+from pdstore.format.namespace import Json
 from pdstore.outcome import Direction, Reason
-from pdstore.scheduler.break_even import BreakEven, Decision
+from pdstore.scheduler.break_even import Decision, PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
@@ -108,57 +107,6 @@ class JobEnd:
             Interval(zero + job.began, zero + now),
             Interval(zero + calls[0], zero + calls[1]) if calls is not None else None,
         )
-
-
-class PromptTimes:
-    """Decides what is loaded, by what prompts cost to compute. Made once for an engine.
-
-    An engine may begin a step before the one before it has ended. But a request has its first token
-    only when its prompt is computed. So the time is cut there, and each part of it belongs to all
-    tokens of prompts that were scheduled in it. Only the scheduler's thread calls it.
-    """
-
-    def __init__(self, break_even: BreakEven, clock: Callable[[], float] = time.monotonic) -> None:
-        self.break_even = break_even
-        self._clock = clock
-        self._running: set[EngineRequest] = set()  # whose prompt is being computed
-        self._chunks: list[tuple[EngineRequest, int, int]] = []
-        self._since = 0.0
-
-    @classmethod
-    def from_settings(
-        cls, settings: Settings, namespace: Namespace, metrics: Metrics
-    ) -> PromptTimes | None:
-        """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
-        if settings.load == "always":
-            return None
-        may_split = not namespace.windows
-        return cls(
-            BreakEven(settings.load, namespace.block_tokens, may_split=may_split, metrics=metrics)
-        )
-
-    def begin_step(self, request: EngineRequest, start: int, stop: int) -> None:
-        """Adds the tokens of a prompt that a step computes."""
-        if not self._running:
-            self._since = self._clock()
-        self._running.add(request)
-        self._chunks.append((request, start, stop))
-
-    def end_prompt(self, request: EngineRequest) -> None:
-        """Ends a prompt that is computed, and with it the time of all that ran since the last."""
-        if request not in self._running:
-            return
-        self._running.remove(request)
-        chunks, self._chunks = self._chunks, []
-        before, self._since = self._since, self._clock()
-        if chunks:  # else its own were counted with another prompt's end
-            self.break_even.computed(chunks, self._since - before)
-
-    def forget(self, request: EngineRequest) -> None:
-        """Drops a request that has ended."""
-        self.break_even.forget(request)
-        self._running.discard(request)
-        self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
 
 
 @dataclass(eq=False)
@@ -259,16 +207,14 @@ class EngineRequest:
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
         if self.prompt_times is None:
             return end
-        break_even = self.prompt_times.break_even
-        self.decision = break_even.decide(
+        self.decision = self.prompt_times.decide(
             self,
             start=num_present,
             found=end,
             num_tokens=num_tokens,
             follows=self.found.follow is not None,
+            is_preempted=self._is_fed,
         )
-        if self._is_fed:  # preempted: it is not told when all of it is computed again
-            break_even.forget(self)
         return self.decision.num_tokens
 
     def plan_load(self, end: int, room: int) -> LoadPlan:
@@ -296,7 +242,8 @@ class EngineRequest:
 
         A load that fell short is not tried again.
         """
-        plan, self._load = self._load, None
+        plan = self._load
+        self._load = None
         if plan is None:
             return self.num_present
         ends = self._load_ends()
@@ -304,8 +251,7 @@ class EngineRequest:
         num_loaded = max(plan.first_token, num_loaded)
         busy_s = max((end.busy_s for end in ends), default=0.0)
         if self.prompt_times is not None:
-            self.prompt_times.break_even.worked(self, busy_s)
-            self.prompt_times.break_even.load_ended(self, num_loaded)
+            self.prompt_times.load_ended(self, num_loaded, busy_s)
         self.cache.note_load(num_loaded - plan.first_token, busy_s)
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
@@ -318,7 +264,7 @@ class EngineRequest:
     def give_up(self, reason: Reason = Reason.FAULT) -> None:
         """Loads nothing for this request any more, because something failed for it."""
         if self.prompt_times is not None:
-            self.prompt_times.break_even.load_ended(self, self.num_present)
+            self.prompt_times.load_ended(self, self.num_present)
         self.may_load = False
         self._load = None
         self._shortfall = self._shortfall or reason

@@ -15,8 +15,6 @@ token as little-endian int32.
 # Decision: docs/decisions/008-partial-tails.md
 from __future__ import annotations
 
-import bisect
-import copy
 import enum
 import struct
 import sys
@@ -61,48 +59,6 @@ class MultimodalItem(NamedTuple):
     content_hash: bytes
 
 
-class ItemCursor:
-    """Finds the items of one block after the other, in O(blocks + items) for a whole prompt.
-
-    Blocks are asked for in the order of the prompt; `copy` gives a cursor that starts again.
-    """
-
-    def __init__(self, items: Sequence[MultimodalItem]) -> None:
-        self._items = tuple(item for item in items if item.length > 0)
-        self._by_offset = sorted(range(len(self._items)), key=lambda i: self._items[i].offset)
-        self._num_begun = 0
-        self._present: list[int] = []  # begun and not over, in the order in which they were given
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
-    def copy(self) -> ItemCursor:
-        """Returns a cursor over the same items, before the first block."""
-        if not self._items:
-            return self  # nothing to move over
-        other = copy.copy(self)
-        other._num_begun, other._present = 0, []
-        return other
-
-    def extras(self, first: int, num_tokens: int) -> bytes:
-        """Returns what the items that touch [first, first + num_tokens) add to the block's hash.
-
-        first: never less than in an earlier call.
-        """
-        while self._num_begun < len(self._items):
-            i = self._by_offset[self._num_begun]
-            if self._items[i].offset >= first + num_tokens:
-                break
-            bisect.insort(self._present, i)
-            self._num_begun += 1
-        if self._present:
-            self._present = [i for i in self._present if self._end_of(i) > first]
-        return b"".join(_extra(self._items[i], first) for i in self._present)
-
-    def _end_of(self, i: int) -> int:
-        return self._items[i].offset + self._items[i].length
-
-
 class PromptKeys:
     """The names of one prompt's blocks, in order: its full blocks, then its tail if it has one.
 
@@ -126,8 +82,9 @@ class PromptKeys:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._items = ItemCursor(items)
-        self._root = _hash(namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt))
+        self._items_of = _items_of_blocks(items, self.block_tokens)
+        root = namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
+        self._root = sha256(root).digest()[:HASH_BYTES]
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32
         self._last = b""  # those of the last full block, for `cut`; empty if they are not known
@@ -163,10 +120,6 @@ class PromptKeys:
             return self._tail
         raise IndexError(block)
 
-    def hashes(self, count: int) -> list[bytes]:
-        """Returns the prefix hashes of the first full blocks."""
-        return self._full[:count]
-
     def tokens_of(self, block: int) -> int:
         """Returns the number of tokens of a block: `block_tokens`, or fewer for the tail."""
         return min(self.block_tokens, self.num_tokens - block * self.block_tokens)
@@ -183,12 +136,12 @@ class PromptKeys:
         """
         short = PromptKeys.__new__(PromptKeys)  # `copy.copy` takes several times as long
         short.__dict__.update(self.__dict__)
-        short._items = self._items.copy()
         short._full = self._full[: max(num_tokens, 0) // self.block_tokens]
         if len(short._full) < len(self._full):
             short._last = b""
         if num_tokens < self.num_tokens:
-            short._rest, short._tail = b"", None
+            short._rest = b""
+            short._tail = None
         short.num_tokens = len(short._full) * self.block_tokens + len(short._rest) // 4
         return short
 
@@ -220,38 +173,37 @@ class PromptKeys:
             keys += [head + last for head in heads]
         return cast("list[BlockKey]", keys)  # a NewType costs a call per key
 
-    def _extend(self, added: bytes) -> PromptKeys:
-        data = self._rest + added
+    def _extend(self, token_bytes: bytes) -> PromptKeys:
+        token_bytes = self._rest + token_bytes
         step = self.block_tokens * 4
-        whole = len(data) - len(data) % step
+        whole = len(token_bytes) - len(token_bytes) % step
         previous = self._full[-1] if self._full else self._root
-        if self._items:
-            previous = self._extend_with_items(previous, data, step, whole)
-        else:
-            append = self._full.append
-            for start in range(0, whole, step):
-                previous = _hash(previous + data[start : start + step])
-                append(previous)
-        self._rest = data[whole:]
+        extras = b""
+        for start in range(0, whole, step):
+            if self._items_of:
+                extras = self._extras(len(self._full), self.block_tokens)
+            block = previous + token_bytes[start : start + step] + extras
+            previous = sha256(block).digest()[:HASH_BYTES]
+            self._full.append(previous)
         if whole:
-            self._last = data[whole - step : whole]
-        self.num_tokens = len(self._full) * self.block_tokens + len(self._rest) // 4
+            self._last = token_bytes[whole - step : whole]
+        self._rest = token_bytes[whole:]
+        num_rest = len(self._rest) // 4
+        self.num_tokens = len(self._full) * self.block_tokens + num_rest
         self._tail = None
-        if self._rest:
-            first = len(self._full) * self.block_tokens
-            self._tail = _hash(
-                previous + self._rest + self._items.extras(first, len(self._rest) // 4)
-            )
+        if num_rest:
+            extras = self._extras(len(self._full), num_rest)
+            self._tail = sha256(previous + self._rest + extras).digest()[:HASH_BYTES]
         return self
 
-    def _extend_with_items(self, previous: bytes, data: bytes, step: int, whole: int) -> bytes:
-        first = len(self._full) * self.block_tokens
-        for start in range(0, whole, step):
-            extras = self._items.extras(first, self.block_tokens)
-            previous = _hash(previous + data[start : start + step] + extras)
-            self._full.append(previous)
-            first += self.block_tokens
-        return previous
+    def _extras(self, block: int, num_tokens: int) -> bytes:
+        """Returns what the items in a block's first tokens add to its hash."""
+        first = block * self.block_tokens
+        return b"".join(
+            length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
+            for item in self._items_of.get(block, ())
+            if item.offset < first + num_tokens
+        )
 
 
 def int32_bytes(token_ids: Tokens) -> bytes:
@@ -279,14 +231,19 @@ def int32_bytes(token_ids: Tokens) -> bytes:
     return data
 
 
-def _hash(data: bytes) -> bytes:
-    return sha256(data).digest()[:HASH_BYTES]
-
-
 def length_prefixed(data: bytes) -> bytes:
     """Returns the data behind its length as little-endian u32."""
     return struct.pack("<I", len(data)) + data
 
 
-def _extra(item: MultimodalItem, first: int) -> bytes:
-    return length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
+def _items_of_blocks(
+    items: Sequence[MultimodalItem], block_tokens: int
+) -> dict[int, list[MultimodalItem]]:
+    """Returns the items that touch each block, in the order given."""
+    found: dict[int, list[MultimodalItem]] = {}
+    for item in items:
+        first = max(0, item.offset // block_tokens)
+        stop = (item.offset + item.length - 1) // block_tokens + 1 if item.length > 0 else 0
+        for block in range(first, stop):
+            found.setdefault(block, []).append(item)
+    return found

@@ -3,7 +3,6 @@
 # Decision: docs/decisions/006-layer-ranges.md
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -371,7 +370,7 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
         "draft_layers": layout.draft_layers,
         "layer_ranges": layout.num_ranges,
         "hash": "sha256",
-        "salt": None if salt is None else hashlib.sha256(salt.encode()).hexdigest(),
+        "salt": None if salt is None else sha256(salt.encode()).hexdigest(),
     }
     if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid
         fields["seal"] = "aes-256-gcm"

@@ -3,6 +3,7 @@
 # Decision: docs/decisions/009-weights-digest.md
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -50,9 +51,8 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
         raise ConfigError(
             f"no weight files in {directory}: name the weights' revision by PDSTORE_WEIGHTS"
         )
-    remembered = _Remembered(weights_cache_file())
-    lines = [f"{p.name}\0{p.stat().st_size}\0{remembered.digest_of(p)}\n" for p in files]
-    remembered.write()
+    digests = zip(files, _digests_of(files), strict=True)
+    lines = [f"{p.name}\0{p.stat().st_size}\0{digest}\n" for p, digest in digests]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -74,36 +74,31 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-class _Remembered:
-    """Digests of files seen before. Without it the files are read again; nothing else is lost."""
+def _digests_of(files: Sequence[Path]) -> list[str]:
+    """Returns the files' digests, of files seen before as remembered.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._changed = False
-        try:
-            read = json.loads(path.read_text())
-        except (OSError, ValueError):
-            read = None
-        self._digests: dict[str, str] = read if isinstance(read, dict) else {}
-
-    def digest_of(self, path: Path) -> str:
-        stat = path.stat()
-        name = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{SCHEME}"
-        if name not in self._digests:
-            self._digests[name] = file_digest(path)
-            self._changed = True
-        return self._digests[name]
-
-    def write(self) -> None:
-        if not self._changed:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(f".{secrets.token_hex(4)}")
-            temporary.write_text(json.dumps(self._digests))
-            temporary.replace(self._path)
-        except OSError:
-            return
+    Without a memory of them they are read again; nothing else is lost.
+    """
+    path = weights_cache_file()
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(path.read_text())
+        known = read if isinstance(read, dict) else {}
+    digests = dict(known)
+    names = []
+    for file in files:
+        stat = file.stat()
+        name = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{SCHEME}"
+        names.append(name)
+        if name not in digests:
+            digests[name] = file_digest(file)
+    if digests != known:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{secrets.token_hex(4)}")
+            temporary.write_text(json.dumps(digests))
+            temporary.replace(path)
+    return [digests[name] for name in names]
 
 
 def _is_commit(name: str) -> bool:

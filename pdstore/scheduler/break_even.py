@@ -1,4 +1,4 @@
-"""BreakEven: decides which part of a prompt is loaded and which is computed."""
+"""PromptTimes: decides which part of a prompt is loaded and which is computed."""
 
 # Decision: docs/decisions/015-load-or-compute.md
 from __future__ import annotations
@@ -9,7 +9,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
+from pdstore.settings import Settings
 
 Mode: TypeAlias = Literal["auto", "always", "never"]
 Way: TypeAlias = Literal["load", "compute", "both", "none"]
@@ -73,7 +75,6 @@ class _Prompt:
     num_loading: tokens that are being loaded.
     num_beside: the most tokens that were being loaded at once, as seen at the load's two ends.
     follows: the load waits for P.
-    busy_s: seconds that the load was at work, once that is known.
     """
 
     num_tokens: int
@@ -83,19 +84,22 @@ class _Prompt:
     num_loading: int
     num_beside: int
     follows: bool
-    busy_s: float | None = None
     num_computed: int = 0
 
 
-class BreakEven:
-    """Compares loading with computing for each prompt, by the rates of this instance.
+class PromptTimes:
+    """Decides what is loaded, by what prompts cost to load and to compute. Made once for an engine.
 
     - `auto` loads as long as nothing is known of the store. As long as nothing is known of the
       prefill, it leaves the last eighth of a hit to be computed, to learn that; and it computes a
       prompt once that is over twice as long as any computed before, if that may be quicker.
     - While it computes everything, one request in `probe_every` loads an eighth of what was found,
       to notice a store that has become fast.
-    - `never` and `always` estimate nothing. An engine that always loads has no BreakEven.
+    - `never` and `always` estimate nothing. An engine that always loads has none of this.
+
+    An engine may begin a step before the one before it has ended. But a request has its first token
+    only when its prompt is computed. So the time is cut there, and each part of it belongs to all
+    tokens of prompts that were scheduled in it.
 
     may_split: the front of what was found may be loaded alone; a sliding window forbids it, because
       only the blocks before its end were looked for.
@@ -127,20 +131,41 @@ class BreakEven:
         self._most_computed = 0  # tokens of one prompt
         self._learning: Hashable = None  # the prompt that is computed to learn what that costs
         self._last_computed: Hashable = None  # the prompt that was counted last
+        self._running: set[Hashable] = set()  # whose prompt is being computed
+        self._chunks: list[tuple[Hashable, int, int]] = []  # that ran since the last prompt's end
+        self._since = 0.0
+
+    @classmethod
+    def from_settings(
+        cls, settings: Settings, namespace: Namespace, metrics: Metrics
+    ) -> PromptTimes | None:
+        """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
+        if settings.load == "always":
+            return None
+        may_split = not namespace.windows
+        return cls(settings.load, namespace.block_tokens, may_split=may_split, metrics=metrics)
 
     def decide(
-        self, name: Hashable, *, start: int, found: int, num_tokens: int, follows: bool = False
+        self,
+        name: Hashable,
+        *,
+        start: int,
+        found: int,
+        num_tokens: int,
+        follows: bool = False,
+        is_preempted: bool = False,
     ) -> Decision:
         """Decides for a prompt of which the engine has `start` tokens and the pool `found`.
 
         name: of the request; asked again, it is decided anew. A load counts as begun from now on,
           until `load_ended`.
-        follows: the load would follow a hand-off. `worked` says then how much of its time it did
-          not wait for P; without that it tells no cost.
+        follows: the load would follow a hand-off. Then only the time that it did not wait for P
+          tells its cost (`busy_s`).
+        is_preempted: nobody tells when it is all computed again, so it holds up no other prompt.
         """
         if self._mode == "always":
             return Decision(max(start, found), _way(start, found, found), None, None)
-        self.forget(name)
+        self._prompts.pop(name, None)
         load_s = compute_s = end = None
         if self._mode == "auto":
             load_s = self._load_cost.estimate_s(self._num_loading() + max(0, found - start))
@@ -151,25 +176,42 @@ class BreakEven:
                 end = self._quicker(name, start, found, load_s, compute_s)
         end = start if end is None else end
         decision = Decision(end, _way(start, end, found), load_s, compute_s)
-        num_beside = self._num_loading() + end - start
-        self._prompts[name] = _Prompt(
-            num_tokens, end, decision.way, self._clock(), end - start, num_beside, follows
-        )
+        if not is_preempted:
+            num_beside = self._num_loading() + end - start
+            self._prompts[name] = _Prompt(
+                num_tokens, end, decision.way, self._clock(), end - start, num_beside, follows
+            )
         return decision
 
-    def worked(self, name: Hashable, busy_s: float) -> None:
-        """Takes up the seconds that a load which follows was at work; call `load_ended` next."""
-        prompt = self._prompts.get(name)
-        if prompt is not None:
-            prompt.busy_s = max(busy_s, prompt.busy_s or 0.0)
+    def load_ended(self, name: Hashable, num_present: int, busy_s: float = 0.0) -> None:
+        """Takes up the end of a load: so many leading tokens of the prompt are there now.
 
-    def load_ended(self, name: Hashable, num_present: int) -> None:
-        """The load has ended, and so many leading tokens of the prompt are there."""
+        busy_s: seconds that the load was at work; of a load that follows, the time that counts.
+        """
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.num_loading:
-            self._measure_load(prompt, prompt.num_loading - max(0, prompt.at - num_present))
+            num_brought = prompt.num_loading - max(0, prompt.at - num_present)
+            self._measure_load(prompt, num_brought, busy_s)
             prompt.num_loading = 0
             prompt.at = num_present
+
+    def begin_step(self, name: Hashable, start: int, stop: int) -> None:
+        """Adds the tokens of a prompt that a step computes."""
+        if not self._running:
+            self._since = self._clock()
+        self._running.add(name)
+        self._chunks.append((name, start, stop))
+
+    def end_prompt(self, name: Hashable) -> None:
+        """Ends a prompt that is computed, and with it the time of all that ran since the last."""
+        if name not in self._running:
+            return
+        self._running.remove(name)
+        chunks, since = self._chunks, self._since
+        self._chunks = []
+        self._since = self._clock()
+        if chunks:  # else its own were counted with another prompt's end
+            self.computed(chunks, self._since - since)
 
     def computed(self, chunks: Sequence[tuple[Hashable, int, int]], seconds: float) -> None:
         """Takes up a step of the engine: the tokens start..stop of prompts, and its time."""
@@ -189,12 +231,14 @@ class BreakEven:
     def forget(self, name: Hashable) -> None:
         """Forgets a prompt: its request has ended, however far it came."""
         self._prompts.pop(name, None)
+        self._running.discard(name)
+        self._chunks = [chunk for chunk in self._chunks if chunk[0] != name]
 
     def _num_loading(self) -> int:
         """Returns how many tokens the store has to bring; a load that follows waits for P."""
         return sum(p.num_loading for p in self._prompts.values() if not p.follows)
 
-    def _measure_load(self, prompt: _Prompt, num_brought: int) -> None:
+    def _measure_load(self, prompt: _Prompt, num_brought: int, busy_s: float) -> None:
         """Takes up a load: in its time the store brought what was loaded beside it, too.
 
         The loads that began before any had ended made connections and wrote memory for the first
@@ -202,7 +246,7 @@ class BreakEven:
         """
         now = self._clock()
         if prompt.follows:
-            num_tokens, seconds = prompt.num_loading, prompt.busy_s
+            num_tokens, seconds = prompt.num_loading, busy_s
         else:
             num_tokens = max(prompt.num_beside, self._num_loading())
             seconds = now - prompt.decided_at

@@ -20,7 +20,7 @@ from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.break_even import CostAverage
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.store.base import Store
-from pdstore.store.watch import KeyWatch, Pace, Waiter
+from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
 _PAUSE_S = 0.1  # between two calls without news: how late a lookup that ended may be noticed
@@ -52,68 +52,20 @@ _REASONS = {
 """Why a prompt may not be whole."""
 
 
-class HandoffProgress:
-    """Tells when D should take engine blocks for a hand-off that P has begun to compute.
-
-    That is when what P still computes takes no longer than the load: earlier, D's blocks would only
-    wait. One key shows that P comes to its end, the first layer range of the last block. D begins
-    when that is stored, or at the time that the cost of a token tells, or at once if either time is
-    not known.
-
-    cost: of P's prefill, as all hand-offs have shown so far; `look_ended` adds to it.
-    load_s: seconds that the load will take; None if that is not known.
-    started_at: when P was seen to have started, in seconds of the looks.
-    key: None for a prompt of sliding windows alone, which is followed at once.
-    """
-
-    def __init__(
-        self, keys: PromptKeys, cost: CostAverage, load_s: float | None, started_at: float
-    ) -> None:
-        namespace = keys.namespace
-        parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]
-        last = keys.store_keys(parts, len(keys) - 1) if parts and len(keys) else [None]
-        self.key = last[0]
-        self._load_s = load_s
-        self._num_tokens = keys.num_tokens
-        self._cost = cost
-        self._started_at = started_at
-        self._was_missing = False
-        self._is_stored = False
-
-    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
-        """Takes note of the key. What was there at the first look tells no cost."""
-        if self._is_stored or self.key not in stored:
-            self._was_missing = True
-            return
-        self._is_stored = True
-        if self._was_missing:
-            self._cost.add_sample(self._num_tokens, asked_at - self._started_at)
-
-    def is_over(self, now: float) -> bool:
-        """Returns whether there is nothing more to look for."""
-        return self.key is None or self._is_stored or now - self._started_at > _PATIENCE_S
-
-    def is_near(self, now: float) -> bool:
-        """Returns whether D should begin now."""
-        total_s = None if self.key is None else self._cost.estimate_s(self._num_tokens)
-        if self._is_stored or total_s is None or self._load_s is None:
-            return True
-        remaining_s = total_s - (now - self._started_at)
-        return remaining_s <= _MARGIN * self._load_s + _LATE_S
-
-
 class HandoffWait(Waiter):
     """One lookup's wait for P's markers, as `KeyWatch` takes it. Asks no store itself.
 
-    A lookup that follows ends as soon as P has answered, or, where P and D were asked at once, when
-    P will have computed the prompt soon. After that the wait goes on to learn how long P computes.
+    A lookup that follows ends as soon as P has answered. Where P and D were asked at once, it ends
+    when what P still computes takes no longer than the load: earlier, D's blocks would only wait.
+    That is when the first layer range of the last block is stored, or at the time that the cost of
+    a token tells, or at once if either time is not known. After that the wait goes on until that
+    key is stored, to learn how long P computes.
 
     lookup: of a hand-off.
     end: called once, with the verdict that ends the lookup, or the error of the store.
     is_elsewhere: asks whether P uses another pool; called once, first.
     cost: of P's prefill, for a lookup that follows.
     clock: monotonic seconds, in which looks are told.
-    progress: P's, from `started` on; None before that, and if P has answered.
     """
 
     def __init__(
@@ -129,11 +81,14 @@ class HandoffWait(Waiter):
         assert lookup.handoff is not None
         self.lookup = lookup
         self.handoff: Handoff = lookup.handoff
-        self.progress: HandoffProgress | None = None
         self._end = end
-        self._is_elsewhere: Callable[[], bool] | None = is_elsewhere
+        self._is_elsewhere = is_elsewhere
+        self._was_asked = False
         self._cost = cost or CostAverage(clock)
         self._is_ended = False
+        self._begun_at: float | None = None  # when P was seen to have started
+        self._last_key: BlockKey | None = None  # from then on, until it is stored
+        self._was_missing = False  # a key that the first look finds tells no cost
         name = self.handoff.id
         self._failed = name.failed(namespace)
         self._started = name.started(namespace)
@@ -147,21 +102,19 @@ class HandoffWait(Waiter):
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys to look for next."""
-        shown_by = self.progress.key if self.progress is not None else None
+        last = [] if self._last_key is None else [self._last_key]
         if self._is_ended:
-            return [] if shown_by is None else [shown_by]
-        signs = [self._failed]
-        if self.progress is not None:
-            signs += [] if shown_by is None else [shown_by]
-        elif self.lookup.follows or self._is_doubtful:
+            return last
+        signs = [self._failed, *last]
+        if self._begun_at is None and (self.lookup.follows or self._is_doubtful):
             signs.append(self._started)
         beats = self._pulse.ring if self._pulse is not None else []
         return [*self._done[: self._num_asked], *signs, *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Takes note of what is stored; ends the lookup when that, or the time, says so."""
-        if self.progress is not None:
-            self.progress.look_ended(stored, asked_at)
+        if self._begun_at is not None and self._last_key is not None:
+            self._measure_prefill(stored, asked_at - self._begun_at)
         if not self._is_ended:
             verdict = self._judge(stored, asked_at)
             if verdict is None:
@@ -170,8 +123,9 @@ class HandoffWait(Waiter):
             self._end(self, verdict)
             if verdict is not Verdict.BEGUN:
                 return None
-        is_learning = self.progress is not None and not self.progress.is_over(asked_at)
-        return _PAUSE_S if is_learning else None
+        if self._begun_at is None or self._last_key is None:
+            return None
+        return _PAUSE_S if asked_at - self._begun_at <= _PATIENCE_S else None
 
     def look_failed(self, error: Exception) -> float | None:
         """Ends the lookup with the store's error."""
@@ -181,7 +135,7 @@ class HandoffWait(Waiter):
         return None
 
     def _pause_s(self) -> float:
-        if self._is_doubtful or self.progress is not None:
+        if self._is_doubtful or self._begun_at is not None:
             return _SOON_S
         return min(_PAUSE_S, self.lookup.marker_deadline.remaining_s())
 
@@ -189,9 +143,10 @@ class HandoffWait(Waiter):
         """Returns why the wait is over, or None."""
         if self.lookup.is_answered:
             return Verdict.ANSWERED
-        is_elsewhere, self._is_elsewhere = self._is_elsewhere, None
-        if is_elsewhere is not None and is_elsewhere():
-            return Verdict.OTHER_POOL
+        if not self._was_asked:
+            self._was_asked = True
+            if self._is_elsewhere():
+                return Verdict.OTHER_POOL
         verdict = self._judge_markers(stored, asked_at)
         if verdict is not None:
             return verdict
@@ -200,7 +155,7 @@ class HandoffWait(Waiter):
             if self._pulse.is_silent():
                 return Verdict.DEAD
         if self.lookup.marker_deadline.is_over():
-            return Verdict.LATE if self.progress is None else Verdict.BEGUN
+            return Verdict.LATE if self._begun_at is None else Verdict.BEGUN
         return None
 
     def _judge_markers(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
@@ -219,12 +174,36 @@ class HandoffWait(Waiter):
             return None
         if self.handoff.num_tokens is not None:  # P has answered, so it has begun
             return None if has_news else Verdict.BEGUN  # the other shards' `done` may be there too
-        if self.progress is None and has_started:
-            self.progress = HandoffProgress(
-                self.lookup.keys, self._cost, self.lookup.load_s, asked_at
-            )
-        is_time = self.progress is not None and self.progress.is_near(asked_at)
+        if self._begun_at is None and has_started:
+            self._begun_at = asked_at
+            self._last_key = self._find_last_key()
+        is_time = self._begun_at is not None and self._is_near(asked_at - self._begun_at)
         return Verdict.BEGUN if is_time else None
+
+    def _find_last_key(self) -> BlockKey | None:
+        """Returns the key that shows P's end; None for a prompt of sliding windows alone."""
+        keys = self.lookup.keys
+        namespace = keys.namespace
+        parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]
+        last = keys.store_keys(parts, len(keys) - 1) if len(keys) else []
+        return last[0] if last else None
+
+    def _measure_prefill(self, stored: AbstractSet[BlockKey], seconds: float) -> None:
+        """Adds to the cost of P's prefill once the last key is stored."""
+        if self._last_key not in stored:
+            self._was_missing = True
+            return
+        self._last_key = None
+        if self._was_missing:
+            self._cost.add_sample(self.lookup.keys.num_tokens, seconds)
+
+    def _is_near(self, seconds: float) -> bool:
+        """Returns whether D should begin now, so long after P was seen to have started."""
+        total_s = self._cost.estimate_s(self.lookup.keys.num_tokens)
+        load_s = self.lookup.load_s
+        if self._last_key is None or total_s is None or load_s is None:
+            return True
+        return total_s - seconds <= _MARGIN * load_s + _LATE_S
 
 
 class HandoffWatch:
@@ -233,8 +212,6 @@ class HandoffWatch:
     find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
     patience_s: how long a call of the store may take before it counts as stuck.
     is_elsewhere: tells whether a hand-off's P uses another pool; may ask the store.
-    cost_of_p: of a token of P's prefill; it learns from what is watched.
-    pace: of the looks; None for the one that suits the store.
     """
 
     def __init__(
@@ -246,16 +223,14 @@ class HandoffWatch:
         *,
         patience_s: float,
         is_elsewhere: Callable[[Handoff], bool],
-        cost_of_p: CostAverage | None = None,
-        pace: Pace | None = None,
     ) -> None:
         self._namespace = namespace
         self._metrics = metrics
         self._find = find
         self._is_elsewhere = is_elsewhere
-        self._cost_of_p = cost_of_p or CostAverage()
+        self._cost_of_p = CostAverage()
         self._waiting: set[Lookup] = set()
-        self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s, pace=pace)
+        self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s)
 
     def add(self, lookup: Lookup) -> None:
         """Takes a lookup with a hand-off. From any thread."""
@@ -302,7 +277,7 @@ class HandoffWatch:
         if why in (Verdict.DONE, Verdict.LATE):
             waited_s = time.monotonic() - lookup.started_at
             self._metrics.handoff_wait_seconds.observe(waited_s)
-        if lookup.is_over():
+        if lookup.poll() is not None:
             return
         is_unheard = why in (Verdict.LATE, Verdict.DEAD)
         if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):

@@ -13,7 +13,6 @@ from functools import partial
 from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.namespace import Part
 from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Store, count_of
 from pdstore.threads import Deadline, Ticker, call_or
@@ -134,12 +133,8 @@ class Lookup:
 
     @property
     def is_answered(self) -> bool:
-        """True if the lookup has ended. Does not end it if its time is up, as `is_over` does."""
+        """True if the lookup has ended. Does not end it if its time is up, as `poll` does."""
         return bool(self._answers)
-
-    def is_over(self) -> bool:
-        """True if the lookup has ended; ends it if its time is up."""
-        return self.poll() is not None
 
 
 class LookupQueue:
@@ -179,7 +174,7 @@ class LookupQueue:
 
     def _turn(self) -> None:
         while (lookup := self._next()) is not None:
-            if lookup.is_over():
+            if lookup.poll() is not None:
                 continue
             self._call_deadline = Deadline(self._patience_s)
             fault = Match.miss(lookup.keys, Reason.FAULT)
@@ -218,7 +213,8 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
     parts, windows = keys.namespace.parts, keys.namespace.windows
     if not windows:
         # most prompts are new to the pool, and to name all of a long one takes a while
-        if len(keys) > _SHORT and not _has_first_block(store, keys):
+        first = keys.prefix(keys.block_tokens).store_keys(parts)
+        if len(keys) > _SHORT and _match(store, first) < len(first):
             return 0
         return _match(store, keys.store_keys(parts)) // len(parts)
     whole = [part for part in parts if part.group not in windows]
@@ -235,26 +231,14 @@ def _match(store: Store, keys: Sequence[BlockKey]) -> int:
     return count_of(store.match(keys), keys, store)
 
 
-def _has_first_block(store: Store, keys: PromptKeys) -> bool:
-    first = keys.prefix(keys.end_of(1)).store_keys(keys.namespace.parts)
-    return _match(store, first) == len(first)
-
-
 def _last_gap(store: Store, keys: PromptKeys) -> int | None:
     """Returns the last block in the windows before the end of `keys` that is not stored whole."""
-    windows = keys.namespace.windows
-    wanted = [
-        (number, key)
-        for part in keys.namespace.parts
-        if part.group in windows
-        for number, key in _window_of(keys, part, windows[part.group])
-    ]
+    wanted: list[tuple[int, BlockKey]] = []
+    for part in keys.namespace.parts:
+        window = keys.namespace.windows.get(part.group)
+        if window is not None:
+            first = max(0, keys.num_tokens - window) // keys.block_tokens
+            wanted += enumerate(keys.store_keys([part], first), first)
     wanted.sort(key=lambda pair: -pair[0])
     found = _match(store, [key for _, key in wanted])
     return None if found == len(wanted) else wanted[found][0]
-
-
-def _window_of(keys: PromptKeys, part: Part, window: int) -> list[tuple[int, BlockKey]]:
-    """Returns the numbers and keys of the blocks that hold the last `window` tokens."""
-    first = max(0, keys.num_tokens - window) // keys.block_tokens
-    return list(enumerate(keys.store_keys([part], first), first))

@@ -100,25 +100,16 @@ class PoolIdentity:
             self._ask()
         return self._deadline.remaining_s()
 
-    def may_be(self, pool_id: str | None) -> bool:
-        """True if an instance with this `pool_id` uses this pool, or may do so.
-
-        Does not ask the store. Any thread may call it.
-        """
-        current = self.current
-        if pool_id is None or current is None or not self._change_deadline.is_over():
-            return True
-        return pool_id == current.hex()
-
     def is_same(self, pool_id: str | None) -> bool:
-        """Does as `may_be`, but asks the store first where that says no.
+        """Returns whether an instance with this `pool_id` uses this pool, or may do so.
 
-        A store that tells no id is no reason to say no.
+        Asks the store before it says no; a store that tells no id is no reason to say no.
         """
-        if self.may_be(pool_id):
-            return True
-        is_known = self._ask()
-        return self.may_be(pool_id) if is_known else True
+        return self._may_be(pool_id) or not self._ask() or self._may_be(pool_id)
+
+    def _may_be(self, pool_id: str | None) -> bool:
+        is_open = pool_id is None or self.current is None or not self._change_deadline.is_over()
+        return is_open or pool_id == (self.current or b"").hex()
 
     def _ask(self) -> bool:
         """Asks the store. Returns False, and leaves things as they are, if it tells no id."""

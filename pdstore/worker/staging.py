@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pydantic import ByteSize
 
@@ -36,11 +36,8 @@ def slot_bytes_for(payload_bytes: int) -> int:
     return -(-(HEADER_BYTES + payload_bytes) // _PAGE) * _PAGE
 
 
-class Span(NamedTuple):
-    """A piece of memory that is registered in one call."""
-
-    address: int
-    num_bytes: int
+Span: TypeAlias = tuple[int, int]
+"""Address and bytes of a piece of memory that is registered in one call."""
 
 
 def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> list[Span]:
@@ -51,7 +48,7 @@ def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> 
     if address % _PAGE or slot_bytes % _PAGE:
         raise ConfigError("only memory of whole pages can be pinned")
     step = max(1, span_bytes // slot_bytes) * slot_bytes
-    return [Span(address + at, min(step, num_bytes - at)) for at in range(0, num_bytes, step)]
+    return [(address + at, min(step, num_bytes - at)) for at in range(0, num_bytes, step)]
 
 
 class _Step(NamedTuple):
@@ -107,7 +104,7 @@ class PinnedMemory:
         """The part of the memory that is pinned, 0 to 1."""
         if not self._is_needed:
             return 1.0
-        return sum(span.num_bytes for span in self._pinned) / self.num_bytes
+        return sum(num_bytes for _, num_bytes in self._pinned) / self.num_bytes
 
     def ready(self, timeout_s: float) -> None:
         """Waits until all of it is pinned; logs meanwhile how far it is.
@@ -169,11 +166,11 @@ class PinnedMemory:
 
     def _undo(self) -> None:
         while self._pinned:
-            self._unregister(self._pinned.pop())
+            self._unregister(*self._pinned.pop())
 
-    def _unregister(self, span: Span) -> None:
+    def _unregister(self, address: int, _num_bytes: int) -> None:
         try:
-            self._registrar.unregister(span.address)
+            self._registrar.unregister(address)
         except SwapError as error:
             log.warning("staging: %s", error)
 

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 from pdstore.errors import JobError, LayoutError, StoreError, StoreTimeout
 from pdstore.format import block
-from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.native.arena import Taken, ValueBatch
 from pdstore.native.library import address_of
@@ -93,10 +92,6 @@ class StoreEnd(ABC):
         loaded: called after each copy.
         Returns why some of them are not loaded, and the values behind them.
         """
-
-    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
-        """Stores a value on any calling thread if that needs no wait; returns whether it did."""
-        return False
 
 
 class StagedEnd(StoreEnd):
@@ -283,12 +278,6 @@ class InPlaceEnd(StoreEnd):
         some = sizes[: max(least, self._window)]
         view = memoryview(bytearray(len(some) * max(some)))
         yield Slots(view, max(some), range(len(some)), some)
-
-    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
-        try:
-            return self._arena.put_at_once(key, value)
-        except StoreError:
-            return False
 
     def save(
         self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]

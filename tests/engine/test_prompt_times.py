@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdstore import EngineRequest, PromptTimes
-from pdstore.scheduler.break_even import BreakEven
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
@@ -21,7 +20,7 @@ def clock():
 
 @pytest.fixture
 def prompt_times(clock):
-    return PromptTimes(BreakEven("auto", 64, clock=clock), clock)
+    return PromptTimes("auto", 64, clock=clock)
 
 
 @pytest.fixture
@@ -62,26 +61,6 @@ def test_prompts_that_run_together_share_the_time(clock, decided):
     for request in pair:
         request.end_prompt()
     assert estimate(decided) == pytest.approx(1.0)
-
-
-def test_an_idle_engine_and_answers_count_for_nothing(clock, decided):
-    request = decided()
-    clock.now += 100
-    request.begin_step(0, 1000)
-    clock.now += 1.0
-    request.end_prompt()
-    for position in range(1000, 1010):
-        request.begin_step(position, position + 1)
-        clock.now += 1.0
-    assert estimate(decided) == pytest.approx(1.0)
-
-
-def test_a_request_that_ended_early_is_forgotten(clock, decided):
-    request = decided()
-    request.begin_step(0, 1000)
-    clock.now += 1.0
-    request.end()
-    assert estimate(decided) is None
 
 
 def test_a_preempted_prompt_holds_up_no_other(clock, decided):

@@ -85,19 +85,6 @@ def test_an_engine_may_load_fewer_tokens_than_are_found(request_of, instance_):
     assert request.plan_load(130, ROOM).keys.num_tokens == 128
 
 
-def test_with_all_but_the_last_token_there_nothing_is_loaded(request_of, instance_):
-    saved(instance_)
-    request = request_of(may_load=True)
-    eventually(request.poll)
-    assert request.find(299, 300) == 299
-
-
-def test_the_first_answer_is_waited_for(request_of, instance_):
-    saved(instance_)
-    request = request_of(may_load=True)
-    assert request.poll(wait_s=30.0)
-
-
 def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_saved_again(
     request_of, instance_
 ):
@@ -121,11 +108,6 @@ def test_a_hand_off_that_fell_short_fails_its_request_where_the_setting_says_so(
     loaded(request)
     end_load(request, 128, Reason.LOST)
     assert request.failure is failure
-
-
-def test_each_chunk_saves_what_it_computes(request_of):
-    saves = compute(request_of(), 128, 128, 44)
-    assert [(s.first_token, s.keys.num_tokens) for s in saves] == [(0, 128), (128, 256), (256, 300)]
 
 
 def test_the_last_chunk_publishes_the_hand_off_and_may_read_the_whole_prompt(request_of):
@@ -162,14 +144,6 @@ def test_a_decode_instance_saves_no_prompt(request_of):
     assert compute(request_of(role="decode"), 300) == [None]
 
 
-def test_decoded_blocks_are_saved_when_they_are_whole(request_of):
-    request = request_of(save_decoded=True)
-    compute(request, 300)
-    assert compute(request, 19, start=300) == [None]
-    [save] = compute(request, 1, start=319)
-    assert (save.first_token, save.keys.num_tokens) == (300, 320)
-
-
 def test_decoded_blocks_are_not_saved_unless_asked_for(request_of):
     request = request_of()
     assert compute(request, 300, 100)[1] is None
@@ -192,9 +166,3 @@ def test_decoded_blocks_have_the_keys_of_the_next_turns_prompt(request_of, num_p
             assert save.keys.store_keys(namespace.parts) == expected
     assert request.num_saved >= (500 - stride) // BLOCK * BLOCK
     assert request.keys.num_tokens == num_prompt
-
-
-def test_the_model_is_counted_for_each_token_of_the_prompt_once(request_of):
-    request = request_of()
-    compute(request, 128, 172, 1)
-    assert request.num_fed == 300

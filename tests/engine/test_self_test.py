@@ -10,7 +10,6 @@ from pdstore.engine.self_test import self_test
 from pdstore.errors import StoreError
 from pdstore.settings import read_settings
 from pdstore.store.optional import ListsValues
-from pdstore.worker.job import Job
 from tests.support.kv import LAYERS
 
 
@@ -65,11 +64,3 @@ def test_the_step_that_failed_is_named(tmp_path, bad, step):
     options = "&".join(f"{name}={rate}" for name, rate in rates.items())
     with pytest.raises(StoreError, match=f"self-test's {step} failed"):
         tried(f"faulty+file://{tmp_path}/pool?{options}")
-
-
-def test_no_wait_is_shorter_than_the_jobs_own_deadline(tmp_path, monkeypatch):
-    waits, wait = [], Job.wait
-    monkeypatch.setattr(Job, "wait", lambda job, s: (waits.append(s), wait(job, s))[1])
-    tried(f"file://{tmp_path}/pool", deadline_s=200.0)
-    assert len(waits) == 3
-    assert min(waits) > 200

@@ -136,23 +136,11 @@ def test_blocks_that_the_engine_has_named_have_the_keys_of_their_prompt():
     assert named.prefix(8).store_keys(PARTS) == keys.prefix(8).store_keys(PARTS)
 
 
-def test_a_key_commits_to_all_tokens_before_it():
-    one = PromptKeys(NAMESPACE).extend([1, 2, 3, 4, 5, 6, 7, 8])
-    two = PromptKeys(NAMESPACE).extend([9, 2, 3, 4, 5, 6, 7, 8])
-    assert one.hash_of(1) != two.hash_of(1)
-
-
 def test_keys_are_block_major_then_parts():
     keys = PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS)
     assert [tuple(map(int, k.split(":")[2:4])) for k in keys] == [tuple(p) for p in PARTS] * 2
     assert keys[3].endswith(":partial:2")
     assert PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS, start=1) == keys[3:]
-
-
-def test_a_tail_of_n_tokens_is_not_the_block_that_begins_with_them():
-    tail = PromptKeys(NAMESPACE).extend([1, 2])
-    full = PromptKeys(NAMESPACE).extend([1, 2, 3, 4])
-    assert tail.store_keys(PARTS[:1])[0] != full.store_keys(PARTS[:1])[0]
 
 
 @pytest.mark.parametrize(
@@ -176,12 +164,6 @@ def test_an_item_touches_the_blocks_that_it_covers_and_the_tail(item, touched):
         assert (plain.hash_of(block) != withitem.hash_of(block)) == (block >= first)
     other = PromptKeys(NAMESPACE, items=[item._replace(content_hash=b"y")]).extend(tokens)
     assert (other.hash_of(2) != withitem.hash_of(2)) == bool(touched)
-
-
-def test_where_an_item_starts_matters_beyond_which_blocks_it_touches():
-    a = PromptKeys(NAMESPACE, items=[MultimodalItem(1, 2, b"x")]).extend(range(4))
-    b = PromptKeys(NAMESPACE, items=[MultimodalItem(0, 2, b"x")]).extend(range(4))
-    assert a.hash_of(0) != b.hash_of(0)
 
 
 def test_lists_and_int32_buffers_give_the_same_keys():

@@ -37,14 +37,6 @@ def test_equal_layers_of_a_range_are_a_group_and_ranges_come_in_order():
     assert groups_of((FULL,) * 5, 3) == ((0, 1), (2, 3), (4,))
 
 
-def test_values_are_as_wide_as_keys_unless_said_otherwise():
-    assert (FULL.channels, LayerSpec(8, 128, value_dim=64).channels, MLA.channels) == (
-        256,
-        192,
-        576,
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -89,15 +81,6 @@ def test_the_number_of_ranges_follows_from_the_size_of_a_block(num_layers, num_r
     assert made.num_ranges == num_ranges
 
 
-def test_a_user_says_how_many_ranges_and_layers_bound_them():
-    wanted = read_settings(layer_ranges=3)
-    for num_layers, num_ranges in ((2, 2), (3, 3), (9, 3)):
-        made = Layout.of(
-            wanted, dtype="float16", layers=[FULL] * num_layers, engine_block_tokens=64, rope=""
-        )
-        assert made.num_ranges == num_ranges
-
-
 def test_payload_bytes_are_layers_tokens_heads_channels():
     assert layout().payload_bytes(Part(0, 0), 64) == 2 * 64 * 8 * 256 * 2
     assert layout().payload_bytes(Part(1, 0), 5) == 1 * 5 * 4 * 128 * 2
@@ -112,13 +95,6 @@ def test_ranks_own_whole_shards_and_all_of_them_together():
         range(0, 2),
         range(2, 4),
     ]
-
-
-def test_an_mla_group_has_one_shard_that_every_rank_owns():
-    for rank in range(2):
-        two = layout(layers=(MLA, FULL), num_shards=2, tp_size=2, tp_rank=rank)
-        assert Part(0, 0) in two.owned_parts
-        assert two.shards_of(0) == 1
 
 
 def test_a_stage_owns_the_parts_of_its_layers_and_all_ranks_together_all_of_them():
@@ -139,11 +115,6 @@ def test_a_stage_owns_the_parts_of_its_layers_and_all_ranks_together_all_of_them
     assert {part for rank in ranks for part in rank.owned_parts} == set(ranks[0].parts)
     assert not set(ranks[0].owned_parts) & set(ranks[2].owned_parts)
     assert [list(rank.owned_shards) for rank in ranks] == [[0], [1], [0], [1]]
-
-
-def test_a_stages_range_is_whole_with_the_last_of_its_own_layers():
-    last = layout(layers=(FULL,) * 6, num_ranges=3, pipeline=Pipeline((0, 0, 1, 1, 1, 1), stage=1))
-    assert [last.num_whole_ranges(done) for done in range(5)] == [0, 0, 1, 1, 2]
 
 
 def staged(*counts: int, stage: int = 0) -> Pipeline:

@@ -1,14 +1,15 @@
-"""ItemCursor: the items of each block, however they overlap, in time that does not multiply."""
+"""Multimodal items: those of each block, however they overlap, in time that does not multiply."""
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstore.format.keys import ItemCursor, MultimodalItem, PromptKeys, length_prefixed
+from pdstore.format.keys import MultimodalItem, PromptKeys, length_prefixed
 from pdstore.format.namespace import Namespace, Part
 
 ITEMS = st.lists(
@@ -30,13 +31,19 @@ def extras_of(items, first: int, num_tokens: int) -> bytes:
     )
 
 
-@given(ITEMS, st.lists(st.integers(1, 4), min_size=1, max_size=12))
-def test_every_block_has_the_items_that_touch_it_in_the_order_given(items, tails):
-    cursor, first = ItemCursor(items), 0
-    for tail in tails:  # a tail that grows to a block, as `extend` asks for it
-        assert cursor.extras(first, tail) == extras_of(items, first, tail)
-        assert cursor.extras(first, 4) == extras_of(items, first, 4)
-        first += 4
+@given(ITEMS, st.integers(1, 40))
+def test_every_block_has_the_items_that_touch_it_in_the_order_given(items, num_tokens):
+    namespace = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
+    keys = PromptKeys(namespace, items=items)
+    previous = hashlib.sha256(namespace.digest + bytes(8)).digest()[:16]
+    for stop in range(num_tokens + 1):  # a tail that grows to a block
+        keys.extend([7] if stop else [])
+        for block in range(len(keys)) if stop == num_tokens else ():
+            size = keys.tokens_of(block)
+            tokens = struct.pack("<i", 7) * size
+            extras = extras_of(items, 4 * block, size)
+            previous = hashlib.sha256(previous + tokens + extras).digest()[:16]
+            assert keys.hash_of(block) == previous
 
 
 @given(ITEMS, st.integers(0, 40), st.integers(0, 40))

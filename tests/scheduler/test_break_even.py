@@ -1,11 +1,11 @@
-"""BreakEven: loads what is quicker to load, and computes what is quicker to compute."""
+"""PromptTimes: loads what is quicker to load, and computes what is quicker to compute."""
 
 from __future__ import annotations
 
 import pytest
 
 from pdstore.metrics import Metrics
-from pdstore.scheduler.break_even import BreakEven
+from pdstore.scheduler.break_even import PromptTimes
 from tests.support.clock import Clock
 
 TOKENS = 8192
@@ -21,7 +21,7 @@ def open_break_even(clock):
     """Makes one that has measured both rates, in tokens a second."""
 
     def open_one(load_rate, prefill_rate, mode="auto", **more):
-        found = BreakEven(mode, 64, clock=clock, **more)
+        found = PromptTimes(mode, 64, clock=clock, **more)
         for name in ("learn", "learn again"):
             found.decide(name, start=0, found=TOKENS, num_tokens=TOKENS)
             clock.now += TOKENS / load_rate
@@ -38,13 +38,8 @@ def ask(break_even, name="a", found=TOKENS, num_tokens=TOKENS, start=0):
 
 
 def test_it_loads_as_long_as_nothing_is_known(clock):
-    decision = ask(BreakEven("auto", 64, clock=clock))
+    decision = ask(PromptTimes("auto", 64, clock=clock))
     assert decision == (TOKENS, "load", None, None)
-
-
-def test_a_hit_of_nothing_is_no_decision(clock):
-    decision = ask(BreakEven("always", 64, clock=clock), found=0)
-    assert (decision.num_tokens, decision.way) == (0, "none")
 
 
 @pytest.mark.parametrize(("load_rate", "way"), [(100_000, "load"), (5000, "compute")])
@@ -69,14 +64,8 @@ def test_of_many_requests_at_once_some_load_while_others_are_computed(open_break
     assert ways.count("compute") >= 4
 
 
-def test_tokens_that_the_engine_has_are_neither_loaded_nor_computed(open_break_even):
-    decision = ask(open_break_even(100_000, 20_000), start=4096)
-    assert decision.load_s == pytest.approx(4096 / 100_000, rel=0.1)
-    assert decision.compute_s == pytest.approx(4096 / 20_000, rel=0.1)
-
-
 def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
-    break_even = BreakEven("auto", 64, clock=clock)
+    break_even = PromptTimes("auto", 64, clock=clock)
     for name in ("warm-up", "first"):
         ask(break_even, name)
         clock.now += 1.0
@@ -87,7 +76,7 @@ def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
 
 def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
     """A tail alone looks three times as dear as a prompt: steps have a fixed part."""
-    break_even = BreakEven("auto", 64, clock=clock)
+    break_even = PromptTimes("auto", 64, clock=clock)
     for name in ("warm-up", "first"):
         ask(break_even, name)
         clock.now += 1.0
@@ -95,30 +84,6 @@ def test_a_prefill_that_may_be_quicker_is_tried_once(clock):
     break_even.computed([("first", TOKENS - 1024, TOKENS)], 0.2)
     assert ask(break_even, "second").way == "compute"
     assert ask(break_even, "third").way == "load"
-
-
-def test_a_prompt_that_is_computed_in_small_steps_is_tried_once_too(open_break_even, clock):
-    break_even = open_break_even(40_000, 20_000)
-    ways = []
-    for name in range(4):
-        decision = ask(break_even, name, found=3 * TOKENS, num_tokens=3 * TOKENS)
-        ways.append(decision.way)
-        clock.now += decision.num_tokens / 40_000
-        break_even.load_ended(name, decision.num_tokens)
-        for start in range(min(decision.num_tokens, 3 * TOKENS - 1), 3 * TOKENS, 512):
-            stop = min(start + 512, 3 * TOKENS)
-            break_even.computed([(name, start, stop)], (stop - start) / 20_000)
-    assert ways == ["compute", "load", "load", "load"]
-
-
-def test_a_load_that_could_not_begin_makes_no_later_one_slower(open_break_even):
-    break_even = open_break_even(100_000, 20_000)
-    before = ask(break_even, "before").load_s
-    break_even.forget("before")
-    for name in range(20):
-        assert ask(break_even, name).way == "load"
-        break_even.computed([(name, 0, TOKENS)], TOKENS / 20_000)  # its load raised
-    assert ask(break_even).load_s == pytest.approx(before)
 
 
 def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
@@ -158,19 +123,10 @@ def test_a_load_that_waits_for_p_does_not_make_the_store_slow(open_break_even, c
         follow = {"start": 0, "found": TOKENS, "num_tokens": TOKENS, "follows": True}
         assert break_even.decide(name, **follow).way == "load"
         clock.now += 1.0
-        break_even.worked(name, TOKENS / 100_000)
-        break_even.load_ended(name, TOKENS)
+        break_even.load_ended(name, TOKENS, TOKENS / 100_000)
         break_even.computed([(name, TOKENS - 1, TOKENS)], 0.001)
     decision = ask(break_even)
     assert (decision.way, decision.load_s) == ("load", pytest.approx(before, rel=0.1))
-
-
-def test_a_load_that_waits_for_p_says_nothing_without_its_time_at_work(clock):
-    break_even = BreakEven("auto", 64, clock=clock)
-    break_even.decide("a", start=0, found=TOKENS, num_tokens=TOKENS, follows=True)
-    clock.now += 60.0
-    break_even.load_ended("a", TOKENS)
-    assert ask(break_even, "b").load_s is None
 
 
 def test_a_decision_is_counted_when_its_prompt_is_there(open_break_even):

@@ -221,13 +221,6 @@ def test_all_waits_are_one_look_for_markers_only(rig):
     assert all(":handoff:" in key for keys in one.store.looks for key in keys)
 
 
-def test_a_store_that_errs_ends_the_waits_at_once(rig):
-    one = rig()
-    lookups = [one.lookup(HandoffId.new()) for _ in range(3)]
-    one.store.error = StoreUnavailable("away")
-    assert [lookup.wait(10).reason for lookup in lookups] == [Reason.STORE_DOWN] * 3
-
-
 def test_whatever_a_store_raises_about_one_handoff_delays_no_other(rig):
     one, bad, good = rig(), HandoffId.new(), HandoffId.new()
     one.put_blocks()
@@ -236,12 +229,6 @@ def test_whatever_a_store_raises_about_one_handoff_delays_no_other(rig):
     assert one.lookup(bad).wait(0.9).reason is Reason.FAULT
     one.put_done(good)
     assert waiting.wait(0.9).reason is None
-
-
-def test_an_impossible_answer_of_a_store_is_an_error_of_the_store(rig, monkeypatch):
-    one = rig()
-    monkeypatch.setattr(one.store, "which_stored", lambda keys: [1] * len(keys))
-    assert one.lookup(HandoffId.new()).wait(10).reason is Reason.STORE_ERROR
 
 
 def test_another_pool_is_noticed_later_where_the_store_did_not_answer_at_first(rig, monkeypatch):

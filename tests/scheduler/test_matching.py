@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
@@ -54,22 +54,10 @@ def test_a_whole_prompt_is_found_with_its_tail(namespace):
     assert (found.num_tokens, found.reason, len(found.keys)) == (38, None, 10)
 
 
-@pytest.mark.parametrize("namespace", [FULL, MIXED, SLIDING])
-def test_nothing_stored_is_a_miss(namespace):
-    found = find(MemoryStore(), keys_of(namespace))
-    assert (found.num_tokens, found.reason, len(found.keys)) == (0, Reason.ABSENT, 0)
-
-
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_block_with_a_missing_part_ends_the_match(part):
     keys = keys_of(FULL)
     assert num_usable(store_with(keys, [(3, part)]), keys) == 3
-
-
-def test_a_long_prompt_that_is_new_to_the_pool_is_not_named_whole():
-    store, keys = CountedStore(MemoryStore()), keys_of(FULL)
-    assert num_usable(store, keys) == 0
-    assert store.num_asked == [len(FULL.parts)]
 
 
 def test_of_a_long_prompt_that_has_begun_all_blocks_are_asked_for():
@@ -119,11 +107,6 @@ class Answering(WrapperStore):
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
-
-
-def test_an_error_of_the_store_is_a_miss_with_its_reason():
-    found = find(Answering(StoreUnavailable("away")), keys_of(FULL))
-    assert (found.num_tokens, found.reason) == (0, Reason.STORE_DOWN)
 
 
 @pytest.mark.parametrize("answer", [-1, -40, 1000, None, 3.0, True, "3"])

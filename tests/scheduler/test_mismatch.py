@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from pdstore.format.keys import POOL_ID_KEY
@@ -21,23 +19,6 @@ def store():
     return MemoryStore()
 
 
-def test_before_the_store_has_answered_nothing_is_another_pool(store):
-    assert PoolIdentity(store).is_same(OTHER)
-
-
-def test_an_instance_that_names_no_pool_is_not_on_another_one(store):
-    identity = PoolIdentity(store)
-    identity.refresh()
-    assert identity.is_same(None)
-
-
-def test_another_pool_is_told_from_this_one(store):
-    identity = PoolIdentity(store)
-    identity.refresh()
-    assert identity.is_same(read_pool_id(store).hex())
-    assert not identity.is_same(OTHER)
-
-
 def test_the_store_is_asked_again_only_after_its_time(store):
     lasting, fleeting = PoolIdentity(store, age_s=60.0), PoolIdentity(store, age_s=0.0)
     for identity in (lasting, fleeting):
@@ -48,13 +29,6 @@ def test_the_store_is_asked_again_only_after_its_time(store):
     fleeting.refresh()
     assert lasting.current == before
     assert fleeting.current == read_pool_id(store) != before
-
-
-def test_before_it_says_no_it_asks_the_store_again(store):
-    identity = PoolIdentity(store, age_s=60.0)
-    identity.refresh()
-    store.remove([POOL_ID_KEY])
-    assert identity.is_same(read_pool_id(store).hex())
 
 
 def test_the_id_before_a_store_came_back_empty_counts_for_a_while(store):
@@ -84,20 +58,6 @@ def test_in_the_end_the_former_id_is_another_pool(store):
     store.remove([POOL_ID_KEY])
     identity.refresh()
     assert not identity.is_same(before)
-
-
-@pytest.mark.parametrize("raised", [ValueError("no store may"), asyncio.CancelledError()])
-def test_a_store_that_raises_what_no_store_may_leaves_it_too(store, raised, monkeypatch):
-    identity = PoolIdentity(store, age_s=0.0)
-    identity.refresh()
-    before = identity.current
-
-    def get(keys, slots):
-        raise raised
-
-    monkeypatch.setattr(store, "get", get)
-    identity.refresh()
-    assert identity.current == before
 
 
 def test_a_store_that_errs_leaves_the_id_as_it_is_and_says_no_to_none(store):

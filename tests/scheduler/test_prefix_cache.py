@@ -12,7 +12,6 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.namespace import FORMAT_VERSION, Namespace, Part
 from pdstore.outcome import Reason
 from pdstore.store import open_store
-from pdstore.store.base import Slots
 from pdstore.testing.faulty import Faulty
 from tests.support.forked import exit_code_of
 from tests.support.kv import Instance, eventually, settings_of
@@ -61,44 +60,6 @@ def test_a_prompt_that_is_a_token_longer_than_the_handed_over_one_finds_all_of_i
     theirs = p.cache.keys(range(num_tokens))
     assert found.keys.store_keys(p.layout.parts) == theirs.store_keys(p.layout.parts)
     assert keys.num_tokens == num_tokens + 1
-
-
-def test_a_prompt_that_is_much_longer_finds_the_whole_blocks(instance):
-    p, d = instance(), instance()
-    save, params = publish(p, range(100))
-    save.wait(10)
-    assert find(d, range(200), params).num_tokens == 64
-
-
-def test_a_lookup_returns_at_once_and_finds_what_is_stored(instance):
-    p, d = instance(), instance()
-    publish(p, range(100))[0].wait(10)
-    found = find(d, range(100))
-    assert (found.num_tokens, found.reason) == (100, None)
-
-
-def test_d_waits_for_p(instance):
-    p, d = instance(), instance()
-    keys = p.cache.keys(range(100))
-    handoff, params = p.cache.announce(keys)
-    lookup = d.cache.lookup(d.cache.keys(range(100)), params)
-    p.pool.save(keys.prefix(64), BLOCKS).wait(10)
-    time.sleep(0.05)  # a window in which a wrong lookup would answer
-    assert lookup.poll() is None
-    p.pool.save(keys, BLOCKS, handoff=handoff)
-    assert eventually(lookup.poll).num_tokens == 100
-
-
-def test_p_that_dies_costs_d_its_deadline_and_what_is_durable_counts(instance):
-    p, d = instance(), instance(handoff_wait_s=0.1)
-    keys = p.cache.keys(range(100))
-    _, params = p.cache.announce(keys)
-    p.pool.save(keys.prefix(64), BLOCKS).wait(10)
-    start = time.monotonic()
-    found = find(d, range(100), params)
-    assert time.monotonic() - start < 5
-    assert (found.num_tokens, found.reason) == (64, Reason.HANDOFF_LATE)
-    eventually(lambda: misses(d, Reason.HANDOFF_LATE) == 1)
 
 
 def test_a_store_that_hangs_is_a_miss_at_the_deadline(instance, store):
@@ -160,11 +121,6 @@ def test_a_decode_instance_tells_of_a_request_that_came_without_a_handoff(instan
     assert "PD_TRANSFER_VIA_STORAGE=1" in caplog.text
 
 
-def test_a_new_prompt_is_no_warning_elsewhere(instance, caplog):
-    assert find(instance(role="prefill"), range(100)).reason is Reason.ABSENT
-    assert not caplog.records
-
-
 def test_blocks_that_went_after_p_published_them_are_told(instance, caplog):
     p, d = instance(), instance()
     job, params = publish(p, range(100))
@@ -196,14 +152,6 @@ def test_a_handoff_id_of_the_router_is_taken_over(instance):
     assert eventually(lookup.poll).num_tokens == 100
 
 
-def test_who_follows_does_not_wait_for_the_end_of_what_p_has_answered(instance):
-    p, d = instance(), instance()
-    eventually(lambda: p.cache.pool_id and d.cache.pool_id)
-    handoff, params = p.cache.announce(p.cache.keys(range(100)))
-    found = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
-    assert (found.num_tokens, found.reason, found.follow) == (100, None, handoff)
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "shared"), [(100, 130, 64), (130, 100, 64), (64, 100, 64), (100, 64, 64)]
 )
@@ -223,31 +171,6 @@ def test_who_follows_another_pool_or_namespace_is_told_so(instance):
     assert d.cache.follow(d.cache.keys(range(100)), params).wait(5).reason is Reason.OTHER_POOL
     other = instance(weights="other")
     assert other.cache.follow(d.cache.keys(range(9)), params).poll().reason is Reason.NAMESPACE
-
-
-def test_who_follows_a_request_that_a_router_sent_to_both_waits_for_p_to_start(instance, store):
-    d = instance()
-    handoff = HandoffId.new()
-    lookup = d.cache.follow(d.cache.keys(range(100)), {"pdstore": {"attempt": handoff.hex}})
-    assert lookup.poll() is None
-    slots = Slots(memoryview(bytearray(64)), 64, [0], [64])
-    store.put([handoff.started(d.namespace)], slots)
-    assert lookup.wait(10).follow == handoff
-
-
-def test_who_follows_what_is_stored_already_gets_an_ordinary_match(instance):
-    p, d = instance(kv_shards=2), instance(kv_shards=2)
-    job, params = publish(p, range(100))
-    job.wait(10)
-    found = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
-    assert (found.num_tokens, found.reason, found.follow) == (100, None, None)
-
-
-def test_who_follows_nothing_gets_the_pool_as_it_is(instance):
-    p, d = instance(), instance()
-    publish(p, range(100))[0].wait(10)
-    found = d.cache.follow(d.cache.keys(range(100))).wait(10)
-    assert (found.num_tokens, found.follow) == (100, None)
 
 
 def test_a_read_only_instance_announces_nothing_to_wait_for(instance):

@@ -167,28 +167,6 @@ def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
     assert_loaded(p, d, 200)
 
 
-def test_many_waiting_loads_are_one_call_of_the_store(instance, tmp_path):
-    class Counting(WrapperStore):
-        num_calls, most = 0, 0
-
-        def which_stored(self, keys):
-            self.num_calls += 1
-            self.most = max(self.most, len(keys))
-            return [False] * len(keys)
-
-    counting = Counting(open_store("memory://", settings_of()))
-    d = instance(layers=LAYERS, layer_ranges=3, over=counting)
-    jobs = [
-        d.pool.load(d.cache.keys([n] * 100), D_BLOCKS, follow=HandoffId(f"{n:032x}"))
-        for n in range(20)
-    ]
-    eventually(lambda: counting.most == 20 * 5)
-    assert counting.num_calls < 50
-    for job in jobs:
-        job.cancel()
-    eventually(lambda: d.pool.num_jobs == 0)
-
-
 class Failing(WrapperStore):
     """Fails a match or a get of some keys."""
 

@@ -186,24 +186,20 @@ def test_an_arena_takes_started_on_the_calling_thread(instance, arena):
     assert save.job.wait(10).reason is None
 
 
-@pytest.mark.parametrize("answer", [False, StoreUnavailable("away")])
-def test_a_worker_puts_what_cannot_be_put_at_once(instance, arena, answer):
+@pytest.mark.parametrize("answer", [False, StoreUnavailable("away"), None])
+def test_a_worker_puts_what_cannot_be_put_at_once(instance, arena, store, answer):
+    """None: a store that has no such call."""
+
     def refuse(*_):
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    p = instance(over=arena)
+    over = store if answer is None else arena
+    p = instance(over=over)
     arena.put_at_once = refuse
     save, handoff = begun(p)
-    assert eventually(lambda: arena.match([handoff.started(p.namespace)]))
-    assert save.job.wait(10).reason is None
-
-
-def test_a_store_without_that_call_gets_started_from_a_worker(instance, store):
-    p = instance()
-    save, handoff = begun(p)
-    assert eventually(lambda: store.match([handoff.started(p.namespace)]))
+    assert eventually(lambda: over.match([handoff.started(p.namespace)]))
     assert save.job.wait(10).reason is None
 
 

@@ -224,14 +224,6 @@ def test_a_value_that_is_missing_or_of_another_length_leaves_those_before_it(
     assert_loaded(p, d, 128)
 
 
-def test_a_value_that_went_away_during_the_copy_does_not_count(instance, store, arena):
-    p, d = instance(), instance(fill=POISON, workers=2)
-    save(p, range(200))
-    store.before["confirm"] = lambda: arena.remove([keys_of(p, 200)[1]])
-    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
-    assert (result.num_tokens, result.reason) == (64, Reason.LOST)
-
-
 def test_nothing_counts_behind_a_value_that_went_away_during_the_copy(instance, store, arena):
     """Of nine ranges one worker loads the last two; a block of one goes before its copy is over."""
     more = {"workers": 2, "num_blocks": 80, "range_bytes": 2 * BLOCK_BYTES}

@@ -109,15 +109,31 @@ def carry(job, goes_on=lambda job: True) -> None:
     assert worker.join(10)
 
 
-def test_a_worker_carries_all_shares_then_the_end():
+def raising(error):
+    def share(child):
+        raise error
+
+    return share
+
+
+@pytest.mark.parametrize(
+    ("first", "reason", "then"),
+    [
+        (lambda child: None, None, ["second", "end"]),
+        (lambda child: Reason.LOST, Reason.LOST, ["end"]),
+        (raising(StoreFull("no room")), Reason.STORE_FULL, ["end"]),
+        (raising(ZeroDivisionError()), Reason.FAULT, []),
+    ],
+    ids=["all", "shortfall", "error", "bug"],
+)
+def test_shares_come_then_the_end_but_none_behind_a_shortfall_or_a_bug(first, reason, then):
     done: list = []
-    work = Shares(
-        *[lambda child, i=i: done.append(i) for i in range(3)], last=lambda c: done.append("end")
-    )
-    job = job_of(work)
+    second = lambda child: done.append("second")  # noqa: E731
+    job = job_of(Shares(first, second, last=lambda child: done.append("end")))
     carry(job)
-    assert done == [0, 1, 2, "end"]
-    assert job.result == JobResult(0)
+    assert done == then
+    assert job.result.reason is reason
+    assert (job.result.error is None) is (reason in (None, Reason.LOST)), "errors are kept"
 
 
 def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
@@ -151,34 +167,6 @@ def test_many_workers_do_each_share_and_the_end_once():
         assert job.done
         assert len(done) == 8
         assert done[-1] == "end"
-
-
-def test_behind_a_shortfall_no_share_is_begun_and_the_end_is_told_of_it():
-    done: list = []
-    job = job_of(Shares(lambda child: Reason.LOST, done.append))
-    carry(job)
-    assert done == []
-    assert job.result == JobResult(0, Reason.LOST)
-
-
-def test_an_error_of_the_store_is_a_shortfall_and_kept():
-    def fails(child):
-        raise StoreFull("no room")
-
-    ended: list = []
-    job = job_of(Shares(fails, last=lambda child: ended.append(1)))
-    carry(job)
-    assert ended == [1]
-    assert job.result.reason is Reason.STORE_FULL
-    assert isinstance(job.result.error, StoreFull)
-
-
-def test_a_bug_ends_the_job_at_once_as_a_fault():
-    ended: list = []
-    job = job_of(Shares(lambda child: 1 // 0, last=lambda child: ended.append(1)))
-    carry(job)
-    assert ended == []
-    assert job.result.reason is Reason.FAULT
 
 
 def test_no_other_worker_finishes_a_job_whose_fault_is_not_told_yet():

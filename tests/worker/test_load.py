@@ -22,23 +22,14 @@ from pdstore.worker.swap.torch import TorchSwap
 from pdstore.worker.values import RANGE_BYTES, BlockRange, PromptBlocks
 from tests.support.interrupt import acts_at_line
 from tests.support.jobs import carried, job_of
-from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
+from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
 
 
 @pytest.fixture
-def p(store):
-    p = Instance(store)
-    yield p
-    p.close()
-
-
-@pytest.fixture
-def d(store):
-    d = Instance(store, fill=POISON, workers=4, range_bytes=1)
-    yield d
-    d.close()
+def d(instance):
+    return instance(fill=POISON, workers=4, range_bytes=1)
 
 
 def save(p, num_tokens):
@@ -75,11 +66,12 @@ def damage(store, key, num_bytes=None, payload_bytes=BLOCK_BYTES):
 
 
 @pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
-def test_all_that_is_wrong_is_removed_in_one_load_and_healed_by_one_save(real_store, range_bytes):
-    p = Instance(real_store, weights=f"of {range_bytes}")
-    d = Instance(
-        real_store, fill=POISON, weights=f"of {range_bytes}", workers=4, range_bytes=range_bytes
-    )
+def test_all_that_is_wrong_is_removed_in_one_load_and_healed_by_one_save(
+    real_store, instance, range_bytes
+):
+    own = {"over": real_store, "weights": f"of {range_bytes}"}
+    p = instance(**own)
+    d = instance(fill=POISON, workers=4, range_bytes=range_bytes, **own)
     keys = save(p, 320)
     names = keys.store_keys(keys.namespace.parts)
     for number, num_bytes in [(1, None), (2, -1), (4, None)]:
@@ -92,8 +84,6 @@ def test_all_that_is_wrong_is_removed_in_one_load_and_healed_by_one_save(real_st
     save(p, 320)
     assert d.pool.load(keys, D_BLOCKS).wait(10).num_tokens == 320
     assert torch.equal(d.tokens(D_BLOCKS)[:320], p.tokens(P_BLOCKS)[:320])
-    p.close()
-    d.close()
 
 
 class Gate(WrapperStore):
@@ -112,10 +102,10 @@ class Gate(WrapperStore):
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_ranges_run_side_by_side_and_a_cancelled_load_writes_nothing_after_its_end(
-    p, store, is_cancelled
+    p, instance, store, is_cancelled
 ):
     keys, gate = save(p, 320), Gate(store)
-    d = Instance(gate, fill=POISON, range_bytes=1, workers=4)
+    d = instance(fill=POISON, over=gate, range_bytes=1, workers=4)
     job = d.pool.load(keys, D_BLOCKS)
     eventually(lambda: gate.num_gets == 3)
     assert not job.done
@@ -124,28 +114,27 @@ def test_ranges_run_side_by_side_and_a_cancelled_load_writes_nothing_after_its_e
         assert job.wait(10).reason is Reason.CANCELLED
     gate.opened.set()
     assert job.wait(10).num_tokens == (0 if is_cancelled else 320)
-    d.close()
+    d.pool.close()
     assert not is_cancelled or all((cache == POISON).all() for cache in d.caches)
 
 
-def test_behind_a_gap_no_range_is_begun(p, store):
+def test_behind_a_gap_no_range_is_begun(p, instance, store):
     keys, gate = save(p, 320), Gate(store)
     store.remove(keys.store_keys(keys.namespace.parts)[:1])
     gate.opened.set()
-    d = Instance(gate, fill=POISON, range_bytes=1, workers=2)  # one of them is for saves alone
+    d = instance(fill=POISON, over=gate, range_bytes=1, workers=2)  # one of them is for saves alone
     result = d.pool.load(keys, D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.LOST)
     assert gate.num_gets == 1
-    d.close()
 
 
 @pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
 def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_time(
-    store, range_bytes
+    instance, store, range_bytes
 ):
     """Layer range 0 breaks off at block 2; range 1 of the blocks before it is still wanted."""
-    p = Instance(store, layer_ranges=2)
-    d = Instance(store, fill=POISON, layer_ranges=2, workers=2, range_bytes=range_bytes)
+    p = instance(layer_ranges=2)
+    d = instance(fill=POISON, layer_ranges=2, workers=2, range_bytes=range_bytes)
     keys = save(p, 320)
     first = next(part for part in p.layout.parts if p.layout.range_of_part(part) == 0)
     damage(store, keys.store_keys([first])[2], payload_bytes=p.layout.payload_bytes(first, 64))
@@ -155,11 +144,9 @@ def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_tim
     result = job.wait(10)
     assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
     assert torch.equal(d.tokens(D_BLOCKS, 2)[:128], p.tokens(P_BLOCKS, 2)[:128])
-    p.close()
-    d.close()
 
 
-def test_nothing_counts_behind_a_copy_that_failed(store):
+def test_nothing_counts_behind_a_copy_that_failed(instance):
     """The last range, blocks 14 to 16, is two copies: the first fails when the second has begun."""
 
     class Failing(TorchSwap):
@@ -177,13 +164,11 @@ def test_nothing_counts_behind_a_copy_that_failed(store):
             return finish
 
     more = {"num_blocks": 80, "workers": 2, "range_bytes": 2 * BLOCK_BYTES}
-    p, d = Instance(store, **more), Instance(store, fill=POISON, swap=Failing, **more)
+    p, d = instance(**more), instance(fill=POISON, swap=Failing, **more)
     keys, blocks = p.cache.keys(range(17 * 64)), list(range(68))
     assert p.pool.save(keys, blocks).wait(10).reason is None
     result = d.pool.load(keys, blocks).wait(10)
     assert (result.num_tokens, result.reason) == (14 * 64, Reason.FAULT)
-    p.close()
-    d.close()
 
 
 class Copies:

@@ -58,11 +58,11 @@ def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, span_bytes):
     slot, base = slot_pages * PAGE, 1 << 20
     spans = spans_of(base, num_slots * slot, slot, span_bytes)
     at = base
-    for span in spans:
-        assert span.address == at
-        assert span.num_bytes % slot == 0
-        assert span.num_bytes <= max(slot, span_bytes)
-        at += span.num_bytes
+    for address, num_bytes in spans:
+        assert address == at
+        assert num_bytes % slot == 0
+        assert num_bytes <= max(slot, span_bytes)
+        at += num_bytes
     assert at == base + num_slots * slot
 
 

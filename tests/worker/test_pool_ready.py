@@ -7,12 +7,9 @@ import threading
 import pytest
 
 from pdstore.errors import SaveFailed, StoreFull, SwapError
-from pdstore.store import open_store
-from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.threads import run_together
 from pdstore.worker.swap.torch import TorchSwap
-from tests.support.kv import Instance, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, load, save
 
 
@@ -34,21 +31,22 @@ class GatedRegistrar:
         pass
 
 
-@pytest.fixture(params=["staging", "in place"])
-def store(request, tmp_path):
-    if request.param == "staging":
-        yield MemoryStore()
-        return
-    request.getfixturevalue("library")
-    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
+@pytest.fixture(params=["store", "arena"])
+def gated(request, monkeypatch):
+    """Opens an instance whose memory a registrar pins; returns both."""
+    over = request.getfixturevalue(request.param)  # closed after the instance
+    instance = request.getfixturevalue("instance")
+
+    def open_gated(error=None):
+        registrar = GatedRegistrar(error)
+        monkeypatch.setattr(TorchSwap, "registrar", registrar)
+        return instance(over=over, native="off"), registrar
+
+    return open_gated
 
 
-def test_a_pool_opens_at_once_and_its_jobs_wait_for_pinned_memory(store, monkeypatch):
-    registrar = GatedRegistrar()
-    monkeypatch.setattr(TorchSwap, "registrar", registrar)
-    p = Instance(store, native="off")
+def test_a_pool_opens_at_once_and_its_jobs_wait_for_pinned_memory(gated):
+    p, registrar = gated()
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
     with pytest.raises(TimeoutError, match="pinned to 0 %"):
         p.pool.ready(0.1)
@@ -57,67 +55,55 @@ def test_a_pool_opens_at_once_and_its_jobs_wait_for_pinned_memory(store, monkeyp
     p.pool.ready()
     assert job.wait(30).num_tokens == 200
     assert load(p, range(200)).num_tokens == 200
-    p.close()
 
 
-def test_memory_that_cannot_be_pinned_fails_ready_and_the_jobs(store, monkeypatch):
-    registrar = GatedRegistrar(SwapError("no memory to pin"))
-    monkeypatch.setattr(TorchSwap, "registrar", registrar)
-    p = Instance(store, native="off")
+def test_memory_that_cannot_be_pinned_fails_ready_and_the_jobs(gated):
+    p, registrar = gated(SwapError("no memory to pin"))
     registrar.gate.set()
     with pytest.raises(SwapError, match="to pin"):
         p.pool.ready()
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
     assert isinstance(job.wait(30).error, SwapError)
-    p.close()
 
 
-def test_a_job_that_waits_for_pinned_memory_can_be_cancelled(store, monkeypatch):
-    registrar = GatedRegistrar()
-    monkeypatch.setattr(TorchSwap, "registrar", registrar)
-    p = Instance(store, native="off")
+def test_a_job_that_waits_for_pinned_memory_can_be_cancelled(gated):
+    p, registrar = gated()
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
     job.cancel()
     assert job.wait(30).num_tokens == 0
     registrar.gate.set()
-    p.close()
 
 
-def test_after_a_flush_every_save_is_durable():
-    p = Instance(MemoryStore())
+def test_after_a_flush_every_save_is_durable(p):
     jobs = [p.pool.save(p.cache.keys(range(n, n + 100)), P_BLOCKS) for n in range(8)]
     p.pool.flush(30)
     assert all(job.durable for job in jobs)
-    p.close()
 
 
-def test_a_flush_raises_the_first_error_once():
+def test_a_flush_raises_the_first_error_once(instance, store):
     class Full(WrapperStore):
         def put(self, keys, slots):
             raise StoreFull("no room")
 
-    p = Instance(Full(MemoryStore()))
+    p = instance(over=Full(store))
     save(p, range(100))
     with pytest.raises(SaveFailed, match="store_full") as caught:
         p.pool.flush(30)
     assert isinstance(caught.value.__cause__, StoreFull)
     p.pool.flush(30)
-    p.close()
 
 
-def test_a_flush_waits_for_a_save_whose_layers_are_not_released():
-    p = Instance(MemoryStore())
+def test_a_flush_waits_for_a_save_whose_layers_are_not_released(p):
     opened = p.pool.begin_save(p.cache.keys(range(100)), D_BLOCKS)
     with pytest.raises(TimeoutError):
         p.pool.flush(0.05)
     opened.layers_done(len(p.layout.layers))
     p.pool.flush(30)
     assert opened.job.durable
-    p.close()
 
 
-def test_of_two_flushes_at_once_one_is_told_of_a_failure():
-    p = Instance(MemoryStore(), publish=False)
+def test_of_two_flushes_at_once_one_is_told_of_a_failure(instance):
+    p = instance(publish=False)
     for _ in range(50):
         save(p, range(100))
         told: list = []
@@ -130,12 +116,9 @@ def test_of_two_flushes_at_once_one_is_told_of_a_failure():
 
         run_together(flush, flush)
         assert len(told) == 1
-    p.close()
 
 
-def test_a_cancelled_save_is_no_failure():
-    p = Instance(MemoryStore())
+def test_a_cancelled_save_is_no_failure(p):
     opened = p.pool.begin_save(p.cache.keys(range(100)), D_BLOCKS)
     opened.job.cancel()
     p.pool.flush(30)
-    p.close()

@@ -26,10 +26,11 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, PromptTimes
+from pdstore.engine.request import EngineRequest
 from pdstore.format.handoff import Handoff
 from pdstore.format.namespace import Json
 from pdstore.metrics import Metrics
+from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.reporting import Reporting

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -39,11 +39,8 @@ FOLLOW_NOTHING = 0
 DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
 
 
-class Packed(NamedTuple):
-    """Copies in the engine's form; their payloads must stay alive."""
-
-    items: bytes
-    block_ids: bytes
+Packed: TypeAlias = tuple[bytes, bytes]
+"""Copies in the engine's form, items and block ids; their payloads must stay alive."""
 
 
 class RelaxedCudaApi(CudaApi):
@@ -113,7 +110,7 @@ class NativeSwap(Swap):
         self.finish(self.start(Direction.SAVE, copies, ready=self.handle_of(ready)))
 
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        self.finish(self.start(Direction.LOAD, copies, ready=self.handle_of(ready)))
+        self.start_scatter(copies, ready)()
 
     def start_scatter(
         self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None
@@ -140,7 +137,7 @@ class NativeSwap(Swap):
     def pack(self, direction: Direction, copies: Sequence[BlockCopy]) -> Packed:
         """Packs copies for `submit`, which may be called with them more than once."""
         if not copies:
-            return Packed(b"", b"")
+            return b"", b""
         parts, block_ids, num_tokens, first_tokens, payloads = zip(*copies, strict=True)
         for part, tokens, payload in zip(parts, num_tokens, payloads, strict=True):
             if part not in self._parts:
@@ -164,7 +161,7 @@ class NativeSwap(Swap):
         payloads: addresses; 0 for a call that sets them itself.
         """
         items = self.pack_items(payloads, parts, num_tokens, first_tokens, map(len, block_ids))
-        return Packed(items, array("q", chain.from_iterable(block_ids)).tobytes())
+        return items, array("q", chain.from_iterable(block_ids)).tobytes()
 
     def pack_items(
         self,
@@ -184,7 +181,7 @@ class NativeSwap(Swap):
     ) -> Ticket:
         """Starts packed copies; see `start`."""
         way = int(direction is Direction.LOAD)
-        return self._engine.submit(way, packed.items, packed.block_ids, stream=stream, ready=ready)
+        return self._engine.submit(way, *packed, stream=stream, ready=ready)
 
     def checksums(self, values: Sequence[memoryview]) -> list[int]:
         addresses = [address_of(value) for value in values]

@@ -13,7 +13,7 @@ from pdstore.format.layout import LayerSpec
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.base import BlockCopy
-from pdstore.worker.swap.native import NativeSwap, Packed
+from pdstore.worker.swap.native import NativeSwap
 from tests.support.kv import eventually
 from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of, native_of, view_of
 
@@ -161,7 +161,7 @@ def test_items_that_name_more_ids_than_there_are_are_refused(library):
     items, ids = native.pack(Direction.SAVE, case.copies([[0, 1], [2, 3]], 32, view_of(host)))
     for fewer in (ids[:-8], ids[:8], b""):
         with pytest.raises(LayoutError, match="fewer ids"):
-            native.submit(Direction.SAVE, Packed(items, fewer))
+            native.submit(Direction.SAVE, (items, fewer))
     assert (host == POISON).all()
 
 
