@@ -10,7 +10,6 @@ import pytest
 from pdstore.cli.answer import Level
 from pdstore.cli.doctor import Asked, doctor
 from pdstore.cli.host import (
-    available_memory,
     check_limits,
     check_memory,
     check_native,
@@ -19,7 +18,6 @@ from pdstore.cli.host import (
     set_values,
 )
 from pdstore.settings import read_settings
-from tests.support.command import run_json
 
 ON = {"pd_transfer_via_storage": True}
 
@@ -130,12 +128,6 @@ def test_staging_is_compared_with_the_free_memory(staging, level):
     assert bool(finding.remedy) is (level is not Level.OK)
 
 
-def test_this_machine_tells_its_free_memory():
-    available = available_memory()
-    assert available is not None
-    assert 1 << 20 < available < 1 << 50
-
-
 def test_locked_memory_below_staging_is_red_for_rdma():
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, limits[1]))
@@ -209,14 +201,10 @@ def test_nothing_is_said_of_the_pages_of_a_disk():
     assert list(check_pages(Path("/var/pool"), MOUNTS, 2, is_arena=False)) == []
 
 
-def test_the_doctor_looks_at_the_pages_of_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("url", ["file://{}/pool", "shm://pages?size=1GiB&slab=4MiB&dir={}"])
+def test_the_doctor_looks_at_the_pages_of_files_and_arenas(url, tmp_path, monkeypatch):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
     monkeypatch.setattr("pdstore.cli.store_check.MOUNTS", mounts)
-    document = doctor(Asked(f"file://{tmp_path}/pool"), lambda: 0).document
+    document = doctor(Asked(url.format(tmp_path)), lambda: 0).document
     assert [f["level"] for f in document["findings"] if f["subject"] == "huge pages"] == ["info"]
-
-
-def test_the_doctor_looks_at_an_arenas_pages(tmp_path):
-    document = run_json("doctor", "--store", f"shm://pages?size=1GiB&slab=4MiB&dir={tmp_path}")
-    assert "huge pages" in {finding["subject"] for finding in document["findings"]}
