@@ -27,30 +27,17 @@ _MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
 )
 
 
-def set_values(settings: Settings, arguments: frozenset[str]) -> dict[str, tuple[str, str]]:
-    """Returns value and origin of each setting that differs from its default, secrets masked.
-
-    arguments: the fields that were given on the command line.
-    """
-    found = {}
-    for name in type(settings).model_fields:
-        if name not in settings.model_fields_set:
-            continue
-        value = getattr(settings, name)
-        shown = without_secret(value) if name == "store" else str(value)
-        shown = "(set)" if isinstance(value, SecretStr) else shown
-        shown = size(value) if isinstance(value, ByteSize) else shown
-        origin = f"--{name}" if name in arguments else "environment"
-        found[variable_of(name)] = (shown, origin)
-    return found
-
-
 def check_settings(
     settings: Settings, arguments: frozenset[str], engine_block: int, longest: int | None = None
 ) -> Iterator[Finding]:
-    """Yields the settings, and those that cannot work; longest: tokens of a prompt, if known."""
-    for variable, (shown, origin) in set_values(settings, arguments).items():
-        yield info(variable, f"{shown} ({origin})")
+    """Yields the settings that differ from their defaults, and those that cannot work.
+
+    arguments: the fields that were given on the command line.
+    longest: tokens of a prompt, if known.
+    """
+    for name in (field for field in Settings.model_fields if field in settings.model_fields_set):
+        origin = f"--{name}" if name in arguments else "environment"
+        yield info(variable_of(name), f"{_shown(name, getattr(settings, name))} ({origin})")
     if not settings.pd_transfer_via_storage:
         yield warn(
             "switch",
@@ -67,6 +54,15 @@ def check_settings(
         )
     yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
     yield from _check_place(settings)
+
+
+def _shown(name: str, value: object) -> str:
+    """Returns a setting's value for people, secrets masked."""
+    if isinstance(value, SecretStr):
+        return "(set)"
+    if isinstance(value, ByteSize):
+        return size(value)
+    return without_secret(str(value)) if name == "store" else str(value)
 
 
 def _check_place(settings: Settings) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ from pdstore.cli.host import (
     check_native,
     check_pages,
     check_settings,
-    set_values,
 )
 from pdstore.settings import read_settings
 
@@ -31,10 +30,11 @@ def test_each_setting_has_its_origin_and_no_secret(monkeypatch):
     monkeypatch.setenv("PDSTORE_SALT", "pepper")
     monkeypatch.setenv("PDSTORE_STAGING", "2GiB")
     settings = read_settings(store="redis://me:secret@host/0")
-    assert set_values(settings, frozenset({"store"})) == {
-        "PDSTORE_STORE": ("redis://me:***@host/0", "--store"),
-        "PDSTORE_SALT": ("(set)", "environment"),
-        "PDSTORE_STAGING": ("2 GiB", "environment"),
+    found = check_settings(settings, frozenset({"store"}), 16)
+    assert {f.subject: f.said for f in found if f.level is Level.INFO} == {
+        "PDSTORE_STORE": "redis://me:***@host/0 (--store)",
+        "PDSTORE_SALT": "(set) (environment)",
+        "PDSTORE_STAGING": "2 GiB (environment)",
     }
 
 
