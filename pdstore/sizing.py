@@ -235,61 +235,6 @@ class ReuseDistances:
         return self._sorted[needed - 1] + 1 if needed else 0
 
 
-class Plan(NamedTuple):
-    """A table to print: the model, the GPUs of P, prompts' tokens, and a store's GB/s to judge."""
-
-    shape: ModelShape
-    machine: Machine
-    prompts: Sequence[int]
-    element_bytes: int | None = None
-    gb_per_s: float | None = None
-
-    def lines(self) -> Iterable[str]:
-        """Yields the table for people."""
-        kv_bytes, machine = self.shape.kv_bytes(self.element_bytes), self.machine
-        yield (
-            f"{self.shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
-            f" {kv_bytes * 1e6 / _GB:.3g} GB a million;"
-            f" {self.shape.active_params / 1e9:.3g} B parameters active"
-        )
-        verdict = f"   at {self.gb_per_s:g} GB/s" if self.gb_per_s else ""
-        computed = f"compute on {machine.num_gpus} {machine.gpu}"
-        yield f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}"
-        for row in self.rows():
-            if self.gb_per_s:
-                read_s = row.kv_bytes / (self.gb_per_s * _GB)
-                is_read = read_s < row.compute_s
-                said = f"read, {read_s:.3g} s" if is_read else f"compute (a read: {read_s:.3g} s)"
-                verdict = f"   {said}"
-            yield (
-                f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
-                f"  {row.bytes_per_s / _GB:6.3g} GB/s{verdict}"
-            )
-        yield (
-            f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
-            " and concurrent loads share the bandwidth"
-        )
-
-    def rows(self) -> list[Comparison]:
-        """Returns the break-even of each prompt."""
-        return [
-            break_even(self.shape, self.machine, length, self.element_bytes)
-            for length in self.prompts
-        ]
-
-    def document(self) -> dict[str, object]:
-        """Returns the numbers for a program."""
-        kv_bytes = self.shape.kv_bytes(self.element_bytes)
-        return {
-            "model": self.shape.name,
-            "active_params": self.shape.active_params,
-            "kv_bytes_per_token": kv_bytes,
-            "million_tokens_bytes": 1_000_000 * kv_bytes,
-            "machine": self.machine._asdict(),
-            "break_even": [row._asdict() for row in self.rows()],
-        }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what was asked. Returns 0; 1 if no pool has the hit rate; 2 for a wrong argument."""
     asked = _parser().parse_args(arguments)
@@ -299,13 +244,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shape = replace(shape, active_params=asked.params)
         if asked.trace is not None or asked.hit_rate is not None:
             return _print_pools(shape, asked)
-        machine = Machine(asked.gpu, asked.gpus, asked.mfu)
-        prompts = asked.prompt or _PROMPTS
-        plan = Plan(shape, machine, prompts, asked.kv_element_bytes, asked.bandwidth)
-        print(json.dumps(plan.document(), indent=1) if asked.json else "\n".join(plan.lines()))
+        return _print_break_even(shape, asked)
     except ConfigError as error:
         print(f"pdstore.sizing: {error}", file=sys.stderr)
         return 2
+
+
+def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
+    """Prints from which bandwidth on reading beats computing, for each prompt."""
+    machine, element_bytes = Machine(asked.gpu, asked.gpus, asked.mfu), asked.kv_element_bytes
+    kv_bytes = shape.kv_bytes(element_bytes)
+    prompts = asked.prompt or _PROMPTS
+    rows = [break_even(shape, machine, length, element_bytes) for length in prompts]
+    if asked.json:
+        document = {
+            "model": shape.name,
+            "active_params": shape.active_params,
+            "kv_bytes_per_token": kv_bytes,
+            "million_tokens_bytes": 1_000_000 * kv_bytes,
+            "machine": machine._asdict(),
+            "break_even": [row._asdict() for row in rows],
+        }
+        print(json.dumps(document, indent=1))
+        return 0
+    print(
+        f"{shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
+        f" {kv_bytes * 1e6 / _GB:.3g} GB a million; {shape.active_params / 1e9:.3g} B parameters"
+        " active"
+    )
+    verdict = f"   at {asked.bandwidth:g} GB/s" if asked.bandwidth else ""
+    computed = f"compute on {machine.num_gpus} {machine.gpu}"
+    print(f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}")
+    for row in rows:
+        if asked.bandwidth:
+            read_s = row.kv_bytes / (asked.bandwidth * _GB)
+            is_read = read_s < row.compute_s
+            verdict = (
+                f"   read, {read_s:.3g} s" if is_read else f"   compute (a read: {read_s:.3g} s)"
+            )
+        print(
+            f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
+            f"  {row.bytes_per_s / _GB:6.3g} GB/s{verdict}"
+        )
+    print(
+        f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
+        " and concurrent loads share the bandwidth"
+    )
     return 0
 
 
