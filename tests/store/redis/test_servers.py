@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, StoreError, StoreUnavailable
+from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, fresh_keys
@@ -99,11 +99,6 @@ def test_no_sentinel_at_all_is_unavailable_in_few_words():
     said = str(caught.value)
     assert "No master found for 'pool'; write the port of a sentinel (26379)" in said
     assert len(said) < 200
-
-
-def test_a_sentinels_url_names_the_master():
-    with pytest.raises(ConfigError, match="redis\\+sentinel://host:26379/mymaster"):
-        open_store("redis+sentinel://127.0.0.1:26379", Settings())
 
 
 @pytest.mark.parametrize("name", ["redis", "rediss", "valkey", "valkeys"])

@@ -7,13 +7,13 @@ import contextlib
 import pytest
 import redis
 
-from pdstore.errors import StoreFull, WrongLength
+from pdstore.errors import WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.redis.cluster import OneServer
 from pdstore.store.redis.store import RedisStore
-from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import get, put
 from tests.support.redis_store import SIZE, opened, put_one, small_server
@@ -147,17 +147,6 @@ def test_only_a_server_that_does_not_evict_gives_leases(redis_server, policy, le
         assert store.lease_s == lease_s
 
 
-@pytest.mark.parametrize("lose", [redis.Redis.unlink, lambda raw, key: raw.pexpire(key, 0)])
-def test_a_lost_value_is_a_miss(redis_url, raw, lose):
-    keys = fresh_keys(3)
-    with opened(redis_url) as store:
-        put(store, keys, [content(key, SIZE) for key in keys])
-        assert store.match(keys) == 3
-        lose(raw, keys[1])
-        assert len(get(store, keys, [SIZE] * 3)) == 1
-        assert store.match(keys) == 1
-
-
 def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redis_url, raw):
     keys = fresh_keys(3)
     with opened(redis_url) as store:
@@ -181,17 +170,6 @@ def test_what_is_behind_a_missing_value_ends_no_call(redis_server):
         raw.execute_command("ACL", "SETUSER", "one", "on", "nopass", "+@all", *patterns)
     with opened(server.url.replace("://", "://one:none@")) as store:
         assert store.match(keys) == 1
-
-
-def test_a_full_server_is_store_full_at_the_first_value_that_did_not_fit(redis_server):
-    keys = fresh_keys(64)
-    with opened(small_server(redis_server, "noeviction").url) as store:
-        with pytest.raises(StoreFull, match=r"OOM|maxmemory") as caught:
-            put(store, keys, [content(key, SIZE) for key in keys])
-        n = caught.value.num_done
-        assert 16 <= n < 64
-        assert store.match(keys[:n]) == n
-        assert store.match(keys[n : n + 1]) == 0
 
 
 def test_a_clear_scans_in_steps_and_deletes_in_the_background(redis_server):
