@@ -145,7 +145,7 @@ class Client:
                 self._began.remove(began)
                 self._changed.notify_all()
 
-    def ask(self, question: Callable[[Raw], list[int]]) -> list[int]:
+    def codes_of(self, question: Callable[[Raw], list[int]]) -> list[int]:
         """Makes one call of the library; returns its codes, and counts them."""
         with self.call() as raw:
             codes = question(raw)

@@ -164,7 +164,7 @@ class MooncakeStore(Store):
         check_call(keys)
         if not keys:
             return
-        codes = self._lookup.ask(lambda raw: raw.batch_remove(list(keys), True))
+        codes = self._lookup.codes_of(lambda raw: raw.batch_remove(list(keys), True))
         for key, code in zip(keys, codes, strict=True):
             if code < 0 and code not in MISSES:
                 raise error_of(code, f"{self.label}: remove of {key}")
@@ -177,7 +177,7 @@ class MooncakeStore(Store):
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         # without ^, hashes match too
-        [code] = self._lookup.ask(lambda raw: [raw.remove_by_regex(f"^{prefix}", True)])
+        [code] = self._lookup.codes_of(lambda raw: [raw.remove_by_regex(f"^{prefix}", True)])
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
 
@@ -323,10 +323,10 @@ class MooncakeStore(Store):
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
         """Returns 1, 0 or a code for each key."""
-        return self._lookup.ask(lambda raw: raw.batch_is_exist(list(keys)))
+        return self._lookup.codes_of(lambda raw: raw.batch_is_exist(list(keys)))
 
     def _size_of(self, key: BlockKey) -> int:
-        [size] = self._lookup.ask(lambda raw: [raw.get_size(key)])
+        [size] = self._lookup.codes_of(lambda raw: [raw.get_size(key)])
         return size
 
     def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:

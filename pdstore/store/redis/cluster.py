@@ -137,7 +137,7 @@ class Cluster:
             for (address, is_asking), part in parts.items():
                 pool = self._client(address).connection_pool
                 exchange = _Exchange(pool, [commands[i] for i in part], is_asking)
-                stack.callback(exchange.end)
+                stack.callback(exchange.return_connection)
                 exchange.write()
                 exchanges.append(exchange)
             for exchange, part in zip(exchanges, parts.values(), strict=True):
@@ -195,7 +195,7 @@ class _Exchange:
         self._is_over = self._problem is None
         return replies[1::2] if self._is_asking else replies
 
-    def end(self) -> None:
+    def return_connection(self) -> None:
         if self._connection is not None:
             if not self._is_over:
                 self._connection.disconnect()  # a late reply must not answer another call

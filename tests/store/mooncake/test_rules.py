@@ -16,7 +16,6 @@ import pytest
 from pdstore.cli.main import main
 from pdstore.errors import StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.metrics import Metrics
 from pdstore.store.base import Slots
 from pdstore.store.connect import read_pool_id
 from pdstore.store.mooncake.config import MooncakeConfig
@@ -232,17 +231,6 @@ def test_the_json_file_of_another_program_is_enough(cluster, tmp_path, monkeypat
         assert put(store, fresh_keys(1), [b"x"]) == 1
     assert f"protocol=tcp ({path})" in caplog.text
     assert "lease=5.0 (default)" in caplog.text
-
-
-def test_error_codes_are_counted_and_shown(cluster):
-    """Rule 11."""
-    store, metrics = cluster.connect(cluster.url), Metrics()
-    metrics.add_codes(store.codes)
-    with contextlib.closing(store):
-        get(store, fresh_keys(2), [4096, 4096])
-        samples = [s for f in metrics.registry.collect() for s in f.samples]
-        shown = {s.labels["code"]: s.value for s in samples if s.name.endswith("codes_total")}
-    assert shown == {"not stored (-704)": 2}
 
 
 def test_the_doctor_tries_a_real_pool(cluster, capsys):

@@ -130,7 +130,7 @@ class HidesHowFarItCame(WrongStore):
 
 class ForgetsToForget(WrongStore):
     caught_by = (
-        "test_remove_forgets_what_was_put",
+        "test_remove_forgets_a_leased_value",
         "test_remove_heals_a_wrong_length",
         "test_a_removed_key_takes_new_bytes",
     )
