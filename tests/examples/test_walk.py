@@ -45,7 +45,7 @@ def test_the_walk_of_a_saves_block_ids(open_traced):
         with tracer.tracing():
             hand_over(p, PROMPT)
             until_stored(p)
-    tracer.walk_to("pds_arena_fill").check(frames=17, files=9, copies=3, names=2)
+    tracer.walk_to("pds_arena_fill").check(frames=14, files=9, copies=3, names=2)
 
 
 def test_the_walk_of_a_loads_block_ids(open_traced):
@@ -55,7 +55,7 @@ def test_the_walk_of_a_loads_block_ids(open_traced):
         d = open_traced("decode")
         with tracer.tracing():
             decode(d, PROMPT, params)
-    tracer.walk_to("pds_arena_take").check(frames=16, files=9, copies=3, names=2)
+    tracer.walk_to("pds_arena_take").check(frames=13, files=9, copies=3, names=2)
 
 
 def test_the_walk_from_tokens_to_a_key(open_traced):

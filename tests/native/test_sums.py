@@ -57,14 +57,14 @@ class Rig:
 
     def batch(self, swap, keys, values) -> ValueBatch:
         columns = zip(*values, strict=True)
-        packed = swap.pack_columns(*columns, [0] * len(values))
+        items, block_ids = swap.pack_columns(*columns, [0] * len(values))
         return ValueBatch(
             keys=keys,
             sizes=array("q", self.sizes(values)).tobytes(),
             starts=b"".join(bytes([i + 1]) * 56 for i in range(len(values))),
             engine=swap.engine,
-            items=packed.items,
-            block_ids=packed.block_ids,
+            items=items,
+            block_ids=block_ids,
         )
 
     def values(self, num_tokens, first_token=0):

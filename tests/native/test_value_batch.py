@@ -43,15 +43,15 @@ class Rig:
     def batch(self, keys, blocks, **changes) -> ValueBatch:
         count = len(blocks)
         columns = [self.part] * count, [[block] for block in blocks], [TOKENS] * count
-        packed = self.swap.pack_columns(*columns, [0] * count, [0] * count)
+        items, block_ids = self.swap.pack_columns(*columns, [0] * count, [0] * count)
         return ValueBatch(
             **{
                 "keys": keys,
                 "sizes": array("q", [self.size] * len(blocks)).tobytes(),
                 "starts": b"".join(bytes([block]) * 56 for block in blocks),
                 "engine": self.swap.engine,
-                "items": packed.items,
-                "block_ids": packed.block_ids,
+                "items": items,
+                "block_ids": block_ids,
                 **changes,
             }
         )
