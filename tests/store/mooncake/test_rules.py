@@ -15,9 +15,8 @@ import pytest
 
 from pdstore.cli.main import main
 from pdstore.errors import StoreFull
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots
-from pdstore.store.connect import read_pool_id
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import ABSENT, HALF_WRITTEN, Library
 from pdstore.testing import content, fresh_keys
@@ -144,12 +143,6 @@ def test_reads_that_outlive_their_lease_never_give_wrong_bytes(tmp_path):
 
         run_together(write, read, deadline_s=30)
         eventually(lambda: write() or read() or num_read, 20)
-
-
-def test_the_pools_id_is_the_same_for_all_and_cannot_be_evicted(store, peer):
-    assert read_pool_id(store) == read_pool_id(peer)
-    with master_of(store) as raw:
-        assert raw.batch_is_exist([POOL_ID_KEY]) == [1]
 
 
 def test_a_preferred_segment_is_what_puts_ask_for(cluster):

@@ -13,7 +13,7 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.values import put
-from tests.support.redis_cluster import ClusterOfServers, master_with_sentinel
+from tests.support.redis_cluster import master_with_sentinel
 from tests.support.redis_server import RedisServer, need_valkey_server
 from tests.support.redis_store import deadline, opened
 
@@ -39,29 +39,8 @@ class TestValkey(StoreTests):
         with opened(f"valkey+unix://{valkey.socket}") as peer:
             yield peer
 
-    @pytest.fixture
-    def small_store(self, valkey):
-        with valkey.client() as raw:
-            raw.config_set("maxmemory-policy", "volatile-lru")
-            raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (4 << 20))
-            with opened(f"valkey://127.0.0.1:{valkey.port}") as store:
-                yield store
-            raw.config_set("maxmemory", 0)
-            raw.flushall()
-
     def write_raw(self, store, key, data):
         self.raw.set(key, data)
-
-
-@pytest.mark.nightly
-def test_a_cluster_of_valkeys_is_a_cluster(tmp_path):
-    cluster = ClusterOfServers(tmp_path, replicas=0, binary=need_valkey_server())
-    with contextlib.closing(cluster):
-        cluster.wait()
-        keys = fresh_keys(30)
-        with opened(cluster.url.replace("redis", "valkey")) as store:
-            assert put(store, keys, [b"x"] * 30) == 30
-            assert store.match(keys) == 30
 
 
 def test_a_sentinel_names_the_master_and_the_next_one(tmp_path):
