@@ -118,11 +118,9 @@ def doctor(
     json: JsonTarget = None,
 ) -> None:
     """Try all that P and D need, and say what to do."""
-    from pdstore.cli.doctor import Asked
     from pdstore.sizing import Machine
 
-    asked = Asked(store, tuple(peer or ()), model, Machine(gpu, gpus), engine_block)
-    _run("doctor.doctor", json, asked)
+    _run("doctor.doctor", json, store, peer or (), model, Machine(gpu, gpus), engine_block)
 
 
 @app.command()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,39 +14,35 @@ from pdstore.cli.store_check import ENGINE_BLOCK, check_store
 from pdstore.settings import read_settings
 from pdstore.sizing import Machine, ModelShape
 
+_H100 = Machine("H100")
 
-@dataclass(frozen=True)
-class Asked:
-    """Options of the doctor.
+
+def doctor(
+    url: str | None = None,
+    peers: Sequence[str] = (),
+    model: str | None = None,
+    machine: Machine = _H100,
+    engine_block: int = ENGINE_BLOCK,
+    count_gpus: Callable[[], int] = torch.cuda.device_count,
+) -> Answer:
+    """Checks settings, host, store and peers. Status 1 if something does not work.
 
     peers: URLs of P's and D's status.
     model: a config.json, for the layout, the break-even and the room; machine: with it.
-    """
-
-    url: str | None = None
-    peers: tuple[str, ...] = ()
-    model: str | None = None
-    machine: Machine = field(default_factory=lambda: Machine("H100"))
-    engine_block: int = ENGINE_BLOCK
-
-
-def doctor(asked: Asked, count_gpus: Callable[[], int] = torch.cuda.device_count) -> Answer:
-    """Checks settings, host, store and peers. Status 1 if something does not work.
-
     Raises ConfigError for settings or a URL that cannot be used.
     """
     logging.getLogger("pdstore").addHandler(logging.NullHandler())  # the findings say it
-    settings = read_settings(**({"store": asked.url} if asked.url else {}))
-    shape = ModelShape.of_config(asked.model) if asked.model else None
-    arguments = frozenset({"store"} if asked.url else ())
+    settings = read_settings(**({"store": url} if url else {}))
+    shape = ModelShape.of_config(model) if model else None
+    arguments = frozenset({"store"} if url else ())
     longest = shape.longest_prompt if shape else None
-    findings = [*check_settings(settings, arguments, asked.engine_block, longest)]
+    findings = [*check_settings(settings, arguments, engine_block, longest)]
     with busy("looking at this host"):
         num_gpus = count_gpus()
         findings += check_host(settings, num_gpus)
     with busy("trying the store"):
-        findings += check_store(settings, shape, asked.machine, num_gpus)
-    if asked.peers:
+        findings += check_store(settings, shape, machine, num_gpus)
+    if peers:
         with busy("asking P and D"):
-            findings += check_peers(asked.peers)
+            findings += check_peers(peers)
     return answer_of(findings)

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from pdstore.cli.doctor import Asked, doctor
+from pdstore.cli.doctor import doctor
 from tests.support.command import run, run_json
 
 LLAMA_8B = {
@@ -63,13 +63,13 @@ def test_an_arena_whose_slabs_hold_no_block_of_the_model_is_red(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_8B))
     url = f"shm://small?size=8MiB&slab=1MiB&dir={tmp_path}"
-    document = doctor(Asked(url, model=str(config)), lambda: 0).document
+    document = doctor(url, model=str(config), count_gpus=lambda: 0).document
     assert "?slab=4.0MiB" in found(document, "bad")["block size"]["said"]
 
 
 def test_a_look_leaves_no_arena_behind(tmp_path):
     url = f"shm://small?size=64MiB&dir={tmp_path}"
-    document = doctor(Asked(url), lambda: 0).document
+    document = doctor(url, count_gpus=lambda: 0).document
     assert list(tmp_path.iterdir()) == []
     assert "the first P or D makes it" in found(document, "info")["pool"]["said"]
     assert "round trip" in found(document, "ok")
@@ -79,7 +79,7 @@ def test_a_full_file_system_has_the_remedy_of_its_cause(file_url):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-        document = doctor(Asked(file_url), lambda: 0).document
+        document = doctor(file_url, count_gpus=lambda: 0).document
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "raise ulimit -f" in found(document, "bad")["room"]["remedy"]
@@ -93,7 +93,7 @@ def test_the_break_even_is_a_verdict_on_this_store(gpu, level, tmp_path, file_ur
     config.write_text(json.dumps(LLAMA_8B))
     share = {"B200": 1.0, "L4": 1e-3}[gpu]  # far above and far below any disk
     machine = Machine(gpu, 8, share)
-    document = doctor(Asked(file_url, model=str(config), machine=machine), lambda: 0).document
+    document = doctor(file_url, model=str(config), machine=machine, count_gpus=lambda: 0).document
     assert "break-even" in found(document, level)
 
 

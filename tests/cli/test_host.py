@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdstore.cli.answer import Level
-from pdstore.cli.doctor import Asked, doctor
+from pdstore.cli.doctor import doctor
 from pdstore.cli.host import (
     check_limits,
     check_memory,
@@ -206,5 +206,5 @@ def test_the_doctor_looks_at_the_pages_of_files_and_arenas(url, tmp_path, monkey
     mounts = tmp_path / "mounts"
     mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
     monkeypatch.setattr("pdstore.cli.store_check.MOUNTS", mounts)
-    document = doctor(Asked(url.format(tmp_path)), lambda: 0).document
+    document = doctor(url.format(tmp_path), count_gpus=lambda: 0).document
     assert [f["level"] for f in document["findings"] if f["subject"] == "huge pages"] == ["info"]
