@@ -28,9 +28,8 @@ from benchmarks.chaos.asking import Answer, NoAnswerError, ask
 from benchmarks.chaos.disk import open_disk
 from benchmarks.chaos.pools import POOLS
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
-from benchmarks.chaos.reference import answers_of_one
 from benchmarks.chaos.spawner import open_spawner
-from benchmarks.chaos.stage import Options, Stage, open_stage, tail_of
+from benchmarks.chaos.stage import Options, Stage, answers_of_one, open_stage, tail_of
 from benchmarks.command import parser_of
 from benchmarks.report import machine
 
