@@ -24,8 +24,8 @@ int futex_wait(std::atomic<uint32_t> &word, uint32_t seen, int64_t ns);
 void futex_wake(std::atomic<uint32_t> &word, int count);
 
 // One open arena's entry among the owners. The word is unlike that of every earlier owner. Whether
-// an owner lives is asked of the kernel: each holds a record lock (F_OFD_SETLK) on a byte of its own,
-// which ends with its process, also across containers that do not see each other's processes.
+// an owner lives is asked of the kernel: each holds a record lock (F_OFD_SETLK) on a byte of its
+// own, which ends with its process, also across containers that do not see each other's processes.
 // Decision: docs/decisions/028-arena.md
 class Owner {
  public:

@@ -50,7 +50,6 @@ class AsyncRunner(Generic[T]):
         """
         with self._condition:
             self._wait_idle(timeout_s)
-            self._raise_kept()
             if self._closed:
                 raise RuntimeError("the runner is closed")
             asked = None
@@ -70,7 +69,6 @@ class AsyncRunner(Generic[T]):
         """
         with self._condition:
             self._wait_idle(timeout_s)
-            self._raise_kept()
             self._follow()
             result, self._result = self._result, None
             return result
@@ -83,10 +81,9 @@ class AsyncRunner(Generic[T]):
         return self._worker.join(timeout_s)
 
     def _wait_idle(self, timeout_s: float) -> None:
+        """Waits for the last function's end and raises its exception, if nobody has seen that."""
         if not self._condition.wait_for(lambda: not self._busy, timeout_s):
             raise TimeoutError(f"the function still runs after {timeout_s} s")
-
-    def _raise_kept(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             self._follow()

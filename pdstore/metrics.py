@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -28,7 +27,6 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._reasons = ReasonLog()
-        self._warning = threading.Lock()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
         self.registry.register(_Refresher(self.refresh))  # before all that it refreshes
@@ -97,14 +95,12 @@ class Metrics:
         what: "a lookup" or "a load", for the warning.
         """
         self.misses.labels(reason.value).inc()
-        with self._warning:
-            self._reasons.warn(what, reason, error)
+        self._reasons.warn(what, reason, error)
 
     def drop(self, reason: Reason, error: Exception | None = None) -> None:
         """Counts a save that was not made or not finished, and warns of it."""
         self.drops.labels(reason.value).inc()
-        with self._warning:
-            self._reasons.warn("a save", reason, error)
+        self._reasons.warn("a save", reason, error)
 
     def lookup_ended(
         self,

@@ -226,7 +226,7 @@ def read_settings(**overrides: object) -> Settings:
     try:
         return Settings(**{k: v for k, v in overrides.items() if v != ""})  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = "; ".join(f"{_place(e['loc'])}{_shown(e)}: {_said(e)}" for e in error.errors())
+        problems = "; ".join(_told(e) for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
 
 
@@ -264,13 +264,6 @@ def _refuse_slips(known: Set[str], prefix: str) -> None:
             raise ConfigError(f"unknown setting {name}: {hint}")
 
 
-def _shown(problem: ErrorDetails) -> str:
-    """Returns the value of a setting, if it is one word that can hold no secret."""
-    is_public = problem["loc"][:1] and problem["loc"][0] not in ("salt", "store", "weights")
-    value = problem["input"]
-    return f"={value}" if is_public and isinstance(value, str) and "://" not in value else ""
-
-
 _REMEDIES = {
     "bool_parsing": "write 1 or 0",
     "byte_size": "write a size like 1GiB",
@@ -282,10 +275,12 @@ _REMEDIES = {
 """Instructions in place of pydantic's messages that do not say what to write."""
 
 
-def _said(problem: ErrorDetails) -> str:
-    return _REMEDIES.get(problem["type"], problem["msg"])
-
-
-def _place(location: tuple[int | str, ...]) -> str:
-    field = str(location[0]) if location else "settings"
-    return variable_of(field) if field in Settings.model_fields else field
+def _told(problem: ErrorDetails) -> str:
+    """Returns a variable, its value if that is one word without a secret, and what to write."""
+    field = str(problem["loc"][0]) if problem["loc"] else "settings"
+    told = variable_of(field) if field in Settings.model_fields else field
+    value = problem["input"]
+    is_public = problem["loc"] and field not in ("salt", "store", "weights")
+    if is_public and isinstance(value, str) and "://" not in value:
+        told += f"={value}"
+    return f"{told}: {_REMEDIES.get(problem['type'], problem['msg'])}"

@@ -70,13 +70,9 @@ class ModelShape:
         except (TypeError, ZeroDivisionError, AttributeError) as error:
             raise ConfigError(f"{file} is no decoder's config.json: {error}") from error
 
-    @property
-    def dtype_bytes(self) -> int:
-        return _BYTES.get(self.dtype, 2)
-
     def kv_bytes(self, element_bytes: int | None = None) -> int:
         """Returns the bytes of KV of one token."""
-        return self.layers * self.kv_elements * (element_bytes or self.dtype_bytes)
+        return self.layers * self.kv_elements * (element_bytes or _BYTES.get(self.dtype, 2))
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Returns the operations of a prefill: matrices once, attention over the causal half."""
@@ -128,7 +124,8 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
 def _mlp_params(config: Mapping[str, Any]) -> int:
     """Parameters of all layers' MLPs that a token passes; of the experts, those it is sent to."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts")
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    experts = next((config[name] for name in names if config.get(name)), 0)
     dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers
     total = dense_layers * 3 * hidden * config["intermediate_size"] if dense_layers else 0
     if experts:
@@ -136,10 +133,6 @@ def _mlp_params(config: Mapping[str, Any]) -> int:
         active = config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
         total += (layers - dense_layers) * hidden * (3 * width * active + experts)
     return int(total)
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int:
-    return next((config[name] for name in names if config.get(name)), 0)
 
 
 class Comparison(NamedTuple):
@@ -213,15 +206,15 @@ class ReuseDistances:
     def __init__(self, requests: Iterable[list[int]]) -> None:
         blocks = [block for request in requests for block in request]
         self.num_blocks = len(blocks)
-        counts = _Counts(len(blocks))
         last: dict[int, int] = {}
+        uses: list[int] = []  # the values of `last`, in order
         distances = []
         for now, block in enumerate(blocks):
-            before = last.get(block)
-            if before is not None:
-                distances.append(counts.after(before))
-                counts.add(before, -1)
-            counts.add(now, 1)
+            if block in last:
+                place = bisect_left(uses, last[block])
+                distances.append(len(uses) - place - 1)
+                del uses[place]
+            uses.append(now)
             last[block] = now
         self._sorted = sorted(distances)
 
@@ -242,113 +235,6 @@ class ReuseDistances:
         return self._sorted[needed - 1] + 1 if needed else 0
 
 
-class _Counts:
-    """Numbers by place, with sums over a range in logarithmic time (a Fenwick tree)."""
-
-    def __init__(self, length: int) -> None:
-        self._tree = [0] * (length + 1)
-        self._total = 0
-
-    def add(self, place: int, number: int) -> None:
-        self._total += number
-        place += 1
-        while place < len(self._tree):
-            self._tree[place] += number
-            place += place & -place
-
-    def after(self, place: int) -> int:
-        """Returns the sum of the numbers behind a place."""
-        total, place = self._total, place + 1
-        while place:
-            total -= self._tree[place]
-            place -= place & -place
-        return total
-
-
-class Plan(NamedTuple):
-    """A table to print: the model, the GPUs of P, prompts' tokens, and a store's GB/s to judge."""
-
-    shape: ModelShape
-    machine: Machine
-    prompts: Sequence[int]
-    element_bytes: int | None = None
-    gb_per_s: float | None = None
-
-    def lines(self) -> Iterable[str]:
-        """Yields the table for people."""
-        kv_bytes, machine = self.shape.kv_bytes(self.element_bytes), self.machine
-        yield (
-            f"{self.shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
-            f" {kv_bytes * 1e6 / _GB:.3g} GB a million;"
-            f" {self.shape.active_params / 1e9:.3g} B parameters active"
-        )
-        verdict = f"   at {self.gb_per_s:g} GB/s" if self.gb_per_s else ""
-        computed = f"compute on {machine.num_gpus} {machine.gpu}"
-        yield f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}"
-        for row in self.rows():
-            yield (
-                f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
-                f"  {row.bytes_per_s / _GB:6.3g} GB/s{self._verdict(row)}"
-            )
-        yield (
-            f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
-            " and concurrent loads share the bandwidth"
-        )
-
-    def rows(self) -> list[Comparison]:
-        """Returns the break-even of each prompt."""
-        return [
-            break_even(self.shape, self.machine, length, self.element_bytes)
-            for length in self.prompts
-        ]
-
-    def document(self) -> dict[str, object]:
-        """Returns the numbers for a program."""
-        kv_bytes = self.shape.kv_bytes(self.element_bytes)
-        return {
-            "model": self.shape.name,
-            "active_params": self.shape.active_params,
-            "kv_bytes_per_token": kv_bytes,
-            "million_tokens_bytes": 1_000_000 * kv_bytes,
-            "machine": self.machine._asdict(),
-            "break_even": [row._asdict() for row in self.rows()],
-        }
-
-    def _verdict(self, row: Comparison) -> str:
-        if not self.gb_per_s:
-            return ""
-        read_s = row.kv_bytes / (self.gb_per_s * _GB)
-        if read_s < row.compute_s:
-            return f"   read, {read_s:.3g} s"
-        return f"   compute (a read: {read_s:.3g} s)"
-
-
-class PoolSize(NamedTuple):
-    """The smallest pool with a hit rate; None for both sizes if no pool has it."""
-
-    hit_rate: float
-    tokens: int | None
-    num_bytes: int | None
-
-
-def pool_sizes(
-    reuse: ReuseDistances, kv_bytes: int, hit_rate: float | None = None
-) -> list[PoolSize]:
-    """Returns the smallest LRU pools for a hit rate; for None, for shares of the best one.
-
-    kv_bytes: of a token. Raises ConfigError.
-    """
-    if hit_rate is not None and not 0 < hit_rate <= 1:
-        raise ConfigError("--hit-rate is a share between 0 and 1")
-    rates = [hit_rate] if hit_rate else [reuse.best * share for share in (0.5, 0.8, 0.95, 1.0)]
-    found = []
-    for rate in rates:
-        blocks = reuse.blocks_for(rate)
-        tokens = None if blocks is None else blocks * TRACE_BLOCK_TOKENS
-        found.append(PoolSize(rate, tokens, None if tokens is None else tokens * kv_bytes))
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what was asked. Returns 0; 1 if no pool has the hit rate; 2 for a wrong argument."""
     asked = _parser().parse_args(arguments)
@@ -358,32 +244,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shape = replace(shape, active_params=asked.params)
         if asked.trace is not None or asked.hit_rate is not None:
             return _print_pools(shape, asked)
-        machine = Machine(asked.gpu, asked.gpus, asked.mfu)
-        prompts = asked.prompt or _PROMPTS
-        plan = Plan(shape, machine, prompts, asked.kv_element_bytes, asked.bandwidth)
-        print(json.dumps(plan.document(), indent=1) if asked.json else "\n".join(plan.lines()))
+        return _print_break_even(shape, asked)
     except ConfigError as error:
         print(f"pdstore.sizing: {error}", file=sys.stderr)
         return 2
+
+
+def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
+    """Prints from which bandwidth on reading beats computing, for each prompt."""
+    machine, element_bytes = Machine(asked.gpu, asked.gpus, asked.mfu), asked.kv_element_bytes
+    kv_bytes = shape.kv_bytes(element_bytes)
+    prompts = asked.prompt or _PROMPTS
+    rows = [break_even(shape, machine, length, element_bytes) for length in prompts]
+    if asked.json:
+        document = {
+            "model": shape.name,
+            "active_params": shape.active_params,
+            "kv_bytes_per_token": kv_bytes,
+            "million_tokens_bytes": 1_000_000 * kv_bytes,
+            "machine": machine._asdict(),
+            "break_even": [row._asdict() for row in rows],
+        }
+        print(json.dumps(document, indent=1))
+        return 0
+    print(
+        f"{shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
+        f" {kv_bytes * 1e6 / _GB:.3g} GB a million; {shape.active_params / 1e9:.3g} B parameters"
+        " active"
+    )
+    verdict = f"   at {asked.bandwidth:g} GB/s" if asked.bandwidth else ""
+    computed = f"compute on {machine.num_gpus} {machine.gpu}"
+    print(f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}")
+    for row in rows:
+        if asked.bandwidth:
+            read_s = row.kv_bytes / (asked.bandwidth * _GB)
+            is_read = read_s < row.compute_s
+            verdict = (
+                f"   read, {read_s:.3g} s" if is_read else f"   compute (a read: {read_s:.3g} s)"
+            )
+        print(
+            f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
+            f"  {row.bytes_per_s / _GB:6.3g} GB/s{verdict}"
+        )
+    print(
+        f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
+        " and concurrent loads share the bandwidth"
+    )
     return 0
 
 
 def _print_pools(shape: ModelShape, asked: argparse.Namespace) -> int:
+    """Prints the smallest LRU pools for a hit rate; without one, for shares of the best rate."""
     if asked.trace is None:
         raise ConfigError("--hit-rate needs a trace: --trace FILE")
+    if asked.hit_rate is not None and not 0 < asked.hit_rate <= 1:
+        raise ConfigError("--hit-rate is a share between 0 and 1")
     reuse = ReuseDistances(read_trace(asked.trace))
-    pools = pool_sizes(reuse, shape.kv_bytes(asked.kv_element_bytes), asked.hit_rate)
-    if asked.json:
-        document = {"best_hit_rate": reuse.best, "pools": [pool._asdict() for pool in pools]}
-        print(json.dumps(document, indent=1))
-    else:
-        for rate, tokens, num_bytes in pools:
-            room = (
-                "no pool" if num_bytes is None else f"{tokens:,} tokens, {num_bytes / _GB:.3g} GB"
-            )
-            print(f"{rate:6.1%} of the blocks found: {room}")
-        print(f"a pool without end finds {reuse.best:.1%}")
-    return int(any(pool.tokens is None for pool in pools))
+    kv_bytes = shape.kv_bytes(asked.kv_element_bytes)
+    shares = [reuse.best * share for share in (0.5, 0.8, 0.95, 1.0)]
+    pools, lines = [], []
+    for rate in [asked.hit_rate] if asked.hit_rate else shares:
+        blocks, room = reuse.blocks_for(rate), "no pool"
+        tokens = num_bytes = None
+        if blocks is not None:
+            tokens = blocks * TRACE_BLOCK_TOKENS
+            num_bytes = tokens * kv_bytes
+            room = f"{tokens:,} tokens, {num_bytes / _GB:.3g} GB"
+        pools.append({"hit_rate": rate, "tokens": tokens, "num_bytes": num_bytes})
+        lines.append(f"{rate:6.1%} of the blocks found: {room}")
+    lines.append(f"a pool without end finds {reuse.best:.1%}")
+    document = {"best_hit_rate": reuse.best, "pools": pools}
+    print(json.dumps(document, indent=1) if asked.json else "\n".join(lines))
+    return int(any(pool["tokens"] is None for pool in pools))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,12 +21,9 @@ def runner():
 
 
 def test_sync_returns_the_result_once(runner):
+    assert runner.sync() is None
     runner.launch(lambda: 42)
     assert runner.sync() == 42
-    assert runner.sync() is None
-
-
-def test_sync_without_a_launch_returns_at_once(runner):
     assert runner.sync() is None
 
 

@@ -12,12 +12,6 @@ from tests.support.device_api import FakeApi
 GPU1 = torch.device("cuda:1")
 
 
-def test_the_cpu_is_a_device_with_nothing_to_do():
-    api = FakeApi()
-    DevicePin(torch.device("cpu"), api).hold()
-    assert api.calls == []
-
-
 def test_a_device_without_an_index_is_refused():
     with pytest.raises(DeviceError, match="no index"):
         DevicePin(torch.device("cuda"), FakeApi())
@@ -29,15 +23,6 @@ def test_pinning_sets_the_device_once_and_resets_the_stream_each_time():
     pin.hold()
     pin.hold()
     assert api.calls == ["set 1", "stream 1", "stream 1"]
-
-
-def test_a_foreign_change_of_device_is_repaired():
-    api = FakeApi()
-    pin = DevicePin(GPU1, api)
-    pin.hold()
-    api.set_device(0)
-    pin.hold()
-    assert api.current_device() == 1
 
 
 def test_a_failure_is_not_remembered_as_success():

@@ -11,20 +11,12 @@ from pdstore.outcome import Reason, reason_of
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (errors.StoreTimeout("x"), Reason.STORE_SLOW),
         (errors.StoreUnavailable("x"), Reason.STORE_DOWN),
-        (errors.StoreFull("x"), Reason.STORE_FULL),
-        (errors.StoreDenied("x"), Reason.STORE_DENIED),
         (errors.StoreClosed("x"), Reason.CLOSED),
         (errors.StoreError("x"), Reason.STORE_ERROR),
         (errors.WrongLength("x"), Reason.CORRUPT),
         (errors.OtherSeal("x"), Reason.OTHER_SEAL),
         (errors.Forged("x"), Reason.FORGED),
-        (errors.JobDeadline("x"), Reason.DEADLINE),
-        (errors.JobCancelled("x"), Reason.CANCELLED),
-        (errors.QueueFull("x"), Reason.QUEUE_FULL),
-        (errors.ReadOnly("x"), Reason.READ_ONLY),
-        (errors.PoolClosed("x"), Reason.CLOSED),
         (errors.SwapError("x"), Reason.FAULT),
         (RuntimeError("x"), Reason.FAULT),
         (TimeoutError("not the store's"), Reason.FAULT),
@@ -32,8 +24,3 @@ from pdstore.outcome import Reason, reason_of
 )
 def test_an_error_has_its_reason(error, reason):
     assert reason_of(error) is reason
-
-
-def test_a_reason_is_a_label():
-    assert Reason.STORE_DOWN.value == "store_down"
-    assert len({reason.value for reason in Reason}) == len(Reason)

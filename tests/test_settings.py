@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError
 from pdstore.settings import (
     Settings,
@@ -22,24 +21,19 @@ def clean_environment(monkeypatch):
         monkeypatch.delenv(variable_of(field), raising=False)
 
 
-def test_off_by_default():
+def test_variables_are_read_in_their_own_forms_and_the_switch_is_off_without_one(monkeypatch):
     assert not read_settings().pd_transfer_via_storage
-
-
-def test_the_switch_turns_it_on(monkeypatch):
-    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
-    assert read_settings().pd_transfer_via_storage
+    values = {"pd_transfer_via_storage": "1", "staging": "2GiB", "status_port": "8101"}
+    for field, value in values.items():
+        monkeypatch.setenv(variable_of(field), value)
+    settings = read_settings()
+    assert [getattr(settings, field) for field in values] == [True, 2 << 30, 8101]
 
 
 def test_an_argument_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("PDSTORE_STORE", "redis://there")
     assert read_settings().store == "redis://there"
     assert read_settings(store="memory://").store == "memory://"
-
-
-def test_sizes_are_written_with_units(monkeypatch):
-    monkeypatch.setenv("PDSTORE_STAGING", "2GiB")
-    assert read_settings().staging == 2 << 30
 
 
 @pytest.mark.parametrize(
@@ -150,11 +144,6 @@ def test_secrets_never_show():
     assert "password" not in repr(settings)
 
 
-def test_the_default_directory_is_the_users(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_pool_directory() == tmp_path / "pdstore" / "pool"
-
-
 @pytest.mark.parametrize("field", [f for f in Settings.model_fields if f != "seal_key_file"])
 def test_empty_is_unset_in_the_environment_and_as_an_argument(monkeypatch, field):
     default = read_settings()
@@ -168,9 +157,6 @@ def test_empty_is_unset_in_the_environment_and_as_an_argument(monkeypatch, field
 def test_an_empty_argument_leaves_the_environments_value(monkeypatch):
     monkeypatch.setenv("PDSTORE_WEIGHTS", "prod")
     assert read_settings(weights="").weights == "prod"
-
-
-def test_an_argument_fills_an_empty_variable(monkeypatch):
     monkeypatch.setenv("PDSTORE_ROLE", "")
     settings = read_settings(role="prefill")
     assert (settings.role, origin_of(settings, "role")) == ("prefill", "argument")
@@ -221,11 +207,6 @@ def test_what_kubernetes_does_not_set_is_refused_as_ever(monkeypatch, name):
     monkeypatch.setenv(name, "x")
     with pytest.raises(ConfigError, match=f"unknown setting {name}"):
         read_settings()
-
-
-def test_a_status_port_of_the_user_is_one(monkeypatch):
-    monkeypatch.setenv("PDSTORE_STATUS_PORT", "8101")
-    assert read_settings().status_port == 8101
 
 
 @pytest.mark.parametrize("switch", ["", "0", "false", "OFF"])

@@ -11,7 +11,7 @@ import torch
 from pdstore.cli.answer import Answer, answer_of, busy
 from pdstore.cli.host import check_host, check_settings
 from pdstore.cli.peers import check_peers
-from pdstore.cli.store_check import ENGINE_BLOCK, Question, check_store
+from pdstore.cli.store_check import ENGINE_BLOCK, check_store
 from pdstore.settings import read_settings
 from pdstore.sizing import Machine, ModelShape
 
@@ -43,9 +43,10 @@ def doctor(asked: Asked, count_gpus: Callable[[], int] = torch.cuda.device_count
     longest = shape.longest_prompt if shape else None
     findings = [*check_settings(settings, arguments, asked.engine_block, longest)]
     with busy("looking at this host"):
-        findings += check_host(settings, count_gpus)
+        num_gpus = count_gpus()
+        findings += check_host(settings, num_gpus)
     with busy("trying the store"):
-        findings += check_store(Question(settings, shape, asked.machine, count_gpus))
+        findings += check_store(settings, shape, asked.machine, num_gpus)
     if asked.peers:
         with busy("asking P and D"):
             findings += check_peers(asked.peers)

@@ -163,10 +163,12 @@ def explain(url: str | None, question: Question) -> Answer:
         tried = uses[:_MOST_NAMESPACES]
         covers = [_cover(pool, use, ids, question, stored) for use in tried]
         label = pool.store.label
-    meant = _meant(covers, question.namespace)
+    named = [cover for cover in covers if cover.namespace.startswith(question.namespace)]
+    meant = max(named, key=lambda c: (c.num_tokens, c.num_found), default=None)
     if meant is None:
         why = "this pool has no such namespace" if question.namespace else "this pool is empty"
-        return _empty(label, len(ids), why)
+        numbers: Json = {"store": label, "prompt_tokens": len(ids), "found_tokens": 0, "why": why}
+        return Answer(numbers, [f"0 of {count(len(ids))} tokens: {why} ({label})"], status=1)
     return _answer(label, meant, covers, len(uses))
 
 
@@ -177,23 +179,17 @@ def _cover(
     question: Question,
     stored: Mapping[BlockKey, StoredValue],
 ) -> Cover:
-    """Returns what a namespace has of the prompt."""
-    digest, parts = bytes.fromhex(use.hex), tuple(sorted(use.parts))
-    namespace = Namespace.seen(digest, parts, _block_tokens(pool, use))
-    salt = question.cache_salt.encode()
-    return cover_of(PromptKeys(namespace, cache_salt=salt).extend(ids), stored, use)
+    """Returns what a namespace has of the prompt.
 
-
-def _block_tokens(pool: OpenPool, use: NamespaceUse) -> int:
-    """Returns the tokens of a namespace's block, from a stored one; else those of the settings."""
+    The size of its blocks is that of a stored one; without one, that of the settings.
+    """
     found = pool.read(use.sample.key) if use.sample else None
     told = found.header.num_tokens if found and found.header else 0
-    return told or pool.settings.block_tokens  # whoever wrote the value may have said 0
-
-
-def _meant(covers: Sequence[Cover], beginning: str) -> Cover | None:
-    named = [cover for cover in covers if cover.namespace.startswith(beginning)]
-    return max(named, key=lambda c: (c.num_tokens, c.num_found), default=None)
+    block_tokens = told or pool.settings.block_tokens  # whoever wrote the value may have said 0
+    parts = tuple(sorted(use.parts))
+    namespace = Namespace.seen(bytes.fromhex(use.hex), parts, block_tokens)
+    salt = question.cache_salt.encode()
+    return cover_of(PromptKeys(namespace, cache_salt=salt).extend(ids), stored, use)
 
 
 def _ids_of(text: str) -> list[int]:
@@ -205,11 +201,6 @@ def _ids_of(text: str) -> list[int]:
     if not found or not all(type(each) is int and 0 <= each <= _MOST_ID for each in found):
         raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
     return cast("list[int]", found)
-
-
-def _empty(label: str, num_prompt: int, why: str) -> Answer:
-    document: Json = {"store": label, "prompt_tokens": num_prompt, "found_tokens": 0, "why": why}
-    return Answer(document, [f"0 of {count(num_prompt)} tokens: {why} ({label})"], status=1)
 
 
 def _answer(label: str, meant: Cover, covers: Sequence[Cover], num_namespaces: int) -> Answer:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import ByteSize, SecretStr
 
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import NativeError
-from pdstore.native.library import Library, load_library
+from pdstore.native.library import load_library
 from pdstore.settings import Settings, doubts_of, variable_of
 from pdstore.store.url import StoreURL, without_secret
 
@@ -27,30 +27,17 @@ _MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
 )
 
 
-def set_values(settings: Settings, arguments: frozenset[str]) -> dict[str, tuple[str, str]]:
-    """Returns value and origin of each setting that differs from its default, secrets masked.
-
-    arguments: the fields that were given on the command line.
-    """
-    found = {}
-    for name in type(settings).model_fields:
-        if name not in settings.model_fields_set:
-            continue
-        value = getattr(settings, name)
-        shown = without_secret(value) if name == "store" else str(value)
-        shown = "(set)" if isinstance(value, SecretStr) else shown
-        shown = size(value) if isinstance(value, ByteSize) else shown
-        origin = f"--{name}" if name in arguments else "environment"
-        found[variable_of(name)] = (shown, origin)
-    return found
-
-
 def check_settings(
     settings: Settings, arguments: frozenset[str], engine_block: int, longest: int | None = None
 ) -> Iterator[Finding]:
-    """Yields the settings, and those that cannot work; longest: tokens of a prompt, if known."""
-    for variable, (shown, origin) in set_values(settings, arguments).items():
-        yield info(variable, f"{shown} ({origin})")
+    """Yields the settings that differ from their defaults, and those that cannot work.
+
+    arguments: the fields that were given on the command line.
+    longest: tokens of a prompt, if known.
+    """
+    for name in (field for field in Settings.model_fields if field in settings.model_fields_set):
+        origin = f"--{name}" if name in arguments else "environment"
+        yield info(variable_of(name), f"{_shown(name, getattr(settings, name))} ({origin})")
     if not settings.pd_transfer_via_storage:
         yield warn(
             "switch",
@@ -67,6 +54,15 @@ def check_settings(
         )
     yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
     yield from _check_place(settings)
+
+
+def _shown(name: str, value: object) -> str:
+    """Returns a setting's value for people, secrets masked."""
+    if isinstance(value, SecretStr):
+        return "(set)"
+    if isinstance(value, ByteSize):
+        return size(value)
+    return without_secret(str(value)) if name == "store" else str(value)
 
 
 def _check_place(settings: Settings) -> Iterator[Finding]:
@@ -94,22 +90,14 @@ def _is_local(url: str) -> bool:
 
 def available_memory() -> int | None:
     """Returns the bytes of memory that a new process may take; None if the system does not tell."""
-    try:
+    found = []
+    with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
-    limit = _container_limit()
-    found = [value for value in (kib and kib * 1024, limit) if value]
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    with contextlib.suppress(OSError):  # the container's limit
+        limit = _CGROUP.read_text().strip()
+        found += [int(limit)] if limit.isdigit() else []
     return min(found, default=None)
-
-
-def _container_limit() -> int | None:
-    try:
-        text = _CGROUP.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]:
@@ -155,12 +143,11 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
         )
 
 
-def check_native(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     """Yields the way in which blocks are copied on this host."""
-    num_gpus = count_gpus()
     what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
     try:
-        library: Library | None = load_library(settings, for_gpu=num_gpus > 0)
+        library = load_library(settings, for_gpu=num_gpus > 0)
         why = "PDSTORE_NATIVE=off" if settings.native == "off" else "none found"
     except NativeError as error:
         library, why = None, str(error)
@@ -174,65 +161,50 @@ def check_native(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[
         )
 
 
-def check_host(settings: Settings, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+def check_host(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     """Yields the findings about this host."""
     yield from check_memory(settings, available_memory())
-    yield from check_limits(settings, count_gpus())
-    yield from check_native(settings, count_gpus)
+    yield from check_limits(settings, num_gpus)
+    yield from check_native(settings, num_gpus)
 
 
-class _Mount(NamedTuple):
-    point: Path
-    kind: str
-    options: frozenset[str]
+def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> Iterator[Finding]:
+    """Yields whether an arena or files at `path` lie in huge pages.
 
-    @property
-    def is_huge(self) -> bool:
-        return any(f"huge={kind}" in self.options for kind in _HUGE)
-
-
-def check_pages(path: Path, mounts: str, num_gpus: int) -> Iterator[Finding]:
-    """Yields whether the arena at `path` lies in huge pages, which a GPU registers faster.
+    A GPU registers such an arena faster, and files there are written several times as fast. Nothing
+    is said of files on a disk.
 
     mounts: as in /proc/self/mountinfo; see proc_pid_mountinfo(5).
     """
-    mount = _mount_of(path, mounts)
-    if mount is None or mount.kind != "tmpfs":
-        yield info("huge pages", f"{path.parent} is no tmpfs: whether it has any cannot be told")
-    elif mount.is_huge:
-        yield ok("huge pages", f"the tmpfs at {mount.point} gives them")
-    elif num_gpus:
-        said = f"the tmpfs at {mount.point} gives none: a GPU registers the arena more slowly"
-        yield warn("huge pages", said, _MOUNT)
-    else:
-        yield info("huge pages", f"the tmpfs at {mount.point} gives none, which GPUs would use")
-
-
-def check_file_pages(root: Path, mounts: str, num_gpus: int) -> Iterator[Finding]:
-    """Yields whether files in memory lie in huge pages, where writes are several times as fast.
-
-    Nothing for a directory on a disk.
-    mounts: as for `check_pages`.
-    """
-    mount = _mount_of(root, mounts)
-    if mount is None or mount.kind != "tmpfs":
+    cost, remedy = "files are written several times more slowly", _MOUNT_OF_FILES
+    if is_arena:
+        cost, remedy = "a GPU registers the arena more slowly", _MOUNT
+    found = _tmpfs_of(path, mounts)
+    if found is None:
+        if is_arena:
+            said = f"{path.parent} is no tmpfs: whether it has any cannot be told"
+            yield info("huge pages", said)
         return
-    said = f"the tmpfs at {mount.point} gives none: files are written several times more slowly"
-    if mount.is_huge:
-        yield ok("huge pages", f"the tmpfs at {mount.point} gives them")
-    elif num_gpus:
-        yield warn("huge pages", said, _MOUNT_OF_FILES)
-    else:
-        yield info("huge pages", said)
+    point, is_huge = found
+    if is_huge:
+        yield ok("huge pages", f"the tmpfs at {point} gives them")
+        return
+    said = f"the tmpfs at {point} gives none: {cost}"
+    yield warn("huge pages", said, remedy) if num_gpus else info("huge pages", said)
 
 
-def _mount_of(path: Path, mounts: str) -> _Mount | None:
-    """Returns the mount that a path is in: the one at the nearest directory, the last there."""
-    found = None
+def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
+    """Returns the tmpfs that a path is in, and whether it gives huge pages; None outside of one.
+
+    The path's mount is the one at the nearest directory, the last there.
+    """
+    nearest, kind, options = Path(), "", ""
     for line in mounts.splitlines():
         here, _, there = line.partition(" - ")
-        point, (kind, _, options) = Path(here.split()[4]), there.split(maxsplit=2)
-        is_nearer = found is None or len(point.parts) >= len(found.point.parts)
-        if path.is_relative_to(point) and is_nearer:
-            found = _Mount(point, kind, frozenset(options.split(",")))
-    return found
+        point = Path(here.split()[4])
+        if path.is_relative_to(point) and len(point.parts) >= len(nearest.parts):
+            nearest = point
+            kind, _, options = there.split(maxsplit=2)
+    if kind != "tmpfs":
+        return None
+    return nearest, any(f"huge={wanted}" in options.split(",") for wanted in _HUGE)

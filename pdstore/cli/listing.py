@@ -67,13 +67,24 @@ def du(url: str | None) -> Answer:
         used = (room.used_bytes or 0) / room.capacity_bytes
         note += f"; {used:.0%} of {size(room.capacity_bytes)} used ({room.keeper}, {room.policy})"
     columns = ["namespace", ">bytes", ">blocks", ">tails", ">markers", ">last used", ">oldest"]
+    rows: list[list[str]] = []
+    documents: list[Json] = []
+    for use in uses:
+        counts = [use.counts[kind] for kind in (Kind.BLOCK, Kind.TAIL, Kind.HANDOFF)]
+        ages = age(use.youngest_s), age(use.oldest_s)
+        rows.append([use.hex[:DIGITS], size(use.num_bytes), *map(count, counts), *ages])
+        document: dict[str, Json] = {"namespace": use.hex, "bytes": use.num_bytes}
+        document |= zip(("blocks", "tails", "markers"), counts, strict=True)
+        document["parts"] = [list(part) for part in sorted(use.parts)]
+        document |= {"youngest_s": use.youngest_s, "oldest_s": use.oldest_s}
+        documents.append(document)
     return Answer(
         {
             "store": label,
             "room": dict(room._asdict()) if room else None,
-            "namespaces": [_document(use) for use in uses],
+            "namespaces": documents,
         },
-        [table(columns, [_row(use) for use in uses]), muted(note)],
+        [table(columns, rows), muted(note)],
     )
 
 
@@ -87,24 +98,6 @@ def _line(value: StoredValue) -> list[str]:
     namespace, _, rest = name.partition(":")
     shown = [namespace[:DIGITS], rest[:MAX_KEY_CHARS]] if rest else ["", name[:MAX_KEY_CHARS]]
     return [age(value.age_s), size(value.num_bytes), _kind(value), *shown]
-
-
-def _row(use: NamespaceUse) -> list[str]:
-    counts = [count(use.counts[kind]) for kind in (Kind.BLOCK, Kind.TAIL, Kind.HANDOFF)]
-    return [use.hex[:DIGITS], size(use.num_bytes), *counts, age(use.youngest_s), age(use.oldest_s)]
-
-
-def _document(use: NamespaceUse) -> Json:
-    return {
-        "namespace": use.hex,
-        "bytes": use.num_bytes,
-        "blocks": use.counts[Kind.BLOCK],
-        "tails": use.counts[Kind.TAIL],
-        "markers": use.counts[Kind.HANDOFF],
-        "parts": [list(part) for part in sorted(use.parts)],
-        "youngest_s": use.youngest_s,
-        "oldest_s": use.oldest_s,
-    }
 
 
 def inspect(url: str | None, text: str) -> Answer:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import itertools
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import ConfigError
+from pdstore.threads import Deadline
 
 _MOST_BYTES = 4 << 20  # of an answer; an engine's /metrics has less than a tenth of it
 _READ_BYTES = 64 << 10
@@ -24,49 +22,23 @@ _PATH = "/pdstore"
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
 
-class Peer(NamedTuple):
-    """Answer of an instance to a question about its pool and namespace.
+class Peer(BaseModel):
+    """The part of an instance's status that is compared; the rest is for people.
 
     digest: of its namespace.
     fields: its namespace, as `Namespace.describe` has it; empty where only metrics tell of it.
     pool: the id of its pool; None if it does not tell or does not know it yet.
     store: the URL of its store without secrets; empty if it does not tell.
     lease_s: of what it has matched; 0 if it does not know it yet.
+    url: the one that it was asked at.
     """
 
-    url: str
-    digest: str
-    fields: dict[str, str]
-    pool: str | None = None
+    digest: str = Field(validation_alias=AliasPath("namespace", "hex"))
+    fields: dict[str, str] = Field(validation_alias=AliasPath("namespace", "fields"))
+    pool: str | None = Field(None, validation_alias=AliasPath("pool", "id"))
     store: str = ""
-    lease_s: float = 0.0
-
-
-class _Namespace(BaseModel):
-    hex: str
-    fields: dict[str, str]
-
-
-class _Pool(BaseModel):
-    id: str | None = None
-    lease_s: float = 0.0
-
-
-class _Status(BaseModel):
-    """The part of a status that is compared; the rest is for people."""
-
-    namespace: _Namespace
-    pool: _Pool = _Pool()
-    store: str = ""
-
-
-def read_peer(url: str) -> Peer | Finding:
-    """Asks an instance: its status, else `pdstore_info` of its metrics, which has only the digest.
-
-    A finding says why there is neither.
-    """
-    found = _status_of(url)
-    return found if isinstance(found, Peer) else _metrics_of(url) or found
+    lease_s: float = Field(0.0, validation_alias=AliasPath("pool", "lease_s"))
+    url: str = ""
 
 
 def _metrics_of(url: str) -> Peer | None:
@@ -80,7 +52,9 @@ def _metrics_of(url: str) -> Peer | None:
     for sample in itertools.chain.from_iterable(family.samples for family in families):
         named = sample.labels if sample.name.endswith("pdstore_info") else {}
         if digest := named.get("namespace"):
-            return Peer(url, digest, {}, store=named.get("store", ""))
+            namespace = {"hex": digest, "fields": {}}
+            said = {"namespace": namespace, "store": named.get("store", ""), "url": url}
+            return Peer.model_validate(said)
     return None
 
 
@@ -89,11 +63,9 @@ def _status_of(url: str) -> Peer | Finding:
     address = address if address.endswith(_PATH) else address + _PATH
     try:
         body = http_get(address, _TIMEOUT_S, {"Accept": "application/json"})
-        said = _Status.model_validate_json(body)
+        return Peer.model_validate_json(body).model_copy(update={"url": url})
     except (OSError, ValueError, http.client.HTTPException) as error:
         return _silence(url, error)
-    namespace, pool = said.namespace, said.pool
-    return Peer(url, namespace.hex, namespace.fields, pool.id, said.store, pool.lease_s)
 
 
 def _silence(url: str, error: Exception) -> Finding:
@@ -113,11 +85,17 @@ def _silence(url: str, error: Exception) -> Finding:
 def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     """Yields whether all instances use one pool and one namespace.
 
-    With one URL the instance is only asked; with several each is compared with the first.
+    With one URL the instance is only asked; with several each is compared with the first. An
+    instance without a status is known by `pdstore_info` of its metrics, which has only the digest.
     """
-    read = [read_peer(url) for url in urls]
-    yield from (found for found in read if isinstance(found, Finding))
-    peers = [found for found in read if isinstance(found, Peer)]
+    peers = []
+    for url in urls:
+        found = _status_of(url)
+        found = found if isinstance(found, Peer) else _metrics_of(url) or found
+        if isinstance(found, Peer):
+            peers.append(found)
+        else:
+            yield found
     for peer in peers:
         pool = f"pool {peer.pool[:8]}" if peer.pool else "pool not known"
         yield info(f"peer {peer.url}", f"{pool}, namespace {peer.digest[:12]}")
@@ -187,28 +165,27 @@ def http_get(url: str, seconds: float, headers: Mapping[str, str] | None = None)
     # the environment's proxies are for other networks
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers or {})
-    with _plain_errors(), opener.open(request, timeout=seconds) as answer:
-        if not isinstance(answer, http.client.HTTPResponse):
-            raise ConfigError("it leads to what is neither http:// nor https://")
-        body, end = b"", time.monotonic() + seconds
-        while read := answer.read1(_READ_BYTES):
-            body += read
-            if len(body) > _MOST_BYTES:
-                raise OSError(f"the answer is longer than {size(_MOST_BYTES)}: is the port right?")
-            if time.monotonic() > end:
-                raise TimeoutError("the answer took too long to come")
-        if answer.length:
-            raise http.client.IncompleteRead(body, answer.length)
-        return body
-
-
-@contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raises what urllib puts into `<urlopen error ...>` in its own words."""
     try:
-        yield
+        answer = opener.open(request, timeout=seconds)
     except urllib.error.HTTPError:
         raise
-    except urllib.error.URLError as error:
+    except urllib.error.URLError as error:  # its text is `<urlopen error ...>`
         reason = error.reason
         raise ConnectionError(getattr(reason, "strerror", None) or str(reason)) from error
+    with answer:
+        return _body_of(answer, Deadline(seconds))
+
+
+def _body_of(answer: object, deadline: Deadline) -> bytes:
+    if not isinstance(answer, http.client.HTTPResponse):
+        raise ConfigError("it leads to what is neither http:// nor https://")
+    body = b""
+    while read := answer.read1(_READ_BYTES):
+        body += read
+        if len(body) > _MOST_BYTES:
+            raise OSError(f"the answer is longer than {size(_MOST_BYTES)}: is the port right?")
+        if deadline.is_over():
+            raise TimeoutError("the answer took too long to come")
+    if answer.length:
+        raise http.client.IncompleteRead(body, answer.length)
+    return body

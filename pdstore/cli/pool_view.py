@@ -60,7 +60,9 @@ class OpenPool(NamedTuple):
             return Found(stored or 0, None, reason_of(error))
 
     def _read(self, key: BlockKey, stored: int) -> Found | None:
-        length = stored - self._added_bytes(key)
+        length = stored
+        if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
+            length -= self.store.added_bytes
         if length <= 0:
             return Found(stored, None, Reason.CORRUPT)
         room = -(-length // 4096) * 4096
@@ -70,34 +72,20 @@ class OpenPool(NamedTuple):
         header = block.read_header(slots.value(0))
         return Found(length, header, None if header else Reason.CORRUPT)
 
-    def _added_bytes(self, key: BlockKey) -> int:
-        if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
-            return self.store.added_bytes
-        return 0
-
 
 def missing_pool(url: str) -> Path | None:
     """Returns the directory or the arena that opening the store would make; None if it is there."""
-    path = _path_of(StoreURL.of(url)) if url.startswith(("file://", "shm://")) else None
-    return None if path is None or path.exists() else path
-
-
-def _refuse_missing(url: str) -> None:
-    """Raises ConfigError where opening the store would make a pool: an arena of a default size."""
-    path = missing_pool(url)
-    if path is not None:
-        raise ConfigError(
-            f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
-            " PDSTORE_STORE or --store the URL that they have"
-        )
-
-
-def _path_of(url: StoreURL) -> Path | None:
-    """Returns where the pool of files or the arena lies; None if the URL is not right."""
-    if url.scheme == "file":
-        return None if url.host else Path(url.path) if url.path else default_pool_directory()
-    directory = Path(url.options.get("dir", DEFAULT_DIRECTORY))
-    return directory / f"pdstore-{os.geteuid()}-{url.host or 'pool'}"
+    if not url.startswith(("file://", "shm://")):
+        return None
+    place = StoreURL.of(url)
+    if place.scheme == "file":
+        if place.host:  # the URL is not right, which opening it tells
+            return None
+        path = Path(place.path) if place.path else default_pool_directory()
+    else:
+        directory = Path(place.options.get("dir", DEFAULT_DIRECTORY))
+        path = directory / f"pdstore-{os.geteuid()}-{place.host or 'pool'}"
+    return None if path.exists() else path
 
 
 @contextmanager
@@ -117,7 +105,12 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
 def open_any(url: str | None) -> Iterator[tuple[Settings, Store, ListsValues | None]]:
     """Opens a store as `open_pool` does, also one that cannot list its values."""
     settings = read_settings(**({"store": url} if url else {}))
-    _refuse_missing(settings.store)
+    path = missing_pool(settings.store)
+    if path is not None:  # opening it would make a pool: an arena of a default size
+        raise ConfigError(
+            f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
+            " PDSTORE_STORE or --store the URL that they have"
+        )
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:

@@ -6,14 +6,13 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from pydantic import ByteSize
 
 from pdstore.cli.answer import Finding, bad, count, duration, info, ok, size, warn
-from pdstore.cli.host import MOUNTS, check_file_pages, check_pages
+from pdstore.cli.host import MOUNTS, check_pages
 from pdstore.cli.pool_view import missing_pool, survey
 from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import ConfigError, PDStoreError, StoreError, StoreFull
@@ -43,22 +42,14 @@ _ALIVE = "see that the server runs, and that its URL, user and password are righ
 _MORE = "give the store more memory, or empty it"
 
 
-@dataclass(frozen=True)
-class Question:
-    """Parameters of the checks of a store.
+def check_store(
+    settings: Settings, shape: ModelShape | None, machine: Machine, num_gpus: int
+) -> Iterator[Finding]:
+    """Yields the findings about the store at PDSTORE_STORE. Raises ConfigError for a bad URL.
 
-    shape: the model; None: an 8B model, and no break-even. count_gpus: of this host.
+    shape: the model; None: an 8B model, and no break-even. num_gpus: of this host.
     """
-
-    settings: Settings
-    shape: ModelShape | None = None
-    machine: Machine = field(default_factory=lambda: Machine("H100"))
-    count_gpus: Callable[[], int] = torch.cuda.device_count
-
-
-def check_store(asked: Question) -> Iterator[Finding]:
-    """Yields the findings about the store at PDSTORE_STORE. Raises ConfigError for a bad URL."""
-    settings, missing = asked.settings, missing_pool(asked.settings.store)
+    missing = missing_pool(settings.store)
     url, is_new = settings.store, missing is not None and settings.store.startswith("shm://")
     if is_new:  # of a name that no P opens meanwhile: a look leaves no arena behind
         url = re.sub("//[^/?]*", f"//doctor-{os.getpid()}", url, count=1)
@@ -71,10 +62,10 @@ def check_store(asked: Question) -> Iterator[Finding]:
         yield tried
         if tried.subject == "connect":
             return
-        yield from check_room(plain, asked.shape.kv_bytes() if asked.shape else None)
+        yield from check_room(plain, shape.kv_bytes() if shape else None)
         if tried.remedy == "":
-            yield from measure(asked, store)
-        yield from _check_memory_pages(plain, asked.count_gpus)
+            yield from measure(settings, store, shape, machine)
+        yield from _check_memory_pages(plain, num_gpus)
         if is_new:
             yield info("pool", f"there is no {missing} yet: the first P or D makes it")
         else:
@@ -95,33 +86,35 @@ def try_store(settings: Settings, store: Store) -> Finding:
     return ok("round trip", "save, find, load, compare and remove are right")
 
 
-def measure(asked: Question, store: Store) -> Iterator[Finding]:
+def measure(
+    settings: Settings, store: Store, shape: ModelShape | None, machine: Machine
+) -> Iterator[Finding]:
     """Yields whether KV of the model's layout comes back, how fast, and if that is fast enough."""
-    shape = asked.shape or _8B
-    layout = layout_of(asked.settings, shape)
-    num_tokens = max(1, _TRIED_BYTES // shape.kv_bytes() - 1)  # of an 8B model 255: with a tail
+    tried_shape = shape or _8B
+    layout = layout_of(settings, tried_shape)
+    num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # of an 8B model 255
     try:
         check_values_fit(store, layout)
         refusal = _refusal(store)
         if refusal is not None:
             yield refusal
             return
-        tried = _try(asked.settings, store, layout, num_tokens)
+        tried = _try(settings, store, layout, num_tokens)
     except ConfigError as error:
         again = "stop P and D first, and run this again after it"
-        is_asked = asked.shape is not None  # an 8B model's values are of no importance else
-        yield bad("block size", str(error), again) if is_asked else info("speed", str(error))
+        # without a model its values are of no importance
+        yield bad("block size", str(error), again) if shape else info("speed", str(error))
         return
     except StepFailed as error:
         yield _failure(error)
         return
     seconds = tried.seconds
     rates = [tried.num_bytes / seconds[step] for step in ("save", "load")]
-    said = f"KV of {shape.name}, {size(tried.num_bytes)}: every byte is right; find"
+    said = f"KV of {tried_shape.name}, {size(tried.num_bytes)}: every byte is right; find"
     said += f" {duration(seconds['find'])}, save {rates[0] / 1e9:.2g} GB/s,"
     yield ok("speed", f"{said} load {rates[1] / 1e9:.2g} GB/s")
-    if asked.shape is not None:
-        yield _verdict(shape, asked.machine, rates[1])
+    if shape is not None:
+        yield _verdict(shape, machine, rates[1])
 
 
 def layout_of(settings: Settings, shape: ModelShape) -> Layout:
@@ -228,12 +221,12 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
     return ok("room", f"{said}; {size(room.used_bytes)} used")
 
 
-def _check_memory_pages(store: Store, count_gpus: Callable[[], int]) -> Iterator[Finding]:
+def _check_memory_pages(store: Store, num_gpus: int) -> Iterator[Finding]:
     if isinstance(store, ArenaStore):
-        yield from check_pages(store.path, MOUNTS.read_text(), count_gpus())
+        yield from check_pages(store.path, MOUNTS.read_text(), num_gpus, is_arena=True)
     if isinstance(store, FileStore):
         yield from (warn("budget", *doubt) for doubt in store.doubts)
-        yield from check_file_pages(store.root.resolve(), MOUNTS.read_text(), count_gpus())
+        yield from check_pages(store.root.resolve(), MOUNTS.read_text(), num_gpus, is_arena=False)
 
 
 def _check_contents(store: Store) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -74,9 +75,9 @@ class Reporting:
                 undo.callback(spans.close)
                 self.journal.listen(spans.add)
             if settings.status_port is not None:
-                shown = Snapshot(settings, cache, registries, self.journal, problem)
+                tell = partial(snapshot, settings, cache, registries, self.journal, problem)
                 port = settings.status_port and settings.status_port + number
-                self._server = StatusServer(port, shown.take)
+                self._server = StatusServer(port, tell)
                 undo.callback(self._server.close)
                 log.info("status on %s", self._server.url)
             self._opened = undo.pop_all()
@@ -91,45 +92,34 @@ class Reporting:
         self._opened.close()
 
 
-class Snapshot:
-    """Makes the object that `/pdstore` shows. No secret is in it.
+def snapshot(
+    settings: Settings,
+    cache: TellsPool,
+    registries: Sequence[CollectorRegistry],
+    journal: Journal,
+    problem: Callable[[], str | None],
+) -> Json:
+    """Returns the object that `/pdstore` shows: the state as it is now. No secret is in it.
 
     cache: tells the pool and the namespace; its fields show as `Namespace.describe` has them.
     registries: hold its metrics; each number is shown as all of them have it together.
     problem: returns the trouble of the pool now, or None.
     """
-
-    def __init__(
-        self,
-        settings: Settings,
-        cache: TellsPool,
-        registries: Sequence[CollectorRegistry],
-        journal: Journal,
-        problem: Callable[[], str | None],
-    ) -> None:
-        self._settings = settings
-        self._cache = cache
-        self._registries = registries
-        self._journal = journal
-        self._problem = problem
-
-    def take(self) -> Json:
-        """Returns the state as it is now."""
-        numbers = _numbers_of(self._registries)
-        namespace, pool_id = self._cache.namespace, self._cache.pool_id
-        return {
-            "time": time.time(),
-            "version": pdstore.__version__,
-            "role": self._settings.role,
-            "store": StoreURL.of(self._settings.store).label,
-            "pool": {"id": pool_id.hex() if pool_id else None, "lease_s": self._cache.lease_s},
-            "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
-            "problem": self._problem(),
-            "settings": settings_of(self._settings),
-            "metrics": numbers,
-            "reasons": _reasons_of(numbers),
-            "requests": [record.as_json() for record in self._journal.last()],
-        }
+    numbers = _numbers_of(registries)
+    namespace, pool_id = cache.namespace, cache.pool_id
+    return {
+        "time": time.time(),
+        "version": pdstore.__version__,
+        "role": settings.role,
+        "store": StoreURL.of(settings.store).label,
+        "pool": {"id": pool_id.hex() if pool_id else None, "lease_s": cache.lease_s},
+        "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
+        "problem": problem(),
+        "settings": settings_of(settings),
+        "metrics": numbers,
+        "reasons": _reasons_of(numbers),
+        "requests": [record.as_json() for record in journal.last()],
+    }
 
 
 def settings_of(settings: Settings) -> list[Json]:

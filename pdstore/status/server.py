@@ -58,30 +58,22 @@ class StatusServer:
         return 0.0
 
 
-class TimedReader(io.RawIOBase):
-    """Reads from a connected socket for `seconds` in all, then raises TimeoutError.
-
-    Keeps the socket open until it is closed, as a file that `makefile` returns does.
-    """
+class _TimedReader(io.RawIOBase):
+    """Reads from a connected socket for `seconds` in all, then raises TimeoutError."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
         self._deadline = Deadline(seconds)
-        self._file = connection.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         left_s = self._deadline.remaining_s()
         if left_s == 0.0:
             raise TimeoutError("the bytes took too long to come")
         self._connection.settimeout(left_s)
-        return self._file.readinto(buffer)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        return self._connection.recv_into(buffer)
 
 
 class _Server(HTTPServer):
@@ -106,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(TimedReader(self.connection, self._request_s))
+        self.rfile = io.BufferedReader(_TimedReader(self.connection, self._request_s))
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:

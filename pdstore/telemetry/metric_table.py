@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from pdstore.outcome import Direction, Reason
 
@@ -52,20 +53,16 @@ class Metric:
         return f"pdstore_{self.name}" + ("_total" if self.kind is Kind.COUNTER else "")
 
 
-def _counter(name: str, text: str, **labels: Sequence[str]) -> Metric:
-    return Metric(name, Kind.COUNTER, text, labels)
+def _metric(
+    kind: Kind, name: str, text: str, across: Across = Across.SUM, **labels: Sequence[str]
+) -> Metric:
+    return Metric(name, kind, text, labels, across)
 
 
-def _seconds(name: str, text: str, **labels: Sequence[str]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, text, labels)
-
-
-def _gauge(name: str, text: str, **labels: Sequence[str]) -> Metric:
-    return Metric(name, Kind.GAUGE, text, labels)
-
-
-def _of_store(name: str, text: str, **labels: Sequence[str]) -> Metric:
-    return Metric(name, Kind.GAUGE, text, labels, Across.MAX)
+_counter = partial(_metric, Kind.COUNTER)
+_seconds = partial(_metric, Kind.HISTOGRAM)
+_gauge = partial(_metric, Kind.GAUGE)
+_of_store = partial(_gauge, across=Across.MAX)
 
 
 METRICS: dict[str, Metric] = {

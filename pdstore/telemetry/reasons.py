@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -121,12 +122,13 @@ QUIET = frozenset(
 class ReasonLog:
     """Warns of a reason the first time it comes up, and then at most once in `pause_s`.
 
-    A later warning counts those that were left out. One thread at a time calls it.
+    A later warning counts those that were left out. Any thread may call it.
     """
 
     def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause_s = pause_s
         self._clock = clock
+        self._lock = threading.Lock()
         self._next: dict[tuple[str, Reason], float] = {}
         self._left_out: dict[tuple[str, Reason], int] = {}
 
@@ -138,12 +140,13 @@ class ReasonLog:
         """
         if reason in QUIET:
             return
-        key, now = (what, reason), self._clock()
-        if now < self._next.get(key, now):
-            self._left_out[key] = self._left_out.get(key, 0) + 1
-            return
-        self._next[key] = now + self._pause_s
-        log.warning("%s", _text(what, reason, error, self._left_out.pop(key, 0)))
+        with self._lock:
+            key, now = (what, reason), self._clock()
+            if now < self._next.get(key, now):
+                self._left_out[key] = self._left_out.get(key, 0) + 1
+                return
+            self._next[key] = now + self._pause_s
+            log.warning("%s", _text(what, reason, error, self._left_out.pop(key, 0)))
 
 
 def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,10 +56,6 @@ class RequestRecord:
     phases: tuple[Phase, ...] = ()
     in_store: tuple[Phase, ...] = ()
     traceparent: str | None = None
-
-    def seconds(self, name: str) -> float | None:
-        """Returns the length of a phase; None if the request had none of this name."""
-        return next((p.end_s - p.begin_s for p in self.phases if p.name == name), None)
 
     def line(self) -> str:
         """Returns the line of the log."""
@@ -116,13 +112,6 @@ class RequestTimer:
         """Ends a phase that has begun; of several calls the last one counts."""
         if name in self._begins:
             self._ends[name] = self.elapsed_s
-
-    def between(self, name: str, instants: Sequence[tuple[float, float]]) -> tuple[Phase, ...]:
-        """Returns a phase from the first begin to the last end; no phase without instants."""
-        if not instants:
-            return ()
-        begin, end = min(i[0] for i in instants), max(i[1] for i in instants)
-        return (Phase(name, begin - self._zero, end - self._zero),)
 
     def phases(self) -> tuple[Phase, ...]:
         """Returns the phases in the order of their beginnings; one that still runs ends now."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.layout import BlockTables, Layout
+from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction
@@ -33,7 +35,7 @@ from pdstore.worker.movers import open_mover
 from pdstore.worker.save import OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import LayerCache, ReadyEvent, Swap
-from pdstore.worker.values import RANGE_BYTES, PromptBlocks, bytes_of, check_windows, tables_of
+from pdstore.worker.values import RANGE_BYTES, PromptBlocks, Tables, bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +173,8 @@ class KVPool:
         """
         first_block = self._first_block(keys, first_token)
         num_blocks = self._swap.num_blocks
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        first_read = first_block if handoff is None else 0  # it may save any block once more
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_read)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
@@ -360,3 +363,62 @@ def behind_caller(swap: Swap) -> ReadyEvent | None:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream())
         return event
+
+
+def tables_of(
+    layout: Layout,
+    num_tokens: int,
+    block_ids: Sequence[int] | BlockTables,
+    num_blocks: int,
+    first_block: int = 0,
+) -> Tables:
+    """Returns the block tables of a prompt; a plain list of ids is the only one.
+
+    Tables that are arrays of int64 are kept and not copied: nobody may change them.
+    num_blocks: of the paged cache.
+    first_block: what belongs to the pool's blocks before it is not checked.
+    Raises LayoutError for tables that do not fit.
+    """
+    given: Any = tuple(block_ids)  # read once, because it may be an iterator
+    tables: Tables
+    try:
+        tables = (tuple(map(operator.index, given)),)
+    except TypeError:
+        try:
+            tables = tuple(
+                table
+                if getattr(table, "typecode", "") == "q"
+                else tuple(map(operator.index, table))
+                for table in given
+            )
+        except TypeError as error:
+            raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
+    if len(tables) != layout.num_tables:
+        raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
+    need = -(-num_tokens // layout.engine_block_tokens)
+    first = first_block * layout.block_tokens // layout.engine_block_tokens
+    for number, table in enumerate(tables):
+        if len(table) < need:
+            raise LayoutError(
+                f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
+            )
+        used = table[first:need]
+        lowest = NO_BLOCK if layout.has_window(number) else 0
+        if used and not lowest <= min(used) <= max(used) < num_blocks:
+            raise LayoutError(
+                f"block ids {min(used)}..{max(used)} are not all in the cache of"
+                f" {num_blocks} blocks"
+            )
+    return tables
+
+
+def check_windows(layout: Layout, tables: BlockTables) -> None:
+    """Raises LayoutError where a block to be loaded reaches over a window's edge."""
+    per_block = layout.block_tokens // layout.engine_block_tokens
+    for table in tables:
+        num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
+        if num_gone % per_block:
+            raise LayoutError(
+                f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
+                f" must be the engine's, of {layout.engine_block_tokens}"
+            )

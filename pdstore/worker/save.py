@@ -19,7 +19,7 @@ from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of, tables_of
+from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of
 
 _MOST_ROUNDS = 3
 
@@ -136,14 +136,10 @@ class SaveWork(Work):
 
     def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
         """Saves what the store lost of the blocks from `first_block` on, range by range."""
-        keys, layout = self.prompt.keys, self.prompt.layout
-        num_blocks = self.mover.ends.swap.num_blocks  # blocks before the first are checked now
-        tables = tables_of(layout, keys.num_tokens, self.prompt.tables, num_blocks)
-        prompt = PromptBlocks(layout, keys, tables)
-        ready = self.mover.ends.swap.to_follow(self._ready)
-        num_bytes = bytes_of(layout, keys, first_block)
+        keys, ready = self.prompt.keys, self.mover.ends.swap.to_follow(self._ready)
+        num_bytes = bytes_of(self.prompt.layout, keys, first_block)
         for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
-            move = Move(prompt.values(blocks), ready)
+            move = Move(self.prompt.values(blocks), ready)
             reason = self.mover.way.save(child, [move], lambda: None)
             if reason is not None:
                 return reason

@@ -7,15 +7,13 @@ from Python's lock.
 
 from __future__ import annotations
 
-import operator
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
@@ -241,62 +239,3 @@ def bytes_of(
         for part in layout.owned_parts
         if layer_range is None or layout.range_of_part(part) == layer_range
     )
-
-
-def tables_of(
-    layout: Layout,
-    num_tokens: int,
-    block_ids: Sequence[int] | BlockTables,
-    num_blocks: int,
-    first_block: int = 0,
-) -> Tables:
-    """Returns the block tables of a prompt; a plain list of ids is the only one.
-
-    Tables that are arrays of int64 are kept and not copied: nobody may change them.
-    num_blocks: of the paged cache.
-    first_block: what belongs to the pool's blocks before it is not checked.
-    Raises LayoutError for tables that do not fit.
-    """
-    given: Any = tuple(block_ids)  # read once, because it may be an iterator
-    tables: Tables
-    try:
-        tables = (tuple(map(operator.index, given)),)
-    except TypeError:
-        try:
-            tables = tuple(
-                table
-                if getattr(table, "typecode", "") == "q"
-                else tuple(map(operator.index, table))
-                for table in given
-            )
-        except TypeError as error:
-            raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
-    if len(tables) != layout.num_tables:
-        raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
-    need = -(-num_tokens // layout.engine_block_tokens)
-    first = first_block * layout.block_tokens // layout.engine_block_tokens
-    for number, table in enumerate(tables):
-        if len(table) < need:
-            raise LayoutError(
-                f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
-            )
-        used = table[first:need]
-        lowest = NO_BLOCK if layout.has_window(number) else 0
-        if used and not lowest <= min(used) <= max(used) < num_blocks:
-            raise LayoutError(
-                f"block ids {min(used)}..{max(used)} are not all in the cache of"
-                f" {num_blocks} blocks"
-            )
-    return tables
-
-
-def check_windows(layout: Layout, tables: BlockTables) -> None:
-    """Raises LayoutError where a block to be loaded reaches over a window's edge."""
-    per_block = layout.block_tokens // layout.engine_block_tokens
-    for table in tables:
-        num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
-        if num_gone % per_block:
-            raise LayoutError(
-                f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
-                f" must be the engine's, of {layout.engine_block_tokens}"
-            )

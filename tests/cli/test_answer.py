@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pdstore.cli import answer
-from pdstore.cli.answer import Answer, Output, busy, heading, muted, table
+from pdstore.cli.answer import Answer, Output, heading, muted, table
 from pdstore.errors import ConfigError
 from tests.support.command import run
 
@@ -42,12 +42,6 @@ def test_text_that_others_chose_is_no_instruction(capsys):
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
         Output(str(tmp_path / "nowhere" / "x"))
-
-
-def test_no_spinner_runs_where_nobody_looks(capsys):
-    with busy("waiting"):
-        pass
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_is_told_what_takes_its_time(file_url):

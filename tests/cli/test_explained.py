@@ -120,14 +120,6 @@ def covered(*missing):
     return cover_of(KEYS, stored, NamespaceUse(NAMESPACE.hex, youngest_s=7.0))
 
 
-def test_a_whole_prompt_is_covered_to_its_last_token():
-    cover = covered()
-    assert (cover.num_run, cover.num_tokens, cover.num_found) == (5, 70, 10)
-    assert [block.num_tokens for block in cover.blocks] == [16, 16, 16, 16, 6]
-    assert [block.age_s for block in cover.blocks] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert cover.why() == "all of it is there"
-
-
 @pytest.mark.parametrize(
     ("missing", "num_tokens", "why"),
     [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pdstore.cli.answer import Level
-from pdstore.cli.store_check import Question, check_room, measure, try_store
+from pdstore.cli.store_check import check_room, measure, try_store
 from pdstore.errors import StoreUnavailable
 from pdstore.settings import read_settings
+from pdstore.sizing import Machine
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import Room
@@ -15,6 +16,7 @@ from pdstore.testing import fresh_keys
 from pdstore.testing.values import put
 
 GIB = 1 << 30
+H100 = Machine("H100")
 
 
 class Telling(MemoryStore):
@@ -74,7 +76,7 @@ def test_a_right_store_is_measured_and_left_as_it_was(url):
     store = open_store(url, settings)
     before = {value.key for value in store.stored_values()}
     assert try_store(settings, store).level is Level.OK
-    [finding] = measure(Question(settings), store)
+    [finding] = measure(settings, store, None, H100)
     assert (finding.level, finding.subject) == (Level.OK, "speed")
     assert "every byte is right" in finding.said
     assert {value.key for value in store.stored_values()} == before
@@ -106,7 +108,7 @@ def test_a_wrong_store_is_told_at_its_step(step):
 
 
 def test_a_store_that_takes_only_small_values_is_red():
-    [finding] = measure(Question(read_settings()), MemoryStore(budget=1 << 20))
+    [finding] = measure(read_settings(), MemoryStore(budget=1 << 20), None, H100)
     assert (finding.level, finding.subject) == (Level.BAD, "room")
     assert finding.remedy
 
@@ -116,7 +118,7 @@ def test_a_full_small_pool_keeps_its_values(tmp_path, mib, said):
     store = open_store(f"file://{tmp_path}/pool?budget={mib}MiB&lease=0.001", read_settings())
     keys = fresh_keys(mib - 2)
     assert put(store, keys, [bytes(1 << 20)] * len(keys)) == len(keys)
-    *_, last = measure(Question(read_settings()), store)
+    *_, last = measure(read_settings(), store, None, H100)
     assert said in last.said
     assert store.match(keys) == len(keys)
     store.close()

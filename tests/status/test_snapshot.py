@@ -11,7 +11,7 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
-from pdstore.status.reporting import Snapshot, settings_of
+from pdstore.status.reporting import settings_of, snapshot
 from pdstore.telemetry.request_record import Journal
 from tests.telemetry.test_request_record import RECORD
 
@@ -43,7 +43,7 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     metrics.miss(Reason.LOST)
     metrics.tokens.labels("loaded").inc(64)
     journal.add(RECORD)
-    taken = Snapshot(read_settings(), CACHE, [metrics.registry], journal, lambda: "down").take()
+    taken = snapshot(read_settings(), CACHE, [metrics.registry], journal, lambda: "down")
     said = json.loads(json.dumps(taken))
     assert said["problem"] == "down"
     assert said["metrics"]["tokens_total|loaded"] == 64
@@ -56,5 +56,5 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
 @pytest.mark.parametrize(("pool_id", "shown"), [(None, None), (b"\xab" * 16, "ab" * 16)])
 def test_the_pools_id_is_shown_once_the_store_has_told_it(pool_id, shown):
     cache = CACHE._replace(pool_id=pool_id)
-    taken = Snapshot(read_settings(), cache, [], Journal(), lambda: None).take()
+    taken = snapshot(read_settings(), cache, [], Journal(), lambda: None)
     assert taken["pool"] == {"id": shown, "lease_s": 10.0}

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from pdstore.testing import StoreTests
+from tests.support import wrong_stores
 from tests.support.kv import eventually
-from tests.support.wrong_stores import all as wrong_stores
 
 pytest_plugins = ["pytester"]
 
@@ -17,7 +17,7 @@ TRIES = 4  # a test of a race may miss the moment
 SUITES = """
 import pytest
 from pdstore.testing import StoreTests
-from tests.support.wrong_stores import all as wrong_stores
+from tests.support import wrong_stores
 
 def suite_of(wrong):
     class Suite(StoreTests):

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -215,10 +214,6 @@ def half_write(store: MooncakeStore, keys: Sequence[str], size: int) -> None:
     """Leaves keys as a writer does that dies in the middle of a put."""
     with mover_of(store) as raw:
         assert raw.batch_put_session_start(list(keys), [size] * len(keys)) == [0] * len(keys)
-
-
-def unique(name: str) -> str:
-    return f"{name}-{secrets.token_hex(4)}"
 
 
 def _accepts(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""Redis and Valkey clusters, and a master with its sentinel, for tests."""
+"""Redis clusters, and a master with its sentinel, for tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class ClusterOfServers:
         num_masters: int = 3,
         replicas: int = 1,
         node_timeout_ms: int = 15_000,
-        binary: str | None = None,
         tls: Sequence[str] = (),
     ) -> None:
         num = num_masters * (1 + replicas)
@@ -65,7 +64,6 @@ class ClusterOfServers:
                     *(("--tls-port", str(ports[i]), "--tls-cluster", "yes", *tls) if tls else ()),
                     *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
                     port=ports[i],
-                    binary=binary,
                 )
             )
         self.masters, self.has_replicas = self.nodes[:num_masters], replicas > 0

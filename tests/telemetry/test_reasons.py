@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import StoreFull, StoreUnavailable
+from pdstore.errors import StoreUnavailable
 from pdstore.outcome import Reason
 from pdstore.telemetry.reasons import ADVICE, QUIET, ReasonLog
 from tests.support.clock import Clock
@@ -17,15 +17,6 @@ def lines(caplog) -> list[str]:
 def test_every_reason_has_words_in_the_order_of_the_enumeration():
     assert list(ADVICE) == list(Reason)
     assert all(advice.means and advice.look_at for advice in ADVICE.values())
-
-
-def test_a_warning_has_the_reason_the_cause_and_the_remedy(caplog):
-    ReasonLog().warn("a save", Reason.STORE_FULL, StoreFull("redis://there: OOM"))
-    (line,) = lines(caplog)
-    assert "a save fell short (store_full)" in line
-    assert "[redis://there: OOM]" in line
-    assert "Look at the pool's size" in line
-    assert "`" not in line
 
 
 def test_an_error_with_a_remedy_is_told_in_place_of_what_its_reason_usually_means(caplog):

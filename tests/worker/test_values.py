@@ -8,7 +8,8 @@ from pdstore import LayerSpec, Layout, PromptKeys
 from pdstore.errors import LayoutError
 from pdstore.format import block
 from pdstore.format.layout import NO_BLOCK
-from pdstore.worker.values import BlockRange, PromptBlocks, Split, bytes_of, tables_of
+from pdstore.worker.pool import tables_of
+from pdstore.worker.values import BlockRange, PromptBlocks, Split, bytes_of
 from tests.support.kv import settings_of
 
 FULL = LayerSpec(2, 8)

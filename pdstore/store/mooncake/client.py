@@ -145,6 +145,13 @@ class Client:
                 self._began.remove(began)
                 self._changed.notify_all()
 
+    def codes_of(self, question: Callable[[Raw], list[int]]) -> list[int]:
+        """Makes one call of the library; returns its codes, and counts them."""
+        with self.call() as raw:
+            codes = question(raw)
+        self.count_codes(codes)
+        return codes
+
     def count_codes(self, codes: Sequence[int]) -> None:
         """Counts the codes of a call; after an outage the next call asks the server first."""
         self.codes.update(name_of(code) for code in codes if code < 0)

@@ -14,16 +14,17 @@ from functools import partial
 from urllib.parse import quote
 
 from pdstore.environment import mooncake_sources
-from pdstore.errors import StoreTimeout, StoreUnavailable, WrongLength
+from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.barrier import Barrier
-from pdstore.store.mooncake.batches import Batches, Lane, Putter
+from pdstore.store.mooncake.batches import Batches, Lane
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import (
+    ABSENT,
     INVALID,
     LEASE_OVER,
     MISSES,
@@ -33,6 +34,7 @@ from pdstore.store.mooncake.library import (
     check_installed,
     counted_from,
     error_of,
+    is_outage,
 )
 from pdstore.store.mooncake.memory import Memory
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
+_WRITER_S = 1.0  # how long to wait for another writer of the same key
+_MOST_EVICTIONS = 3
 _HTTP_S = 5.0
 _MOST_BYTES = 4 << 20  # of an answer; the master's /metrics has a hundredth of it
 _MOST_KEY_BYTES = 1 << 30  # 14 million keys
@@ -89,7 +93,6 @@ class MooncakeStore(Store):
             self._lanes.append(Lane(more, Barrier(label, more, Memory(None), None)))
         any_memory = config.topology != "shared" and config.protocol == "tcp"
         self._batches = Batches(self._lanes, self._memory, config.lease, any_memory=any_memory)
-        self._putter = Putter(label, self._batches, self._num_stored, self._size_of)
         self._put_config = library.put_config(is_pinned=False)
         self._pin_config = library.put_config(is_pinned=True)
         if config.topology == "embedded":
@@ -151,7 +154,7 @@ class MooncakeStore(Store):
             batch = keys[start:end]
             config = self._pin_config if POOL_ID_KEY in batch else self._put_config
             with counted_from(start):
-                n = self._putter.put(batch, slots.part(start, end), config)
+                n = self._put_batch(batch, slots.part(start, end), config)
             if start + n < end:
                 return start + n
         return len(keys)
@@ -161,9 +164,7 @@ class MooncakeStore(Store):
         check_call(keys)
         if not keys:
             return
-        with self._lookup.call() as raw:
-            codes = raw.batch_remove(list(keys), True)
-        self._lookup.count_codes(codes)
+        codes = self._lookup.codes_of(lambda raw: raw.batch_remove(list(keys), True))
         for key, code in zip(keys, codes, strict=True):
             if code < 0 and code not in MISSES:
                 raise error_of(code, f"{self.label}: remove of {key}")
@@ -175,9 +176,8 @@ class MooncakeStore(Store):
         """
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        with self._lookup.call() as raw:
-            code = raw.remove_by_regex(f"^{prefix}", True)  # without ^, hashes match too
-        self._lookup.count_codes([code])
+        # without ^, hashes match too
+        [code] = self._lookup.codes_of(lambda raw: [raw.remove_by_regex(f"^{prefix}", True)])
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
 
@@ -276,6 +276,42 @@ class MooncakeStore(Store):
             raise error_of(code, what, num_done=i)
         return len(keys)
 
+    def _put_batch(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> int:
+        """Puts a batch; returns how many of its first keys can be read now. Raises StoreError.
+
+        Mooncake reports success for a put of a taken key and drops the bytes, even if the writer
+        that took it has not finished, or never will. So every put is followed by a search for its
+        keys, and counts only what can be read. The search also leases them, so that a long prompt
+        does not evict its own beginning.
+        """
+        codes = self._batches.put(keys, slots, config)
+        num_put = next((i for i, code in enumerate(codes) if code < 0), len(keys))
+        for key, code in zip(keys, codes, strict=True):
+            if is_outage(code):
+                raise error_of(code, f"{self.label}: put of {key}", num_done=num_put)
+        stored, num_evictions = self._num_stored(keys), 0
+        end, pause = time.monotonic() + _WRITER_S, 0.002
+        while stored < len(keys) and codes[stored] >= 0:
+            what = f"{self.label}: {keys[stored]}"
+            if self._size_of(keys[stored]) != ABSENT:  # another writer is at work
+                if time.monotonic() > end:
+                    log.warning("%s is half-written by another client", what)
+                    return stored
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            elif num_evictions == _MOST_EVICTIONS:
+                raise StoreFull(f"{what} is evicted as soon as it is put", num_done=stored)
+            else:
+                num_evictions += 1
+                others = slots.part(stored, len(keys))
+                codes[stored:] = self._batches.put(keys[stored:], others, config)
+            with counted_from(stored):
+                stored += self._num_stored(keys[stored:])
+        if stored < len(keys):
+            what = f"{self.label}: put of {keys[stored]}"
+            raise error_of(codes[stored], what, num_done=stored)
+        return stored
+
     def _num_stored(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are there; one call, which leases all that are."""
         for i, code in enumerate(self._exist(keys)):
@@ -287,15 +323,10 @@ class MooncakeStore(Store):
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
         """Returns 1, 0 or a code for each key."""
-        with self._lookup.call() as raw:
-            codes: list[int] = raw.batch_is_exist(list(keys))
-        self._lookup.count_codes(codes)
-        return codes
+        return self._lookup.codes_of(lambda raw: raw.batch_is_exist(list(keys)))
 
     def _size_of(self, key: BlockKey) -> int:
-        with self._lookup.call() as raw:
-            size: int = raw.get_size(key)
-        self._lookup.count_codes([size])
+        [size] = self._lookup.codes_of(lambda raw: [raw.get_size(key)])
         return size
 
     def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:

@@ -133,15 +133,16 @@ class Cluster:
             else:
                 replies[i] = ClusterDownError(f"no node serves slot {slot}")
         with ExitStack() as stack:
-            exchanges = [
-                (part, stack.enter_context(_Exchange(self._client(address), is_asking)))
-                for (address, is_asking), part in parts.items()
-            ]
-            for part, exchange in exchanges:
-                exchange.write([commands[i] for i in part])
-            for part, exchange in exchanges:
-                for i in part:
-                    replies[i] = exchange.read()
+            exchanges = []
+            for (address, is_asking), part in parts.items():
+                pool = self._client(address).connection_pool
+                exchange = _Exchange(pool, [commands[i] for i in part], is_asking)
+                stack.callback(exchange.return_connection)
+                exchange.write()
+                exchanges.append(exchange)
+            for exchange, part in zip(exchanges, parts.values(), strict=True):
+                for i, reply in zip(part, exchange.read(), strict=True):
+                    replies[i] = reply
 
     def _client(self, address: Address) -> redis.Redis:
         client = self._clients.get(address)
@@ -171,38 +172,34 @@ class Cluster:
 class _Exchange:
     """Commands to one node and their replies, on a connection of the node's pool."""
 
-    def __init__(self, client: redis.Redis, is_asking: bool) -> None:
-        self._pool = client.connection_pool
-        self._is_asking = is_asking
+    def __init__(
+        self, pool: redis.ConnectionPool, commands: Sequence[Command], asking: bool
+    ) -> None:
+        self._pool = pool
+        self._is_asking = asking
+        self._sent = [part for c in commands for part in ((("ASKING",), c) if asking else (c,))]
         self._connection: Any = None
-        self._num_unread = 0
         self._problem: RedisError | None = None
+        self._is_over = False
 
-    def __enter__(self) -> _Exchange:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._connection is not None:
-            if self._num_unread or self._problem is not None:
-                self._connection.disconnect()  # a late reply must not answer another call
-            self._pool.release(self._connection)
-
-    def write(self, commands: Sequence[Command]) -> None:
-        asking: Sequence[Command] = [("ASKING",)] if self._is_asking else []
-        self._num_unread = len(commands)
+    def write(self) -> None:
         try:
             self._connection = self._pool.get_connection()
-            packed = [part for command in commands for part in (*asking, command)]
-            self._connection.send_packed_command(self._connection.pack_commands(packed))
+            self._connection.send_packed_command(self._connection.pack_commands(self._sent))
         except RedisError as error:
             self._problem = error
 
-    def read(self) -> object:
-        """Returns the next reply, or the error that came in its place."""
-        self._num_unread -= 1
-        if self._is_asking:
-            self._receive()
-        return self._receive()
+    def read(self) -> list[object]:
+        """Returns the replies to the commands, or the errors that came in their place."""
+        replies = [self._receive() for _ in self._sent]
+        self._is_over = self._problem is None
+        return replies[1::2] if self._is_asking else replies
+
+    def return_connection(self) -> None:
+        if self._connection is not None:
+            if not self._is_over:
+                self._connection.disconnect()  # a late reply must not answer another call
+            self._pool.release(self._connection)
 
     def _receive(self) -> object:
         if self._problem is None:

@@ -34,7 +34,6 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.format.keys import BlockKey
 from pdstore.store.redis.cluster import Address, Cluster, OneServer
 from pdstore.store.url import StoreURL
 
@@ -44,18 +43,15 @@ _CONNECT_S = 1.0
 _TIMEOUT_S = 5.0
 _PORT, _SENTINEL_PORT = 6379, 26379
 
-_ERRORS: tuple[tuple[type[RedisError], type[StoreError]], ...] = (
-    (AuthenticationError, StoreDenied),  # of redis-py's, the special before the general
-    (AuthorizationError, StoreDenied),
-    (NoPermissionError, StoreDenied),
-    (OutOfMemoryError, StoreFull),
-    (redis.TimeoutError, StoreTimeout),
-    (redis.ConnectionError, StoreUnavailable),
-    (ReadOnlyError, StoreUnavailable),  # a master that became a replica
-    (ClusterDownError, StoreUnavailable),
-    (MovedError, StoreUnavailable),
-    (AskError, StoreUnavailable),
-)
+_OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
+_OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
+_ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {
+    # of redis-py's, the special before the general; ReadOnlyError: a master became a replica
+    (AuthenticationError, AuthorizationError, NoPermissionError): StoreDenied,
+    (OutOfMemoryError,): StoreFull,
+    (redis.TimeoutError,): StoreTimeout,
+    (redis.ConnectionError, ReadOnlyError, *_OF_A_CLUSTER): StoreUnavailable,
+}
 _NO_REDIS = "what answers there is no redis server: is the port right?"
 _OTHER_SERVER = "what answers there is no redis server, or a proxy: name the server itself"
 _SILENT = "the server is slow or hangs, or is no redis server: is the port right?"
@@ -79,9 +75,6 @@ _REMEDIES = {
     ),
 }
 """Changes that help, by words of redis-py or of a server."""
-_OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
-_OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
-
 
 Servers: TypeAlias = OneServer | Cluster
 
@@ -148,12 +141,9 @@ def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
 def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
     if url.host or not url.path:
         raise ConfigError(f"{url.label}: write {url.scheme}:///path/redis.sock")
-    place: dict[str, Any] = {
-        "connection_class": redis.UnixDomainSocketConnection,
-        "path": url.path,
-    }
+    options |= {"connection_class": redis.UnixDomainSocketConnection, "path": url.path}
     database = _database(url, url.options.pop("db", "0"))
-    return OneServer(redis.ConnectionPool(**place, db=database, **options))
+    return OneServer(redis.ConnectionPool(db=database, **options))
 
 
 def _cluster(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -194,7 +184,7 @@ def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
     return [Address(url.host or "localhost", url.port or port), *found]
 
 
-def error_of(label: str, error: object, key: BlockKey, num_done: int) -> StoreError:
+def error_of(label: str, error: object, key: object, num_done: int) -> StoreError:
     """Returns the store's error for the error of redis-py, or the reply, that ended a call."""
     if not isinstance(error, RedisError):
         said = f"{label}: {str(error)[:80]!r} is no answer of a redis server: {key}"
@@ -204,7 +194,7 @@ def error_of(label: str, error: object, key: BlockKey, num_done: int) -> StoreEr
         return StoreError(f"{label}: {error}", num_done=num_done, remedy=remedy)
     if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
-    kinds = (ours for theirs, ours in _ERRORS if isinstance(error, theirs))
+    kinds = (ours for theirs, ours in _ERRORS.items() if isinstance(error, theirs))
     remedy = _remedy(label, error)
     about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
     said = f"{label}: {_said(error)}{about}"
@@ -212,7 +202,7 @@ def error_of(label: str, error: object, key: BlockKey, num_done: int) -> StoreEr
 
 
 @contextlib.contextmanager
-def named_errors(label: str, key: BlockKey, num_done: int = 0) -> Iterator[None]:
+def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
     """Turns redis-py's errors inside into the store's, also those of a reply it cannot read."""
     try:
         yield

@@ -85,7 +85,7 @@ class RedisStore(Store):
                 ("EXISTS", keys[i]) if ttl_s is None else ("EXPIRE", keys[i], ttl_s)
                 for i, ttl_s in zip(part, ttls_s, strict=True)
             ]
-            replies = self._replies(renewals, keys, part)
+            replies = self._replies(renewals, part)
             found = next((i for i, reply in enumerate(replies) if not reply), len(part))
             n += found
             if found < len(part):
@@ -99,8 +99,7 @@ class RedisStore(Store):
         """Asks for all keys in one round trip, which renews none."""
         self._lifecycle.check()
         check_call(keys)
-        replies = self._replies([("EXISTS", key) for key in keys], keys)
-        return [reply == 1 for reply in replies]
+        return [reply == 1 for reply in self._replies([("EXISTS", key) for key in keys])]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -120,18 +119,18 @@ class RedisStore(Store):
                 ttl_s = self._ttl_s[kind_of(keys[i])]
                 life = () if ttl_s is None else ("EX", ttl_s)
                 commands.append(("SET", keys[i], slots.value(i), *life, "NX"))
-            list(self._replies(commands, keys, part))
+            list(self._replies(commands, part))
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
         check_call(keys)
-        list(self._replies([("UNLINK", key) for key in keys], keys))
+        list(self._replies([("UNLINK", key) for key in keys]))
 
     def clear(self, namespace: str) -> None:
         """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
         for page in self._pages(prefix_of(namespace)):
-            list(self._replies([("UNLINK", key) for key in page], page))
+            list(self._replies([("UNLINK", key) for key in page]))
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         """Lists values with the memory they take: asking for their length would count as a use."""
@@ -139,8 +138,8 @@ class RedisStore(Store):
         for page in self._pages(prefix):
             new = [key for key in page if key not in seen]
             seen.update(new)
-            sizes = self._replies([("MEMORY USAGE", key, "SAMPLES", 0) for key in new], new)
-            ages_s = self._ask([("OBJECT IDLETIME", key) for key in new], new[0], 0) if new else []
+            sizes = self._replies([("MEMORY USAGE", key, "SAMPLES", 0) for key in new])
+            ages_s = self._ask([("OBJECT IDLETIME", key) for key in new]) if new else []
             for key, size, age_s in zip(new, sizes, ages_s, strict=True):
                 if isinstance(size, int):  # else it is gone
                     # under an LFU policy there is no idle time, but an error
@@ -148,13 +147,13 @@ class RedisStore(Store):
 
     def length_of(self, key: BlockKey) -> int | None:
         check_call([key])
-        [length] = self._replies([("STRLEN", key)], [key])
+        [length] = self._replies([("STRLEN", key)])
         return length if isinstance(length, int) and length else None  # no value is empty
 
     def room(self) -> Room:
         """Adds up the room of all servers; no limit is known unless each has one."""
         self._lifecycle.check()
-        with named_errors(self.label, BlockKey("INFO")):
+        with named_errors(self.label, "INFO"):
             told = [client.info() for client in self._servers.masters()]
             sizes = [info.get("maxmemory") or 0 for info in told]
             return Room(
@@ -177,7 +176,7 @@ class RedisStore(Store):
         commands = [("GETRANGE", keys[i], *ends) for i in part for ends in _pieces(slots.sizes[i])]
         step = _READ_BATCH // CHUNK if len(part) == 1 else len(owners)
         runs = [slice(at, at + step) for at in range(0, len(owners), step)]
-        replies = chain.from_iterable(self._replies(commands[r], keys, owners[r]) for r in runs)
+        replies = chain.from_iterable(self._replies(commands[r], owners[r]) for r in runs)
         for i in part:
             piece, done = slots.value(i), 0
             for at in range(0, len(piece), CHUNK):
@@ -193,13 +192,13 @@ class RedisStore(Store):
         """Yields some keys with a prefix at a time; one of an earlier page may come again."""
         self._lifecycle.check()
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
-        with named_errors(self.label, BlockKey(prefix)):
+        with named_errors(self.label, prefix):
             masters = self._servers.masters()
         for client in masters:
             cursor: int | None = None
             while cursor != 0:
                 self._lifecycle.check()
-                with named_errors(self.label, BlockKey(prefix)):
+                with named_errors(self.label, prefix):
                     cursor, found = client.scan(cursor or 0, match=pattern, count=_SCAN_KEYS)
                     names = [name for name in dict.fromkeys(found) if isinstance(name, bytes)]
                 if names:
@@ -214,7 +213,7 @@ class RedisStore(Store):
         empty one; GETRANGE reads no more of a wrong one than is needed. Raises WrongLength.
         """
         command: Command = ("GET", keys[i]) if was_empty else ("GETRANGE", keys[i], 0, len(piece))
-        [data] = self._replies([command], keys, [i])
+        [data] = self._replies([command], [i])
         if data is None or (not data and not was_empty):
             return False
         if len(data) != len(piece):
@@ -223,47 +222,39 @@ class RedisStore(Store):
         return True
 
     def _replies(
-        self,
-        commands: Sequence[Command],
-        keys: Sequence[BlockKey],
-        part: Sequence[int] | None = None,
+        self, commands: Sequence[Command], owners: Sequence[int] | None = None
     ) -> Iterator[Any]:
-        """Sends commands, the i-th about `keys[part[i]]`; yields their replies. Raises StoreError.
+        """Sends commands, the i-th about key `owners[i]` of the call; yields their replies.
 
-        An error is raised in its turn, so whoever stops at a missing key meets none of a later one.
+        Raises StoreError, each in its turn, so whoever stops at a missing key meets none of a later
+        one. By default each key has one command.
         """
-        part = range(len(keys)) if part is None else part
-        if not part:
-            return iter(())
-        replies = self._ask(commands, keys[part[0]], part[0])
+        if not commands:
+            return
+        owners = range(len(commands)) if owners is None else owners
         kind = _REPLIES.get(commands[0][0], object)  # the commands of a call are alike
-        return (
-            self._checked(reply, kind, keys[i], i) for i, reply in zip(part, replies, strict=True)
-        )
+        replies = self._ask(commands, owners[0])
+        for command, reply, owner in zip(commands, replies, owners, strict=True):
+            if isinstance(reply, RedisError):
+                raise error_of(self.label, reply, command[1], owner) from reply
+            if not isinstance(reply, kind):
+                raise error_of(self.label, repr(reply), command[1], owner)
+            yield reply
 
-    def _ask(self, commands: Sequence[Command], key: BlockKey, num_done: int) -> list[object]:
+    def _ask(self, commands: Sequence[Command], num_done: int = 0) -> list[object]:
         """Returns the servers' replies, errors among them. Raises StoreError for none."""
         self._lifecycle.check(num_done)
         try:
-            with named_errors(self.label, key, num_done):
+            with named_errors(self.label, commands[0][1], num_done):
                 return self._servers.ask(commands)
         finally:
             if self._lifecycle.is_closed:
                 self._servers.disconnect()
 
-    def _checked(
-        self, reply: object, kind: type | tuple[type, ...], key: BlockKey, num_done: int
-    ) -> object:
-        if isinstance(reply, RedisError):
-            raise error_of(self.label, reply, key, num_done) from reply
-        if not isinstance(reply, kind):
-            raise error_of(self.label, repr(reply), key, num_done)
-        return reply
-
     def _ask_lease_s(self) -> float | None:
         """Returns the lease that a match gives; None if a server does not answer now."""
         try:
-            with named_errors(self.label, BlockKey("CONFIG GET")):
+            with named_errors(self.label, "CONFIG GET"):
                 policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}
         except StoreError as error:  # hosted servers keep CONFIG for themselves
             return 0.0 if isinstance(error.__cause__, ResponseError) else None

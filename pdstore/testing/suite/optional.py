@@ -130,26 +130,18 @@ class ListTests:
         put(peer, keys[700:], [b"x"] * (1500 - 700))
         assert sorted(value.key for value in _listed(lists, keys)) == keys
 
-    def test_a_listing_says_what_a_value_takes(self, store: Store, lists: ListsValues) -> None:
-        keys, sizes = fresh_keys(3), [64, 5000, 200_000]
-        put(store, keys, [content(key, size) for key, size in zip(keys, sizes, strict=True)])
-        taken = {value.key: value.num_bytes for value in _listed(lists, keys)}
-        for key, size in zip(keys, sizes, strict=True):
-            assert size <= taken[key] <= 2 * size + 4096
-
-    def test_a_values_exact_length_is_told(self, store: Store, lists: ListsValues) -> None:
-        present, missing = fresh_keys(2)
-        put(store, [present], [bytes(5001)])
-        assert lists.length_of(present) == 5001
-        assert lists.length_of(missing) is None
-
-    def test_a_listing_says_how_long_ago_a_value_was_used(
+    def test_a_listing_says_what_a_value_takes_and_its_age(
         self, store: Store, lists: ListsValues
     ) -> None:
-        keys = fresh_keys(2)
-        put(store, keys, [b"x", b"y"])
-        for value in _listed(lists, keys):
-            assert value.age_s is None or 0 <= value.age_s < 60
+        keys, sizes = fresh_keys(3), [64, 5000, 200_000]
+        put(store, keys, [content(key, size) for key, size in zip(keys, sizes, strict=True)])
+        listed = {value.key: value for value in _listed(lists, keys)}
+        for key, size in zip(keys, sizes, strict=True):
+            assert size <= listed[key].num_bytes <= 2 * size + 4096
+            age_s = listed[key].age_s
+            assert age_s is None or 0 <= age_s < 60
+            assert lists.length_of(key) == size
+        assert lists.length_of(fresh_keys(1)[0]) is None
 
     def test_a_listing_has_only_keys_with_the_prefix(
         self, store: Store, lists: ListsValues

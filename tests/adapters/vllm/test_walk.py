@@ -78,6 +78,11 @@ class Engine:
         self.worker.wait_for_save()
         request.num_computed_tokens += num_tokens
 
+    def idle_step(self) -> None:
+        """Has the next step's metadata made now, where it is traced."""
+        output = SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=BlockState({}))
+        self.scheduler.build_connector_meta(output)
+
     def close(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
@@ -126,8 +131,9 @@ def test_the_walk_of_a_saves_block_ids(open_traced):
     with tracer.hooked():
         p = open_traced("prefill")
         with tracer.tracing():
+            p.idle_step()
             save(p, tracer)
-    tracer.walk_to("pds_arena_fill").check(frames=16, files=9, copies=2, names=2)
+    tracer.walk_to("pds_arena_fill").check(frames=15, files=10, copies=3, names=2)
 
 
 def test_the_walk_of_a_loads_block_ids(open_traced):
@@ -136,5 +142,6 @@ def test_the_walk_of_a_loads_block_ids(open_traced):
     with tracer.hooked():
         d = open_traced("decode")
         with tracer.tracing():
+            d.idle_step()
             load(d, tracer, params)
-    tracer.walk_to("pds_arena_take").check(frames=16, files=9, copies=2, names=2)
+    tracer.walk_to("pds_arena_take").check(frames=16, files=10, copies=4, names=2)

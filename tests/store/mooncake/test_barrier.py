@@ -68,9 +68,14 @@ def test_a_call_that_was_answered_waits_for_nothing(shared, code):
     assert not shared.client.codes
 
 
-@pytest.mark.parametrize("code", [-1, -900, -901])
-def test_shared_memory_is_kept_while_the_other_process_hangs_and_others_are_refused(shared, code):
-    shared.server.state = State.HANGS
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [(-1, State.HANGS), (-900, State.HANGS), (-901, State.HANGS), (-900, State.UNREACHABLE)],
+)
+def test_shared_memory_is_kept_while_the_other_process_may_live_and_others_are_refused(
+    shared, code, state
+):
+    shared.server.state = state
     waiting = shared.start_waiting(code)
     shared.attempts()
     assert not waiting.has_ended()
@@ -105,15 +110,6 @@ def test_a_process_that_ended_writes_no_more_and_the_connection_stays(shared):
     shared.server.state = State.ANSWERS
     with shared.client.call() as raw:
         assert raw is shared.raw, "it finds the successor by itself"
-
-
-def test_an_unreachable_process_may_live(shared):
-    shared.server.state = State.UNREACHABLE
-    waiting = shared.start_waiting()
-    shared.attempts()
-    assert not waiting.has_ended()
-    shared.server.state = State.GONE
-    waiting.join(5)
 
 
 def test_the_connection_is_not_replaced_while_another_call_runs_on_it(shared):

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -25,15 +22,13 @@ from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import PROBE_S
 from pdstore.store.wrappers import GuardedStore
 from pdstore.testing import fresh_keys
-from pdstore.testing.values import content, get, put
+from pdstore.testing.values import content, put
 from tests.support.kv import POISON, Instance, eventually
 from tests.support.mooncake_cluster import (
     CLIENT_TTL_S,
-    DISCARD_S,
     RPC_S,
     Cluster,
     kill,
-    size_of,
     stopped,
     wait_until_it_serves,
 )
@@ -129,12 +124,6 @@ def pair(one_pair):
     """P and D that live through all the faults, and work now."""
     one_pair.assert_heals()
     return one_pair
-
-
-def test_without_a_fault_everything_arrives(pair):
-    outcome = pair.hand_over()
-    assert outcome.is_whole
-    assert outcome.reasons == {None}
 
 
 def test_a_master_that_hangs_costs_a_bounded_wait_and_a_reason(cluster, pair):
@@ -278,48 +267,6 @@ def test_over_shared_memory_a_dead_process_is_an_outage_and_its_successor_serves
         slots.view[:] = bytes(4 * size)
         assert store.get(keys, slots) == 4
         assert [bytes(slots.value(i)) for i in range(4)] == values
-
-
-def test_a_writer_killed_in_the_middle_of_a_put_blocks_its_keys_for_a_bounded_time(cluster):
-    """Rule 4: until the master frees them, a put of such a key is no success."""
-    keys, size = fresh_keys(3), 4 << 20
-    values = [content(key, size) for key in keys]
-    with cluster.open() as store:
-        wait_until_it_serves(store)
-        writer = subprocess.Popen(
-            [sys.executable, "-c", _WRITER, cluster.url, keys[1], str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[3],
-        )
-        with writer:
-            assert writer.stdout.readline() == b"connected\n"
-            with stopped(cluster.holder):
-                writer.stdin.write(b"go\n")
-                writer.stdin.flush()
-                eventually(lambda: size_of(store, keys[1]) == -703)
-                writer.kill()
-        eventually(lambda: put(store, keys[:1], values[:1]) == 1)
-        start = time.monotonic()
-        assert put(store, keys, values) == 1
-        assert time.monotonic() - start < LATEST_S
-        assert get(store, keys, [size] * 3) == values[:1]
-        eventually(lambda: put(store, keys, values) == 3, DISCARD_S + 5)
-        assert get(store, keys, [size] * 3) == values
-
-
-_WRITER = """
-import sys
-from tests.support import mooncake_cluster
-from pdstore.settings import Settings
-from pdstore.store import open_store
-from pdstore.testing.values import put
-store = open_store(sys.argv[1], Settings())
-with mooncake_cluster.mover_of(store):
-    print("connected", flush=True)
-sys.stdin.readline()
-put(store, [sys.argv[2]], [b"x" * int(sys.argv[3])])
-"""
 
 
 def test_a_full_pool_drops_saves_with_a_reason_and_takes_them_when_leases_end(tmp_path):

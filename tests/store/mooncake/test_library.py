@@ -41,10 +41,6 @@ def test_the_librarys_settings_are_made_before_it_is_imported_and_the_users_kept
     [
         (ModuleNotFoundError("No module named 'mooncake'"), r"pip install 'pdstore\[mooncake\]'"),
         (
-            ImportError("libibverbs.so.1: cannot open shared object file"),
-            "apt-get install libibverbs1",
-        ),
-        (
             ImportError("libcurl.so.4: cannot open shared object file"),
             r"libcurl.so.4.* apt-get install libibverbs1 libcurl4 libnuma1",
         ),

@@ -10,9 +10,7 @@ import redis
 from redis.crc import key_slot
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
-from pdstore.settings import Settings
-from pdstore.store import open_store
+from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.redis_cluster import ClusterOfServers
@@ -225,17 +223,6 @@ def test_a_cluster_that_serves_nothing_yet_is_unavailable(redis_server):
         ):
             with pytest.raises(StoreUnavailable, match="no node serves any slot"):
                 look()
-
-
-def test_a_server_that_is_no_cluster_says_so(redis_server):
-    url = redis_server().url.replace("redis://", "redis+cluster://")
-    with opened(url) as store, pytest.raises(StoreError, match="cluster support disabled"):
-        store.match(fresh_keys(1))
-
-
-def test_a_cluster_has_no_databases():
-    with pytest.raises(ConfigError, match="a cluster has no databases"):
-        open_store("redis+cluster://127.0.0.1/2", Settings())
 
 
 def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):

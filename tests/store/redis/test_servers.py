@@ -8,12 +8,12 @@ import pytest
 import redis
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, StoreError, StoreUnavailable
+from pdstore.errors import StoreError, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.values import put
-from tests.support.redis_cluster import ClusterOfServers, master_with_sentinel
+from tests.support.redis_cluster import master_with_sentinel
 from tests.support.redis_server import RedisServer, need_valkey_server
 from tests.support.redis_store import deadline, opened
 
@@ -39,29 +39,8 @@ class TestValkey(StoreTests):
         with opened(f"valkey+unix://{valkey.socket}") as peer:
             yield peer
 
-    @pytest.fixture
-    def small_store(self, valkey):
-        with valkey.client() as raw:
-            raw.config_set("maxmemory-policy", "volatile-lru")
-            raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (4 << 20))
-            with opened(f"valkey://127.0.0.1:{valkey.port}") as store:
-                yield store
-            raw.config_set("maxmemory", 0)
-            raw.flushall()
-
     def write_raw(self, store, key, data):
         self.raw.set(key, data)
-
-
-@pytest.mark.nightly
-def test_a_cluster_of_valkeys_is_a_cluster(tmp_path):
-    cluster = ClusterOfServers(tmp_path, replicas=0, binary=need_valkey_server())
-    with contextlib.closing(cluster):
-        cluster.wait()
-        keys = fresh_keys(30)
-        with opened(cluster.url.replace("redis", "valkey")) as store:
-            assert put(store, keys, [b"x"] * 30) == 30
-            assert store.match(keys) == 30
 
 
 def test_a_sentinel_names_the_master_and_the_next_one(tmp_path):
@@ -99,11 +78,6 @@ def test_no_sentinel_at_all_is_unavailable_in_few_words():
     said = str(caught.value)
     assert "No master found for 'pool'; write the port of a sentinel (26379)" in said
     assert len(said) < 200
-
-
-def test_a_sentinels_url_names_the_master():
-    with pytest.raises(ConfigError, match="redis\\+sentinel://host:26379/mymaster"):
-        open_store("redis+sentinel://127.0.0.1:26379", Settings())
 
 
 @pytest.mark.parametrize("name", ["redis", "rediss", "valkey", "valkeys"])

@@ -13,7 +13,6 @@ from tests.support.wrong_stores.base import WrongStore
 
 _FORGETS = (
     "test_clear_forgets_blocks_tails_and_markers_whoever_put_them",
-    "test_clear_forgets_leased_values",
     "test_clear_of_nothing_is_fine",
     "test_clear_beside_writers_and_readers_harms_nobody",
 )
@@ -47,13 +46,6 @@ class ClearsEverything(ClearsSome):
         return True
 
 
-class ClearsThePoolsIdToo(ClearsSome):
-    caught_by = ("test_clear_leaves_the_pools_id",)
-
-    def _is_meant(self, key: BlockKey, namespace: str) -> bool:
-        return super()._is_meant(key, namespace) or kind_of(key) is Kind.POOL
-
-
 class ClearsNeighbours(ClearsSome):
     caught_by = ("test_clear_leaves_all_other_keys",)
 
@@ -75,22 +67,8 @@ class ClearsNoTails(ClearsSome):
         return super()._is_meant(key, namespace) and kind_of(key) is not Kind.TAIL
 
 
-class ClearsNoMarkers(ClearsSome):
-    caught_by = _FORGETS
-
-    def _is_meant(self, key: BlockKey, namespace: str) -> bool:
-        return super()._is_meant(key, namespace) and kind_of(key) is not Kind.HANDOFF
-
-
-class ClearsOneShard(ClearsSome):
-    caught_by = _FORGETS
-
-    def _is_meant(self, key: BlockKey, namespace: str) -> bool:
-        return super()._is_meant(key, namespace) and ":7:" not in key
-
-
 class ClearsNothingLeased(ClearsSome):
-    caught_by = ("test_clear_forgets_leased_values",)
+    caught_by = _FORGETS[:1]
 
     def _is_meant(self, key: BlockKey, namespace: str) -> bool:
         now = time.monotonic() + 2  # beyond the moment for which a put alone keeps a value
@@ -123,7 +101,7 @@ class FailsToClearNothing(WrongStore):
 
 
 class ClearsLate(WrongStore):
-    caught_by = _FORGETS[:2]
+    caught_by = _FORGETS[:1]
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,19 +26,6 @@ class ShowsHalfABlock(WrongStore):
         return super().put(keys, slots)
 
 
-class ShowsAShortBlock(WrongStore):
-    caught_by = ("test_a_value_appears_whole_or_not_at_all",)
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        for i, key in enumerate(keys):
-            if key not in self._shelf.values:
-                value = bytes(slots.value(i))
-                self._shelf.add(key, value[: len(value) // 2])
-                time.sleep(0.002)  # as long as a disk takes for the rest
-                self._shelf.drop(key)
-        return super().put(keys, slots)
-
-
 class MixesTwoWriters(WrongStore):
     caught_by = ("test_two_writers_of_one_key_are_not_mixed",)
 
@@ -121,15 +108,6 @@ class ClosesOnce(WrongStore):
     def close(self) -> None:
         self._lifecycle.check()
         super().close()
-
-
-class BreaksOnClose(WrongStore):
-    caught_by = ("test_calls_after_close_raise_store_closed",)
-
-    def match(self, keys: Sequence[BlockKey]) -> int:
-        if self._lifecycle.is_closed:
-            raise RuntimeError("the connection is gone")
-        return super().match(keys)
 
 
 class LivesOnInAForkedChild(WrongStore):

@@ -41,14 +41,14 @@ class ListsBlocksOnly(WrongStore):
 
 
 class ListsNoSizes(WrongStore):
-    caught_by = ("test_a_listing_says_what_a_value_takes",)
+    caught_by = ("test_a_listing_says_what_a_value_takes_and_its_age",)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return (value._replace(num_bytes=0) for value in super().stored_values(prefix))
 
 
 class RoundsLengths(WrongStore):
-    caught_by = ("test_a_values_exact_length_is_told",)
+    caught_by = ("test_a_listing_says_what_a_value_takes_and_its_age",)
 
     def length_of(self, key: BlockKey) -> int | None:
         length = super().length_of(key)
@@ -56,7 +56,7 @@ class RoundsLengths(WrongStore):
 
 
 class ListsTimesForAges(WrongStore):
-    caught_by = ("test_a_listing_says_how_long_ago_a_value_was_used",)
+    caught_by = ("test_a_listing_says_what_a_value_takes_and_its_age",)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return (value._replace(age_s=1.7e9) for value in super().stored_values(prefix))

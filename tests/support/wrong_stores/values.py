@@ -108,21 +108,6 @@ class ServesShortValues(WrongStore):
         return len(keys)
 
 
-class CutsLongValues(WrongStore):
-    caught_by = ("test_a_value_of_another_length_raises_wrong_length",)
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        check_call(keys, slots)
-        for i, key in enumerate(keys):
-            value = self._shelf.values.get(key)
-            if value is None:
-                return i
-            if len(value.data) < slots.sizes[i]:
-                raise WrongLength(f"{key} is short", num_done=i)
-            slots.value(i)[:] = value.data[: slots.sizes[i]]
-        return len(keys)
-
-
 class CallsAWrongLengthAMiss(WrongStore):
     caught_by = ("test_a_value_of_another_length_raises_wrong_length",)
 
@@ -145,7 +130,7 @@ class HidesHowFarItCame(WrongStore):
 
 class ForgetsToForget(WrongStore):
     caught_by = (
-        "test_remove_forgets_what_was_put",
+        "test_remove_forgets_a_leased_value",
         "test_remove_heals_a_wrong_length",
         "test_a_removed_key_takes_new_bytes",
     )
