@@ -11,11 +11,15 @@ from benchmarks.report import Report
 from pdstore.errors import PDStoreError
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser with `--rounds` and `--json`; `description` is the module's docstring."""
+def parser_of(description: str | None, rounds: int | None = 15) -> argparse.ArgumentParser:
+    """Returns a parser with `--json` and `--rounds`.
+
+    description: the module's docstring. rounds: the default; None for no such option.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=_count, default=15, help="repetitions (%(default)s)")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=_count, default=rounds, help="times (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     return parser
 

@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import parser_of, run
 from benchmarks.report import Report
+from examples.demo.client import is_healthy
 from examples.demo.processes import Processes
 from examples.ports import free_ports
 
@@ -81,30 +83,24 @@ def started(scratch: Path) -> Iterator[Urls]:
     p, d, by_p, by_d = [f"http://127.0.0.1:{port}" for port in ports]
     with Processes() as processes:
         environment = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STORE": f"file://{scratch}/pool"}
-        for role, port, url in zip(("prefill", "decode"), ports[:2], (p, d), strict=True):
+        for role, url in (("prefill", p), ("decode", d)):
             engine = ["examples.mini_engine", "--role", role, "--model", str(scratch / "model")]
-            engine += ["--port", str(port), "--num-blocks", "1024"]
-            start(processes, role, engine, url, environment)
-        for kind, port, url in zip(("prefill", "decode"), ports[2:], (by_p, by_d), strict=True):
-            router = ["examples.router", "--port", str(port), "--prefill", p, "--decode", d]
+            engine += ["--num-blocks", "1024"]
+            start(processes, role, engine, url, **environment)
+        for kind, url in (("prefill", by_p), ("decode", by_d)):
+            router = ["examples.router", "--prefill", p, "--decode", d]
             router += ["--first-token", kind]
             if kind == "prefill":
                 router += ["--status", str(status)]
-            start(processes, f"router-{kind}", router, url, {})
+            start(processes, f"router-{kind}", router, url)
         processes.wait_ready(START_S, lambda text: None)
         yield Urls(by_p, by_d, f"http://127.0.0.1:{status}/pdstore")
 
 
-def start(
-    processes: Processes, name: str, module: list[str], url: str, environment: dict[str, str]
-) -> None:
-    def is_ready() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(url + "/health", timeout=2, trust_env=False).is_success
-        return False
-
-    command = [sys.executable, "-m", *module]
-    processes.start(f"bench-{name}", command, is_ready, dict(os.environ) | environment)
+def start(processes: Processes, name: str, module: list[str], url: str, **more: str) -> None:
+    """Starts a server that listens at a URL. more: its environment's additions."""
+    command = [sys.executable, "-m", *module, "--port", url.rpartition(":")[2]]
+    processes.start(f"bench-{name}", command, partial(is_healthy, url), {**os.environ, **more})
 
 
 def measured(http: httpx.Client, urls: Urls, tokens: list[int], rounds: int) -> Report:

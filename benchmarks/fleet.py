@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.command import run
+from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from benchmarks.trace.replay import Clock, Fleet
 from benchmarks.trace.requests import read_trace
@@ -52,13 +52,11 @@ class Handoff(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("trace", type=Path, metavar="TRACE")
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--busy", type=float, default=0.7, help="part of the time that P computes")
     parser.add_argument("--requests", type=int, help="use this many of the trace's requests")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args()
     run(lambda: simulate(given), given.json)
 

@@ -10,7 +10,6 @@ something piles up.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -29,9 +28,9 @@ from benchmarks.chaos.asking import Answer, NoAnswerError, ask
 from benchmarks.chaos.disk import open_disk
 from benchmarks.chaos.pools import POOLS
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
-from benchmarks.chaos.reference import answers_of_one
 from benchmarks.chaos.spawner import open_spawner
-from benchmarks.chaos.stage import Options, Stage, open_stage, tail_of
+from benchmarks.chaos.stage import Options, Stage, answers_of_one, open_stage, tail_of
+from benchmarks.command import parser_of
 from benchmarks.report import machine
 
 _TIGHT = Options(
@@ -155,12 +154,9 @@ async def measure(scratch: Path, num_requests: int, asked_at_once: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=64)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdstore-overload-") as scratch:
         found = asyncio.run(measure(Path(scratch), given.requests, given.at_once))

@@ -12,12 +12,10 @@ not. Both vary with the machine, the waits less.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -142,14 +140,6 @@ def measure(report: Report, bench: Bench, calls: TimedCalls, rounds: int) -> Non
         )
 
 
-@contextlib.contextmanager
-def urls(directory: Path) -> Iterator[dict[str, str]]:
-    yield {
-        "shm": f"shm://bench-{secrets.token_hex(4)}?size=256MiB&dir={directory}",
-        "file": f"file://{directory}/files?budget=1GiB",
-    }
-
-
 def measure_all(given: argparse.Namespace) -> Report:
     torch.set_num_threads(1)
     report = Report(
@@ -160,11 +150,12 @@ def measure_all(given: argparse.Namespace) -> Report:
     assert library is not None
     calls = TimedCalls(library.calls)
     library.calls = calls  # type: ignore[assignment]
-    with (
-        tempfile.TemporaryDirectory(dir=given.directory) as directory,
-        urls(Path(directory)) as stores,
-    ):
-        for name, url in stores.items():
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        urls = {
+            "shm": f"shm://bench?size=256MiB&dir={directory}",
+            "file": f"file://{directory}/files?budget=1GiB",
+        }
+        for name, url in urls.items():
             for num_tokens in given.tokens:
                 settings = read_settings(
                     store=url, workers=given.workers, native="require", layer_ranges=4
@@ -176,8 +167,7 @@ def measure_all(given: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.set_defaults(rounds=20)
+    parser = parser_of(__doc__, rounds=20)
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192])

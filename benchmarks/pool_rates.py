@@ -21,6 +21,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.command import parser_of
 from benchmarks.report import Report
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, Settings, open_store
 from pdstore.settings import read_settings
@@ -131,20 +132,17 @@ def measure(cache: Cache, given: argparse.Namespace, window: int, workers: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--store", choices=STORES, default="file")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--windows", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="MiB")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 12, 16])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pool", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--staging", default="2GiB")
     parser.add_argument("--budget", default="12GiB")
     parser.add_argument("--native", default="require")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.directory = Path(tempfile.mkdtemp(dir=given.pool, prefix="pdstore-bench-"))
     on = torch.cuda.get_device_name() if given.device != "cpu" else "CPU"

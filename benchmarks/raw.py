@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -39,9 +39,9 @@ def raw_of(url: str, store: Store, temporary: Path) -> Raw:
     if scheme == "file":
         return RawFiles(Path(tempfile.mkdtemp(dir=temporary)) / "raw")
     if scheme.endswith("+cluster"):
-        return RawCluster(url)
+        return RawRedis(_cluster_client(url), bytes)
     if scheme.startswith(("redis", "valkey")):
-        return RawRedis(url.replace("valkey", "redis", 1))
+        return RawRedis(_server_client(url), memoryview)
     if scheme == "mooncake":
         return RawMooncake(url, cast(MooncakeStore, store))
     raise ConfigError(
@@ -72,25 +72,18 @@ class RawFiles:
 
 
 class RawRedis:
-    """Pipelines of SET and GET on a connection that sends as fast as the store's."""
+    """Pipelines of SET and GET.
 
-    def __init__(self, url: str) -> None:
-        import redis
-        from redis.connection import PythonRespSerializer
+    argument: makes what the client sends of a value's memory.
+    """
 
-        def encode(argument: Any) -> Any:
-            return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
-
-        self._client = redis.Redis.from_url(
-            url.replace("redis+unix", "unix", 1),
-            protocol=2,
-            command_packer=PythonRespSerializer(_CHUNK, encode),
-        )
+    def __init__(self, client: Any, argument: Callable[[memoryview], bytes | memoryview]) -> None:
+        self._client, self._argument = client, argument
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         pipe = self._client.pipeline(transaction=False)
         for i, key in enumerate(keys):
-            pipe.set(f"raw:{key}", slots.value(i))
+            pipe.set(f"raw:{key}", self._argument(slots.value(i)))
         pipe.execute()
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
@@ -101,36 +94,30 @@ class RawRedis:
             slots.value(i)[:] = value
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._client.unlink(*[f"raw:{key}" for key in keys])
-
-
-class RawCluster:
-    """Pipelines of SET and GET of redis-py's client for clusters."""
-
-    def __init__(self, url: str) -> None:
-        from redis.cluster import RedisCluster
-
-        first = StoreURL.of(url)
-        self._client = RedisCluster(host=first.host, port=first.port or 6379, protocol=2)
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline()  # type: ignore[no-untyped-call]
-        for i, key in enumerate(keys):
-            pipe.set(f"raw:{key}", bytes(slots.value(i)))
-        pipe.execute()
-
-    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline()  # type: ignore[no-untyped-call]
-        for key in keys:
-            pipe.get(f"raw:{key}")
-        for i, value in enumerate(pipe.execute()):
-            slots.value(i)[:] = value
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        pipe = self._client.pipeline()  # type: ignore[no-untyped-call]
+        pipe = self._client.pipeline(transaction=False)
         for key in keys:
             pipe.unlink(f"raw:{key}")
         pipe.execute()
+
+
+def _server_client(url: str) -> Any:
+    """Returns a client that sends as fast as the store's."""
+    import redis
+    from redis.connection import PythonRespSerializer
+
+    def encode(argument: Any) -> Any:
+        return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
+
+    url = url.replace("valkey", "redis", 1).replace("redis+unix", "unix", 1)
+    packer = PythonRespSerializer(_CHUNK, encode)
+    return redis.Redis.from_url(url, protocol=2, command_packer=packer)
+
+
+def _cluster_client(url: str) -> Any:
+    from redis.cluster import RedisCluster
+
+    first = StoreURL.of(url)
+    return RedisCluster(host=first.host, port=first.port or 6379, protocol=2)
 
 
 class RawMooncake:

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from benchmarks.checkpoint import Shape, make_model
 from benchmarks.command import parser_of, run
-from benchmarks.first_token import LETTERS, letters
+from benchmarks.first_token import LETTERS, letters, start
 from benchmarks.report import Report
-from examples.demo.client import ask, counters, is_healthy
+from examples.demo.client import ask, counters
 from examples.demo.processes import DemoError, Processes
 from examples.ports import free_ports
 
@@ -85,18 +83,15 @@ def _servers(given: argparse.Namespace, store: str) -> Iterator[tuple[dict[str, 
     pool = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STORE": store}
     first, last = given.gpus[0], given.gpus[-1]
     with Processes() as processes:
-
-        def start(name: str, url: str, module: list[str], **environment: str) -> None:
-            command = [sys.executable, "-m", *module, "--port", url.rpartition(":")[2]]
-            environment = {**os.environ, **environment}
-            processes.start(f"bench-{name}", command, partial(is_healthy, url), environment)
-
-        start("alone", alone, _engine(given, "both"), CUDA_VISIBLE_DEVICES=first)
-        start("prefill", p, _engine(given, "prefill"), **pool, CUDA_VISIBLE_DEVICES=first)
-        start("decode", d, _engine(given, "decode"), **pool, CUDA_VISIBLE_DEVICES=last)
+        for name, url, role, more in (
+            ("alone", alone, "both", {"CUDA_VISIBLE_DEVICES": first}),
+            ("prefill", p, "prefill", {**pool, "CUDA_VISIBLE_DEVICES": first}),
+            ("decode", d, "decode", {**pool, "CUDA_VISIBLE_DEVICES": last}),
+        ):
+            start(processes, name, _engine(given, role), url, **more)
         for number, (url, options) in enumerate(zip(routers, ROUTERS.values(), strict=True)):
             router = ["examples.router", "--prefill", p, "--decode", d, *options]
-            start(f"router-{number}", url, router)
+            start(processes, f"router-{number}", router, url)
         processes.wait_ready(given.start_seconds, lambda text: None)
         yield {ALONE: alone, **dict(zip(ROUTERS, routers, strict=True))}, d
 
@@ -148,8 +143,7 @@ def _sample(url: str, decode: str, num_tokens: int, rest_s: float) -> Sample:
 
 
 def _parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.set_defaults(rounds=5)
+    parser = parser_of(__doc__, rounds=5)
     add = parser.add_argument
     add("--engine", choices=("mini", "vllm"), default="mini")
     add("--model", type=Path, help="a checkpoint's directory; a tiny one is made otherwise")

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from examples.sglang_serve import HICACHE
+
+if TYPE_CHECKING:
+    from benchmarks.sglang_gpu import Servers
 
 Started = tuple[list[str], dict[str, str]]
 """The options and the environment of P and D, once their store runs."""
@@ -18,23 +20,6 @@ Started = tuple[list[str], dict[str, str]]
 _MASTER_PORT, _REDIS_PORT = 50061, 31999
 _HOST_POOL = "--hicache-size=7"  # GB: the last of HiCache's options wins; a prompt of 32k has 4.3
 _EXTRA = '--hicache-storage-backend-extra-config={"prefetch_threshold": 64}'
-
-
-class Room(Protocol):
-    """The place that a run gives to a backend.
-
-    pool: a memory-backed directory.
-    logs: a directory for the output of the stores' processes.
-    budget: the size of a pool.
-    store: the store's process; a backend sets it if its store is a server.
-    """
-
-    pool: Path
-    logs: Path
-    store: subprocess.Popen[bytes] | None
-
-    @property
-    def budget(self) -> str: ...
 
 
 def _pdstore(store: str) -> Started:
@@ -46,20 +31,20 @@ def _pdstore(store: str) -> Started:
     }
 
 
-def _files(room: Room, running: contextlib.ExitStack) -> Started:
-    return _pdstore(f"file://{room.pool}/pdstore-file?budget={room.budget}")
+def _files(servers: Servers, running: contextlib.ExitStack) -> Started:
+    return _pdstore(f"file://{servers.pool}/pdstore-file?budget={servers.budget}")
 
 
-def _arena(room: Room, running: contextlib.ExitStack) -> Started:
-    directory = room.pool / "pdstore-shm"
+def _arena(servers: Servers, running: contextlib.ExitStack) -> Started:
+    directory = servers.pool / "pdstore-shm"
     directory.mkdir()
-    return _pdstore(f"shm://sglang?size={room.budget}&dir={directory}")
+    return _pdstore(f"shm://sglang?size={servers.budget}&dir={directory}")
 
 
-def _redis(room: Room, running: contextlib.ExitStack) -> Started:
+def _redis(servers: Servers, running: contextlib.ExitStack) -> Started:
     options = ["--port", str(_REDIS_PORT), "--save", "", "--io-threads", "4"]
-    room.store = _beside(room, "redis-server", options, running)
-    running.callback(setattr, room, "store", None)
+    servers.store = _beside(servers, "redis-server", options, running)
+    running.callback(setattr, servers, "store", None)
     return _pdstore(f"redis://127.0.0.1:{_REDIS_PORT}/0")
 
 
@@ -68,15 +53,15 @@ def _theirs(backend: str) -> list[str]:
     return [*kept, _HOST_POOL, f"--hicache-storage-backend={backend}", _EXTRA]
 
 
-def _their_files(room: Room, running: contextlib.ExitStack) -> Started:
-    directory = room.pool / "theirs"
+def _their_files(servers: Servers, running: contextlib.ExitStack) -> Started:
+    directory = servers.pool / "theirs"
     directory.mkdir()  # P and D would both make it
     return _theirs("file"), {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(directory)}
 
 
-def _their_mooncake(room: Room, running: contextlib.ExitStack) -> Started:
+def _their_mooncake(servers: Servers, running: contextlib.ExitStack) -> Started:
     options = [f"--rpc_port={_MASTER_PORT}", "--rpc_address=127.0.0.1", "--metrics_port=9013"]
-    _beside(room, "mooncake_master", options, running)
+    _beside(servers, "mooncake_master", options, running)
     return _theirs("mooncake"), {
         "MOONCAKE_MASTER": f"127.0.0.1:{_MASTER_PORT}",
         "MOONCAKE_PROTOCOL": "tcp",
@@ -86,13 +71,13 @@ def _their_mooncake(room: Room, running: contextlib.ExitStack) -> Started:
 
 
 def _beside(
-    room: Room, program: str, options: list[str], running: contextlib.ExitStack
+    servers: Servers, program: str, options: list[str], running: contextlib.ExitStack
 ) -> subprocess.Popen[bytes]:
     """Starts a store's process, which ends with `running`."""
     found = shutil.which(program)
     if found is None:
         raise RuntimeError(f"no {program} on the PATH")
-    with (room.logs / f"{program}.log").open("ab") as log:
+    with (servers.logs / f"{program}.log").open("ab") as log:
         process = subprocess.Popen([found, *options], stdout=log, stderr=subprocess.STDOUT)
     running.callback(process.wait, 10)
     running.callback(process.kill)
@@ -100,7 +85,7 @@ def _beside(
     return process
 
 
-BACKENDS: dict[str, Callable[[Room, contextlib.ExitStack], Started]] = {
+BACKENDS: dict[str, Callable[[Servers, contextlib.ExitStack], Started]] = {
     "pdstore-shm": _arena,
     "pdstore-file": _files,
     "pdstore-redis": _redis,

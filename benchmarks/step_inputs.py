@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from benchmarks.checkpoint import Shape, make_model
+from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from examples.mini_engine.attention import Chunk, Step
 from examples.mini_engine.config import Config
@@ -30,16 +31,17 @@ WARM_UP = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128, help="128 times the heads")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    run(lambda: measure_all(given), given.json)
+
+
+def measure_all(given: argparse.Namespace) -> Report:
     report = Report(
         f"{given.device}: decode steps, {given.layers} layers of {given.hidden};"
         f" medians of {given.rounds}",
@@ -50,9 +52,7 @@ def main() -> None:
             shape = Shape(2000, given.layers, given.hidden, tokens + 2 * given.rounds + BLOCK)
             inputs, step = measure(shape, given.device, tokens, count, given.rounds)
             report.add(tokens, count, inputs * 1e3, step * 1e3, 100 * inputs / step)
-    print(report.text())
-    if given.json:
-        given.json.write_text(report.json() + "\n")
+    return report
 
 
 def measure(shape: Shape, device: str, tokens: int, count: int, rounds: int) -> tuple[float, float]:

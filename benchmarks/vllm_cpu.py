@@ -9,7 +9,6 @@ costs, and what the connector costs a step of the scheduler when it has nothing 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import parser_of
 from examples.demo.client import Answer, ask, counters, is_healthy
 from examples.demo.mooncake_pool import start_mooncake
 from examples.demo.processes import Processes
@@ -152,12 +152,10 @@ def measure_steps(model: Path, pool: str) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=900)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     results: dict[str, Any] = {"model": given.model.name}
     with Processes() as processes:

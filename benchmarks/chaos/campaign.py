@@ -20,10 +20,9 @@ from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Scene, plan_round
 from benchmarks.chaos.pools import POOLS, Pool
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
-from benchmarks.chaos.reference import answers_of_one
 from benchmarks.chaos.round import Round
 from benchmarks.chaos.spawner import Spawner, open_spawner
-from benchmarks.chaos.stage import Options, Stage, open_stage
+from benchmarks.chaos.stage import Options, Stage, answers_of_one, open_stage
 from benchmarks.chaos.tally import Tally
 
 _VARIANTS = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.chaos.asking import Answer, ask
 from benchmarks.chaos.engines import ENGINES, Engine
 from benchmarks.chaos.plan import INSTANCES
 from benchmarks.chaos.pools import Pool
@@ -173,6 +174,24 @@ async def open_stage(
         yield stage
     finally:
         await stage.close()
+
+
+async def answers_of_one(
+    spawner: Spawner,
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    engine: Engine = ENGINES["mini"],
+) -> list[Answer]:
+    """Returns what all answers are compared with: those of one instance without a pool."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    alone = spawner.spawn("alone", engine.command(model, port, "", ""), engine.env("", ""))
+    try:
+        await wait_ready(alone, url)
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            return [await ask(client, url, prompt, engine) for prompt in prompts]
+    finally:
+        alone.kill()
 
 
 async def wait_ready(child: Child, url: str) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.command import run
+from benchmarks.command import parser_of, run
 from benchmarks.decide.machine import Machine
 from benchmarks.report import Report
 from pdstore.scheduler.break_even import Mode
@@ -29,16 +28,13 @@ REST_S = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("--stores", type=float, nargs="+", default=STORES_GB_S, metavar="GB/S")
     parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--jitter", type=float, default=0.02, help="relative (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
-    report = measure(given)
-    run(lambda: report, given.json)
+    run(lambda: measure(given), given.json)
 
 
 def measure(given: argparse.Namespace) -> Report:

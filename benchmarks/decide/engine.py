@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.checkpoint import Shape, make_model
-from benchmarks.command import run
+from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
@@ -33,12 +33,10 @@ LEARNING_WAVES = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("--stores", type=int, nargs="+", default=[5, 100], metavar="MB/S")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--waves", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     run(lambda: measure(given), given.json)
 

@@ -31,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.engines import ENGINES, Setup
-from benchmarks.handoff.floor import measure_floor
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
-from benchmarks.handoff.run import Run
+from benchmarks.handoff.run import Run, measure_floor
 from benchmarks.report import machine
 from examples.demo.pools import open_pool
 from examples.demo.processes import Processes

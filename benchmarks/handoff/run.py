@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.handoff.engines import Setup
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.measure import Client, Sample, prefill_alone
+from benchmarks.handoff.timeline import now
 
 _NUM_LEADS = 6  # one of which has to be early, also on a busy machine
 _REST_S = 0.1  # a prompt asked for right behind another instance's took 1 to 5 % longer
@@ -119,3 +121,24 @@ class Run:
             "ttft_s": handed,
             "alone_ttft_s": alone,
         }
+
+
+def measure_floor() -> dict[str, float]:
+    """Returns the link's own limit: the GB/s of one pinned copy of 256 MiB each way."""
+    import torch
+
+    size = 256 << 20
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    found = {}
+    last = torch.cuda.device_count() - 1
+    for name, gpu, is_out in (("out of P, GB/s", 0, True), ("into D, GB/s", last, False)):
+        device = torch.empty(size, dtype=torch.uint8, device=f"cuda:{gpu}")
+        times = []
+        for _ in range(9):
+            torch.cuda.synchronize(gpu)
+            began = now()
+            (host if is_out else device).copy_(device if is_out else host, non_blocking=True)
+            torch.cuda.synchronize(gpu)
+            times.append(now() - began)
+        found[name] = size / median(times) / 1e9
+    return found

@@ -19,7 +19,6 @@ from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
 from pdstore.native.abi import CopyPath
 from pdstore.outcome import Direction
-from pdstore.worker.swap.native import NativeSwap
 
 SHAPES = (
     SwapShape("8B", 64, 32 << 10),
@@ -93,8 +92,8 @@ def _measure_shape(report: Report, rig: Rig, contiguous: Contiguous, rounds: int
             row = (rig.shape.name, rig.n, f"{way} {direction.value}", name)
             report.add("throughput", *row, speed, "GB/s", ratio, goal)
         for n in _SMALL:
-            _measure_small(report, rig, rig.serving, direction, n, rounds)
-    _measure_both(report, rig, rig.serving, rounds)
+            _measure_small(report, rig, direction, n, rounds)
+    _measure_both(report, rig, rounds)
     swaps["throughput"].close()
 
 
@@ -116,20 +115,18 @@ def speed_of(
     return num_bytes / median(times) / 1e9, median(limits) / median(times)
 
 
-def _measure_small(
-    report: Report, rig: Rig, swap: NativeSwap, direction: Direction, n: int, rounds: int
-) -> None:
-    copy = rig.native(swap, direction, n)
+def _measure_small(report: Report, rig: Rig, direction: Direction, n: int, rounds: int) -> None:
+    copy = rig.native(rig.serving, direction, n)
     times = [seconds(copy) * 1e6 for _ in range(10 * rounds)]
-    path = swap.plan(direction)[0].path
+    path = rig.serving.plan(direction)[0].path
     goal = 80 if n == 1 and rig.shape.block_bytes == 2 << 20 else ""
     row = ("submit to done", rig.shape.name, n, direction.value, path)
     report.add(*row, median(times), "us", "", goal)
 
 
-def _measure_both(report: Report, rig: Rig, swap: NativeSwap, rounds: int) -> None:
+def _measure_both(report: Report, rig: Rig, rounds: int) -> None:
     """Measures both directions at once, each with half of the blocks."""
-    half = rig.n // 2
+    swap, half = rig.serving, rig.n // 2
     out = rig.pack(OUT, half)
     into = rig.pack_rest(IN, half)
     times = []

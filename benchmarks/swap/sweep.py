@@ -7,12 +7,11 @@ Needs a GPU and nvcc. A copy is of 1 GiB; every number is a median, next to a co
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
+from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from benchmarks.swap.bench import SHAPES, speed_of
 from benchmarks.swap.beside import keep_busy, pump, readback
@@ -47,22 +46,21 @@ COLUMNS = ["shape", "path", "sizes", "what", "value", "unit", "of contiguous"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parser_of(__doc__, rounds=7).parse_args()
+    run(lambda: bench_sweep(given.rounds), given.json)
+
+
+def bench_sweep(rounds: int) -> Report:
+    """Measures the shapes of `TRIED`."""
     library = open_bench_library()
     contiguous = Contiguous(1 << 30)
-    report = Report(f"sizes in MiB, medians of {given.rounds} in turn", COLUMNS)
+    report = Report(f"sizes in MiB, medians of {rounds} in turn", COLUMNS)
     for shape in SHAPES:
         if shape.name in TRIED:
             rig = Rig(library, shape, (1 << 30) // shape.block_bytes)
-            sweep(report, rig, TRIED[shape.name], contiguous, given.rounds)
+            sweep(report, rig, TRIED[shape.name], contiguous, rounds)
             rig.close()
-    print(report.text())
-    if given.json:
-        given.json.write_text(report.json() + "\n")
+    return report
 
 
 def sweep(report: Report, rig: Rig, path: CopyPath, contiguous: Contiguous, rounds: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.command import run
+from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from benchmarks.trace.replay import Clock, Fleet, replay
 from benchmarks.trace.requests import read_trace
@@ -24,14 +24,12 @@ COLUMNS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, rounds=None)
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--instances", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="room of each instance")
     parser.add_argument("--lags", type=float, nargs="*", default=[10.0, 60.0], metavar="S")
     parser.add_argument("--requests", type=int, help="use this many of them")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args()
     run(lambda: measure(given), given.json)
 

@@ -18,15 +18,10 @@ def test_a_store_over_which_no_load_began_early_is_late():
     assert late_stores(LEADS[:1]) == late_stores([]) == []
 
 
-def test_the_table_shows_the_controls_beside_the_lone_instance():
-    found = {"rows": [], "alone_prefill_s": {64: [0.1, 0.3, 0.2]}, "bursts": []}
-    assert "without a pool: 200.0 ms\n" in table(found)
+def test_the_table_shows_the_controls_and_how_early_each_load_began():
+    found = {"rows": [], "alone_prefill_s": {64: [0.1, 0.3, 0.2]}, "bursts": [], "leads": LEADS[:1]}
     found["idle_connector_prefill_s"] = {64: [0.21]}
     assert "without a pool: 200.0 ms, by one whose connector does nothing 210.0" in table(found)
-
-
-def test_the_table_shows_how_early_each_load_began():
-    found = {"rows": [], "alone_prefill_s": {}, "bursts": [], "leads": LEADS[:1]}
     assert "began before P's `done` by -100.0, 20.0, -300.0 ms" in table(found)
 
 

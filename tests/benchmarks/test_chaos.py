@@ -1,0 +1,224 @@
+"""The chaos campaign: a seed repeats its faults, and an answer that is wrong, lost or late is told.
+
+Each mode of the proxy between instances does to bytes what it says; none is lost or changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from benchmarks.chaos.asking import Answer
+from benchmarks.chaos.engines import ENGINES
+from benchmarks.chaos.plan import ANSWER_PATH, INSTANCES, LINKS, Scene, plan_round
+from benchmarks.chaos.proxy import Proxy
+from benchmarks.chaos.round import Round
+
+DEADLINE_S = 20
+SCENE = Scene(
+    servers=["redis"],
+    links=["prefill-store", "decode-store"],
+    has_disk=True,
+    can_vanish=True,
+    is_slow=False,
+    is_sheltered=False,
+)
+PROMPT, RIGHT = list(range(40)), Answer([5, 6], [-0.5, -0.25], 39)
+
+
+def test_a_seed_repeats_its_plan_and_another_has_another():
+    first = plan_round("7 round 1", SCENE, 4.0, 20.0)
+    assert len(first) == 80
+    assert first == plan_round("7 round 1", SCENE, 4.0, 20.0)
+    assert first != plan_round("7 round 2", SCENE, 4.0, 20.0)
+
+
+def test_every_kind_of_fault_and_every_target_has_its_turn():
+    faults = [fault for n in range(40) for fault in plan_round(str(n), SCENE, 4.0, 20.0)]
+    assert {fault.kind for fault in faults} == {
+        *("kill", "stop", "cut", "slow", "trickle", "hold", "half", "refuse"),
+        *("clock", "fill", "vanish", "leave"),
+    }
+    targets = {*INSTANCES, *LINKS, *SCENE.servers, *SCENE.links, "pool", "client"}
+    assert {fault.target for fault in faults} == targets
+    assert all(0 <= fault.at_s <= 4 and 0 < fault.for_s <= 1.5 for fault in faults)
+
+
+def test_a_sheltered_round_stops_but_never_breaks_what_answers_pass():
+    scene = SCENE._replace(is_sheltered=True)
+    faults = [fault for n in range(40) for fault in plan_round(str(n), scene, 4.0, 20.0)]
+    on_the_way = {fault.kind for fault in faults if fault.target in ANSWER_PATH}
+    assert on_the_way == {"stop", "slow", "clock"}
+    assert {"kill", "cut", "refuse"} <= {fault.kind for fault in faults}
+
+
+@pytest.mark.parametrize("missing", ["has_disk", "can_vanish"])
+def test_what_a_pool_has_not_is_not_hurt(missing):
+    scene = SCENE._replace(**{missing: False})
+    kinds = {fault.kind for n in range(40) for fault in plan_round(str(n), scene, 4.0, 20.0)}
+    assert {"has_disk": "fill", "can_vanish": "vanish"}[missing] not in kinds
+
+
+@contextlib.asynccontextmanager
+async def sending(mode, data):
+    """A proxy in this mode to a server that sends back what it gets; and the answer to come."""
+
+    async def echo(reader, writer):
+        with contextlib.suppress(OSError):
+            while got := await reader.read(1000):
+                writer.write(got)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    proxy = Proxy("test", server.sockets[0].getsockname()[1], "1")
+    await proxy.open()
+    await proxy.be(mode)
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    with contextlib.suppress(ConnectionError):  # of one that is refused
+        writer.write(data)
+        writer.write_eof()
+    try:
+        yield proxy, asyncio.ensure_future(reader.read())
+    finally:
+        writer.close()
+        await proxy.close()
+        server.close()
+
+
+def in_a_loop(scenario):
+    @functools.wraps(scenario)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(scenario(*args, **kwargs), DEADLINE_S))
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["pass", "slow", "trickle"])
+@in_a_loop
+async def test_all_bytes_arrive_and_the_end_too(mode):
+    data = bytes(range(256)) * 4
+    async with sending(mode, data) as (_, answer):
+        assert await answer == data
+
+
+@pytest.mark.parametrize("mode", ["hold", "half"])
+@in_a_loop
+async def test_what_is_held_comes_late(mode):
+    async with sending(mode, b"late") as (proxy, answer):
+        done, _ = await asyncio.wait([answer], timeout=0.1)
+        assert not done
+        await proxy.be("pass")
+        assert await answer == b"late"
+
+
+@pytest.mark.parametrize("mode", ["hold", "refuse"])
+@in_a_loop
+async def test_a_connection_that_is_cut_or_refused_ends(mode):
+    async with sending(mode, b"x") as (proxy, answer):
+        if mode == "hold":
+            await asyncio.sleep(0.05)
+            proxy.cut()
+        with contextlib.suppress(ConnectionError):
+            assert await answer == b""
+
+
+@contextlib.contextmanager
+def serving(status: int, ids: list[int], logprobs: list[float]):
+    """An instance that answers everything in one way."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
+            usage = {"pdstore": {"loaded_tokens": 39}}
+            body = json.dumps({"choices": [choice], "usage": usage}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class Calm:
+    """An injector without faults."""
+
+    def __init__(self):
+        self.leaving = asyncio.Event()
+
+    def may_have_cost(self, began, ended):
+        return False
+
+    async def run(self, faults):
+        pass
+
+
+async def nothing_died():
+    return []
+
+
+def failures_of(url: str) -> set[str]:
+    """Runs a short round; returns the kinds of failures that it reports."""
+
+    async def run():
+        options = types.SimpleNamespace(faulty="yes", engine=ENGINES["mini"])
+        stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options)
+        one = Round(stage, Calm(), [PROMPT], [RIGHT], "1", join_s=0.2)
+        await one.run([], 0.05)
+        assert one.outcome.right or one.outcome.failures
+        return {failure.partition(":")[0] for failure in one.outcome.failures}
+
+    return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+@pytest.mark.parametrize(
+    ("status", "ids", "logprobs", "kinds"),
+    [
+        (200, RIGHT.ids, RIGHT.logprobs, set()),
+        (200, RIGHT.ids, [-0.5, -0.2501], set()),
+        (200, [5, 7], RIGHT.logprobs, {"wrong"}),
+        (200, [5], [-0.5], {"wrong"}),
+        (200, RIGHT.ids, [-0.5, -0.27], {"wrong"}),
+        (500, RIGHT.ids, RIGHT.logprobs, {"lost"}),
+    ],
+)
+def test_a_round_reports_what_is_not_right(status, ids, logprobs, kinds):
+    with serving(status, ids, logprobs) as url:
+        assert failures_of(url) == kinds
+
+
+def test_a_wall_clock_jumps_and_comes_back(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from benchmarks.chaos.wall_clock import WallClock
+path = Path(sys.argv[1])
+ours, theirs = WallClock.create(path, 1), WallClock.join(path, 0)
+real = time.time
+began = real()
+ours.install()
+theirs.shift(7200)
+assert time.time() - began < 60
+ours.shift(3600)
+assert 3590 < time.time() - began < 3700 and abs(time.time_ns() / 1e9 - time.time()) < 60
+ours.shift(0)
+assert time.time() - began < 60
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "clocks")], check=True, timeout=60)
