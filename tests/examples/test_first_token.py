@@ -121,7 +121,7 @@ def generated(serving: Serving) -> float:
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 62, 63, 64, 65, 127, 128, 200])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
 async def test_d_computes_p_s_token_alone_and_the_answer_is_that_of_one(engines, num_tokens):
     got = await ask(engines, prompt=prompt_of(num_tokens), logprobs=3, return_token_ids=True)
     got.assert_same()
@@ -143,7 +143,7 @@ async def test_a_stream_is_that_of_one(engines, more, num_tokens):
 @pytest.mark.parametrize("stream", [{}, STREAM])
 async def test_a_chat_is_answered_as_by_one(engines, stream, more):
     num_spliced = 0
-    for num_words in (3, 10, 30):
+    for num_words in (3, 30):
         got = await ask(engines, **chat_of(num_words), **stream, **more, return_token_ids=True)
         got.assert_same()
         assert got.cost["computed_tokens"] == 1
