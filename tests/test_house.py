@@ -39,7 +39,7 @@ BUDGET = {
     "modules in circles": 0,
     "overloaded method names": 0,
     "lines of native sources": 5_110,
-    "lines of tests": 39_700,
+    "lines of tests": 39_830,
     "nightly marks": 36,
     "lines of benchmarks, examples and integrations": 16_210,
 }

@@ -38,6 +38,18 @@ def decode(p, d, first):
     return decoded.request
 
 
+@pytest.mark.parametrize(("load", "way"), [("always", "load"), ("never", "compute")])
+def test_always_loads_and_never_computes(open_instance, load, way):
+    p = open_instance("prefill", f"memory://decide-{load}")
+    d = open_instance("decode", f"memory://decide-{load}", load)
+    request = decode(p, d, 1)
+    assert request.num_loaded == (TOKENS - 1 if way == "load" else 0)
+    if load == "always":
+        assert request.decided == {}, "nothing was compared"
+    else:
+        assert request.decided["decision"] == way
+
+
 def test_auto_computes_once_it_knows_that_the_store_is_slow(open_instance):
     p = open_instance("prefill", "memory://decide-slow")
     d = open_instance("decode", f"faulty+memory://decide-slow?{SLOW}", "auto")

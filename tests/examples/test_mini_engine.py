@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from examples.mini_engine.request import Finish
+from examples.mini_engine.attention import Chunk
+from examples.mini_engine.engine import EngineError
+from examples.mini_engine.paged_cache import PagedCache
+from examples.mini_engine.request import Finish, Request
 from pdstore.errors import ConfigError
 from tests.support.mini_engine_kit import (
     DEADLINE_S,
@@ -63,6 +67,49 @@ def test_a_request_can_be_aborted_while_it_waits(open_engine, monkeypatch):
     gate.open()
     assert waiting.wait().finish == Finish("abort")
     assert running.wait().finish == Finish("length")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_request_can_be_aborted_in_prefill_and_in_decode(open_engine, monkeypatch, steps):
+    engine = open_engine(max_num_batched_tokens=16)
+    gate = Gate(engine, monkeypatch)
+    asked = ask(engine, prompt_of(32))
+    for _ in range(steps):
+        gate.wait_for_step()
+        gate.open(1)
+    gate.wait_for_step()
+    assert asked.request.state.value == ("prefill" if steps == 1 else "decode")
+    engine.abort(asked.request)
+    gate.open()
+    assert asked.wait().finish == Finish("abort")
+    assert len(asked.ids) == steps
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_each_layer_is_reported_when_its_kv_is_written(open_engine, num_tokens):
+    """Then it may be saved while later layers compute."""
+    engine = open_engine()
+    cache = PagedCache(
+        2, engine.model.num_kv_heads, engine.model.head_dim, 1, 16, torch.float, "cpu"
+    )
+    request = Request(prompt=prompt_of(num_tokens), max_tokens=1, sink=print, block_ids=[0])
+    written = []
+
+    def layer_written(layer):
+        is_filled = [bool(kv[0, :num_tokens].all(dim=-1).any()) for kv in cache.layers]
+        written.append((layer, is_filled))
+
+    engine.model.forward([Chunk(request, 0, num_tokens)], cache, layer_written)
+    assert written == [(0, [True, False]), (1, [True, True])]
+
+
+def test_stop_lets_requests_end_in_the_drain_time(open_engine):
+    engine = open_engine(pd={"drain_s": DEADLINE_S})
+    asked = ask(engine, prompt_of(5), max_tokens=100)
+    engine.stop()
+    assert asked.wait().finish == Finish("length")
+    with pytest.raises(EngineError, match="stopped"):
+        ask(engine, prompt_of(5))
 
 
 def test_stop_ends_what_still_runs_after_the_drain_time(open_engine):

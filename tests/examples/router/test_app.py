@@ -43,6 +43,17 @@ async def test_health_tells_the_state_of_every_instance() -> None:
     assert (without_d.status_code, without_d.json()["status"]) == (503, "down")
 
 
+async def test_health_passes_on_why_an_instance_is_degraded() -> None:
+    sick = Fake()
+    sick.health_body = {"status": "degraded", "reason": "redis://there: refused"}
+    async with routed([Fake()], [sick]) as client:
+        said = (await client.get("/health")).json()
+    assert said["status"] == "degraded"
+    (reason,) = said["reasons"]
+    assert reason.startswith("decode http://")
+    assert reason.endswith("redis://there: refused")
+
+
 async def test_a_p_that_hands_nothing_over_is_told(caplog: pytest.LogCaptureFixture) -> None:
     async with routed([Fake()], [Fake()]) as client:
         for _ in range(3):

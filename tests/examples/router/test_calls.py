@@ -101,6 +101,14 @@ async def test_nobody_waits_for_a_silent_p_until_one_request_has_tried_it_again(
     assert [body.get("kv_transfer_params") for body in d.bodies[-2:]] == [PARAMS] * 2
 
 
+async def test_an_unreachable_d_is_replaced_by_another() -> None:
+    d = Fake(says({"id": "d"}))
+    with nobody() as gone:
+        async with routed([Fake()], [gone, d]) as client:
+            for _ in range(2):
+                assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
+
+
 async def test_the_only_d_is_reached_when_it_listens_a_moment_later() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
