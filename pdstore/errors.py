@@ -110,7 +110,7 @@ class StoreClosed(StoreError):
 
 
 class BadValue(StoreError):
-    """The value behind the first `num_done` must not be used; removed, it is saved anew."""
+    """The value after the first `num_done` must not be used; once removed, it is saved anew."""
 
 
 class WrongLength(BadValue):

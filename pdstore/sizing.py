@@ -30,6 +30,7 @@ DEFAULT_MFU = 0.5
 TRACE_BLOCK_TOKENS = 512
 """Tokens of a block in a trace."""
 _PROMPTS = (1024, 8192, 32_768, 131_072)
+"""Tokens of the prompts in the table of what a store must deliver."""
 
 
 @dataclass(frozen=True)

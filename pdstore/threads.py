@@ -121,7 +121,7 @@ class Ticker:
                 self.wake()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after its turn; False if it still runs, or somebody else's turn does."""
+        """Ends the thread after its turn; False if it, or a turn on another thread, still runs."""
         self._stopped = True
         if os.getpid() != self._pid:
             return True

@@ -29,7 +29,7 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 22_490,
+    "lines": 22_500,
     "files": 128,
     "small modules": 2,
     "statements": 13_930,
@@ -39,7 +39,7 @@ BUDGET = {
     "modules in circles": 0,
     "overloaded method names": 0,
     "lines of native sources": 5_110,
-    "lines of tests": 39_830,
+    "lines of tests": 39_910,
     "nightly marks": 36,
     "lines of benchmarks, examples and integrations": 16_210,
 }

@@ -135,7 +135,7 @@ def explain(
         str | None, typer.Option(metavar="DIR", help="Whose tokenizer reads the prompt.")
     ] = None,
     namespace: Annotated[
-        str, typer.Option(metavar="HEX", help="Its first digits. Default: the best.")
+        str, typer.Option(metavar="HEX", help="Its first digits. Default: the one with most of it.")
     ] = "",
     cache_salt: Annotated[str, typer.Option(metavar="SALT", help="The request's own.")] = "",
     store: Store = None,

@@ -338,7 +338,7 @@ class EngineRequest:
 
     @property
     def decided(self) -> dict[str, Json]:
-        """The decision as an answer says it; empty where nothing was compared."""
+        """The choice to load or compute, for the answer; empty where the two were not compared."""
         return {} if self.decision is None else {"decision": self.decision.way}
 
     @property

@@ -223,8 +223,8 @@ class Pulse:
     def update(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
         """Compares the keys that are stored with those of the last answer.
 
-        Any change on the ring is a beat. What a dead instance has left there, three beats or an old
-        one, does not change. Only answers count: while D itself does not ask, P is not silent.
+        Any change on the ring is a beat. The beats that a dead instance has left there do not
+        change. Only answers count: while D itself does not ask, P is not silent.
         """
         seen = {key for key in self.ring if key in stored}
         if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:

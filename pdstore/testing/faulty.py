@@ -26,7 +26,7 @@ class Faulty(WrapperStore):
     `faulty+redis://host?seed=7&error_rate=0.01` wraps the store of the rest of the URL, of any
     kind, to rehearse what an engine does when it fails. A rate that the URL leaves out is 0.02.
 
-    seed: of the random choices, which threads take in the order in which they call.
+    seed: of the random choices; threads draw them in the order of their calls.
     error_rate, miss_rate: chance of a StoreUnavailable, and of a shorter prefix.
     corrupt_rate: chance that one bit of a value that was read is flipped.
     bytes_per_s: a bound on all reads together (in the URL a size, such as `100MB`); 0: none.

@@ -78,21 +78,29 @@ def test_help_says_how_and_starts_nothing(script: str, option: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS[:3])
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ("--bogus", "unknown option '--bogus'"),
-        ("--port", "--port needs a value"),
-        *((f"--port {port}", f"not a port: '{port}'") for port in ("http", "0", "65536", "-1")),
-        ("--engine other", "unknown engine 'other': there are mini, vllm and sglang"),
-        ("--dry-run", "--dry-run is for --engine sglang"),
-        ("--engine sglang", "--model DIR"),
-    ],
+    [(["--bogus"], "unknown option '--bogus'"), (["--port"], "--port needs a value")],
 )
-def test_a_wrong_option_is_said(script: str, arguments: str, message: str) -> None:
-    if script == "run_router.sh" and "port" not in arguments:
-        message = "unknown option"
-    done = run(script, *arguments.split())
+def test_a_wrong_option_is_said(script: str, arguments: list[str], message: str) -> None:
+    done = run(script, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_an_unknown_engine_is_said(script: str) -> None:
+    done = run(script, "--engine", "other")
+    assert done.returncode == 2
+    assert "unknown engine 'other': there are mini, vllm and sglang" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["--dry-run"], "--dry-run is for --engine sglang"), (["--engine", "sglang"], "--model DIR")],
+)
+def test_what_only_one_engine_can_is_said(arguments: list[str], why: str) -> None:
+    done = run("run_decode.sh", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:3])
@@ -104,6 +112,13 @@ def test_a_busy_port_is_said(script: str, python: Path) -> None:
     assert f"port {port} is in use" in done.stderr
 
 
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1"])
+def test_a_port_that_is_none_is_said(port: str) -> None:
+    done = run("run_prefill.sh", PREFILL_PORT=port)
+    assert done.returncode == 2
+    assert f"not a port: '{port}'" in done.stderr
+
+
 @pytest.mark.parametrize("script", ENGINES)
 def test_a_missing_model_is_said(script: str, python: Path, tmp_path: Path) -> None:
     done = run(script, "--port", free_port(), PYTHON=python, MODEL=tmp_path)
@@ -112,13 +127,19 @@ def test_a_missing_model_is_said(script: str, python: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("engine", ["mini", "vllm"])
-def test_a_missing_environment_is_said(script: str, engine: str, tmp_path: Path) -> None:
+def test_a_missing_environment_is_said(script: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    is_vllm = engine == "vllm" and script != "run_router.sh"
-    done = run(script, *(["--engine", "vllm"] * is_vllm), root=tmp_path, **free_ports())
+    done = run(script, root=tmp_path, **free_ports())
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"make -C {tmp_path} setup{'-vllm' * is_vllm}" in done.stderr
+    assert f"make -C {tmp_path} setup" in done.stderr
+
+
+@pytest.mark.parametrize("script", [*ENGINES, "run_pd_storage.sh"])
+def test_vllm_has_an_environment_of_its_own(script: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = run(script, "--engine", "vllm", root=tmp_path, **free_ports())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"make -C {tmp_path} setup-vllm" in done.stderr
 
 
 @pytest.mark.parametrize("script", ENGINES)
@@ -143,26 +164,37 @@ def test_an_environment_without_the_packages_is_passed_over(tmp_path: Path, pyth
     assert json.loads(done.stdout)["arguments"] == ["-m", "examples.demo"]
 
 
-@pytest.mark.parametrize("by_option", [True, False])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("script", "role"), [("run_prefill.sh", "prefill"), ("run_decode.sh", "decode")]
+)
 def test_an_engine_is_started_with_the_switch_on(
-    role: str, by_option: bool, python: Path, model: Path
+    script: str, role: str, python: Path, model: Path
 ) -> None:
-    port, store = free_port(), "redis://h:1/0"
-    given = {f"{role.upper()}_PORT": port, "PDSTORE_STORE": store, "MODEL": model}
-    options = ["--port", port, "--store", store, "--model", model]
-    if by_option:
-        done = run(f"run_{role}.sh", *options, "--", "--threads", "2", PYTHON=python)
-    else:
-        done = run(f"run_{role}.sh", "--", "--threads", "2", PYTHON=python, **given)
+    port = free_port()
+    arguments = ["--port", port, "--store", "redis://h:1/0", "--model", model]
+    done = run(script, *arguments, "--", "--threads", "2", PYTHON=python)
     seen = json.loads(done.stdout)
     assert seen["env"]["PD_TRANSFER_VIA_STORAGE"] == "1"
-    assert seen["env"]["PDSTORE_STORE"] == store
+    assert seen["env"]["PDSTORE_STORE"] == "redis://h:1/0"
     assert seen["arguments"][:2] == ["-m", "examples.mini_engine"]
     options = seen["arguments"][2:]
     assert options[:6] == ["--role", role, "--port", str(port), "--model", str(model)]
     assert options[-2:] == ["--threads", "2"]
     assert "PD_TRANSFER_VIA_STORAGE=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "variable"), [("run_prefill.sh", "PREFILL_PORT"), ("run_decode.sh", "DECODE_PORT")]
+)
+def test_ports_store_and_model_come_from_the_environment_too(
+    script: str, variable: str, python: Path, model: Path
+) -> None:
+    port = free_port()
+    given = {"PYTHON": python, "MODEL": model, variable: port, "PDSTORE_STORE": "file:///x"}
+    seen = json.loads(run(script, **given).stdout)
+    assert str(port) in seen["arguments"]
+    assert str(model) in seen["arguments"]
+    assert seen["env"]["PDSTORE_STORE"] == "file:///x"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -178,6 +210,11 @@ def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     ) as process:
         output, _ = process.communicate(timeout=30)
     assert json.loads(output)["pid"] == process.pid
+
+
+def test_without_a_store_the_package_chooses(python: Path, model: Path) -> None:
+    done = run("run_prefill.sh", "--port", free_port(), PYTHON=python, MODEL=model)
+    assert "PDSTORE_STORE" not in json.loads(done.stdout)["env"]
 
 
 @pytest.mark.parametrize("script", ENGINES)
@@ -212,6 +249,17 @@ def test_the_router_finds_p_and_d_and_says_how_to_ask(python: Path) -> None:
     assert options[:4] == ["--port", str(port), "--mode", "relay"]
     assert options[4:] == ["--prefill", "http://127.0.0.1:11", "--decode", "http://127.0.0.1:12"]
     assert f"curl http://127.0.0.1:{port}/v1/completions" in done.stderr
+
+
+def test_the_router_takes_many_instances(python: Path) -> None:
+    given = ["--mode", "concurrent", "--prefill", "http://a", "--prefill", "http://b"]
+    done = run("run_router.sh", "--port", free_port(), *given, PYTHON=python)
+    options = json.loads(done.stdout)["arguments"]
+    assert options[options.index("--mode") + 1] == "concurrent"
+    assert [options[i + 1] for i, o in enumerate(options) if o == "--prefill"] == [
+        "http://a",
+        "http://b",
+    ]
 
 
 def test_the_demo_passes_its_options_on(python: Path, model: Path) -> None:

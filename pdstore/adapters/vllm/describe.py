@@ -72,8 +72,8 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 def hashes_items(vllm_config: Any) -> bool:
     """True if vLLM names images, sounds and videos by their content; logs where it does not.
 
-    With neither of the two caches that need such names it numbers them, from 1 in each process: two
-    images would have one name.
+    With both caches that need such names off, vLLM numbers the items from 1 in each process: two
+    images could have the same name.
     """
     options = getattr(vllm_config.model_config, "multimodal_config", None)
     if options is None or vllm_config.cache_config.enable_prefix_caching:

@@ -33,7 +33,7 @@ KEPT = "memory kept until nobody uses it"
 
 
 class Answer(NamedTuple):
-    """The result of a call that moved values: its codes, the object called, its duration."""
+    """The result of a call that moved values: the library's object, its codes, the seconds."""
 
     raw: Raw
     codes: list[int]

@@ -196,7 +196,7 @@ class NativeSwap(Swap):
         self._library.populate(address, num_bytes)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pins a range of host memory, in which payloads may lie then. Raises SwapError."""
+        """Pins a range of host memory; payloads may lie in it from then on. Raises SwapError."""
         self._library.register(self._ordinal, address, num_bytes)
         self.add_host(address, num_bytes)
 
