@@ -141,7 +141,8 @@ class KVPool:
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
             `NO_BLOCK` where a window has moved on; a list for each block table if the
-            layout has several.
+            layout has several. Read at once; of several tables an `array` of int64 is kept, so
+            nobody may change it before the job has ended.
           first_token: tokens before it are stored or on their way already.
           ready: an event after which the paged cache holds these tokens; None: after what the
             calling thread's current stream has queued.

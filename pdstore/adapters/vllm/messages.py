@@ -1,8 +1,7 @@
 """Messages between the connector's scheduler side and its worker side.
 
 vLLM pickles them between the processes of one instance; they are never stored or sent further.
-Block ids travel as arrays of int64, -1 where a window has moved on, and are copied once more by
-`KVPool`.
+Block ids travel as arrays of int64, -1 where a window has moved on; `KVPool` keeps these arrays.
 """
 
 from __future__ import annotations
