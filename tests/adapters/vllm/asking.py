@@ -63,10 +63,17 @@ class Client:
         self._socket.close()
 
 
-def post(server: Server, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> httpx.Response:
+def post(
+    server: Server,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    timeout_s: float = ANSWER_S,
+    **more: Any,
+) -> httpx.Response:
     body = _body(prompt, max_tokens, **more)
     url = server.url + "/v1/completions"
-    return httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False)
+    return httpx.post(url, json=body, timeout=timeout_s, trust_env=False)
 
 
 def _body(prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
