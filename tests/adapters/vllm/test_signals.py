@@ -1,4 +1,4 @@
-"""A `vllm serve` that is told to end under load ends, whatever it was doing, with all its processes."""
+"""A `vllm serve` that is told to end under load ends, with all its processes."""
 
 from __future__ import annotations
 
