@@ -43,6 +43,7 @@ class WrapperStore(Store):
     def __init__(self, store: Store) -> None:
         self._store = store
         self.label = store.label
+        self.look_s = store.look_s
 
     @property
     def wrapped(self) -> Store:
