@@ -36,14 +36,6 @@ def test_an_exception_is_raised_once_and_the_runner_goes_on(runner, ask):
     assert runner.sync() == 5
 
 
-def test_launches_run_in_order(runner):
-    seen = []
-    for i in range(100):
-        runner.launch(lambda i=i: seen.append(i))
-    runner.sync()
-    assert seen == list(range(100))
-
-
 def test_a_function_that_does_not_end_is_a_time_out(runner):
     gate = threading.Event()
     runner.launch(lambda: gate.wait(30))

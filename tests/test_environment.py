@@ -11,7 +11,6 @@ from pdstore.environment import (
     default_pool_directory,
     mooncake_sources,
     native_cache_directory,
-    set_missing_variables,
     weights_cache_file,
 )
 from pdstore.errors import ConfigError
@@ -32,14 +31,6 @@ def test_everything_is_kept_in_the_cache_directory_of_this_user(monkeypatch, tmp
     assert {place().parent for place in places} == {tmp_path / "xdg" / "pdstore"}
 
 
-def test_mooncakes_variables_are_those_with_its_name(monkeypatch):
-    for name in ("MOONCAKE_MASTER", "MC_TCP_ONLY", "LOCAL_HOSTNAME", "PDSTORE_STORE"):
-        monkeypatch.setenv(name, "v")
-    sources = mooncake_sources()
-    assert set(sources.variables) == {"MOONCAKE_MASTER"}
-    assert (sources.path, sources.text) == (None, None)
-
-
 def test_the_file_that_a_variable_names_is_read(monkeypatch, tmp_path):
     file = tmp_path / "mooncake.json"
     file.write_text('{"x": 1}')
@@ -55,11 +46,3 @@ def test_a_file_that_cannot_be_read_is_named(monkeypatch, tmp_path, content):
     monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(file))
     with pytest.raises(ConfigError, match=r"mooncake\.json"):
         mooncake_sources()
-
-
-def test_a_variable_that_the_user_set_stays(monkeypatch):
-    monkeypatch.setenv("MC_A", "users")
-    monkeypatch.delenv("MC_B", raising=False)
-    set_missing_variables({"MC_A": "ours", "MC_B": "ours"})
-    assert (os.environ["MC_A"], os.environ["MC_B"]) == ("users", "ours")
-    monkeypatch.delenv("MC_B")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from pdstore.errors import StoreFull, StoreUnavailable
 from pdstore.metrics import Metrics, known_labels
@@ -43,13 +42,6 @@ def test_a_lookup_counts_its_tokens_and_its_miss(metrics):
     assert value(metrics, "pdstore_misses_total", reason="absent") == 1
 
 
-def test_the_codes_of_several_stores_are_added_up(metrics):
-    metrics.add_codes(lambda: {"-800": 2})
-    metrics.add_codes(lambda: {"-800": 1, "-1": 5})
-    assert value(metrics, "pdstore_store_codes_total", code="-800") == 3
-    assert value(metrics, "pdstore_store_codes_total", code="-1") == 5
-
-
 def test_one_open_breaker_of_several_shows(metrics):
     states = [False, False]
     for i in range(2):
@@ -84,16 +76,3 @@ def test_a_miss_and_a_drop_are_told_with_what_to_do(metrics, caplog):
     assert "a lookup" in down
     assert "refused" in down
     assert "doctor" in down
-
-
-def test_nothing_done_is_a_total_of_zero(metrics):
-    assert metrics.total() == 0
-    metrics.miss(Reason.ABSENT)
-    metrics.slots_lent.set(7)  # a gauge is no count
-    assert metrics.total() == 1
-
-
-def test_a_registry_of_the_callers_shows_the_counts():
-    registry = CollectorRegistry()
-    Metrics(registry).drop(Reason.CLOSED)
-    assert registry.get_sample_value("pdstore_drops_total", {"reason": "closed"}) == 1

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 
 from pdstore.errors import ConfigError
-from pdstore.sizing import Machine, ModelShape, ReuseDistances, break_even, main, read_trace
+from pdstore.sizing import ModelShape, ReuseDistances, main, read_trace
 from tests.support.published_models import MODELS
 
 TABLE = {  # KiB a token, GB a million; by length: GB, A800, H100, H20 in GB/s, seconds on an H100
@@ -83,11 +83,6 @@ def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path, capsys):
 SHAPE = ModelShape("hand", 2, 4, 100, 8, 8, 1e9, "bfloat16", 1, is_mla=False)
 
 
-def test_an_unknown_gpu_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="known are A100"):
-        break_even(SHAPE, Machine("Z80"), 1000)
-
-
 @pytest.mark.parametrize(
     ("name", "kib", "billions"),
     [
@@ -101,16 +96,6 @@ def test_kv_and_parameters(name, kib, billions, tmp_path):
     assert shape.kv_bytes() == kib * 1024
     assert shape.kv_bytes(1) == kib * 512
     assert shape.active_params == pytest.approx(billions * 1e9, rel=0.01)
-
-
-def test_a_mixture_counts_the_experts_that_a_token_passes(tmp_path):
-    config = {
-        **{"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 0},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    attention, experts, router = 4 * 8 * 8, 2 * 3 * 8 * 16, 4 * 8
-    assert ModelShape.of_config(str(tmp_path)).active_params == attention + experts + router
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import weakref
 from collections import deque
@@ -14,7 +13,7 @@ import torch
 from pdstore.device_pin import DevicePin
 from pdstore.errors import DeviceError
 from pdstore.testing.threads import start_background
-from pdstore.threads import Ticker, Worker, call_each
+from pdstore.threads import Ticker, Worker
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of
 
@@ -128,17 +127,6 @@ def test_whatever_a_task_raises_goes_to_it_and_the_worker_goes_on(tasks, kind):
     assert worker.join(5)
 
 
-def test_each_function_is_called_whatever_another_raises(caplog):
-    seen = []
-
-    def raises():
-        raise Stray("odd")
-
-    call_each([raises, lambda: seen.append(1)])
-    assert seen == [1]
-    assert "odd" in caplog.text
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, Stray])
 def test_a_ticker_goes_on_after_an_exception_and_stops(caplog, kind):
     turns = threading.Semaphore(0)
@@ -161,24 +149,6 @@ def test_a_ticker_that_has_nothing_to_do_waits_to_be_woken():
     ticker.wake()
     assert ticker.stop(5)
     assert len(turns) <= 3
-
-
-def test_a_turn_is_made_by_whoever_asks_for_it_and_the_ticker_makes_the_next():
-    turns: queue.SimpleQueue[str] = queue.SimpleQueue()
-    pauses = deque([None, 0.0, None])  # the second turn says that another one is due
-
-    def step():
-        turns.put(threading.current_thread().name)
-        return pauses.popleft()
-
-    ticker = Ticker("t", step)
-    assert turns.get(timeout=5) == "t"
-    ticker.turn()
-    assert turns.get(timeout=5) == threading.current_thread().name
-    assert turns.get(timeout=5) == "t"
-    assert ticker.stop(5)
-    ticker.turn()
-    assert turns.empty()
 
 
 def test_turns_exclude_each_other_and_a_ticker_is_not_stopped_in_the_middle_of_one():

@@ -56,15 +56,6 @@ def test_private_caches_find_less_than_one_pool_of_the_same_room():
     pooled.close()
 
 
-def test_prompts_that_end_within_a_block_are_found_whole():
-    clock = Clock()
-    requests = [TraceRequest(n, 700, 1, [1, 2]) for n in range(3)]
-    fleet = Fleet(clock, 1, None, is_shared=True, lag_s=0)
-    replay(requests, [fleet], clock)
-    assert fleet.hits.num_found == 1400
-    fleet.close()
-
-
 def test_the_command_reads_a_file_and_writes_its_rows(tmp_path, monkeypatch):
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     line = {"timestamp": 0, "input_length": 900, "output_length": 5, "hash_ids": [0, 1]}

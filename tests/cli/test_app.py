@@ -24,10 +24,3 @@ def test_the_version_is_told(capsys):
     assert main(["--version"]) == 0
     said = f"pdstore {pdstore.__version__}, stored format {FORMAT_VERSION}"
     assert capsys.readouterr().out == said + "\n"
-
-
-def test_completion_can_be_shown(capsys, monkeypatch):
-    # typer looks for a shell among the parents; tests in the background may have none
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
-    assert main(["--show-completion"]) == 0
-    assert "complete" in capsys.readouterr().out

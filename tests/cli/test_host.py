@@ -12,7 +12,6 @@ from pdstore.cli.doctor import doctor
 from pdstore.cli.host import (
     check_limits,
     check_memory,
-    check_native,
     check_pages,
     check_settings,
 )
@@ -162,12 +161,6 @@ def test_an_arena_is_recommended_where_there_are_gpus():
     assert "arena" not in subjects("file://", 0) | subjects("shm://a", 2)
 
 
-def test_no_native_library_is_yellow():
-    [finding] = check_native(read_settings(native="off"), 0)
-    assert finding.level is Level.WARN
-    assert "PDSTORE_NATIVE=off" in finding.said
-
-
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 25 22 0:23 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,inode64
@@ -195,10 +188,6 @@ def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(remedy, path,
     [finding] = check_pages(Path(path), MOUNTS, num_gpus, is_arena=is_arena)
     assert finding.level is level
     assert (remedy in finding.remedy) is (level is Level.WARN)
-
-
-def test_nothing_is_said_of_the_pages_of_a_disk():
-    assert list(check_pages(Path("/var/pool"), MOUNTS, 2, is_arena=False)) == []
 
 
 @pytest.mark.parametrize("url", ["file://{}/pool", "shm://pages?size=1GiB&slab=4MiB&dir={}"])

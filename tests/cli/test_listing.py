@@ -11,7 +11,6 @@ from pdstore.cli.listing import clear, inspect, ls
 from pdstore.errors import ConfigError
 from pdstore.settings import read_settings
 from pdstore.store import open_store
-from pdstore.store.connect import read_pool_id
 from pdstore.store.seal import seal_store
 from pdstore.testing.values import get, put
 from tests.cli.conftest import MOONCAKE_BYTES
@@ -41,25 +40,6 @@ def test_ls_lists_one_namespace_and_no_more_than_asked(filled, prompts):
     few, all_of_it = (ls(filled, "", limit).document for limit in (4, 0))
     assert (len(few["values"]), few["num_values"]) == (4, len(all_of_it["values"]))
     assert {v["key"] for v in all_of_it["values"]} >= {v["key"] for v in few["values"]}
-
-
-def test_the_output_is_one_table(filled_file, prompts):
-    ran = run("ls", "--store", filled_file)
-    lines = ran.out.splitlines()
-    assert ran.status == 0
-    assert len(lines) == 2 + 6 + 1
-    assert lines[0].split() == ["used", "size", "kind", "namespace", "group:shard:name"]
-    assert lines[-1] == "6 values, 6.23 KiB"
-    assert prompts[0].namespace.hex[:12] in ran.out
-
-
-def test_the_pools_own_id_is_a_line_too(file_url):
-    store = open_store(file_url, read_settings())
-    read_pool_id(store)
-    store.close()
-    lines = run("ls", "--store", file_url).out.splitlines()
-    assert lines[-2].split()[-2:] == ["pool", "pool"]  # its kind and its name
-    assert lines[-1].startswith("1 value, ")
 
 
 @pytest.fixture
@@ -202,9 +182,3 @@ def test_a_store_that_cannot_list_is_cleared_by_the_whole_name(sqlite, prompts):
         assert found == [0, len(prompts[1])]
         document = run_json("purge", "--namespace", kept, "--dry-run", "--store", sqlite)
         assert (document["num_values"], document["cleared"]) == (None, False)
-
-
-def test_a_store_that_cannot_list_asks_for_the_whole_name(sqlite, prompts):
-    ran = run("purge", "--namespace", prompts[0].namespace.hex[:8], "--store", sqlite)
-    assert ran.status == 2
-    assert "cannot list its namespaces: give all 32 digits" in ran.err

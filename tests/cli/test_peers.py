@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import os
 import socketserver
 import threading
 import time
@@ -94,11 +92,6 @@ def test_two_leases_of_one_pool_are_yellow_with_both_and_what_to_write(compare):
     assert found.said.startswith("1 s at http://")
     assert ", 60 s at http://" in found.said
     assert found.remedy.startswith("write the same ?lease= in PDSTORE_STORE of both")
-
-
-@pytest.mark.parametrize("other", [{"lease_s": 1}, {"lease_s": 0}, {"pool": None, "lease_s": 60}])
-def test_a_lease_that_is_equal_or_not_known_is_none_of_another(compare, other):
-    assert not [f for f in compare(status_of(lease_s=1), status_of(**other)) if f.remedy]
 
 
 def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compare):
@@ -192,21 +185,6 @@ def slow(first: bytes, piece: bytes):
             yield piece
 
     return pieces
-
-
-@pytest.mark.parametrize(
-    "head", [b"", b"Content-Length: %d\r\n" % MOST_BYTES, b"Transfer-Encoding: chunked\r\n"]
-)
-def test_a_body_of_the_most_bytes_is_whole(serve, head):
-    body = os.urandom(MOST_BYTES)
-    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if b"chunked" in head else body
-    assert http_get(serve(lambda: [HEAD, head, b"\r\n", sent]), SOON_S) == body
-
-
-@pytest.mark.parametrize("length", [b"Content-Length: 9\r\n", b"Transfer-Encoding: chunked\r\n"])
-def test_a_body_that_ends_too_early_is_no_answer(serve, length):
-    with pytest.raises(http.client.IncompleteRead):
-        http_get(serve(lambda: [HEAD, length, b"\r\n9\r\n"]), SOON_S)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from pdstore.cli import pool_view as module
 from pdstore.cli.pool_view import StoredKey, open_pool
 from pdstore.errors import ConfigError
-from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, PromptKeys
+from pdstore.format.keys import BlockKey, Kind, PromptKeys
 from pdstore.format.namespace import Part
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
@@ -26,14 +25,6 @@ def test_what_is_no_value_of_ours_is_damaged(file_url):
         assert pool.read(KEY) is None
         put(pool.store, [KEY], [b"short"])
         assert pool.read(KEY) == (5, None, Reason.CORRUPT)
-
-
-@pytest.mark.redis
-def test_what_is_no_value_at_all_is_damaged(redis_server):
-    server = redis_server()
-    with server.client() as raw, open_pool(server.url) as pool:
-        raw.rpush(KEY, "a list")
-        assert pool.read(KEY) == (0, None, Reason.CORRUPT)
 
 
 @pytest.mark.parametrize("name", ["file://{}/pool", "shm://pool?dir={}"])
@@ -62,15 +53,6 @@ def test_blocks_and_tails_are_read_back():
     hashes = [keys.hash_of(number).hex() for number in (0, 1)]
     assert block == (Kind.BLOCK, NAMESPACE.hex, 2, 3, hashes[0], None, None)
     assert tail == (Kind.TAIL, NAMESPACE.hex, 2, 3, hashes[1], 4, None)
-
-
-def test_markers_and_the_pools_id_are_read_back():
-    handoff = HandoffId.new()
-    marker = StoredKey.parsed(handoff.done(NAMESPACE, 5))
-    assert marker == (Kind.HANDOFF, NAMESPACE.hex, 0, 5, handoff.hex, None, "done")
-    stage = StoredKey.parsed(handoff.stage_done(NAMESPACE, 5, 12))
-    assert stage == marker._replace(state="stage12")
-    assert StoredKey.parsed(POOL_ID_KEY).kind is Kind.POOL
 
 
 @pytest.mark.parametrize(

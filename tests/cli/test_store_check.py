@@ -56,10 +56,6 @@ def test_a_policy_that_evicts_the_pools_id_is_yellow():
     assert "eviction" not in found(Room("redis 7", 100, GIB, 3, "volatile-lru"))
 
 
-def test_room_that_nobody_tells_is_no_fault():
-    assert found(None)["room"].level is Level.INFO
-
-
 @pytest.mark.parametrize(
     ("num_connections", "level"), [(3, Level.WARN), (5000, None), (None, None)]
 )

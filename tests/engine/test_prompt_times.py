@@ -61,13 +61,3 @@ def test_prompts_that_run_together_share_the_time(clock, decided):
     for request in pair:
         request.end_prompt()
     assert estimate(decided) == pytest.approx(1.0)
-
-
-def test_a_preempted_prompt_holds_up_no_other(clock, decided):
-    """Asked for again, it is in no step that says when all of it is computed again."""
-    first = decided()
-    first.begin_step(0, 1000)
-    clock.now += 1.0
-    first.end_prompt()
-    first.find(0, len(TOKENS))
-    assert estimate(decided) == pytest.approx(1.0)

@@ -115,9 +115,3 @@ def test_a_job_that_never_ends_delays_a_record_by_its_patience_at_most(
     clock.now += 61
     assert not records.has_running_jobs()
     assert len(journal.last()) == 1
-
-
-def test_the_end_of_the_instance_makes_the_records_that_are_left(records, journal, request_of):
-    records.end_request(request_of(1))
-    records.close()
-    assert len(journal.last()) == 1

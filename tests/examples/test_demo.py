@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from examples.demo import pools, processes
-from examples.demo.__main__ import main
 from examples.demo.conversation import Conversation
 from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
@@ -68,13 +67,6 @@ def signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_runs_that_keep_the_promise_have_no_problems() -> None:
-    assert problems_of(runs_of(ON, PLAIN, OFF)) == []
-    assert verdict(ON, []) == (
-        "OK: 2 of 2 answers are those of one instance alone; D computed 2 of 260 prompt tokens"
-    )
-
-
 @pytest.mark.parametrize(
     ("on", "problem"),
     [
@@ -94,41 +86,6 @@ def test_whatever_breaks_the_promise_is_said(on: Run, problem: str) -> None:
     assert problem in verdict(on, [found])
     (found_behind_proxy,) = problems_of(runs_of(ON, on, OFF))
     assert found_behind_proxy == f"plain proxy: {found}"
-
-
-@pytest.mark.parametrize(
-    ("runs", "problem"),
-    [
-        (runs_of(replace(ON, saved=0), PLAIN, OFF), "saved nothing"),
-        (runs_of(turns=replace(TURNS, loaded_on_p=192)), "P loaded 192 of the 350 tokens"),
-        (runs_of(turns=replace(TURNS, rows=[GOOD, replace(GOOD, same_ids=False)])), "turn 2"),
-        (runs_of(off=replace(OFF, used=1)), "pdstore counted 1"),
-        (runs_of(off=replace(OFF, computed=259)), "D did not compute every prompt token"),
-        (
-            runs_of(ON, PLAIN, replace(OFF, rows=[OFF.rows[0], GOOD])),
-            "D did not compute every prompt",
-        ),
-        (
-            runs_of(ON, PLAIN, replace(OFF, rows=[replace(OFF.rows[0], same_ids=False)] * 2)),
-            "differs",
-        ),
-    ],
-)
-def test_what_only_one_run_promises_is_said_too(runs: Runs, problem: str) -> None:
-    (found,) = problems_of(runs)
-    assert problem in found
-
-
-def test_stop_takes_a_child_s_children_along(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    script = f"trap '' TERM; sleep 600 & echo $! > {note}.new; mv {note}.new {note}; exit 0"
-    with Processes() as children:
-        started = children.start("child", ["bash", "-c", script], lambda: True)
-        assert eventually(note.exists)
-        grandchild = int(note.read_text())
-        assert is_alive(grandchild)
-    assert started.popen.returncode is not None
-    assert eventually(lambda: not is_alive(grandchild))
 
 
 def test_a_child_that_ends_early_fails_the_wait_with_its_log(logs: Path) -> None:
@@ -215,9 +172,3 @@ def test_a_redis_pool_answers_and_goes_away() -> None:
         assert pools.answers_ping(port)
         children.stop(*children.running)
         assert not pools.answers_ping(port)
-
-
-@pytest.mark.usefixtures("signal_handlers")
-def test_a_missing_checkpoint_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--model", str(tmp_path)]) == 1
-    assert f"no checkpoint in {tmp_path}" in capsys.readouterr().out

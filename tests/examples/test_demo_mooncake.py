@@ -85,20 +85,3 @@ def _until_shared(script) -> list[str]:
         lines.append(script.stderr.readline())
         assert lines[-1], "".join(lines)
     return lines
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--help"], "--segment"),
-        (["--what"], "unknown option"),
-        (["--port"], "needs a value"),
-        (["--segment", "lots"], "no size: --segment 'lots'"),
-    ],
-)
-def test_the_script_explains_itself(arguments, words):
-    done = subprocess.run(
-        [str(SCRIPT), *arguments], capture_output=True, text=True, check=False, timeout=20
-    )
-    assert words in done.stdout + done.stderr
-    assert done.returncode == (0 if arguments == ["--help"] else 2)

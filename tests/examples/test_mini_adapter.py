@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -115,30 +114,6 @@ def test_on_a_gpu_answers_and_hand_offs_are_those_of_the_cpu(open_instance, chec
         assert one.request.num_fed == 1
 
 
-@pytest.mark.parametrize("chunk", [7, 100])
-def test_the_chunks_of_p_and_d_need_not_be_alike(open_instance, checkpoints, chunk):
-    p = open_instance("prefill", max_num_batched_tokens=chunk, num_blocks=40)
-    d = open_instance("decode", max_num_batched_tokens=30, block_size=8, num_blocks=80)
-    prompts = [prompt_of(150, seed) for seed in range(3)]
-    params = [hand_over(p, prompt) for prompt in prompts]
-    asked = [ask(d, prompts[i], kv_transfer_params=params[i]) for i in range(3)]
-    for prompt, one in zip(prompts, asked, strict=True):
-        assert_same(one.wait(), *expect(checkpoints["llama"], prompt))
-        assert one.request.num_fed == 1
-
-
-def test_prompts_with_a_common_beginning_share_its_blocks(open_instance, checkpoints):
-    p, d = open_instance("prefill"), open_instance("decode")
-    first, second = prompt_of(128) + prompt_of(30), prompt_of(128) + prompt_of(50)
-    hand_over(p, first)
-    until_stored(p)
-    asked = ask(p, second, max_tokens=1).wait()
-    assert (asked.request.num_loaded, asked.request.num_fed) == (128, 50)
-    asked = decode(d, second, asked.request.answer_params)
-    assert_same(asked, *expect(checkpoints["llama"], second))
-    assert asked.request.num_fed == 1
-
-
 def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, checkpoints):
     engine = open_instance("both")
     first = ask(engine, prompt_of(100)).wait()
@@ -168,15 +143,6 @@ def flip_a_bit(url, values):
     store.remove(values.keys)
     assert store.put(values.keys, slots) == 1
     store.close()
-
-
-def test_one_late_hand_off_does_not_hold_up_the_others(open_instance, checkpoints):
-    d = open_instance("decode", wait_s=60)
-    late = ask(d, prompt_of(40), kv_transfer_params={"pdstore": {"attempt": HandoffId.new().hex}})
-    assert_same(ask(d, prompt_of(50)).wait(), *expect(checkpoints["llama"], prompt_of(50)))
-    assert late.request.state is State.LOOKING_UP
-    d.abort(late.request)
-    assert late.wait().finish == Finish("abort")
 
 
 @pytest.mark.parametrize(
@@ -220,19 +186,6 @@ def test_a_save_does_not_delay_the_answer_and_keeps_its_blocks(open_instance, he
     assert decode(d, prompt_of(100), params).request.num_fed == 1
 
 
-def test_a_request_can_be_aborted_while_it_loads(open_instance, held, checkpoints):
-    p, d = open_instance("prefill"), open_instance("decode")
-    params = hand_over(p, prompt_of(100))
-    held[1].hold()
-    asked = ask(d, prompt_of(100), kv_transfer_params=params)
-    until(lambda: asked.request.state is State.LOADING)
-    d.abort(asked.request)
-    assert asked.wait().finish == Finish("abort")
-    until(lambda: d.cache.num_free == d.cache.num_blocks)
-    held[1].release()
-    assert_same(decode(d, prompt_of(100), params), *expect(checkpoints["llama"], prompt_of(100)))
-
-
 def test_a_prefill_that_is_aborted_gives_its_blocks_back_after_its_saves(
     open_instance, held, monkeypatch
 ):
@@ -248,16 +201,6 @@ def test_a_prefill_that_is_aborted_gives_its_blocks_back_after_its_saves(
     gate.open()
     assert asked.wait().finish == Finish("abort")
     assert p.cache.num_free < p.cache.num_blocks
-    held[0].release()
-
-
-def test_stop_does_not_wait_for_a_store_that_hangs(open_instance, held):
-    p = open_instance("prefill", pd={"drain_s": 0.2})
-    held[0].hold()
-    hand_over(p, prompt_of(100))
-    before = time.monotonic()
-    p.stop()
-    assert time.monotonic() - before < 5
     held[0].release()
 
 

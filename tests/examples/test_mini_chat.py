@@ -49,32 +49,6 @@ def test_a_conversation_is_answered_as_its_text_would_be(serving, chat):
     assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
 
-def test_logprobs_are_those_of_the_text_in_a_chat_s_form(serving, chat):
-    told = chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
-    plain = serving.ask(prompt=PROMPT, max_tokens=6, logprobs=2)["choices"][0]["logprobs"]
-    assert [each["token"] for each in told] == plain["tokens"]
-    assert [each["logprob"] for each in told] == plain["token_logprobs"]
-    assert [bytes(each["bytes"]).decode() for each in told] == plain["tokens"]
-    tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told]
-    assert tops == plain["top_logprobs"]
-
-
-def test_a_prompt_in_token_ids_stands_for_the_messages(serving, chat):
-    ids = serving.engine.model.tokenizer("something else")["input_ids"]
-    params = {"prompt_token_ids": ids}
-    answer = chat(kv_transfer_params=params, return_token_ids=True).json()
-    assert answer["prompt_token_ids"] == ids
-    plain = serving.ask(prompt=ids, max_tokens=6)["choices"][0]["text"]
-    assert answer["choices"][0]["message"]["content"] == plain
-
-
-def test_without_a_limit_a_chat_may_fill_the_context(serving, chat):
-    params = {"prompt_token_ids": [5] * 500}
-    answer = chat(max_tokens=None, ignore_eos=True, kv_transfer_params=params).json()
-    room = min(serving.engine.model.max_model_len, 32 * serving.engine.cache.block_size)
-    assert answer["usage"]["total_tokens"] == room
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [

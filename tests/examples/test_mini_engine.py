@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from examples.mini_engine.attention import Chunk
-from examples.mini_engine.engine import EngineError
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Finish, Request
 from pdstore.errors import ConfigError
 from tests.support.mini_engine_kit import (
-    DEADLINE_S,
     SHAPES,
     Gate,
     ask,
@@ -38,35 +36,6 @@ def test_answers_are_those_of_transformers_alone_and_in_a_batch(
         assert_same(asked.wait(), *expected)
         assert_same(ask(engine, prompt).wait(), *expected)
         assert asked.request.num_fed == len(prompt)
-
-
-def test_more_requests_than_blocks_wait_for_their_turn(open_engine, checkpoints):
-    engine = open_engine(num_blocks=4)
-    prompts = [prompt_of(40, seed) for seed in range(6)]
-    asked = [ask(engine, prompt) for prompt in prompts]
-    for prompt, one in zip(prompts, asked, strict=True):
-        assert_same(one.wait(), *expect(checkpoints["llama"], prompt))
-
-
-def test_the_end_token_ends_an_answer_unless_ignored(open_engine):
-    engine = open_engine()
-    ids = ask(engine, prompt_of(20)).wait().ids
-    engine.model.end_ids = frozenset({ids[2]})
-    first = ids.index(ids[2])
-    stopped = ask(engine, prompt_of(20)).wait()
-    assert (stopped.ids, stopped.finish) == (ids[: first + 1], Finish("stop"))
-    assert ask(engine, prompt_of(20), ignore_eos=True).wait().ids == ids
-
-
-def test_a_request_can_be_aborted_while_it_waits(open_engine, monkeypatch):
-    engine = open_engine(max_num_seqs=1)
-    gate = Gate(engine, monkeypatch)
-    running, waiting = ask(engine, prompt_of(5)), ask(engine, prompt_of(6))
-    gate.wait_for_step()
-    engine.abort(waiting.request)
-    gate.open()
-    assert waiting.wait().finish == Finish("abort")
-    assert running.wait().finish == Finish("length")
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -101,24 +70,6 @@ def test_each_layer_is_reported_when_its_kv_is_written(open_engine, num_tokens):
 
     engine.model.forward([Chunk(request, 0, num_tokens)], cache, layer_written)
     assert written == [(0, [True, False]), (1, [True, True])]
-
-
-def test_stop_lets_requests_end_in_the_drain_time(open_engine):
-    engine = open_engine(pd={"drain_s": DEADLINE_S})
-    asked = ask(engine, prompt_of(5), max_tokens=100)
-    engine.stop()
-    assert asked.wait().finish == Finish("length")
-    with pytest.raises(EngineError, match="stopped"):
-        ask(engine, prompt_of(5))
-
-
-def test_stop_ends_what_still_runs_after_the_drain_time(open_engine):
-    engine = open_engine(pd={"drain_s": 0})
-    asked = ask(engine, prompt_of(5), max_tokens=400)
-    asked.events.get(timeout=DEADLINE_S)
-    engine.stop()
-    assert asked.wait().finish == Finish("error", "the engine was stopped")
-    assert engine.cache.num_free == engine.cache.num_blocks
 
 
 def test_without_the_switch_there_is_no_adapter_and_nothing_is_counted(open_engine):

@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from examples.make_checkpoint import ROOT
-from examples.mini_engine.config import Config, parse
+from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import HttpServer
 from examples.ports import free_port
-from pdstore import PDStoreError, read_settings
+from pdstore import read_settings
 from tests.docs.commands import commands
 from tests.support.child import child
 from tests.support.mini_engine_kit import DEADLINE_S, Gate, close, until
@@ -120,23 +120,6 @@ def test_a_stream_says_the_same_in_parts(serving):
     assert {part["id"] for part in parts} == {parts[0]["id"]}
 
 
-def test_half_a_character_is_held_back(serving, monkeypatch):
-    """Each byte of it is a token of its own."""
-    tokenizer = serving.engine.model.tokenizer
-    ids = iter(tokenizer("é€")["input_ids"])
-    assert len(tokenizer("é€")["input_ids"]) == 5
-    forward = serving.engine.model.forward
-
-    def say(chunks, cache):
-        logits = forward(chunks, cache).clone()
-        logits[:, next(ids)] = 1e4
-        return logits
-
-    monkeypatch.setattr(serving.engine.model, "forward", say)
-    parts = serving.stream(max_tokens=5)
-    assert [part["choices"][0]["text"] for part in parts] == ["", "é", "", "", "€", ""]
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -172,13 +155,6 @@ def test_bad_input_is_refused_in_openais_form(serving, body, words):
     assert error["type"] == "invalid_request_error"
     assert re.search(words, error["message"])
     assert serving.ask(max_tokens=1)
-
-
-@pytest.mark.parametrize("content", [b"", b"{prompt", b"[]", b'"x"', b"\xff", b"[" * 10_000])
-def test_a_body_that_is_no_object_is_refused(serving, content):
-    response = serving.client.post("/v1/completions", content=content)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("the body")
 
 
 def test_another_model_and_another_path_are_not_found(serving):
@@ -245,18 +221,6 @@ def test_a_failed_step_is_told_with_its_reason(serving, monkeypatch, num_steps):
     assert serving.client.get("/health").status_code == 200
 
 
-def test_a_dead_engine_says_so(checkpoint, monkeypatch):
-    serving = Serving(checkpoint)
-    monkeypatch.setattr(serving.engine.scheduler, "advance", lambda: 1 / 0)
-    assert serving.post().status_code == 503
-    until(lambda: serving.engine.error)
-    health = serving.client.get("/health")
-    assert health.status_code == 503
-    assert "ZeroDivisionError" in health.json()["error"]
-    assert serving.post().status_code == 503
-    serving.close()
-
-
 def test_a_hand_off_goes_through_the_answer(checkpoint):
     pd = {"pd_transfer_via_storage": True, "store": "memory://over-http", "staging": "8MiB"}
     p, d = (
@@ -302,22 +266,6 @@ def test_a_bad_command_line_is_one_clear_line_and_exit_code_2():
         said = process.communicate(timeout=DEADLINE_S)[1]
     assert process.returncode == 2
     assert said == "mini_engine: --model nowhere: no checkpoint there (no config.json)\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (["--role", "judge"], "PDSTORE_ROLE"),
-        (["--store", "ftp://x"], "ftp"),
-        (["--num-blocks", "0"], "1 or more"),
-        (["--block-size", "24"], "PDSTORE_BLOCK_TOKENS"),
-    ],
-)
-def test_a_wrong_option_is_refused_by_name(checkpoint, option, words, capsys, monkeypatch):
-    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
-    with pytest.raises((PDStoreError, SystemExit)) as refused:
-        Engine(parse(["--model", str(checkpoint), *option]))
-    assert words in capsys.readouterr().err + str(refused.value)
 
 
 def started(*options):

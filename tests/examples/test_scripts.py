@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import stat
 import subprocess
@@ -86,13 +85,6 @@ def test_a_wrong_option_is_said(script: str, arguments: list[str], message: str)
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("script", ENGINES)
-def test_an_unknown_engine_is_said(script: str) -> None:
-    done = run(script, "--engine", "other")
-    assert done.returncode == 2
-    assert "unknown engine 'other': there are mini, vllm and sglang" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [(["--dry-run"], "--dry-run is for --engine sglang"), (["--engine", "sglang"], "--model DIR")],
@@ -112,34 +104,11 @@ def test_a_busy_port_is_said(script: str, python: Path) -> None:
     assert f"port {port} is in use" in done.stderr
 
 
-@pytest.mark.parametrize("port", ["http", "0", "65536", "-1"])
-def test_a_port_that_is_none_is_said(port: str) -> None:
-    done = run("run_prefill.sh", PREFILL_PORT=port)
-    assert done.returncode == 2
-    assert f"not a port: '{port}'" in done.stderr
-
-
 @pytest.mark.parametrize("script", ENGINES)
 def test_a_missing_model_is_said(script: str, python: Path, tmp_path: Path) -> None:
     done = run(script, "--port", free_port(), PYTHON=python, MODEL=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"no checkpoint in '{tmp_path}'" in done.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_missing_environment_is_said(script: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    done = run(script, root=tmp_path, **free_ports())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"make -C {tmp_path} setup" in done.stderr
-
-
-@pytest.mark.parametrize("script", [*ENGINES, "run_pd_storage.sh"])
-def test_vllm_has_an_environment_of_its_own(script: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    done = run(script, "--engine", "vllm", root=tmp_path, **free_ports())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"make -C {tmp_path} setup-vllm" in done.stderr
 
 
 @pytest.mark.parametrize("script", ENGINES)
@@ -152,16 +121,6 @@ def test_vllm_gets_options_for_a_tiny_checkpoint_only_with_the_tiny_one(
     assert "--tiny" not in own
     tiny = json.loads(run(script, *arguments, PYTHON=python).stdout.splitlines()[-1])["arguments"]
     assert "--tiny" in tiny
-
-
-def test_an_environment_without_the_packages_is_passed_over(tmp_path: Path, python: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.write_text("#!/bin/sh\nexit 1\n")
-    empty.chmod(0o700)
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    python.rename(tmp_path / "venv" / "bin" / "python")
-    done = run("run_pd_storage.sh", PYTHON=empty, VIRTUAL_ENV=tmp_path / "venv")
-    assert json.loads(done.stdout)["arguments"] == ["-m", "examples.demo"]
 
 
 @pytest.mark.parametrize(
@@ -210,11 +169,6 @@ def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     ) as process:
         output, _ = process.communicate(timeout=30)
     assert json.loads(output)["pid"] == process.pid
-
-
-def test_without_a_store_the_package_chooses(python: Path, model: Path) -> None:
-    done = run("run_prefill.sh", "--port", free_port(), PYTHON=python, MODEL=model)
-    assert "PDSTORE_STORE" not in json.loads(done.stdout)["env"]
 
 
 @pytest.mark.parametrize("script", ENGINES)

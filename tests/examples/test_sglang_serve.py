@@ -45,18 +45,3 @@ def test_a_dry_run_shows_the_pool_and_no_secret(printed, monkeypatch) -> None:
         "PDSTORE_STORE=redis://h:1/0",
         sys.executable,
     ]
-
-
-def test_p_and_d_differ_in_their_role_and_port_alone(printed) -> None:
-    p, d = printed("--role", "prefill", "--port", "1"), printed("--role", "decode", "--port", "2")
-    assert {*p} ^ {*d} == {"PDSTORE_ROLE=prefill", "PDSTORE_ROLE=decode", "1", "2"}
-
-
-def test_the_user_s_options_come_last(printed) -> None:
-    assert printed("--page-size=32")[-1] == "--page-size=32"
-
-
-def test_a_missing_sglang_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_serve, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"docs/sglang\.md"):
-        sglang_serve.main(["--model", "/m"])

@@ -46,12 +46,6 @@ def test_the_cpu_s_environment_is_for_the_cpu_only_and_the_user_s_wins(
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu
 
 
-def test_nothing_but_the_environment_turns_pdstore_on(become) -> None:
-    command, environment = become("--tiny")
-    assert "PD_TRANSFER_VIA_STORAGE" not in environment
-    assert not any("kv-transfer" in option for option in command)
-
-
 def test_a_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)

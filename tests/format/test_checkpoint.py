@@ -9,10 +9,6 @@ import pytest
 from pdstore.format.weights import find_checkpoint
 
 
-def test_a_directory_is_itself(tmp_path):
-    assert find_checkpoint(str(tmp_path)) == tmp_path
-
-
 @pytest.mark.parametrize("name", ["org/not-in-the-cache", "/missing/directory", "a/b/c"])
 def test_what_is_on_no_path_and_not_in_the_cache_is_not_found(name):
     assert find_checkpoint(name) is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.format.handoff import RING, Handoff, HandoffId, Pulse, beat_key, is_beat
-from pdstore.format.keys import Kind, PromptKeys, kind_of
+from pdstore.format.handoff import Handoff, HandoffId, Pulse, beat_key
+from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from tests.support.clock import Clock
 
@@ -26,12 +26,6 @@ def test_parameters_come_back_as_they_went():
         weights_files="sha256:0123",
     )
     assert Handoff.of(handoff.params()) == handoff
-
-
-def test_fields_of_a_later_version_are_not_looked_at():
-    attempt = HandoffId.new()
-    said = {"attempt": attempt.hex, "later": {"any": ["thing"]}}
-    assert Handoff.of({"pdstore": said}) == Handoff(attempt)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +79,6 @@ def test_what_a_client_says_is_one_plain_line():
     handoff = Handoff.of({"pdstore": said})
     assert handoff.fields == {"dtype?": "x?WARNING forged", "long": "y" * 80}
     assert (handoff.last_save, handoff.weights_files) == ("['\\n']", "w?x")
-
-
-def test_a_marker_is_one_attempts_shard_and_state():
-    attempt = HandoffId("ab" * 16)
-    assert attempt.done(NAMESPACE, 3) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:3:done"
-    assert attempt.failed(NAMESPACE) == f"pds1:{NAMESPACE.hex}:handoff:{'ab' * 16}:0:failed"
 
 
 @pytest.mark.parametrize("instance", ["cd" * 16, None])
@@ -160,11 +148,3 @@ def test_time_in_which_nobody_asked_is_no_silence(pulse, clock):
     clock.now += 60
     ask(pulse, clock, stored_after(3), seconds=SILENCE_S - 0.2)
     assert not pulse.is_silent()
-
-
-def test_beats_live_as_long_as_markers_and_are_told_from_them():
-    key = beat_key(NAMESPACE, INSTANCE, RING + 1)
-    assert kind_of(key) is Kind.HANDOFF
-    assert key == beat_key(NAMESPACE, INSTANCE, 1)
-    assert is_beat(key)
-    assert not is_beat(key.replace(":beat", ":done"))

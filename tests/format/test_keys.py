@@ -117,17 +117,6 @@ def test_extending_in_pieces_gives_the_keys_of_the_whole(tokens, data):
     assert len(pieces) == -(-len(tokens) // 4)
 
 
-@given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 32))
-def test_first_is_a_prefix_and_has_the_tail_only_when_it_is_whole(tokens, n):
-    keys = PromptKeys(NAMESPACE).extend(tokens)
-    short = keys.prefix(n)
-    assert short.num_tokens == (len(tokens) if n >= len(tokens) else n // 4 * 4)
-    assert short.store_keys(PARTS) == keys.store_keys(PARTS)[: len(short) * len(PARTS)]
-    before = short.store_keys(PARTS)
-    keys.extend([1, 2, 3, 4, 5])
-    assert short.store_keys(PARTS) == before
-
-
 def test_blocks_that_the_engine_has_named_have_the_keys_of_their_prompt():
     keys = PromptKeys(NAMESPACE).extend(range(12))
     named = PromptKeys.named(NAMESPACE, [keys.hash_of(n) for n in range(3)])

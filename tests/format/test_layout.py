@@ -15,7 +15,6 @@ SETTINGS = read_settings(block_tokens=64)
 FULL = LayerSpec(8, 128)
 SLIDING = LayerSpec(4, 64, kind="sliding", window=1024)
 MLA = LayerSpec(1, 576, value_dim=0, kind="mla")
-BEHIND = LayerSpec(8, 128, kind="sliding", window=1024, table=1)
 
 
 def layout(**changes) -> Layout:
@@ -64,12 +63,6 @@ def test_a_range_is_whole_with_its_last_layer_and_not_before(num_ranges):
     for done in range(8):
         whole = {many.range_of(n) for n in range(7)} - {many.range_of(n) for n in range(done, 7)}
         assert many.num_whole_ranges(done) == len(whole)
-
-
-def test_ranges_together_are_the_block_and_each_part_is_of_one():
-    one, four = layout(layers=(FULL,) * 8), layout(layers=(FULL,) * 8, num_ranges=4)
-    assert sum(four.payload_bytes(p, 64) for p in four.parts) == one.payload_bytes(Part(0, 0), 64)
-    assert [four.range_of_part(part) for part in four.parts] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("num_layers", "num_ranges"), [(1, 1), (8, 1), (16, 2), (32, 4), (80, 4)])
@@ -125,14 +118,6 @@ def check(pipeline: Pipeline, layers: list[LayerSpec], num_ranges: int) -> None:
     layout(layers=tuple(layers), num_ranges=num_ranges, pipeline=pipeline)
 
 
-@pytest.mark.parametrize("num_ranges", [2, 4])
-def test_two_stages_as_engines_cut_them_fit_the_usual_ranges(num_ranges):
-    """Of an odd number of layers the first stage has one more, as in vLLM."""
-    for half in range(2, 65):
-        check(staged(half, half), [FULL] * 2 * half, num_ranges)
-        check(staged(half + 1, half), [FULL] * (2 * half + 1), num_ranges)
-
-
 @pytest.mark.parametrize(
     ("counts", "num_ranges", "fitting"),
     [((16, 16), 1, 2), ((16, 16), 3, 2), ((8, 8, 8, 8), 2, 4), ((7, 8, 8, 7), 4, 19)],
@@ -153,14 +138,6 @@ def test_stages_that_end_inside_a_range_are_refused_with_the_number_that_fits(
 def test_stages_that_no_number_of_ranges_fits_are_refused():
     with pytest.raises(LayoutError, match="no PDSTORE_LAYER_RANGES up to 64"):
         check(staged(1, 126), [FULL] * 127, 4)
-
-
-def test_stages_may_alternate_where_layers_are_in_the_order_of_their_tables():
-    layers, stages = [FULL] * 4 + [BEHIND] * 4, (0, 0, 1, 1, 0, 0, 1, 1)
-    check(Pipeline(stages, 1), layers, 4)
-    assert Pipeline(stages, 1).layers == (2, 3, 6, 7)
-    with pytest.raises(LayoutError, match="PDSTORE_LAYER_RANGES=4"):
-        check(Pipeline(stages, 1), layers, 2)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdstore.errors import ConfigError
-from pdstore.format import weights
-from pdstore.format.weights import Span, file_digest, samples_of, weights_revision
+from pdstore.format.weights import file_digest, weights_revision
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings()
@@ -46,13 +42,6 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     before = weights_revision(a, SETTINGS)
     (a / "model.safetensors").write_bytes(b"other weights")
     assert weights_revision(a, SETTINGS) != before
-
-
-def test_an_unchanged_file_is_read_once(tmp_path, monkeypatch):
-    a = checkpoint(tmp_path / "a")
-    before = weights_revision(a, SETTINGS)
-    monkeypatch.setattr(weights, "file_digest", None)
-    assert weights_revision(a, SETTINGS) == before
 
 
 @pytest.mark.parametrize("text", ["[1]", "not json", "7"])
@@ -138,21 +127,3 @@ def test_every_byte_of_a_file_that_is_not_safetensors_counts(tmp_path, begin):
     before = file_digest(path, whole_up_to=0)
     fill(path, len(begin) + 2 * MIB + 12345, 1)
     assert file_digest(path, whole_up_to=0) != before
-
-
-def test_every_byte_of_a_small_file_counts(tmp_path):
-    path = tmp_path / "model.safetensors"
-    begins = write_safetensors(path, {"x": 40 * MIB})
-    before = file_digest(path)
-    fill(path, begins["x"] + 33 * MIB + 77, 1)
-    assert file_digest(path) != before
-
-
-@given(st.integers(0, 1 << 40), st.integers(0, 1 << 36), st.integers(2, 1024))
-def test_samples_are_even_ordered_and_within_their_tensor(begin, length, count):
-    samples = samples_of(Span(begin, begin + length), count)
-    assert samples == sorted(samples)
-    assert samples[0].begin == begin
-    assert samples[-1].end == begin + length
-    gaps = [b.begin - a.end for a, b in pairwise(samples)]
-    assert all(0 <= gap <= length / (count - 1) for gap in gaps)

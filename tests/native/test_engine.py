@@ -55,17 +55,6 @@ def test_closing_ends_what_is_queued(library, device):
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)
-def test_a_ticket_says_pending_until_the_copy_is_done(library, device):
-    """Starting a copy does not wait for its end."""
-    bench = SwapBench(library, device, CopyPath.BATCH)
-    library.delay(20_000)
-    ticket = bench.swap.start(Direction.SAVE, bench.copies)
-    assert not ticket.wait(0.001)
-    assert ticket.wait(30)
-    assert torch.equal(bench.host, bench.want)
-
-
-@pytest.mark.parametrize("device", native_kit.DEVICES)
 @pytest.mark.parametrize("path", list(CopyPath))
 def test_threads_save_and_load_at_once(library, device, path):
     """Scratch and descriptors are nobody else's while a copy uses them."""

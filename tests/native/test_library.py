@@ -37,20 +37,6 @@ def test_a_library_that_cannot_be_had_is_looked_for_once_and_its_reason_is_kept(
     assert looks == [False]
 
 
-def test_a_form_is_found_and_loaded_once():
-    path, found = native_kit.open_library().path, []
-
-    def find(*, with_cuda):
-        found.append(with_cuda)
-        return path
-
-    loader = LibraryLoader(find)
-    first = loader.load(settings_of(), for_gpu=False)
-    assert first is not None
-    assert loader.load(settings_of(), for_gpu=False) is first
-    assert found == [False]
-
-
 @pytest.mark.parametrize("is_built", [True, False])
 def test_who_must_not_wait_gets_what_is_built_and_looks_for_it_once(is_built):
     path, looks = native_kit.open_library().path, []
@@ -65,14 +51,6 @@ def test_who_must_not_wait_gets_what_is_built_and_looks_for_it_once(is_built):
     assert found[0] is found[1]
     assert (found[0] is not None) is is_built
     assert loader.built(settings_of(native="off")) is None
-
-
-def test_who_must_not_wait_gets_the_library_that_others_have_loaded():
-    path = native_kit.open_library().path
-    loader = LibraryLoader(lambda *, with_cuda: path, lambda: None)
-    assert loader.built(settings_of()) is None
-    loaded = loader.load(settings_of(), for_gpu=False)
-    assert loader.built(settings_of()) is loaded is not None
 
 
 @pytest.mark.skipif(native_kit.HAS_GPU, reason="there is a GPU")

@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from pdstore.errors import LayoutError, StoreFull
+from pdstore.errors import StoreFull
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import Layout
 from pdstore.native.arena import ValueBatch
@@ -81,13 +81,6 @@ def stored(rig, blocks):
     return keys
 
 
-def test_values_are_the_start_a_sum_and_what_the_cache_holds(rig):
-    keys = stored(rig, [3, 5])
-    for value, block in zip(get(rig.store, keys, [rig.size] * 2), (3, 5), strict=True):
-        assert bytes(value[:56]) == bytes([block]) * 56
-        assert bytes(value[HEADER_BYTES:]) == rig.payload_of(block)
-
-
 def test_what_is_filled_can_be_taken_to_other_blocks(rig):
     keys = stored(rig, [3, 5])
     taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
@@ -119,14 +112,6 @@ def test_a_batch_without_room_stores_nothing_and_holds_nothing(rig):
     assert rig.store.counts().reserved == 0
 
 
-def test_a_batch_that_cannot_be_copied_holds_nothing_either(rig):
-    keys = fresh_keys(4)
-    batches = [rig.batch(keys[:2], [3, 5]), rig.batch(keys[2:], [3, 99])]
-    with pytest.raises(LayoutError, match="outside the cache"):
-        rig.store.fill(batches)
-    assert rig.store.counts().reserved == 0
-
-
 def test_a_value_of_another_header_stops_all_copies(rig):
     keys, before = stored(rig, [3, 5]), rig.payload_of(6)
     assert rig.store.start_scatter(rig.batch(keys, [6, 7], starts=bytes([3]) * 112)) is None
@@ -139,15 +124,6 @@ def test_a_damaged_value_is_not_among_those_that_are_right(rig):
     taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
     assert taken.copies.wait(10)
     assert rig.store.confirm(taken) == (2, 1)
-
-
-def test_a_size_or_ids_that_are_not_those_of_the_copies_reserve_and_move_nothing(rig):
-    sizes = [array("q", [rig.size, rig.size + wrong]).tobytes() for wrong in (-8, 8)]
-    changes = [{"sizes": sizes[0]}, {"sizes": sizes[1]}, {"block_ids": bytes(8)}]
-    for change in changes:
-        with pytest.raises(ValueError, match="argument"):
-            rig.store.fill([rig.batch(fresh_keys(2), [3, 5], **change)])
-        assert rig.store.counts().reserved == 0
 
 
 @pytest.mark.parametrize("gone", range(2))

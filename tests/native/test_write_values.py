@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES, START_BYTES, checksum
 from pdstore.native.library import address_of
 from pdstore.testing.values import filled_slots
@@ -103,37 +102,9 @@ def test_a_temporary_name_that_is_taken_stores_nothing_and_no_link_is_followed(w
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_no_values_are_no_work_and_what_cannot_be_written_is_an_error(bench, write, tmp_path):
-    assert write([], [])[0] == (0, 0)
-    with pytest.raises(SwapError, match="ARGUMENT"):
-        write(["a"], [b"y" * 63])
-    bench.swap.close()
-    with pytest.raises(SwapError, match="closed"):
-        write(["a"], [b"y" * 64])
-    assert files_in(tmp_path) == []
-
-
 def test_the_sums_of_many_values_are_those_of_each(library):
     chance = random.Random(0)
     sizes = [HEADER_BYTES, HEADER_BYTES + 1, 4096, 240, 241, 1 << 20, (1 << 20) + 7]
     values = [memoryview(bytearray(chance.randbytes(size))) for size in sizes]
     sums = library.sum_values([address_of(value) for value in values], sizes)
     assert sums == [checksum(value) for value in values]
-
-
-def test_a_sum_leaves_out_its_own_bytes_and_nothing_else(library):
-    value = memoryview(bytearray(200))
-    before = library.sum_values([address_of(value)], [200])
-    for place in range(200):
-        value[place] ^= 1
-        same = library.sum_values([address_of(value)], [200]) == before
-        value[place] ^= 1
-        assert same == (HEADER_BYTES - 8 <= place < HEADER_BYTES)
-
-
-def test_a_value_without_a_header_has_no_sum(library):
-    value = memoryview(bytearray(HEADER_BYTES))
-    assert library.sum_values([], []) == []
-    for size in (0, HEADER_BYTES - 1):
-        with pytest.raises(ValueError, match="header"):
-            library.sum_values([address_of(value)], [size])

@@ -37,11 +37,6 @@ def ask(break_even, name="a", found=TOKENS, num_tokens=TOKENS, start=0):
     return break_even.decide(name, start=start, found=found, num_tokens=num_tokens)
 
 
-def test_it_loads_as_long_as_nothing_is_known(clock):
-    decision = ask(PromptTimes("auto", 64, clock=clock))
-    assert decision == (TOKENS, "load", None, None)
-
-
 @pytest.mark.parametrize(("load_rate", "way"), [(100_000, "load"), (5000, "compute")])
 def test_the_quicker_way_is_taken_and_both_estimates_are_told(open_break_even, load_rate, way):
     decision = ask(open_break_even(load_rate, 20_000))
@@ -100,19 +95,6 @@ def test_a_store_that_has_become_fast_is_noticed(open_break_even, clock):
         break_even.computed([(name, min(decision.num_tokens, TOKENS - 1), stop)], seconds)
     assert ways[:8] == ["compute"] * 8
     assert ways[-10:] == ["load"] * 10
-
-
-def test_a_prompt_that_is_asked_for_again_and_again_is_one_prompt(open_break_even, clock):
-    """An engine without room asks for its next prompt at every step."""
-    break_even = open_break_even(1000, 20_000, probe_every=10)
-    ways = [ask(break_even, "waits").way for _ in range(40)]
-    assert ways == ["compute"] * 40
-    break_even.forget("waits")
-    for name in range(8):
-        assert ask(break_even, name).way == "compute"
-        break_even.forget(name)
-    assert [ask(break_even, "probe").way for _ in range(3)] == ["both"] * 3
-    assert ask(break_even, "next").way == "compute"
 
 
 def test_a_load_that_waits_for_p_does_not_make_the_store_slow(open_break_even, clock):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from pdstore.errors import StoreError
-from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
 from pdstore.scheduler.lookup import find, num_usable
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 
@@ -22,18 +20,6 @@ SLIDING = Namespace({"n": 3}, (Part(0, 0),), block_tokens=4, windows={0: 6})
 
 def keys_of(namespace, num_tokens=38) -> PromptKeys:
     return PromptKeys(namespace).extend(range(num_tokens))
-
-
-class CountedStore(WrapperStore):
-    """A store that notes how many keys each match asks for."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.num_asked: list[int] = []
-
-    def match(self, keys: Sequence[BlockKey]) -> int:
-        self.num_asked.append(len(keys))
-        return super().match(keys)
 
 
 def store_with(keys: PromptKeys, without=()) -> MemoryStore:
@@ -58,18 +44,6 @@ def test_a_whole_prompt_is_found_with_its_tail(namespace):
 def test_a_block_with_a_missing_part_ends_the_match(part):
     keys = keys_of(FULL)
     assert num_usable(store_with(keys, [(3, part)]), keys) == 3
-
-
-def test_of_a_long_prompt_that_has_begun_all_blocks_are_asked_for():
-    keys = keys_of(FULL)
-    store = CountedStore(store_with(keys, [(7, 0)]))
-    assert num_usable(store, keys) == 7
-    assert store.num_asked == [len(FULL.parts), len(FULL.parts) * len(keys)]
-
-
-def test_a_gap_before_the_window_does_not_matter():
-    keys = keys_of(MIXED)
-    assert num_usable(store_with(keys, [(b, 1) for b in range(8)]), keys) == 10
 
 
 def test_a_gap_in_the_window_ends_the_prompt_before_it():

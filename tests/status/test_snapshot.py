@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-import pytest
-
 from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
@@ -51,10 +49,3 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     assert said["namespace"] == {"hex": CACHE.namespace.hex, "fields": {"weights": '"w"'}}
     assert set(said["reasons"]) == {"lost"}
     assert said["requests"][0]["request_id"] == "r-1"
-
-
-@pytest.mark.parametrize(("pool_id", "shown"), [(None, None), (b"\xab" * 16, "ab" * 16)])
-def test_the_pools_id_is_shown_once_the_store_has_told_it(pool_id, shown):
-    cache = CACHE._replace(pool_id=pool_id)
-    taken = snapshot(read_settings(), cache, [], Journal(), lambda: None)
-    assert taken["pool"] == {"id": shown, "lease_s": 10.0}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
@@ -11,7 +9,6 @@ from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots
 from pdstore.store.wrappers import GuardedStore, WrapperStore, problem_of
-from pdstore.testing.threads import start_background
 from tests.support.clock import Clock
 from tests.support.scripted_store import Scripted
 
@@ -34,12 +31,6 @@ def test_a_broken_connection_is_tried_once_more():
     assert inner.num_calls == 2
 
 
-def test_a_time_out_is_not_tried_again():
-    inner = Scripted(StoreTimeout("slow"))
-    failing(GuardedStore(inner, Metrics()))
-    assert inner.num_calls == 1
-
-
 def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock):
     inner = Scripted(*[StoreTimeout("slow")] * 3)
     store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
@@ -50,30 +41,6 @@ def test_the_breaker_opens_after_failures_in_a_row_and_then_does_not_call(clock)
     with pytest.raises(StoreUnavailable, match=r"3 times in a row; next try in 1\.0 s"):
         store.match(KEYS)
     assert inner.num_calls == 3
-
-
-def test_clear_goes_through_the_breaker_and_is_tried_once_more(clock):
-    inner = Scripted(StoreUnavailable("stale"), 1, *[StoreTimeout("slow")] * 3)
-    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
-    store.clear("0" * 32)
-    assert inner.num_calls == 2
-    for _ in range(3):
-        with pytest.raises(StoreTimeout):
-            store.clear("0" * 32)
-    with pytest.raises(StoreUnavailable):
-        store.clear("0" * 32)
-    assert inner.num_calls == 5
-
-
-def test_a_success_between_failures_starts_the_count_again(clock):
-    inner = Scripted(*[StoreTimeout("slow")] * 2, 1, *[StoreTimeout("slow")] * 2)
-    store = GuardedStore(inner, Metrics(), failures=3, clock=clock)
-    for _ in range(2):
-        failing(store)
-    store.match(KEYS)
-    for _ in range(2):
-        failing(store)
-    assert not store.is_open
 
 
 def test_one_probe_is_let_through_and_closes_the_breaker(clock):
@@ -117,45 +84,6 @@ def test_only_one_caller_probes(clock):
         failing(store)
     clock.now += 1.01
     assert store.match(KEYS) == 1
-
-
-def test_an_empty_call_says_nothing_about_the_store(clock):
-    store = GuardedStore(Scripted(*[StoreTimeout("slow")] * 3), Metrics(), failures=3, clock=clock)
-    for _ in range(3):
-        failing(store)
-    assert store.match([]) == 1
-    assert store.is_open
-
-
-def test_a_call_from_before_the_opening_does_not_end_the_probe(clock):
-    """The call begins while the breaker is closed, and fails while the probe is on its way."""
-    began, release, ends = threading.Event(), threading.Event(), []
-
-    class Slow(Scripted):
-        def match(self, keys):
-            self.num_calls += 1
-            number = self.num_calls
-            if number == 1:
-                began.set()
-                assert release.wait(10)
-            if number == 5:  # the probe: meanwhile the first call fails
-                release.set()
-                ends[0](10.0)
-                with pytest.raises(StoreUnavailable, match="in a row"):
-                    store.match(KEYS)
-            raise StoreTimeout("slow")
-
-    inner = Slow()
-    store = GuardedStore(inner, Metrics(), failures=3, open_s=1.0, clock=clock)
-    ends.append(start_background(lambda: failing(store)))
-    assert began.wait(10)
-    for _ in range(3):
-        failing(store)
-    clock.now += 1.01
-    failing(store)
-    assert inner.num_calls == 5
-    with pytest.raises(StoreUnavailable, match=r"next try in 2\.0 s"):  # doubled once
-        store.match(KEYS)
 
 
 def test_its_problem_is_the_last_failure_until_a_call_succeeds():

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from pdstore import Metrics, read_settings
-from pdstore.errors import ConfigError, StoreError, StoreUnavailable
+from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
@@ -16,7 +16,6 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.store.base import Slots
 from pdstore.store.connect import connect_store, read_marker, read_pool_id
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import GuardedStore
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 NOWHERE = "redis+unix:///nowhere/redis.sock"
@@ -27,14 +26,6 @@ class Forgetful(MemoryStore):
 
     def put(self, keys, slots):
         return len(keys)
-
-
-def test_its_calls_are_counted_and_its_failures_open_a_breaker():
-    metrics = Metrics()
-    with contextlib.closing(connect_store(read_settings(store="memory://"), metrics)) as store:
-        assert isinstance(store, GuardedStore)
-        store.match([POOL_ID_KEY])
-    assert metrics.store_calls.labels("match", "ok").collect()[0].samples[0].value == 2
 
 
 def test_a_store_that_is_away_is_a_warning(caplog):
@@ -70,11 +61,6 @@ def test_a_damaged_id_is_replaced(length):
     store = MemoryStore()
     store.put([POOL_ID_KEY], Slots(memoryview(bytearray(64)), 64, [0], [length]))
     assert read_pool_id(store) == read_pool_id(store)
-
-
-def test_a_store_that_keeps_nothing_has_no_id():
-    with pytest.raises(StoreError, match="does not keep the pool's id"):
-        read_pool_id(Forgetful())
 
 
 def test_a_marker_is_read_where_it_is_whole():

@@ -125,10 +125,6 @@ def test_a_value_that_is_not_encrypted_is_refused(inner, store, keys, values):
     assert refused(store, keys, WrongLength) == 0
 
 
-def test_an_instance_with_another_key_reads_nothing(inner, store, keys):
-    assert refused(encrypted(inner, OTHER), keys, OtherSeal) == 0
-
-
 def test_during_a_rotation_both_keys_are_read(inner, store, keys, values):
     rotating = encrypted(inner, OTHER, KEY)
     assert get(rotating, keys, [SIZE] * 4) == values
@@ -151,20 +147,6 @@ def test_the_pools_id_is_read_by_all(inner):
     ids = {read_pool_id(one) for one in (encrypted(inner), encrypted(inner, OTHER), inner)}
     assert len(ids) == 1
     assert inner.match([POOL_ID_KEY]) == 1
-
-
-def test_an_error_in_a_later_batch_counts_the_batches_before():
-    """Each of these values is a batch of its own."""
-    inner = MemoryStore()
-    keys, size = fresh_keys(3), BATCH_BYTES
-    values = [content(key, size) for key in keys]
-    assert put(encrypted(inner), keys, values) == 3
-    inner.remove(keys[2:])
-    assert get(encrypted(inner), keys, [size] * 3) == values[:2]
-    plant(inner, keys[2], bytes(size))
-    with pytest.raises(WrongLength) as caught:
-        get(encrypted(inner), keys, [size] * 3)
-    assert caught.value.num_done == 2
 
 
 @pytest.mark.parametrize("num_done", [1, 99, -1])
@@ -190,21 +172,3 @@ def test_protocols_without_values_pass_and_those_with_values_do_not(tmp_path):
         for protocol in (FindsKeys, TellsChanges):
             assert find_optional(store, protocol) is files
         assert find_optional(store, FileStore) is None
-
-
-def test_memory_is_used_again(keys, values):
-    class Counting(MemoryStore):
-        num_allocations = 0
-
-        def allocate(self, num_bytes):
-            self.num_allocations += 1
-            return super().allocate(num_bytes)
-
-    inner = Counting()
-    store = encrypted(inner)
-    for _ in range(3):
-        put(store, keys, values)
-        assert get(store, keys, [SIZE] * 4) == values
-    assert inner.num_allocations == 1
-    assert len(store.allocate(4096)) == 4096
-    assert inner.num_allocations == 1

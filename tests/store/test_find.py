@@ -6,9 +6,8 @@ import pytest
 
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
-from pdstore.store.arena.store import ArenaStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
+from pdstore.store.optional import FindsKeys, find_optional
 from pdstore.store.wrappers import GuardedStore, WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 
@@ -53,22 +52,6 @@ def test_a_protocol_is_found_through_wrappers_that_change_no_answer_and_no_other
     assert find_optional(wrapped(store), protocol) is not None
     assert find_optional(WrapperStore(store), protocol) is None
     assert find_optional(wrapped(WrapperStore(store)), protocol) is None
-
-
-@pytest.mark.parametrize("protocol", [TellsChanges, ArenaStore])
-def test_a_store_without_it_gets_none_from_wrappers(store, protocol):
-    assert find_optional(store, protocol) is None
-    assert find_optional(wrapped(store), protocol) is None
-
-
-def test_a_wrapper_lets_through_what_it_says(store):
-    class Passing(WrapperStore):
-        passes = (FindsKeys,)
-
-    assert find_optional(Passing(store), FindsKeys) is store
-    assert find_optional(Passing(store), MemoryStore) is None
-    finder = find_optional(wrapped(Passing(store)), FindsKeys)
-    assert finder.which_stored(fresh_keys(2)) == [True, True]
 
 
 def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):

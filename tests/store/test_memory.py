@@ -9,14 +9,12 @@ import tracemalloc
 import hypothesis
 import pytest
 
-from pdstore.errors import ConfigError, StoreError, StoreFull
+from pdstore.errors import StoreFull
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.values import put
 from tests.support.clock import Clock
-from tests.support.wrong_stores.batches import GetsPastAGap
-from tests.support.wrong_stores.values import ForgetsToForget, Overwrites, ServesShortValues
 
 [KEY] = fresh_keys(1)
 
@@ -52,19 +50,6 @@ def test_random_calls_agree_with_a_dict():
     play_random_calls(MemoryStore, hypothesis.settings(PLAY, max_examples=50))
 
 
-@pytest.mark.parametrize("wrong", [Overwrites, GetsPastAGap, ServesShortValues, ForgetsToForget])
-def test_random_calls_find_a_wrong_store(wrong):
-    find = hypothesis.settings(PLAY, max_examples=200, phases=[hypothesis.Phase.generate])
-    with pytest.raises((AssertionError, StoreError)):
-        play_random_calls(wrong, find)
-
-
-def test_a_store_without_a_name_is_its_own():
-    first, second = MemoryStore(), MemoryStore()
-    put(first, [KEY], [b"x"])
-    assert (first.match([KEY]), second.match([KEY])) == (1, 0)
-
-
 def test_stores_of_one_name_share_values_until_the_last_one_closes():
     with contextlib.closing(MemoryStore("memory://shared")) as second:
         with contextlib.closing(MemoryStore("memory://shared")) as first:
@@ -76,27 +61,9 @@ def test_stores_of_one_name_share_values_until_the_last_one_closes():
         assert again.match([KEY]) == 0
 
 
-def test_a_name_has_one_budget_and_one_lease():
-    with contextlib.closing(MemoryStore("memory://one", budget=100)):
-        for options in ({}, {"budget": 200}, {"budget": 100, "lease_s": 3.0}):
-            with pytest.raises(ConfigError, match="memory://one is open with budget=100"):
-                MemoryStore("memory://one", **options)
-        MemoryStore("memory://one", budget=100).close()
-
-
 @pytest.fixture
 def clock():
     return Clock()
-
-
-def test_the_values_that_nobody_matched_for_longest_go_first(clock):
-    store, keys = MemoryStore(budget=40, lease_s=5.0, clock=clock), fresh_keys(6)
-    put(store, keys[:4], [b"x" * 10] * 4)
-    clock.now += 10
-    store.match(keys[:1])
-    clock.now += 10
-    put(store, keys[4:], [b"x" * 10] * 2)
-    assert [store.match([key]) for key in keys] == [1, 0, 0, 1, 1, 1]
 
 
 def test_leased_and_fresh_values_stay_and_the_rest_goes(clock):
@@ -113,15 +80,6 @@ def test_leased_and_fresh_values_stay_and_the_rest_goes(clock):
     clock.now += 0.2
     put(store, keys[5:8], [b"x" * 10] * 3)
     assert store.match(keys[4:8]) == 4
-
-
-def test_no_room_for_a_value_evicts_nothing_for_it(clock):
-    store, keys = MemoryStore(budget=40, clock=clock), fresh_keys(3)
-    put(store, keys[:2], [b"x" * 10] * 2)
-    clock.now += 10
-    with pytest.raises(StoreFull):
-        put(store, keys[2:], [b"x" * 41])
-    assert store.match(keys[:2]) == 2
 
 
 def test_a_closed_store_gives_its_memory_back():

@@ -41,14 +41,6 @@ def test_an_unknown_scheme_names_those_there_are(url):
         open_store(url, Settings())
 
 
-def test_an_unknown_scheme_names_the_kinds_of_redis_and_packages_that_bring_stores():
-    with pytest.raises(ConfigError) as caught:
-        open_store("s3://bucket", Settings())
-    said = str(caught.value)
-    assert "(redis and valkey also with +unix, +cluster or +sentinel, as redis+cluster://)" in said
-    assert "the scheme of a package that brings its own store and is not installed here" in said
-
-
 @pytest.mark.parametrize(
     ("url", "meant"),
     [("/tmp/x", "file:///tmp/x"), ("file:/x", "file:///x"), ("reddis://h", "redis://")],
@@ -65,11 +57,3 @@ def test_a_missing_package_comes_with_its_install_command(monkeypatch):
     with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[redis\]'") as caught:
         open_store("redis://host", Settings())
     assert isinstance(caught.value, ImportError)
-
-
-def test_a_bug_in_a_store_is_no_missing_package(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pdstore.store.memory", raising=False)
-    monkeypatch.setitem(sys.modules, "weakref", None)
-    with pytest.raises(ImportError) as caught:
-        open_store("memory://", Settings())
-    assert not isinstance(caught.value, MissingExtra)

@@ -74,11 +74,6 @@ def test_an_engine_uses_it_by_the_setting(install):
         assert store.label == "shelf://"
 
 
-def test_it_refuses_options_that_it_does_not_know(install):
-    install("shelf3", "shelf = shelf3:ShelfStore")
-    assert "unknown option 'size'" in refusal_of("shelf://?size=3")
-
-
 def test_a_package_may_check_a_url_before_it_opens_it(install):
     install("shelf5", "shelf = shelf5:ShelfStore\nchecked = shelf5:Checked")
     check_url("shelf://?size=3", Settings())  # has no check: `open` refuses it
@@ -106,12 +101,6 @@ def test_a_check_says_what_opening_would_and_makes_nothing(url, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_check_of_a_right_url_makes_nothing(tmp_path):
-    for url in ("file://{}/pool", "shm://a?dir={}", "faulty+file://{}/pool?seed=1", "memory://"):
-        check_url(url.format(tmp_path), Settings())
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_unknown_scheme_names_those_of_packages_too(install):
     install("shelf4", "shelf = shelf4:ShelfStore")
     assert ", shelf://" in refusal_of("other://")
@@ -133,13 +122,6 @@ def test_a_broken_package_is_named(install, value, words):
     assert words in text
 
 
-def test_a_package_with_a_syntax_error_is_named(install):
-    install("crooked", "shelf = crooked:ShelfStore", module="class :")
-    assert "of crooked 1.2, which serves shelf://, cannot be loaded: invalid syntax" in refusal_of(
-        "shelf://"
-    )
-
-
 def test_a_broken_package_harms_no_other_scheme(install):
     install("broken2", "shelf = nothing:ShelfStore")
     open_store("memory://", Settings()).close()
@@ -158,7 +140,3 @@ def test_a_package_cannot_take_a_scheme_of_pdstores_own(install):
     install("thief", "memory = thief:ShelfStore")
     expected = "memory:// is claimed by pdstore itself and by thief 1.2: uninstall all but one"
     assert refusal_of("memory://") == expected
-
-
-def test_no_message_shows_a_password_of_an_unknown_scheme():
-    assert "hush" not in refusal_of("other://user:hush@host")

@@ -178,15 +178,6 @@ def test_a_store_that_tells_is_looked_at_when_it_changes(watch):
     eventually(lambda: wait.told[-1] == {"a"})
 
 
-def test_a_store_that_should_tell_and_errs_is_looked_at_all_the_same(watch):
-    store, wait = Telling(), Waits("a")
-    store.deaf = StoreUnavailable("away")
-    watch(store).add(wait)
-    eventually(lambda: wait.told)
-    put(store, "a")
-    eventually(lambda: wait.told[-1] == {"a"})
-
-
 @pytest.mark.parametrize("kind", [Looked, KeyByKey])
 def test_a_store_is_polled_at_most_200_times_a_second(watch, kind):
     store = kind()
@@ -263,15 +254,6 @@ def test_on_average_there_are_no_more_calls_than_the_rate_whatever_the_news(cloc
             num_calls += 1
         clock.now += 0.0005
     assert 1990 <= num_calls <= 2021
-
-
-def test_a_burst_is_not_held_up(clock):
-    pace = Pace(calls_per_s=200.0, clock=clock)
-    for _ in range(20):
-        assert pace.blocked_s() == 0.0
-        pace.after(1, 0.0)
-    pace.after(1, 0.0)
-    assert pace.blocked_s() > 0
 
 
 @pytest.mark.parametrize(("share", "rest_s"), [(4, 0.3), (2, 0.1)])

@@ -69,17 +69,6 @@ def test_the_requests_span_says_what_its_line_says(made):
     assert said["pdstore.reason"] == "lost"
 
 
-@pytest.mark.parametrize("given", [None, "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_request_without_a_trace_begins_one(made, given):
-    request = made(dataclasses.replace(RECORD, traceparent=given))["pdstore.request"]
-    assert request.parent is None
-    assert request.context.trace_id
-
-
-def test_a_trace_that_its_client_does_not_sample_has_no_spans(made):
-    assert made(dataclasses.replace(TRACED, traceparent=f"00-{TRACE}-{PARENT}-00")) == {}
-
-
 def test_spans_go_to_the_receiver_when_an_instance_ends():
     with receiving() as receiver:
         spans = Spans.to(receiver.url, "decode", namespace="ab" * 16, store="memory://x")

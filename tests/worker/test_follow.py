@@ -16,8 +16,7 @@ from pdstore.testing.values import get, put
 from pdstore.worker.follow import Follow
 from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks, Split
-from tests.support.clock import Clock
-from tests.support.jobs import carried, job_of
+from tests.support.jobs import job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
 
@@ -139,13 +138,6 @@ def move(store, source, target, size):
     assert put(store, [target], get(store, [source], [size])) == 1
 
 
-def test_a_pool_that_closes_ends_the_loads_that_follow(instance):
-    d = instance(layers=LAYERS, layer_ranges=3, drain_s=0.05)
-    job = follow(d, 200)
-    d.pool.close()
-    assert job.result.reason is Reason.CLOSED
-
-
 def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
     class Away(WrapperStore):
         is_away, num_asked = True, 0
@@ -208,17 +200,3 @@ def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):
     failing.keys.clear()
     follow.look_ended(missing | {failed}, 0.0)
     assert (work.num_ready, len(wakes), work.is_open) == (3, 2, False)
-
-
-def test_who_p_is_is_asked_again_after_an_error(p, store):
-    """A router named the hand-off; P starts, and dies before it stores anything."""
-    instance, clock = HandoffId("1" * 32, "2" * 32), Clock(0.0)
-    p.pool.start_handoff(instance, 64).wait(10)
-    failing, keys = Failing(store), p.cache.keys(range(64))
-    follow, work, job, _ = follow_by_hand(p, failing, keys, clock=clock)
-    failing.keys = {ONE.started(p.namespace)}
-    while work.is_open and clock.now < 10.0:
-        clock.now += 0.2
-        follow.look_ended(set(), clock.now)
-        failing.keys.clear()
-    assert carried(job).reason is Reason.HANDOFF_DEAD

@@ -9,21 +9,16 @@ import pytest
 
 from pdstore import HandoffId
 from pdstore.errors import StoreUnavailable
-from pdstore.format import block
 from pdstore.format.handoff import RING, beat_key, is_beat
 from pdstore.format.layout import Pipeline
-from pdstore.outcome import Reason
-from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
-from pdstore.testing.values import get
-from pdstore.worker.heartbeat import Heartbeat, put_beat
+from pdstore.worker.heartbeat import Heartbeat
 from tests.support.kv import eventually
 from tests.support.pool_kit import P_BLOCKS
 
 PERIOD_S = 0.02
 INSTANCE = "cd" * 16
 ONE, OTHER = HandoffId.new(INSTANCE), HandoffId.new(INSTANCE)
-NAMED = HandoffId("1" * 32)
 
 
 class Recorder(WrapperStore):
@@ -104,14 +99,6 @@ def test_it_beats_on_when_the_store_was_away(heartbeat, recorder, p):
     eventually(lambda: any(beats(recorder, p.namespace)))
 
 
-@pytest.mark.parametrize("handoff", [HandoffId("1" * 32), None])
-def test_nothing_is_put_for_nothing_announced(heartbeat, recorder, handoff):
-    one = heartbeat(publish=handoff is not None)
-    one.begin_beats(handoff or ONE)
-    time.sleep(5 * PERIOD_S)  # in which it would beat
-    assert recorder.put_at == []
-
-
 def test_the_stage_with_the_first_layer_beats_until_the_others_must_have_ended(heartbeat, recorder):
     first, later = (
         heartbeat(layer_ranges=3, pipeline=Pipeline((0, 0, 1), stage)) for stage in range(2)
@@ -134,38 +121,6 @@ def test_a_save_that_ends_soon_costs_no_beat(instance, recorder):
     assert not any(p.store.which_stored(stored))
 
 
-class Unsteady(MemoryStore):
-    """Raises in the calls that it is told to, before or after it has done them."""
-
-    def __init__(self):
-        super().__init__()
-        self.fails = ""
-
-    def put(self, keys, slots):
-        if self.fails == "put":
-            raise StoreUnavailable("on purpose")
-        done = super().put(keys, slots)
-        if self.fails == "answer":
-            raise StoreUnavailable("on purpose")
-        return done
-
-    def remove(self, keys):
-        if self.fails == "remove":
-            raise StoreUnavailable("on purpose")
-        super().remove(keys)
-
-
-@pytest.mark.parametrize("fails", ["put", "answer", "remove"])
-def test_every_beat_after_an_error_changes_the_ring(p, fails):
-    store = Unsteady()
-    keys = [beat_key(p.namespace, INSTANCE, n) for n in range(RING)]
-    for number in range(4 * RING):
-        before = store.which_stored(keys)
-        store.fails = fails if number == 5 else ""
-        put_beat(store, p.namespace, INSTANCE, number % RING)
-        assert number <= 5 or store.which_stored(keys) != before
-
-
 def begun(p):
     """A save whose first layers are done, and its hand-off."""
     keys = p.cache.keys(range(200))
@@ -186,23 +141,6 @@ def test_an_arena_takes_started_on_the_calling_thread(instance, arena):
     assert save.job.wait(10).reason is None
 
 
-@pytest.mark.parametrize("answer", [False, StoreUnavailable("away"), None])
-def test_a_worker_puts_what_cannot_be_put_at_once(instance, arena, store, answer):
-    """None: a store that has no such call."""
-
-    def refuse(*_):
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    over = store if answer is None else arena
-    p = instance(over=over)
-    arena.put_at_once = refuse
-    save, handoff = begun(p)
-    assert eventually(lambda: over.match([handoff.started(p.namespace)]))
-    assert save.job.wait(10).reason is None
-
-
 def test_an_instance_that_does_not_publish_tells_nobody(instance, arena):
     p = instance(over=arena, publish=False)
     save, handoff = begun(p)
@@ -210,22 +148,3 @@ def test_an_instance_that_does_not_publish_tells_nobody(instance, arena):
     assert arena.match([handoff.started(p.namespace)]) == 0
     assert p.pool.start_handoff(handoff, 200).wait(10).reason is not None
     assert p.pool.abort_handoff(handoff).wait(10).reason is not None
-
-
-@pytest.mark.parametrize(("verb", "num_tokens"), [("started", 200), ("failed", 0)])
-def test_a_marker_is_a_header_that_names_the_handoff(instance, store, verb, num_tokens):
-    p = instance()
-    job = p.pool.start_handoff(NAMED, 200) if verb == "started" else p.pool.abort_handoff(NAMED)
-    assert job.wait(10).reason is None
-    key = getattr(NAMED, verb)(p.namespace)
-    header = block.read_header(memoryview(get(store, [key], [block.HEADER_BYTES])[0]))
-    assert header == NAMED.marker(p.namespace, 0, 1, num_tokens)
-
-
-def test_a_marker_that_nobody_can_see_is_lost(instance, store):
-    class Forgetful(WrapperStore):
-        def put(self, keys, slots):
-            return len(keys)
-
-    p = instance(over=Forgetful(store))
-    assert p.pool.abort_handoff(NAMED).wait(10).reason is Reason.LOST

@@ -16,7 +16,7 @@ from pdstore.store.wrappers import GuardedStore
 from pdstore.testing.values import get, put
 from pdstore.worker.swap.native import NativeSwap
 from tests.support.arena_kit import SpiedArena, place_of
-from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually, settings_of
+from tests.support.kv import BLOCK_BYTES, POISON, Instance, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 SIZE = BLOCK_BYTES + HEADER_BYTES
@@ -47,10 +47,6 @@ def assert_same(p, d, num_tokens):
     assert d.tokens(D_BLOCKS)[:num_tokens].equal(p.tokens(P_BLOCKS)[:num_tokens])
 
 
-def saved_tokens(p):
-    return p.pool.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": "saved"})
-
-
 @pytest.mark.parametrize("workers", [2, 5])
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 200, 320])
 def test_what_p_saves_in_place_d_loads_in_place(instance, store, num_tokens, workers):
@@ -72,16 +68,6 @@ def test_parts_of_two_groups_and_shards_and_a_first_token_come_back(instance):
     assert (d.tokens(D_BLOCKS)[:80] == POISON).all()
 
 
-def test_ranges_are_stored_in_few_calls_and_counted_once(instance, store, monkeypatch):
-    monkeypatch.setattr(AT_ONCE, 3)
-    p = instance(range_bytes=1, layer_ranges=2)
-    assert save(p, range(64)).num_tokens == 64
-    calls = store.calls.count("fill")
-    assert save(p, range(320)).num_tokens == 320
-    assert store.calls.count("fill") - calls == 2, "five ranges, of which one is stored"
-    assert saved_tokens(p) == 320
-
-
 def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path):
     """A process that copies by torch, through staging, finds the same bytes in the same arena."""
     p, other = instance(), open_store(f"shm://other?size=8MiB&dir={tmp_path}", settings_of())
@@ -97,16 +83,6 @@ def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
     other.close()
-
-
-def test_bytes_are_counted(instance, store):
-    metrics = Metrics()
-    p = instance(over=GuardedStore(store, metrics), workers=2)
-    assert save(p, range(200)) == JobResult(200)
-    assert load(p, range(200)) == JobResult(200)
-    value = metrics.registry.get_sample_value
-    saved, loaded = (value("pdstore_bytes_total", {"direction": way}) for way in ("save", "load"))
-    assert saved == loaded > 3 * BLOCK_BYTES
 
 
 def test_what_a_call_did_not_store_is_stored_block_by_block(instance, store, monkeypatch):
@@ -293,33 +269,3 @@ def test_a_cancelled_save_gives_its_places_back(instance, arena):
     p.pool.close()
     assert job.result.reason is Reason.CANCELLED
     assert arena.counts().reserved == 0
-
-
-def test_a_save_that_is_cancelled_in_a_call_begins_no_other(instance, store, arena, monkeypatch):
-    """The share that is being copied is stored: its blocks are held until the end of the call."""
-    monkeypatch.setattr(AT_ONCE, 1)
-    p, jobs = instance(workers=2, range_bytes=1), []
-
-    def cancel():
-        eventually(lambda: jobs)
-        jobs[0].cancel()
-
-    store.before["fill"] = cancel
-    jobs.append(p.pool.save(p.cache.keys(range(200)), P_BLOCKS))
-    assert jobs[0].wait(10).reason is Reason.CANCELLED
-    assert store.calls.count("fill") == 1
-    assert arena.counts().reserved == 0
-    assert 0 < arena.match(keys_of(p, 200)) < len(keys_of(p, 200))
-
-
-def test_a_load_that_is_cancelled_in_the_call_ends_after_its_copies(instance, store, library):
-    p = instance()
-    d = instance(fill=POISON, swap=lambda *of: NativeSwap(library, *of))
-    save(p, range(200))
-    jobs = []
-    store.before["start_scatter"] = lambda: eventually(lambda: jobs)
-    store.after["start_scatter"] = lambda: jobs[0].cancel()
-    library.delay(20_000)
-    jobs.append(d.pool.load(d.cache.keys(range(200)), D_BLOCKS))
-    assert jobs[0].wait(10).reason is Reason.CANCELLED
-    assert_same(p, d, 64)  # the copies that had begun are over

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import time
@@ -10,39 +9,15 @@ import weakref
 
 import pytest
 
-from pdstore.errors import JobError, StoreFull, StoreUnavailable
+from pdstore.errors import JobError, StoreUnavailable
 from pdstore.outcome import JobResult, Reason
 from pdstore.testing.threads import start_background
 from pdstore.threads import Worker
-from tests.support.jobs import Shares, ended, job_of
+from tests.support.jobs import Shares, job_of
 
 
 def left(child):
     """Takes the place of the queue, which hears that a worker has left its job."""
-
-
-def test_only_the_first_end_counts():
-    work = Shares()
-    job = job_of(work)
-    work.tokens = 1
-    job.end_with(Reason.LOST)
-    work.tokens = 2
-    job.end_with(None)
-    assert job.result == JobResult(1, Reason.LOST)
-
-
-def test_its_time_in_the_store_is_from_the_first_begin_to_the_last_end():
-    job = job_of(Shares(lambda child: None, lambda child: None))
-    assert job.in_store is None
-    first, second = (job.begin_child(lambda job: True, left) for _ in range(2))
-    before = time.monotonic()
-    with first.in_store_call():
-        with second.in_store_call():
-            inside = time.monotonic()
-        assert before <= job.in_store[0] <= inside <= job.in_store[1]
-        within = job.in_store
-    assert job.in_store[0] < within[0]
-    assert job.in_store[1] > within[1]
 
 
 def test_its_time_at_work_counts_once_however_many_are_at_it_and_pauses_do_not():
@@ -87,21 +62,6 @@ def test_a_watcher_is_called_once_and_finds_the_job_done():
     assert heard == [JobResult(0)] * 2
 
 
-def test_a_save_is_captured_when_it_says_so_or_when_it_has_ended():
-    said = job_of()
-    assert not said.captured
-    said.begin_child(lambda job: False, left).set_captured()
-    assert said.captured
-    assert not said.done
-    assert ended(JobResult(0, Reason.CANCELLED)).captured
-
-
-@pytest.mark.parametrize(("reason", "durable"), [(None, True), (Reason.LOST, False)])
-def test_a_save_is_durable_when_nothing_is_missing(reason, durable):
-    assert not job_of().durable
-    assert ended(JobResult(0, reason)).durable is durable
-
-
 def carry(job, goes_on=lambda job: True) -> None:
     """Does what a worker does with a job: takes a child job and runs it."""
     children = [job.begin_child(goes_on, left)]
@@ -114,26 +74,6 @@ def raising(error):
         raise error
 
     return share
-
-
-@pytest.mark.parametrize(
-    ("first", "reason", "then"),
-    [
-        (lambda child: None, None, ["second", "end"]),
-        (lambda child: Reason.LOST, Reason.LOST, ["end"]),
-        (raising(StoreFull("no room")), Reason.STORE_FULL, ["end"]),
-        (raising(ZeroDivisionError()), Reason.FAULT, []),
-    ],
-    ids=["all", "shortfall", "error", "bug"],
-)
-def test_shares_come_then_the_end_but_none_behind_a_shortfall_or_a_bug(first, reason, then):
-    done: list = []
-    second = lambda child: done.append("second")  # noqa: E731
-    job = job_of(Shares(first, second, last=lambda child: done.append("end")))
-    carry(job)
-    assert done == then
-    assert job.result.reason is reason
-    assert (job.result.error is None) is (reason in (None, Reason.LOST)), "errors are kept"
 
 
 def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
@@ -167,30 +107,6 @@ def test_many_workers_do_each_share_and_the_end_once():
         assert job.done
         assert len(done) == 8
         assert done[-1] == "end"
-
-
-def test_no_other_worker_finishes_a_job_whose_fault_is_not_told_yet():
-    """Between the exception and `fail` all shares are taken and nobody seems to be at work."""
-    job = job_of(Shares(lambda child: 1 // 0))
-    child = job.begin_child(lambda job: True, left)
-    with pytest.raises(ZeroDivisionError):
-        child.run()
-    assert not job.num_ready
-    child.fail(ZeroDivisionError())
-    assert job.result.reason is Reason.FAULT
-
-
-def test_open_work_waits_for_more_shares():
-    work = Shares(lambda child: None)
-    work.is_closed = False
-    job = job_of(work)
-    carry(job)
-    assert not job.done
-    assert not job.num_ready
-    work.is_closed = True
-    assert job.num_ready
-    carry(job)
-    assert job.done
 
 
 def test_a_block_copy_is_never_cut_short():
@@ -251,21 +167,6 @@ def test_an_end_and_a_copy_that_begin_at_once_never_overlap():
         assert job.done
 
 
-def test_a_copy_under_way_is_waited_for_before_the_child_job_leaves():
-    order: list = []
-
-    def share(name):
-        def body(child):
-            order.append(f"fill {name}")
-            child.finish_copy(lambda: order.append(f"copied {name}"))
-
-        return body
-
-    job = job_of(Shares(share("a"), share("b"), last=lambda child: order.append("end")))
-    carry(job)
-    assert order == ["fill a", "fill b", "copied a", "copied b", "end"]
-
-
 def test_a_copy_under_way_is_waited_for_when_the_next_share_fails():
     order: list = []
     job = job_of(
@@ -312,16 +213,6 @@ def test_an_error_in_a_result_holds_no_frames():
     assert gone[0]() is None
 
 
-def test_the_last_word_is_that_of_the_end():
-    class Mended(Shares):
-        def conclude(self, child, shortfall):
-            assert shortfall.reason is Reason.LOST
-
-    job = job_of(Mended(lambda child: Reason.LOST))
-    carry(job)
-    assert job.result == JobResult(0)
-
-
 @pytest.fixture
 def job():
     return job_of()
@@ -330,40 +221,3 @@ def job():
 @pytest.fixture
 def child(job):
     return job.begin_child(lambda job: False, left)
-
-
-def test_an_answer_that_comes_after_the_end_is_not_used(job, child):
-    with pytest.raises(JobError), child.in_store_call():
-        job.end_with(Reason.CANCELLED)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "ends", "hangs"),
-    [(0.0, True, True), (0.0, False, False), (30.0, True, False)],
-)
-def test_a_call_hangs_when_its_job_has_ended_because_the_time_is_up(seconds, ends, hangs):
-    job = job_of(seconds=seconds)
-    child = job.begin_child(lambda job: False, left)
-    with contextlib.suppress(JobError), child.in_store_call():
-        if ends:
-            job.end_with(Reason.DEADLINE)
-        assert child.is_hung is hangs
-    assert not child.is_hung
-
-
-def test_a_copy_that_fails_lets_the_job_end(job, child):
-    with contextlib.suppress(OSError), child.copying():
-        job.end_with(Reason.CANCELLED)
-        raise OSError
-    assert job.done
-
-
-def test_a_copy_that_fails_is_not_waited_for_twice(child):
-    def fails() -> None:
-        raise OSError
-
-    child.finish_copy(fails)
-    with pytest.raises(OSError):
-        child.finish_copy(lambda: None)
-    child.finish_copy()
-    assert not child.has_copy_under_way

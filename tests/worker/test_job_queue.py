@@ -57,15 +57,6 @@ def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
     assert job.result.reason is Reason.DEADLINE
 
 
-def test_a_queued_job_ends_at_its_deadline_too(make, gate):
-    queue = make(workers=2)
-    queue.submit(held(gate, SAVE))
-    eventually(lambda: gate.num_inside)
-    waiting = queue.submit(job_of(direction=SAVE, seconds=0.02))
-    assert waiting.wait(5).reason is Reason.DEADLINE
-    assert queue.num_hung == 0
-
-
 @pytest.fixture
 def one_worker(make):
     """A queue whose two workers are held, one in each direction; then one of them does all.
@@ -98,13 +89,6 @@ def noting(order, name, direction=SAVE, num_shares=0, **more):
 
     work = Shares(*[note] * num_shares) if num_shares else Shares(last=note)
     return job_of(work, direction, **more)
-
-
-def test_of_equals_the_direction_that_fewer_workers_serve_goes_first(one_worker):
-    """One of each is held; so the worker that is free begins with a load, and then it is even."""
-    order = []
-    one_worker(*[noting(order, d, d) for d in (SAVE, LOAD) * 3])
-    assert order == [LOAD] * 3 + [SAVE] * 3
 
 
 def test_markers_overtake_hand_offs_and_those_all_others(one_worker):
@@ -205,16 +189,6 @@ def test_a_job_follows_those_it_is_after(make, gate):
     assert order == [1, 2]
 
 
-def test_the_clock_of_a_job_that_waits_for_others_starts_when_it_may_run(make, gate):
-    queue = make()
-    first = queue.submit(held(gate))
-    last = queue.submit(job_of(seconds=0.4), after=[first])
-    with pytest.raises(TimeoutError):
-        last.wait(0.5)
-    gate.open()
-    assert last.wait(5).reason is None
-
-
 def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
     queue, ends = make(workers=2), []
     jobs = [queue.submit(held(gate, d)) for d in Direction for _ in range(3)]
@@ -227,25 +201,6 @@ def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
     assert sorted(map(id, ends)) == sorted(map(id, jobs))
     assert queue.submit(job_of()).result.reason is Reason.CLOSED
     queue.close(0.05)
-
-
-def test_cancelled_jobs_in_a_store_call_do_not_count_as_hung(make, gate):
-    queue = make(workers=6)
-    jobs = [queue.submit(held(gate)) for _ in range(MAX_HUNG_CALLS + 2)]
-    eventually(lambda: gate.num_inside == len(jobs))
-    for job in jobs:
-        job.cancel()
-    assert queue.num_hung == 0
-    assert queue.submit(job_of()).wait(5).reason is None
-
-
-def test_jobs_that_wait_for_others_count_in_the_bounds(make, gate):
-    queue = make(max_jobs=3)
-    first = queue.submit(held(gate))
-    jobs = [queue.submit(job_of(), after=[first]) for _ in range(10)]
-    refused = [job for job in jobs if job.done]
-    assert len(refused) >= 7
-    assert {job.result.reason for job in refused} == {Reason.QUEUE_FULL}
 
 
 def test_a_watcher_that_fails_keeps_no_other_from_hearing_and_no_worker_from_working(make, caplog):

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from functools import partial
-from itertools import count
 
 import pytest
 import torch
 
-from pdstore import HandoffId, JobResult, Reason
+from pdstore import HandoffId, Reason
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.load import LoadWork
 from pdstore.worker.swap.torch import TorchSwap
-from pdstore.worker.values import RANGE_BYTES, BlockRange, PromptBlocks
-from tests.support.interrupt import acts_at_line
-from tests.support.jobs import carried, job_of
+from pdstore.worker.values import RANGE_BYTES
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))
@@ -118,16 +113,6 @@ def test_ranges_run_side_by_side_and_a_cancelled_load_writes_nothing_after_its_e
     assert not is_cancelled or all((cache == POISON).all() for cache in d.caches)
 
 
-def test_behind_a_gap_no_range_is_begun(p, instance, store):
-    keys, gate = save(p, 320), Gate(store)
-    store.remove(keys.store_keys(keys.namespace.parts)[:1])
-    gate.opened.set()
-    d = instance(fill=POISON, over=gate, range_bytes=1, workers=2)  # one of them is for saves alone
-    result = d.pool.load(keys, D_BLOCKS).wait(10)
-    assert (result.num_tokens, result.reason) == (0, Reason.LOST)
-    assert gate.num_gets == 1
-
-
 @pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
 def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_time(
     instance, store, range_bytes
@@ -186,48 +171,3 @@ class Copies:
         self.blocks |= set(values.numbers)
         loaded(values, None)
         return None, []
-
-
-def loads_with(p, begin, act):
-    """Yields loads of two blocks: each time `act` comes before another line of the worker's.
-
-    begin, act: what the follower does with the work; `act` comes at the end at the latest.
-    Yields how the load ended, and the blocks that were copied.
-    """
-    for number in count():
-        mover, keys = Copies(), p.cache.keys(range(128))
-        work = LoadWork(mover, PromptBlocks(p.layout, keys, [P_BLOCKS]), 0, None)
-        job = job_of(work)
-        begin(work)
-        has_acted = acts_at_line(
-            partial(carried, job), number, partial(act, work), is_locked=work.lock.locked
-        )
-        if not has_acted:
-            act(work)
-        yield carried(job), mover.blocks
-        if not has_acted:
-            return
-
-
-def release_last(work):
-    work.release([BlockRange(1, 2)])
-    work.close()
-
-
-def test_blocks_released_while_a_worker_leaves_are_loaded_before_the_end(p):
-    """Whatever the worker has seen of the work when the follower releases the rest and closes."""
-    ends = list(loads_with(p, lambda work: work.release([BlockRange(0, 1)]), release_last))
-    assert len(ends) > 30
-    assert ends == [(JobResult(128), {0, 1})] * len(ends)
-
-
-def test_a_load_that_was_cut_short_counts_nothing_that_is_released_later(p):
-    """A follower may find the last block in the turn in which it has heard that P failed."""
-
-    def cut_short(work):
-        work.release([BlockRange(0, 1)])
-        work.close(Reason.HANDOFF_FAILED)
-
-    ends = list(loads_with(p, cut_short, release_last))
-    assert len(ends) > 30
-    assert ends == [(JobResult(64, Reason.HANDOFF_FAILED), {0})] * len(ends)

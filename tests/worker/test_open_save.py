@@ -68,19 +68,6 @@ def test_nothing_is_read_before_the_last_layer_of_a_range_is_done(p, store):
     assert save.job.wait(10).reason is None
 
 
-def test_small_ranges_wait_for_those_behind_them(instance, store):
-    keys_bytes = 4 * 3 * 2 * 64 * 2 * 16 * 4  # blocks, ranges, layers, tokens, heads, channels
-    p = instance(layers=LAYERS, layer_ranges=3, range_bytes=keys_bytes)
-    keys = p.cache.keys(range(200))
-    save = p.pool.begin_save(keys, P_BLOCKS)
-    save.layers_done(4)
-    other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
-    assert other.wait(10).reason is None
-    assert num_stored(p, store, keys, 0) == 0
-    save.layers_done(6)
-    assert save.job.wait(10).num_tokens == 200
-
-
 def test_a_range_waits_for_its_own_event(p, d):
     class Event:
         def __init__(self):
@@ -117,16 +104,6 @@ def test_ranges_behind_events_begin_when_the_thread_has_no_more_to_queue(
     assert save.job.wait(10).num_tokens == 200
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
-
-
-@pytest.mark.parametrize("calls", [[6], [2, 6], [4, 6], [1, 2, 3, 4, 5, 6], [6, 6, 6]])
-def test_layers_may_be_done_in_any_steps(p, d, calls):
-    save = p.pool.begin_save(p.cache.keys(range(150)), P_BLOCKS)
-    for num_layers in calls:
-        save.layers_done(num_layers)
-    assert save.job.wait(10).num_tokens == 150
-    assert load(d, range(150)).num_tokens == 150
-    assert_loaded(p, d, 150)
 
 
 def test_a_handoff_is_marked_done_only_after_the_last_layer(p, d, store):
@@ -171,16 +148,6 @@ def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
     assert save.job.wait(10).reason is Reason.DEADLINE
     save.layers_done(6)
     eventually(lambda: p.pool.num_jobs == 0)
-
-
-def test_the_deadline_counts_from_the_last_layers(instance):
-    p = instance(layers=LAYERS, layer_ranges=3, deadline_s=0.8, range_bytes=1)
-    save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
-    for n in range(3):
-        with pytest.raises(TimeoutError):
-            save.job.wait(0.3)  # a model that takes its time
-        save.layers_done(2 * n + 2, Fired())
-    assert save.job.wait(10).reason is None
 
 
 def test_a_cancelled_save_takes_no_more_layers(p, store):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstore.errors import ConfigError, SwapError
+from pdstore.errors import SwapError
 from pdstore.worker import staging as staging_module
 from pdstore.worker.staging import PinnedMemory, spans_of
 
@@ -64,22 +64,6 @@ def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, span_bytes):
         assert num_bytes <= max(slot, span_bytes)
         at += num_bytes
     assert at == base + num_slots * slot
-
-
-def test_memory_that_is_not_whole_pages_is_refused():
-    with pytest.raises(ConfigError, match="whole pages"):
-        spans_of(100, 10 * PAGE, PAGE, PAGE)
-
-
-def test_all_of_it_is_registered_and_unregistered_in_the_opposite_order():
-    registrar = FakeRegistrar()
-    pinned = pinned_of(64, registrar, 4)
-    pinned.ready(30)
-    assert pinned.progress == 1
-    assert len(registrar.verbs("register")) == 16
-    pinned.close()
-    pinned.close()
-    assert registrar.verbs("unregister") == registrar.verbs("register")[::-1]
 
 
 def test_pieces_are_made_present_side_by_side_before_they_are_registered():

@@ -8,7 +8,6 @@ import pytest
 
 from pdstore.errors import SaveFailed, StoreFull, SwapError
 from pdstore.store.wrappers import WrapperStore
-from pdstore.testing.threads import run_together
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, load, save
 
@@ -100,25 +99,3 @@ def test_a_flush_waits_for_a_save_whose_layers_are_not_released(p):
     opened.layers_done(len(p.layout.layers))
     p.pool.flush(30)
     assert opened.job.durable
-
-
-def test_of_two_flushes_at_once_one_is_told_of_a_failure(instance):
-    p = instance(publish=False)
-    for _ in range(50):
-        save(p, range(100))
-        told: list = []
-
-        def flush(told=told):
-            try:
-                p.pool.flush(30)
-            except SaveFailed as error:
-                told.append(error)
-
-        run_together(flush, flush)
-        assert len(told) == 1
-
-
-def test_a_cancelled_save_is_no_failure(p):
-    opened = p.pool.begin_save(p.cache.keys(range(100)), D_BLOCKS)
-    opened.job.cancel()
-    p.pool.flush(30)

@@ -75,14 +75,6 @@ def test_a_gap_in_the_window_ends_the_prompt_before_it(half, store):
     assert p.cache.match(keys).num_tokens == 2 * BLOCK, "the window before block 2 is whole"
 
 
-def test_layers_that_all_slide_match_by_their_windows(half):
-    p = half([SLIDING, SLIDING])
-    keys = p.cache.keys(range(160))
-    p.pool.save(keys, [FULL_IDS, behind(SLIDING_IDS, 160)]).wait(10)
-    assert p.cache.match(keys).num_tokens == 160
-    assert p.cache.match(p.cache.keys(range(100))).num_tokens == 0
-
-
 def short_load(half, store, lost, tables, first_token=0):
     """Loads 160 tokens of which one block of the full layer was evicted after the match."""
     p, d = half([FULL, SLIDING]), half([FULL, SLIDING], fill=POISON)
@@ -147,16 +139,6 @@ def test_other_packing_is_another_namespace(half):
     assert one.pool.namespace.differences(two.pool.namespace.describe()) == [
         'page: "amx" there, "vec" here'
     ]
-
-
-def test_pages_that_are_not_contiguous_are_refused(store):
-    settings = settings_of()
-    layout = Layout.of(
-        settings, dtype="float32", layers=[FULL], engine_block_tokens=BLOCK, rope="", page="x"
-    )
-    namespace = layout.namespace(settings, weights="w")
-    with pytest.raises(LayoutError, match="contiguous"):
-        KVPool(settings, layout, caches_of(layout), namespace, store=store)
 
 
 def test_a_salt_and_pages_are_refused_together():

@@ -7,11 +7,9 @@ import threading
 import pytest
 import torch
 
-from pdstore.errors import SwapError
 from pdstore.native.abi import CopyPath
 from pdstore.outcome import Direction
 from pdstore.store.memory import MemoryStore
-from pdstore.worker.swap.native import DEFAULT_STREAM
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
 from tests.support.gpu_kit import gpu_instance, rig, spin
@@ -94,19 +92,6 @@ def test_an_event_that_copies_cannot_follow_is_waited_for_before_a_byte_is_read(
     bench.swap.close()
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("device", native_kit.DEVICES)
-def test_an_event_that_cannot_be_asked_fails_its_copy_alone(library, device, direction):
-    bench = SwapBench(library, device)
-    library.fail("query", 0, 719)
-    ticket = bench.swap.start(direction, bench.copies, stream=DEFAULT_STREAM)
-    with pytest.raises(SwapError, match="cudaEventQuery"):
-        ticket.wait(30)
-    assert bench.copy_works(direction)
-    bench.swap.close()
-    assert library.live() == (0, 0, 0)
-
-
 @pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.STRIDED, CopyPath.STAGE])
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
 def test_a_copy_that_need_not_wait_passes_one_that_does(library, device, path):
@@ -122,19 +107,6 @@ def test_a_copy_that_need_not_wait_passes_one_that_does(library, device, path):
     assert late.wait(30)
     assert event.query()
     swap.close()
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
-def test_closing_ends_a_copy_that_still_waits_for_its_event(library, device):
-    _case, swap, _host, copies = rig(library, device=device)
-    event = torch.cuda.Event()
-    spin(300)
-    event.record()
-    late = swap.start(Direction.SAVE, copies, ready=event.cuda_event)
-    swap.close()
-    with pytest.raises(SwapError, match="closed"):
-        late.wait(0)
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])

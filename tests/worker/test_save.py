@@ -5,23 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from functools import partial
-from itertools import count
 
 import pytest
 import torch
 
-from pdstore import JobResult, LayerSpec, PromptKeys
-from pdstore.errors import LayoutError, StoreFull
+from pdstore import LayerSpec, PromptKeys
+from pdstore.errors import StoreFull
 from pdstore.format.block import HEADER_BYTES
 from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put
-from pdstore.worker.save import SaveWork
-from pdstore.worker.values import BlockRange, PromptBlocks, Split
-from tests.support.interrupt import acts_at_line
-from tests.support.jobs import SAVE, carried, job_of
+from pdstore.worker.values import Split
+from tests.support.jobs import job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -244,16 +240,6 @@ def test_a_save_that_finds_the_store_full_says_how_much_is_durable(store, instan
     assert isinstance(result.error, StoreFull)
 
 
-def test_a_handoffs_block_ids_are_checked_from_the_first_on(instance):
-    """A hand-off may save any block once more, an ordinary save only what it is given to save."""
-    p = instance()
-    keys, ids = p.cache.keys(range(128)), [-5, *P_BLOCKS[1:]]
-    attempt, _ = p.cache.announce(keys)
-    with pytest.raises(LayoutError, match="not all in the cache"):
-        p.pool.save(keys, ids, first_token=64, handoff=attempt)
-    assert p.pool.save(keys, ids, first_token=64).wait(10).reason is None
-
-
 def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
     """In the caller's thread: 5 ms once at a million tokens, 0.3 now on a machine at rest."""
 
@@ -291,21 +277,3 @@ class Keeps:
         for move in moves:
             self.stored |= set(move.values.keys)
             gathered()
-
-
-def test_the_last_layers_released_while_a_worker_leaves_are_saved(instance):
-    """Whatever the worker has seen of the work when the engine releases them."""
-    p = instance(layer_ranges=2)
-    for number in count():
-        mover, keys = Keeps(), p.cache.keys(range(64))
-        work = SaveWork(mover, PromptBlocks(p.layout, keys, [P_BLOCKS]), 0)
-        job, released = job_of(work, SAVE), [BlockRange(0, 1)]
-        work.release(released, None, layer_range=0, is_last=False)
-        last = partial(work.release, released, None, layer_range=1)
-        has_acted = acts_at_line(partial(carried, job), number, last, is_locked=work.lock.locked)
-        if not has_acted:
-            last()
-        assert carried(job) == JobResult(64), f"released before line {number}"
-        if not has_acted:
-            break
-    assert number > 30

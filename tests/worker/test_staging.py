@@ -11,7 +11,7 @@ from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.outcome import Direction
 from pdstore.threads import Deadline
-from pdstore.worker.staging import Staging, slot_bytes_for
+from pdstore.worker.staging import Staging
 
 SLOT = 4096
 
@@ -22,11 +22,6 @@ def staging_of(num_slots: int = 16) -> Staging:
 
 def loan(staging, direction, most, least=1, seconds=0.0, is_over=lambda: False):
     return staging.loan(direction, most, least=least, deadline=Deadline(seconds), is_over=is_over)
-
-
-def test_a_slot_holds_header_and_payload_in_whole_pages():
-    assert slot_bytes_for(SLOT - HEADER_BYTES) == SLOT
-    assert slot_bytes_for(SLOT - HEADER_BYTES + 1) == 2 * SLOT
 
 
 def test_too_little_memory_says_how_much_is_needed():
@@ -46,13 +41,6 @@ def test_a_quarter_is_kept_for_the_other_direction(greedy):
             assert len(kept) == 4
 
 
-def test_slots_come_back_when_the_borrower_fails():
-    staging = staging_of()
-    with pytest.raises(RuntimeError), loan(staging, Direction.LOAD, 4):
-        raise RuntimeError
-    assert staging.num_lent == 0
-
-
 def test_who_waits_gets_the_slots_that_come_back():
     staging, got = staging_of(), []
 
@@ -65,15 +53,6 @@ def test_who_waits_gets_the_slots_that_come_back():
         thread.start()
     thread.join(10)
     assert got == [12]
-
-
-def test_waiting_ends_with_the_deadline_and_with_the_job():
-    staging = staging_of()
-    with loan(staging, Direction.LOAD, 12):
-        with loan(staging, Direction.LOAD, 1, seconds=0.02) as numbers:
-            assert numbers == []
-        with loan(staging, Direction.LOAD, 1, seconds=30, is_over=lambda: True) as numbers:
-            assert numbers == []
 
 
 def test_many_borrowers_never_share_a_slot():

@@ -56,10 +56,6 @@ def test_a_value_that_just_fits_is_taken_and_its_envelope_counts(tmp_path):
             check_values_fit(store, layout)
 
 
-def test_a_store_without_a_limit_takes_all():
-    check_values_fit(MemoryStore(), layout_of(settings_of()))
-
-
 @pytest.fixture
 def undo():
     with contextlib.ExitStack() as undo:
@@ -76,18 +72,6 @@ def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
 
 def slots(metrics) -> float:
     return metrics.registry.get_sample_value("pdstore_slots")
-
-
-def test_values_move_in_place_where_the_store_has_memory_here(undo, arena):
-    metrics = Metrics()
-    mover = mover_over(arena, undo, metrics=metrics, staging="64KiB")
-    assert (slots(metrics), mover.way.memory.num_bytes) == (0, len(arena.memory()))
-
-
-def test_values_of_an_arena_go_through_staging_where_copies_are_torchs(undo, arena):
-    metrics = Metrics()
-    mover_over(arena, undo, metrics=metrics, native="off")
-    assert slots(metrics) > 0
 
 
 def test_an_arena_that_is_away_at_the_start_is_served_through_staging(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import ConfigError, StoreTimeout
+from pdstore.errors import StoreTimeout
 from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.threads import start_background
 from pdstore.testing.values import fresh_keys, put
-from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover, shares
+from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover
 from pdstore_lmcache.chunk_names import ChunkName
 from pdstore_lmcache.chunk_task import ChunkTask, Ended
 from tests.support.kv import eventually
@@ -49,28 +48,6 @@ def chunks(fill=None):
         Chunk(n, name, memoryview(bytearray([n + 1 if fill is None else fill] * size)))
         for n, (name, size) in enumerate(zip(NAMES, SIZES, strict=True))
     ]
-
-
-@pytest.mark.parametrize("num_bytes", [12 << 10, 24 << 10, 64 << 10])
-def test_chunks_of_any_length_go_through_a_buffer_of_any_size(run, num_bytes):
-    mover, loaded = mover_of(MemoryStore(), num_bytes), chunks(fill=0)
-    assert all(run(mover.save, chunks()).done)
-    assert all(run(mover.load, loaded).done)
-    assert [chunk.memory for chunk in loaded] == [chunk.memory for chunk in chunks()]
-
-
-@pytest.mark.parametrize("wrapper", [lambda store: store, WrapperStore])
-@pytest.mark.parametrize("stored", [[], [0, 1], [2, 3], [0, 3, 4], [0, 1, 2, 3, 4]])
-def test_what_is_stored_is_found_behind_gaps_too(wrapper, stored):
-    store, names = MemoryStore(), [name.key for name in NAMES]
-    keys = [names[number] for number in stored]
-    put(store, keys, [b"v"] * len(keys))
-    assert ChunkFinder(wrapper(store)).find(names) == set(keys)
-
-
-def test_a_buffer_that_holds_no_chunk_is_refused(run):
-    with pytest.raises(ConfigError, match=r"9000 bytes does not fit .* PDSTORE_STAGING"):
-        run(mover_of(MemoryStore(), 8 << 10).save, chunks())
 
 
 def test_a_chunk_that_is_missing_keeps_no_other_from_coming(run):
@@ -117,17 +94,3 @@ def test_the_end_of_a_task_waits_for_a_copy(ends):
     task.share_ended()
     task.end(Reason.DEADLINE)
     assert ends == [Ended((False, True), Reason.STORE_SLOW, error)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "most", "least", "expected"),
-    [
-        ([], 4, 1, [range(0)]),
-        ([5], 4, 1, [range(1)]),
-        ([1] * 8, 4, 1, [range(2), range(2, 4), range(4, 6), range(6, 8)]),
-        ([1] * 8, 4, 5, [range(5), range(5, 8)]),
-        ([9, 1, 1, 1], 2, 1, [range(1), range(1, 4)]),
-    ],
-)
-def test_shares_are_about_even(sizes, most, least, expected):
-    assert shares(sizes, most, least) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -99,14 +98,6 @@ def test_other_weights_tenants_models_and_kinds_of_kv_find_nothing(open_adapter)
     assert others == [[]] * len(others)
 
 
-def test_where_lmcache_tells_no_layout_it_is_that_of_the_last_chunk(open_adapter):
-    adapter = open_adapter()
-    untold = kit.layout().__class__([], [])
-    assert adapter.find(KEYS, untold) == []
-    adapter.store(KEYS, objects(1, 2, 3, 4, 5))
-    assert adapter.find(KEYS, untold) == [0, 1, 2, 3, 4]
-
-
 def test_chunks_of_bytes_need_the_kind_of_kv(open_adapter):
     kind = {"dtype": torch.uint8}
     described = kit.layout(torch.uint8)
@@ -133,26 +124,6 @@ def test_an_instance_that_does_not_save_loads_all_the_same(open_adapter, setting
     assert p.find(KEYS) == []
     p.store(KEYS[:1], objects(1))
     assert d.load(KEYS[:1], objects(0)) == [0]
-
-
-def test_the_start_names_the_pool_and_the_settings_that_are_empty(
-    open_adapter, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
-    with caplog.at_level(logging.INFO):
-        open_adapter(weights="")
-    start = f"pool file://{tmp_path}/pool; empty, so as if not set: PDSTORE_WEIGHTS"
-    assert start in [record.getMessage() for record in caplog.records]
-
-
-def test_off_is_off(open_adapter, tmp_path):
-    adapter = open_adapter(pd_transfer_via_storage=False)
-    assert not adapter.store(KEYS[:1], objects(1))
-    assert adapter.find(KEYS) == []
-    assert adapter.load(KEYS[:1], objects(0)) == []
-    adapter.adapter.delete(KEYS)
-    assert not adapter.adapter.report_status()["is_on"]
-    assert not (tmp_path / "pool").exists()
 
 
 def test_a_dead_store_is_a_miss_and_the_reason_is_counted(open_adapter):

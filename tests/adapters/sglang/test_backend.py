@@ -9,7 +9,7 @@ import pytest
 import redis
 import torch
 
-from benchmarks.stored_bytes import damage, touch
+from benchmarks.stored_bytes import damage
 from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 from tests.support import sglang_server as kit
@@ -119,16 +119,6 @@ def test_no_page_comes_from_a_pool_of_which_all_is_damaged(serve, tmp_path, sche
     eventually(lambda: count_of(d, "misses", reason=Reason.CORRUPT.value) == 1)
 
 
-def test_a_pool_that_is_touched_keeps_its_pages_and_has_all_its_memory(serve, tmp_path):
-    url = f"shm://p?size=8MiB&dir={tmp_path}"
-    p, d = serve(wheel.mha_pool(), store=url), serve(wheel.mha_pool(), store=url)
-    p.backup(HASHES, SAVED)
-    assert touch(tmp_path) == 8 << 20
-    assert sum(file.stat().st_blocks * 512 for file in tmp_path.glob("*p")) >= 8 << 20
-    assert d.prefetch(HASHES, LOADED) == 5
-    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
-
-
 def test_other_weights_shapes_and_dtypes_find_nothing(serve, model, tmp_path):
     serve(wheel.mha_pool()).backup(HASHES, SAVED)
     assert serve(wheel.mha_pool()).backend.batch_exists(HASHES) == 5
@@ -143,15 +133,6 @@ def test_other_weights_shapes_and_dtypes_find_nothing(serve, model, tmp_path):
     assert [other.backend.batch_exists(HASHES) for other in others] == [0] * len(others)
 
 
-def test_the_kinds_of_fp8_are_kept_apart(serve):
-    fp8 = [
-        serve(wheel.mha_pool(dtype=torch.uint8), arguments={"kv_cache_dtype": kind})
-        for kind in ("fp8_e4m3", "fp8_e5m2")
-    ]
-    assert fp8[0].backup(HASHES, SAVED) == 5
-    assert [server.backend.batch_exists(HASHES) for server in fp8] == [5, 0]
-
-
 def test_clear_forgets_this_model_and_no_other(serve, model, tmp_path):
     ours = serve(wheel.mha_pool())
     other = serve(wheel.mha_pool(), kit.checkpoint(tmp_path / "other", b"other weights"))
@@ -159,15 +140,6 @@ def test_clear_forgets_this_model_and_no_other(serve, model, tmp_path):
     ours.backend.clear()
     assert ours.backend.batch_exists(HASHES) == 0
     assert other.backend.batch_exists(HASHES) == 5
-
-
-@pytest.mark.parametrize("settings", [{"publish": False}, {"role": "decode"}])
-def test_an_instance_that_does_not_save_loads_all_the_same(serve, settings):
-    p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool(), **settings)
-    assert d.backup(HASHES, SAVED) == 5  # or SGLang would warn of each page
-    assert p.backend.batch_exists(HASHES) == 0
-    p.backup(HASHES, SAVED)
-    assert d.prefetch(HASHES, LOADED) == 5
 
 
 def test_a_decode_server_loads_pages_while_the_others_are_being_stored(serve, store_url):
@@ -275,12 +247,3 @@ def test_a_pool_beside_the_kv_is_refused(serve):
     server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.KV)
     with pytest.raises(ConfigError, match=r"the pool mamba, .* wrong answers"):
         server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.MAMBA)
-
-
-def test_a_draft_models_pages_are_not_kept(serve):
-    backend = serve(wheel.mha_pool()).backend
-    assert not backend.batch_set(["h.draft"], [torch.zeros(4)])
-    assert backend.batch_get(["h.draft"], [torch.zeros(4)]) == [None]
-    assert not backend.exists("h.draft")
-    assert not backend.set("h.draft", torch.zeros(4))
-    assert backend.get("h.draft") is None

@@ -83,13 +83,6 @@ def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve):
     assert next(arrivals, None) is None
 
 
-def test_what_is_stored_already_is_not_waited_for(serve):
-    d = serve()
-    d.store_pages(0, 1, 2, 3)
-    assert not d.wait.wait_for_pages(KEYS)
-    assert d.num_waits() == 0
-
-
 @pytest.mark.parametrize("bounds", [{"stall_s": 0.05}, {"total_s": 0.05}])
 def test_pages_that_do_not_come_are_given_up_and_not_expected(serve, bounds):
     d = serve(**bounds)
@@ -99,17 +92,6 @@ def test_pages_that_do_not_come_are_given_up_and_not_expected(serve, bounds):
     assert time.monotonic() - began < LONG_S / 2
     assert d.num_waits() == 1
     assert d.wait.arrivals(KEYS) is None
-
-
-def test_pages_are_expected_no_longer_than_a_hand_off_may_take():
-    clock = Clock()
-    settings = settings_of(handoff_wait_s=10.0)
-    wait = PageWait(settings, Scripted(0, 1), Metrics(), stall_s=LONG_S, clock=clock)
-    with contextlib.closing(wait):
-        assert wait.wait_for_pages(KEYS)
-        assert wait.arrivals(KEYS) is not None
-        clock.now += 11.0
-        assert wait.arrivals(KEYS) is None
 
 
 @pytest.mark.parametrize(
@@ -129,15 +111,6 @@ def test_pages_are_waited_for_until_those_of_a_full_batch_before_them_have_come(
         assert store.num_calls == 2 + num_looks
 
 
-def test_two_requests_for_one_prompt_expect_the_same_pages(serve):
-    d = serve(batch_pages=4)
-    with ThreadPoolExecutor() as threads:
-        for number in range(2):
-            waiting = d.begin(threads)
-            d.store_pages(number)
-            assert waiting.result(LONG_S / 2)
-
-
 def test_after_waits_in_vain_none_is_waited_for_until_one_is_stored_or_a_rest_is_over(serve):
     clock = Clock(step=0.01)
     d = serve(stall_s=0.2, most_vain=1, rest_s=5.0, clock=clock)
@@ -149,21 +122,6 @@ def test_after_waits_in_vain_none_is_waited_for_until_one_is_stored_or_a_rest_is
     d.wait.wait_for_pages(KEYS)
     d.wait.wait_for_pages(OTHERS)
     assert d.num_waits() == 3
-
-
-def test_a_store_that_is_away_is_not_waited_for(serve):
-    d = serve("redis://127.0.0.1:1/0")
-    began = time.monotonic()
-    assert not d.wait.wait_for_pages(KEYS)
-    assert time.monotonic() - began < LONG_S / 2
-
-
-def test_a_close_ends_a_wait(serve):
-    d = serve()
-    with ThreadPoolExecutor() as threads:
-        waiting = d.begin(threads)
-        d.wait.close()
-        assert not waiting.result(LONG_S / 2)
 
 
 @pytest.mark.parametrize(

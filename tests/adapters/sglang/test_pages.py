@@ -78,28 +78,6 @@ def test_the_status_page_is_this_ranks(open_pool):
     eventually(lambda: status()["pool"]["id"])
 
 
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
-def test_pages_are_views_of_the_host_pool(layout):
-    pool = wheel.mha_pool(layout=layout)
-    pages = pages_of(pool)
-    assert {cache.shape[:3] for cache in pages.caches} == {(16, 64, 1)}
-    stored = b"".join(bytes(cache[3].flatten().numpy()) for cache in pages.caches)
-    assert stored == bytes(pool.get_data_page(3 * 64).view(torch.uint8).numpy())
-    pages.caches[0].zero_()
-    assert not pool.kv_buffer[0].any() or layout == "layer_first"
-
-
-def test_the_namespace_is_of_the_whole_model_and_what_is_copied_as_large():
-    layout = pages_of(wheel.mha_pool(), rank=1, size=4).model
-    assert [(spec.num_kv_heads, spec.head_dim) for spec in layout.layers] == [(8, 8)] * 3
-    assert layout.block_bytes == 4 * 64 * 3 * 2 * 8 * 2 * 2
-    for pool, num_copies in ((wheel.mha_pool(), 2), (wheel.mla_pool(), 1)):
-        pages = pages_of(pool)
-        assert len(pages.caches) == num_copies
-        assert pages.copied.block_bytes == pages.model.block_bytes
-        assert pages.copied.parts == pages.model.parts
-
-
 def test_a_host_pool_of_another_kind_or_layout_is_refused():
     class MambaPoolHost:
         layout = "page_first"

@@ -9,7 +9,6 @@ import torch
 
 from pdstore.errors import ConfigError
 from tests.support import sglang_server as kit
-from tests.support import sglang_wheel as wheel
 from tests.support.kv import settings_of as settings
 
 # isort: split
@@ -28,13 +27,6 @@ def test_weights_and_dtype_are_the_servers_unless_the_user_names_a_revision(mode
     assert (found.dtype, found.quantization) == ("bfloat16", None)
     assert found.weights.startswith("sha256:")
     assert served(model, weights="mine@1", load_format="dummy").weights == "mine@1"
-
-
-@pytest.mark.parametrize("empty", [None, ""])
-def test_dummy_weights_must_be_named_and_an_empty_name_is_none(model, monkeypatch, empty):
-    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
-    with pytest.raises(ConfigError, match="load format dummy have no revision: set PDSTORE_WEIGH"):
-        served(model, weights=empty, load_format="dummy")
 
 
 def test_a_model_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
@@ -84,9 +76,3 @@ def test_scales_count_by_what_is_in_their_file(tmp_path, model):
 def test_settings_are_told_from_what_sglang_reads():
     extra = {**kit.DYNAMIC, "prefetch_threshold": 64, "hicache_storage_pass_prefix_keys": True}
     assert server.settings_of({**extra, "role": "decode"}).role == "decode"
-
-
-def test_a_process_without_arguments_is_refused():
-    wheel.runtime_context.get_context().set_server_args(None)
-    with pytest.raises(ConfigError):
-        server.server_arguments()

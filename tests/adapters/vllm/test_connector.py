@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +10,8 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec, StepReport
-from pdstore.engine.request import JobEnd, SavePlan
-from pdstore.outcome import Direction
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
+from pdstore.engine.request import SavePlan
 from tests.adapters.vllm.test_walk import Engine
 from tests.support.kv import eventually
 
@@ -32,13 +30,6 @@ def test_every_hook_of_a_running_engine_is_guarded():
 
 def test_sleep_mode_is_not_supported():
     assert PDStoreConnector.supports_sleep_mode() is False
-
-
-def test_reports_of_ranks_add_up():
-    ends = [JobEnd("a", number, Direction.SAVE, 64, None) for number in (1, 2)]
-    total = StepReport(Counter({1: 1, 2: 1}), ends[:1]).aggregate(StepReport(Counter({1: 1}), ends))
-    assert total.released == {1: 2, 2: 1}
-    assert total.ended == [ends[0], *ends]
 
 
 @pytest.fixture
@@ -121,13 +112,3 @@ def test_layers_that_a_failed_forward_has_not_computed_are_not_saved(connector, 
     failed = [handoff.failed(instance.namespace)]
     eventually(lambda: instance.store.match(failed))
     assert not instance.store.match(keys.store_keys(instance.namespace.parts))
-
-
-def test_a_step_that_the_runner_leaves_open_is_ended_by_the_next(connector, instance):
-    """vLLM's last pipeline stage alone ends a step where tokens are drafted."""
-    keys = instance.cache.keys(range(200))
-    whole = keys.store_keys(instance.namespace.parts)
-    run_step(connector, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]), is_left_open=True)
-    run_step(connector, is_left_open=True)
-    eventually(lambda: instance.store.match(whole) == len(whole))
-    eventually(lambda: [connector.worker.pop_report()] and connector.worker.is_idle)

@@ -49,12 +49,6 @@ def environment(monkeypatch):
     monkeypatch.delenv("PDSTORE_ROLE", raising=False)
 
 
-def test_the_extra_configuration_wins_over_the_environment():
-    settings = settings_of(config_of(store="file:///extra"))
-    assert settings.store == "file:///extra"
-    assert settings.workers == 7
-
-
 def test_the_role_is_the_kv_role_or_the_environments_where_vllm_says_both(monkeypatch):
     roles = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
     assert {kv_role: settings_of(config_of(kv_role)).role for kv_role in roles} == roles
@@ -62,12 +56,6 @@ def test_the_role_is_the_kv_role_or_the_environments_where_vllm_says_both(monkey
     assert settings_of(config_of()).role == "decode"
     assert settings_of(config_of("kv_producer")).role == "prefill"
     assert settings_of(config_of("kv_producer", role="both")).role == "both"
-
-
-@pytest.mark.parametrize("extra", [{"stoer": "x"}, {"workers": "many"}])
-def test_a_wrong_extra_setting_is_refused(extra):
-    with pytest.raises(ConfigError):
-        settings_of(config_of(**extra))
 
 
 def vllm_config(enable_sleep_mode=False, calculate_kv_scales=False, **parallel):
@@ -174,12 +162,6 @@ def test_the_hubs_commit_is_the_revision_with_the_name_of_one_of_several_weights
     assert len({hub_revision(model=name) for name in names}) == 3
 
 
-@pytest.mark.parametrize("changes", [{"hf_config_path": "org/base"}, {"load_format": "dummy"}])
-def test_a_commit_that_is_not_the_weights_is_no_revision(changes):
-    with pytest.raises(ConfigError, match="PDSTORE_WEIGHTS"):
-        hub_revision(**changes)
-
-
 def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypatch):
     spec = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
@@ -254,16 +236,6 @@ def test_options_of_the_image_processor_are_a_field_where_there_are_any(describe
     assert len({plain, *(rope(mm_processor_kwargs={"fps": fps}) for fps in (1, 2))}) == 3
 
 
-def test_images_that_vllm_only_numbers_have_no_keys(instance):
-    image = SimpleNamespace(
-        mm_position=SimpleNamespace(offset=0, length=2), identifier="renderer0-mm-1-image-0"
-    )
-    cache, pictured = instance().cache, vllm_request([1, 2], mm_features=[image])
-    assert keys_of(pictured, cache, hashes_items=True) is not None
-    assert keys_of(pictured, cache, hashes_items=False) is None
-    assert keys_of(vllm_request([1, 2], mm_features=[]), cache, hashes_items=False) is not None
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -306,8 +278,3 @@ def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, t
         )
     }
     assert len(blocks) == 3
-
-
-def test_an_adapter_whose_files_are_gone_bypasses_the_pool(instance, tmp_path):
-    gone = SimpleNamespace(lora_int_id=2, lora_name="mine", lora_path=str(tmp_path / "gone"))
-    assert keys_of(vllm_request([1, 2], lora_request=gone), instance().cache) is None

@@ -47,14 +47,6 @@ def of_the_pool(since):
     return [name for name in since.all() if name.startswith(names)]
 
 
-def test_each_of_forty_prompts_one_after_the_other_is_loaded_whole(pair):
-    since = Since(pair.d)
-    for number in range(40):
-        ask(pair.proxy, new_prompt(LONG), 2)
-        assert since.loaded == (number + 1) * LONG
-    assert since.computed <= 40
-
-
 def test_each_of_forty_prompts_four_at_a_time_is_loaded_whole(pair):
     prompts = [new_prompt(LONG) for _ in range(40)]
     since = Since(pair.d)

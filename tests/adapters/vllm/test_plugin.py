@@ -146,12 +146,6 @@ def test_an_empty_role_is_both_and_the_log_says_so(monkeypatch, configured, log)
     assert "pdstore hands KV over, role both" in log.text
 
 
-def test_a_users_own_configuration_wins(monkeypatch, configured):
-    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
-    given = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    assert configured(given) is given
-
-
 @pytest.mark.parametrize("url", ["redsi://there", "file://{tmp}/pool?colour=red", "shm://a?size=x"])
 def test_a_store_that_nothing_can_open_ends_the_start(monkeypatch, configured, tmp_path, url):
     url = url.format(tmp=tmp_path)
@@ -165,16 +159,3 @@ def test_a_store_that_nothing_can_open_ends_the_start(monkeypatch, configured, t
     )
     with pytest.raises(ConfigError, match=url.partition("?")[0]):
         configured(given)
-
-
-def test_pdstores_own_lines_come_out_where_vllms_do(monkeypatch):
-    ours, theirs, heard = logging.getLogger("pdstore"), logging.getLogger("vllm"), []
-    for name, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
-        monkeypatch.setattr(ours, name, value)
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    monkeypatch.setattr(theirs, "handlers", [handler])
-    monkeypatch.setattr(theirs, "level", logging.INFO)
-    plugin.register()
-    logging.getLogger("pdstore.telemetry.request_record").info("request r-1")
-    assert heard == ["request r-1"]

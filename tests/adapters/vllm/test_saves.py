@@ -8,7 +8,6 @@ import pytest
 
 from pdstore.adapters.vllm.scheduler import Saves
 from pdstore.engine.request import EngineRequest
-from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import NO_BLOCK
 from tests.adapters.vllm.standins import BlockPool
 from tests.support.instances import instance as instance
@@ -58,11 +57,6 @@ def compute(saves, state, asked, *chunks):
     return specs
 
 
-def test_each_chunk_is_saved_from_the_blocks_up_to_its_end(pool, state_of, asked):
-    saves = compute(saves_of(pool), state_of(), asked, 128, 128, 44)
-    assert [list(save.block_ids[0]) for save in saves] == [TABLE[:2], TABLE[:4], TABLE[:5]]
-
-
 def test_blocks_that_a_window_has_left_are_no_blocks(pool, state_of, asked):
     saves = saves_of(pool, table=[0, 0, *TABLE])
     [save] = compute(saves, state_of(), asked, 300)
@@ -81,11 +75,6 @@ def test_a_save_holds_its_new_blocks_until_every_rank_has_read_them(pool, state_
     saves.release_blocks({second.number: 2})
     assert pool.held == []
     assert len(saves) == 0
-
-
-def test_the_save_that_publishes_a_hand_off_holds_the_whole_prompt(pool, state_of, asked):
-    compute(saves_of(pool), state_of(HandoffId.new()), asked, 256, 44)
-    assert pool.held == TABLE[:4] + TABLE[:5]
 
 
 def test_a_token_that_a_draft_may_take_back_is_not_saved(pool, state_of, asked):

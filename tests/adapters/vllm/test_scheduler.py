@@ -13,7 +13,6 @@ from pdstore.adapters.vllm.messages import RankLayout, StepReport
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.engine.request import JobEnd
-from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.outcome import Direction, Reason
 from tests.adapters.vllm.standins import BlockPool, vllm_request
@@ -98,18 +97,6 @@ def found(scheduler, asked, num_computed=0):
         return None if num_tokens is None else [num_tokens]
 
     return eventually(answer)[0]
-
-
-def test_it_begins_with_the_layout_that_all_ranks_have():
-    settings = settings_of()
-    scheduler = PDStoreConnectorScheduler(settings, 2, StepMetrics())
-    scheduler.saves.block_pool = BlockPool()
-    with pytest.raises(ConfigError, match="MultiConnector"):
-        scheduler.set_layouts([])
-    with pytest.raises(ConfigError, match="differ in weights"):
-        scheduler.set_layouts([RankLayout(namespace_of(settings, w), BLOCK) for w in "ab"])
-    assert scheduler.num_found(request(), 0) == 0
-    assert step(scheduler, request(), 300).saves == []
 
 
 def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(scheduler_of, caplog):
@@ -207,20 +194,6 @@ def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_c
     [spec] = d.build_metadata().loads
     assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
-
-
-def test_a_decision_to_compute_is_in_the_answer(scheduler_of, saved):
-    scheduler, asked = scheduler_of(role="decode", load="never"), request()
-    assert found(scheduler, asked) == 0
-    step(scheduler, asked, len(PROMPT))
-    asked.num_output_tokens = 1
-    assert scheduler.finish_request(asked)["pdstore_decision"] == {"decision": "compute"}
-
-
-def test_a_malformed_handoff_is_none_and_is_told(scheduler_of, saved, caplog):
-    asked = request({"pdstore": {"attempt": "zz"}})
-    assert found(scheduler_of(role="decode"), asked) == len(PROMPT)
-    assert "r is taken without a hand-off" in caplog.text
 
 
 def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):

@@ -60,16 +60,6 @@ def test_killed_before_a_request_and_during_its_save_and_its_load(pair, thread, 
     restart(pair)
 
 
-def test_killed_after_a_load(pair, thread):
-    prompt = new_prompt(LONG)
-    since = Since(pair.d)
-    answer = thread.submit(ask, pair.proxy, prompt, 400)
-    eventually(lambda: since.loaded == LONG, 30)
-    pair.redis.stop()
-    answer.result().assert_same(alone(pair.d, prompt, 400))
-    restart(pair)
-
-
 def assert_others_go_on(pair, waiting):
     """Answers without the pool come while another request waits for it."""
     for server in (pair.p, pair.d):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,7 +18,6 @@ from tests.support.router_kit import (
     never,
     routed,
     says,
-    streams,
 )
 
 pytestmark = pytest.mark.anyio
@@ -88,26 +85,6 @@ async def test_d_is_asked_anew_with_the_answer_of_a_p_that_did_not_save_its_last
         assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "told"}
         await d.was_cancelled.wait()
     assert d.bodies[1]["kv_transfer_params"] == params
-
-
-async def test_a_refusal_by_p_is_the_answer_while_d_has_not_begun() -> None:
-    d = Fake(streams(never))
-    async with routed([Fake(says({"error": "why"}, 400))], [d], mode="concurrent") as client:
-        answer = await client.post("/v1/completions", json=BODY)
-        await d.was_cancelled.wait()
-    assert (answer.status_code, answer.json()) == (400, {"error": "why"})
-
-
-async def test_a_d_that_breaks_off_is_told_while_p_hangs() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"data: one\n\n"
-        raise ConnectionError
-
-    p, d = Fake(streams(never)), Fake(streams(chunks))
-    async with routed([p], [d], mode="concurrent") as client:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await client.post("/v1/completions", json=BODY | {"stream": True})
-        await p.was_cancelled.wait()
 
 
 async def test_a_d_that_breaks_off_before_it_begins_is_a_502() -> None:

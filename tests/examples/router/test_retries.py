@@ -73,23 +73,6 @@ async def test_retries_have_an_end() -> None:
     assert (len(p.bodies), len(d.bodies)) == (3, 3)
 
 
-async def test_without_a_p_the_second_time_d_computes() -> None:
-    p = Fake(then(says({"kv_transfer_params": PARAMS}), says({}, 500)))
-    d = Fake(then(says(DEAD, 502), says({"id": "d"})))
-    async with routed([p], [d], retries=1) as client:
-        assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
-    assert "kv_transfer_params" not in d.bodies[1]
-
-
-async def test_an_error_of_d_s_own_is_not_retried() -> None:
-    p = Fake(says({"kv_transfer_params": PARAMS}))
-    d = Fake(says({"error": {"message": "out of luck"}}, 500))
-    async with routed([p], [d], retries=1) as client:
-        got = await client.post("/v1/completions", json=BODY)
-    assert (got.status_code, got.json()["error"]["message"]) == (500, "out of luck")
-    assert len(p.bodies) == 1
-
-
 async def test_a_502_without_a_hand_off_is_passed_on() -> None:
     async def reply(body: dict[str, Any]) -> Response:
         return JSONResponse(DEAD, 502)

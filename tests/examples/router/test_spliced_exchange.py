@@ -132,17 +132,6 @@ async def test_an_answer_of_one_token_never_reaches_d(
         assert "kv_transfer_params" not in got.json()
 
 
-async def test_ps_token_ends_no_answer_that_must_be_longer() -> None:
-    async def ends_if_it_may(body: dict[str, Any]) -> Response:
-        return JSONResponse(FIRST if body.get("min_tokens") else answer("", "stop"))
-
-    p, d = Fake(ends_if_it_may), Fake(says(answer(text=" b", finish_reason="stop")))
-    async with spliced(p, d) as client:
-        got = await client.post("/v1/completions", json=BODY | {"min_tokens": 2})
-    assert got.json()["choices"][0]["text"] == " a b"
-    assert [body["min_tokens"] for body in (*p.bodies, *d.bodies)] == [1, 1]
-
-
 async def test_a_d_that_breaks_off_behind_the_token_is_a_502() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"id": "d", '
@@ -169,26 +158,6 @@ async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> Non
         assert (await client.post("/v1/completions", json=BODY | more)).json() == {"id": "d"}
     assert d.bodies == [BODY | more | {"kv_transfer_params": PARAMS}]
     assert "return_token_ids" not in p.bodies[0]
-
-
-@pytest.mark.parametrize(
-    "first", [answer(text="a\ufffd"), answer(text=""), answer(token_ids=[1, 2]), {"choices": []}]
-)
-async def test_a_token_that_cannot_be_told_alone_is_ds(first: dict[str, Any]) -> None:
-    p = Fake(says(first | {"kv_transfer_params": PARAMS}))
-    d = Fake(says({"id": "d"}))
-    async with spliced(p, d) as client:
-        assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
-    assert d.bodies == [BODY | {"kv_transfer_params": PARAMS}]
-
-
-async def test_without_p_d_computes() -> None:
-    d = Fake(says({"id": "d"}))
-    with nobody() as gone:
-        async with spliced(gone, d) as client:
-            assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
-            assert await metric(client, "router_degraded_total") == 1
-    assert d.bodies == [BODY]
 
 
 @pytest.mark.parametrize("reply", [says({"error": {"message": "because"}}, 500), None])
@@ -262,38 +231,3 @@ async def test_a_chat_is_continued_in_token_ids_which_d_is_asked_for_once() -> N
     asked = [(body["max_tokens"], body["kv_transfer_params"]) for body in d.bodies]
     given = PARAMS | {"prompt_token_ids": IDS}
     assert asked == [(1, given), (8, given), (8, given)]
-
-
-async def test_where_d_takes_no_ids_chats_go_as_without() -> None:
-    p, d = Fake(says(chat_answer() | {"kv_transfer_params": PARAMS})), chatting(takes_ids=False)
-    async with spliced(p, d) as client:
-        for _ in range(2):
-            assert (await chat(client))["id"] == "d"
-        assert await metric(client, "router_spliced_total") == 0
-    assert [body["max_tokens"] for body in d.bodies] == [1, 9, 9]
-    assert [body.get("return_token_ids") for body in p.bodies] == [True, None]
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"messages": [{"role": "user", "content": [IMAGE]}]},
-        *({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}),
-    ],
-    ids=["image", "tools", "format"],
-)
-async def test_chats_of_images_and_tools_are_ds_alone(more: dict[str, Any]) -> None:
-    p, d = Fake(says(chat_answer() | {"kv_transfer_params": PARAMS})), chatting(takes_ids=True)
-    async with spliced(p, d) as client:
-        assert (await client.post("/v1/chat/completions", json=CHAT | more)).json()["id"] == "d"
-    assert "return_token_ids" not in p.bodies[0]
-
-
-async def test_without_parameters_of_p_d_still_gets_the_ids() -> None:
-    p, d = Fake(says(chat_answer() | {"kv_transfer_params": None})), chatting(takes_ids=True)
-    async with spliced(p, d) as client:
-        await chat(client)
-    assert d.bodies[-1]["kv_transfer_params"] == {"prompt_token_ids": IDS}

@@ -12,7 +12,7 @@ import pytest
 from examples.router.app import Options, make_app
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
-from tests.support.router_kit import BODY, PARAMS, Fake, nobody, routed, says
+from tests.support.router_kit import BODY, PARAMS, Fake, routed, says
 
 pytestmark = pytest.mark.anyio
 
@@ -42,23 +42,6 @@ async def test_requests_show_the_time_of_p_of_d_and_of_the_answer(caplog, mode: 
     origins = {each["name"]: each["origin"] for each in page["settings"]}
     assert (origins["status_port"], origins["body_bytes"]) == ("argument", "default")
     assert page["problem"] is None
-
-
-async def test_the_page_says_what_health_says(caplog) -> None:
-    caplog.set_level(logging.INFO)
-    sick = Fake()
-    sick.health_body = {"status": "degraded", "reason": "redis://there: refused"}
-    with nobody() as gone:
-        async with routed([gone, sick], [sick], status_port=0) as client:
-            page = await taken_from(page_in(caplog.text))
-            said = (await client.get("/health")).json()
-            sick.health_body = None
-            p_is_away = await taken_from(page_in(caplog.text))
-    assert len(said["reasons"]) == 3
-    assert page["problem"] == "degraded: " + "; ".join(said["reasons"])
-    assert "redis://there: refused" in page["problem"]
-    assert p_is_away["problem"].startswith(f"degraded: prefill {gone}: cannot be reached")
-    assert "redis" not in p_is_away["problem"]
 
 
 async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from types import SimpleNamespace
 
 import pytest
 
-from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from pdstore.errors import ConfigError, StoreDenied, StoreUnavailable
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.threads import run_together
@@ -33,11 +32,6 @@ def test_a_new_arena_is_this_users_alone(library, path):
     finally:
         os.umask(old)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_an_arena_takes_no_memory_before_it_is_used(library, path):
-    open_and_close(library, path, 1024 * MIB)
-    assert path.stat().st_blocks * 512 < 2 * MIB
 
 
 def test_processes_that_make_it_at_once_get_the_same(library, path):
@@ -119,13 +113,3 @@ def test_sizes_that_no_arena_has_are_refused(library, path, monkeypatch, size, s
     with pytest.raises(ConfigError, match=why):
         open_arena_file(path, library, size, slab)
     assert os.listdir(path.parent) == []
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_directory_that_cannot_be_written_to_asks_for_another(library, path, monkeypatch, number):
-    def refuse(*args, **options):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreError, match=r"\?dir="):
-        open_arena_file(path, library, 4 * MIB, None)

@@ -49,18 +49,6 @@ def test_random_calls_agree_with_a_dict(open_arena):
     play_random_calls(lambda: open_arena(size=64 * MIB), hypothesis.settings(PLAY, max_examples=30))
 
 
-def test_a_marker_is_put_at_once(open_arena):
-    store, [key] = open_arena(), fresh_keys(1)
-    assert store.put_at_once(key, b"x" * 64)
-    assert get(store, [key], [64]) == [b"x" * 64]
-    assert store.put_at_once(key, b"y" * 64), "it is stored already"
-    with pytest.raises(ValueError, match="key"):
-        store.put_at_once(BlockKey("../up"), b"x")
-    store.close()
-    with pytest.raises(StoreClosed):
-        store.put_at_once(key, b"x")
-
-
 def test_values_outlive_the_stores_that_put_them(open_arena):
     store, keys = open_arena(size=MIB), fresh_keys(3)
     values = [content(key, 1000) for key in keys]
@@ -87,16 +75,6 @@ def test_a_size_that_nobody_uses_any_more_leaves_its_slabs_to_another(open_arena
         put(store, [key], [content(key, 2 * SIZE)])
     assert sum(store.which_stored(new)) >= 56
     assert sum(store.which_stored(old)) <= 8
-
-
-def test_slabs_in_use_are_not_taken_by_another_size(open_arena):
-    store = open_arena(size=2 * MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
-    keys = fresh_keys(32)
-    for key in keys:
-        put(store, [key], [content(key, SIZE)])
-    assert store.match(keys) == 32
-    with pytest.raises(StoreFull):
-        put(store, fresh_keys(1), [b"x" * 2 * SIZE])
 
 
 def fill_with_leased_blocks(store) -> list[BlockKey]:
@@ -130,16 +108,6 @@ def test_a_marker_takes_a_slab_where_there_is_no_other_marker(open_arena):
     assert store.which_stored([marker, *blocks]) == [True, False, *[True] * 15], "the oldest block"
 
 
-def test_tails_of_many_sizes_share_slabs(open_arena):
-    store = open_arena(size=64 * MIB, slab_bytes=4 * MIB)
-    blocks = fresh_keys(64)
-    for n, block in enumerate(blocks, 1):
-        tail = BlockKey(f"{block}:partial:{n}")
-        put(store, [tail], [content(tail, n * 4096 - 5)])
-        assert get(store, [tail], [n * 4096 - 5]) == [content(tail, n * 4096 - 5)]
-    assert store.counts().slabs == 12, "of 1, 2, 3, 4, 6, 8 ... 64 pages"
-
-
 def test_tails_and_markers_are_missing_after_their_time(open_arena):
     store = open_arena(size=MIB, handoff_ttl_s=1e-6)
     [block] = fresh_keys(1)
@@ -147,16 +115,6 @@ def test_tails_and_markers_are_missing_after_their_time(open_arena):
     for key in (block, tail, marker):
         put(store, [key], [content(key, 100)])
     assert store.which_stored([block, tail, marker]) == [True, False, False]
-
-
-def test_which_stored_leases_nothing(open_arena):
-    store = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
-    keys = fresh_keys(17)
-    for key in keys[:16]:
-        put(store, [key], [content(key, SIZE)])
-    assert store.which_stored([keys[16], *keys[:16]]) == [False, *[True] * 16]
-    put(store, [keys[16]], [content(keys[16], SIZE)])
-    assert store.which_stored(keys[:1]) == [False]
 
 
 def test_a_put_wakes_whoever_waits_for_a_change(open_arena):
@@ -212,11 +170,6 @@ def test_a_url_that_does_not_fit_says_why(url, words, tmp_path):
         url += f"{'&' if '?' in url else '?'}dir={tmp_path}"
     with pytest.raises(ConfigError, match=words):
         open_store(url, Settings(native="require"))
-
-
-def test_without_the_library_the_error_says_what_to_install():
-    with pytest.raises(ConfigError, match="native library"):
-        open_store("shm://a", Settings(native="off"))
 
 
 def test_another_size_than_the_arena_has_is_refused(open_arena):

@@ -11,7 +11,6 @@ import pytest
 
 from pdstore.errors import (
     StoreDenied,
-    StoreError,
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
@@ -60,16 +59,3 @@ def test_a_limit_of_a_files_size_is_named_and_is_no_store_that_is_down(tmp_path)
             (tmp_path / "key").write_bytes(bytes(8192))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_an_error_of_the_system_is_named_and_kept_as_the_cause():
-    full = pytest.raises(StoreFull, match="No space left on device: key")
-    with full as caught, named_error("file:///pool", "key", 2):
-        raise OSError(errno.ENOSPC, "full")
-    assert caught.value.num_done == 2
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_an_error_of_the_store_passes_as_it_is():
-    with pytest.raises(StoreError, match=r"^mine$"), named_error("file:///pool", "key"):
-        raise StoreUnavailable("mine")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import threading
 import time
 
 import pytest
 
-from pdstore.errors import StoreFull, StoreUnavailable
+from pdstore.errors import StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.file.directory import PoolDirectory, try_lock
 from pdstore.store.file.eviction import Evictor, default_budget
@@ -90,20 +89,6 @@ def test_the_pools_id_is_never_evicted(store):
     age(store, POOL_ID_KEY, 1e6)
     fill(store, 40, age_s=100)
     assert store.match([POOL_ID_KEY]) == 1
-
-
-def test_the_budget_holds_over_many_puts(store):
-    for _ in range(10):
-        fill(store, 16, age_s=50)
-        num_bytes = sum(path.stat().st_size for path in root_of(store).glob("??/*"))
-        assert num_bytes <= 20 * SIZE
-
-
-def test_a_second_store_counts_what_is_there(store, tmp_path):
-    keys = fill(store, 16, age_s=50)
-    with contextlib.closing(FileStore(tmp_path / "pool", budget=20 * SIZE)) as other:
-        fill(other, 10)
-    assert len(stored(store, keys)) <= 10
 
 
 def test_puts_go_on_while_another_process_evicts(store):
@@ -218,57 +203,9 @@ def test_a_large_pool_that_is_over_its_budget_makes_room_before_it_takes_more(tm
     directory.close()
 
 
-@contextlib.contextmanager
-def no_more_files():
-    """This process may open no file."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_puts_that_fail_at_a_look_keep_no_room(store):
-    keys = fill(store, 10, age_s=100)
-    with no_more_files():
-        for _ in range(30):
-            with pytest.raises(StoreUnavailable):
-                fill(store, 1)
-    fill(store, 4)
-    assert stored(store, keys) == keys
-
-
-def test_a_child_that_is_forked_during_a_look_does_not_keep_its_lock(tmp_path):
-    class Inherited(PoolDirectory):
-        """Keeps the lock open, as a forked child does."""
-
-        def lock(self):
-            lock = super().lock()
-            assert lock is not None, "nobody evicts"
-            descriptors.callback(os.close, os.dup(lock))
-            return lock
-
-    with contextlib.ExitStack() as descriptors:
-        directory = descriptors.enter_context(contextlib.closing(Inherited(tmp_path / "pool")))
-        evictor = Evictor(directory, 20 * SIZE, 600.0)
-        for _ in range(3):
-            assert evictor.admit([2 * SIZE])
-
-
 def test_a_budget_above_the_file_system_is_told_at_the_start(full_disk, caplog):
     with contextlib.closing(FileStore(full_disk / "pool", budget=20 << 30)) as store:
         assert 3 << 20 < store.room().capacity_bytes <= 4 << 20
     [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "?budget=20.0GiB, and its file system has " in said
     assert "write ?budget=3.6MiB, or use a larger one" in said
-
-
-def test_a_budget_that_the_pools_own_values_fill_is_no_doubt(full_disk):
-    for number in (40, 0):  # the second time less is free than the budget
-        with contextlib.closing(FileStore(full_disk / "pool", budget=3 << 20)) as store:
-            assert store.doubts == []
-            assert store.room().capacity_bytes == 3 << 20
-            fill(store, number)

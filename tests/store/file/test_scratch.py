@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.errors import ConfigError, StoreError
-from pdstore.store.file.directory import PoolDirectory, Scratch, sweep, try_lock
+from pdstore.errors import ConfigError
+from pdstore.store.file.directory import PoolDirectory, Scratch, sweep
 from pdstore.store.file.store import FileStore
-from pdstore.testing import content, fresh_keys
-from pdstore.testing.values import put
-from tests.support.file_pool import SIZE, fill, root_of
+from tests.support.file_pool import fill, root_of
 
 
 def test_a_closed_store_leaves_nothing_unfinished(store):
@@ -44,12 +42,6 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(de
     assert list(dead.parent.iterdir()) == []
 
 
-def test_opening_a_store_sweeps(dead, tmp_path):
-    (tmp_path / "pool" / "pool.lock").touch()
-    FileStore(tmp_path / "pool").close()
-    assert not dead.exists()
-
-
 def test_a_sweep_deletes_nothing_that_lies_behind_a_link(tmp_path):
     """Neither where the pool's tmp is a link, nor where an entry of it is one."""
     others, tmp = tmp_path / "others", tmp_path / "tmp"
@@ -72,55 +64,12 @@ def test_a_sweep_leaves_what_no_writer_made(dead):
     assert [path.name for path in dead.iterdir()] == ["directory"]
 
 
-def test_a_directory_among_unfinished_values_keeps_no_store_from_opening(dead, tmp_path):
-    (tmp_path / "pool" / "pool.lock").touch()
-    (dead / "directory").mkdir()
-    for _ in range(2):
-        FileStore(tmp_path / "pool").close()
-
-
 def test_a_pool_whose_tmp_is_a_link_is_refused(store, tmp_path):
     store.close()
     (root_of(store) / "tmp").rmdir()
     (root_of(store) / "tmp").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="tmp is a link or a file: make it a directory"):
         FileStore(root_of(store))
-
-
-def test_a_repair_that_fails_harms_no_descriptor_of_others(store, monkeypatch):
-    """The directory of unfinished values is gone, and a new one cannot be made for a while."""
-    fill(store, 1)
-    tmp = root_of(store) / "tmp"
-    [scratch] = tmp.iterdir()
-    (scratch / "lock").unlink()
-    scratch.rmdir()
-    mkdir = os.mkdir
-
-    def refused(path, *args):
-        if str(path).startswith(f"{tmp}/"):
-            raise OSError(errno.ENOSPC, "no space left on device")
-        mkdir(path, *args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "mkdir", refused)
-        for _ in range(2):
-            with pytest.raises(StoreError):
-                put(store, fresh_keys(1), [b"x" * 64])
-            mine = os.open("/dev/null", os.O_RDONLY)  # takes the number of whatever was closed
-            with pytest.raises(StoreError):
-                put(store, fresh_keys(1), [b"x" * 64])
-            os.close(mine)  # EBADF if the store closed it
-    assert put(store, fresh_keys(1), [content("x", SIZE)]) == 1
-
-
-def test_a_lock_is_one_users_at_a_time(tmp_path):
-    first = try_lock(f"{tmp_path}/lock")
-    assert first is not None
-    assert try_lock(f"{tmp_path}/lock") is None
-    os.close(first)
-    again = try_lock(f"{tmp_path}/lock")
-    assert again is not None
-    os.close(again)
 
 
 def test_a_sweep_leaves_a_directory_whose_maker_moves_in_again(tmp_path, monkeypatch):

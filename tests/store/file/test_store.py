@@ -50,17 +50,6 @@ class TestFileStore(StoreTests):
         planted_at(store, key).write_bytes(data)
 
 
-@pytest.mark.parametrize("native", ["off", "require"])
-def test_which_stored_answers_for_many_keys_as_for_few(tmp_path, native):
-    library = load_library(settings_of(native=native), for_gpu=False)
-    with contextlib.closing(FileStore(tmp_path / "pool", built=lambda: library)) as store:
-        keys = fresh_keys(200)
-        put(store, keys[::3], [b"x" * 64] * 67)
-        want = [n % 3 == 0 for n in range(200)]
-        assert store.which_stored(keys) == want
-        assert [store.which_stored([key]) for key in keys] == [[is_there] for is_there in want]
-
-
 def test_which_stored_answers_for_each_key_and_leases_none(store):
     keys = fill(store, 3, age_s=50.0)
     before = [path_of(store, key).stat().st_mtime_ns for key in keys]
@@ -109,13 +98,6 @@ def test_a_directory_in_a_values_place_is_corrupt_and_heals(store):
     assert len(get(store, keys[:1], [SIZE])) == 1
     store.clear(keys[0].split(":")[1])
     assert [place.exists() for place in places] == [False, True]
-
-
-def test_a_deleted_value_is_a_miss(store):
-    keys = fill(store, 3)
-    path_of(store, keys[1]).unlink()
-    assert store.match(keys) == 1
-    assert len(get(store, keys, [SIZE] * 3)) == 1
 
 
 def test_the_log_says_that_p_and_d_must_share_it(tmp_path, caplog):

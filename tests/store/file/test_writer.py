@@ -6,19 +6,18 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import subprocess
 
 import pytest
 
-from pdstore.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
-from pdstore.format.block import START_BYTES, write_checksum
+from pdstore.errors import StoreDenied, StoreFull, StoreUnavailable
+from pdstore.format.block import START_BYTES
 from pdstore.format.keys import BlockKey
 from pdstore.store.file.eviction import Evictor
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import filled_slots, get, put
-from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, root_of, stored
+from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, stored
 from tests.support.swap_case import SwapBench
 
 
@@ -103,21 +102,6 @@ def test_a_full_file_system_is_store_full_and_leaves_nothing_half_written(full_d
         assert num_temporaries(store) == 0
 
 
-def test_a_full_file_system_makes_room_when_nothing_is_leased(full_disk):
-    with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
-        for _ in range(5):
-            fill(store, 40, age_s=100)
-
-
-def test_a_store_error_is_not_mapped_twice(store, monkeypatch):
-    def full(_self, _size):
-        raise StoreError("mine")
-
-    monkeypatch.setattr(Evictor, "admit", full)
-    with pytest.raises(StoreError, match=r"^mine$"):
-        put(store, fresh_keys(1), [b"x"])
-
-
 def test_an_error_behind_values_that_have_room_counts_those_when_they_are_written(
     store, monkeypatch
 ):
@@ -136,19 +120,6 @@ def test_an_error_behind_values_that_have_room_counts_those_when_they_are_writte
     with pytest.raises(StoreUnavailable) as caught:
         put(store, keys, [content(key, SIZE) for key in keys])
     assert (caught.value.num_done, store.match(keys)) == (2, 2)
-
-
-def test_a_clear_that_the_system_refuses_says_where(store, monkeypatch):
-    keys = fill(store, 1)
-
-    def refused(path, **options):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", refused)
-        with pytest.raises(StoreDenied, match=f"clear of {keys[0].rpartition(':0:0:')[0]}"):
-            store.clear(keys[0].split(":")[1])
-    assert stored(store, keys) == keys
 
 
 @pytest.mark.parametrize("leased", [False, True])
@@ -183,24 +154,6 @@ def put_sealed(library):
     bench.swap.close()
 
 
-def sealed_content(key) -> bytes:
-    """A value of `SIZE` bytes with its checksum in place."""
-    value = bytearray(content(key, SIZE))
-    write_checksum(memoryview(value))
-    return bytes(value)
-
-
-@pytest.mark.parametrize("what", ["tmp", "??", "*"])
-def test_a_sealed_put_makes_the_directories_that_somebody_deleted(store, put_sealed, what):
-    for _ in range(2):
-        keys = fresh_keys(6)
-        values = [sealed_content(key) for key in keys]
-        assert put_sealed(store, keys, values) == 6
-        assert get(store, keys, [SIZE] * 6) == values
-        for path in root_of(store).glob(what):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def test_a_sealed_put_keeps_the_budget_and_counts(store, put_sealed):
     keys = fresh_keys(30)
     with pytest.raises(StoreFull) as caught:
@@ -208,18 +161,6 @@ def test_a_sealed_put_keeps_the_budget_and_counts(store, put_sealed):
     assert stored(store, keys) == keys[: caught.value.num_done]
     assert 16 <= caught.value.num_done <= 20
     assert num_temporaries(store) == 0
-
-
-def test_a_sealed_put_of_values_that_are_stored_needs_no_room(store, put_sealed):
-    keys = fill(store, 20)
-    assert store.match(keys) == 20
-    assert put_sealed(store, keys, [b"x" * SIZE] * 20) == 20
-    assert get(store, keys, [SIZE] * 20) == [content(key, SIZE) for key in keys]
-
-
-def test_a_sealed_put_of_less_than_a_header_is_refused(store, put_sealed):
-    with pytest.raises(ValueError, match="fewer than 64 bytes"):
-        put_sealed(store, fresh_keys(1), [b"x" * 63])
 
 
 def test_a_sealed_put_on_a_full_file_system_counts_what_is_stored(full_disk, put_sealed):
@@ -245,12 +186,3 @@ def test_a_sealed_put_without_inodes_is_store_full_and_leaves_room_for_a_marker(
         assert store.match(keys) == caught.value.num_done
         assert put(store, [BlockKey("pds1:00:handoff:12:0:failed")], [b"x" * 64]) == 1
         assert num_temporaries(store) == 0
-
-
-def test_a_sealed_put_that_may_not_write_says_so(store, put_sealed):
-    keys = fill(store, 1) + fresh_keys(2)
-    path_of(store, keys[1]).parent.write_bytes(b"no directory")
-    with pytest.raises(StoreUnavailable, match="Not a directory") as caught:
-        put_sealed(store, keys, [b"x" * 64] * 3)
-    assert caught.value.num_done == 1
-    assert num_temporaries(store) == 0

@@ -61,13 +61,6 @@ def direct(server):
     return Case(server, shares=False)
 
 
-@pytest.mark.parametrize("code", [100, 0, -200, -600, -704, -800])
-def test_a_call_that_was_answered_waits_for_nothing(shared, code):
-    shared.server.state = State.HANGS
-    shared.barrier.wait_after(shared.answer(code, 100.0))
-    assert not shared.client.codes
-
-
 @pytest.mark.parametrize(
     ("code", "state"),
     [(-1, State.HANGS), (-900, State.HANGS), (-901, State.HANGS), (-900, State.UNREACHABLE)],
@@ -120,16 +113,6 @@ def test_the_connection_is_not_replaced_while_another_call_runs_on_it(shared):
         assert not shared.raw.is_closed
     waiting.join(5)
     assert shared.raw.is_closed
-
-
-def test_all_calls_that_were_given_up_wait_for_one_end(shared):
-    shared.server.state = State.HANGS
-    waiting = [shared.start_waiting() for _ in range(3)]
-    eventually(lambda: shared.client.codes[KEPT] == 3)
-    shared.server.state = State.ANSWERS
-    for each in waiting:
-        each.join(5)
-    shared.barrier.wait_after(shared.answer(-900))  # of the old connection: it is over
 
 
 def test_a_call_waits_on_when_the_store_is_closed_meanwhile(shared):

@@ -44,28 +44,6 @@ def test_a_batch_is_no_larger_than_what_the_lease_allows(open_double, raw):
     assert [len(call[1]) for call in raw.calls] == [9, 9, 2]
 
 
-def test_small_values_go_in_large_batches_and_large_ones_16_at_a_time(store, raw):
-    """Rule 3."""
-    keys = fresh_keys(2000)
-    raw.values = dict.fromkeys(keys, SIZE)
-    get(store, keys, [SIZE] * 2000)
-    assert [len(call[1]) for call in raw.calls] == [2000]
-    raw.calls.clear()
-    size = 4 << 20
-    raw.values = dict.fromkeys(keys, size)
-    slots = Slots(memoryview(bytearray(size)), size, [0] * 40, [size] * 40)
-    assert store.get(keys[:40], slots) == 40
-    assert [len(call[1]) for call in raw.calls] == [16, 16, 8]
-
-
-def test_after_a_short_batch_nothing_more_is_read(store, raw):
-    size, keys = 4 << 20, fresh_keys(40)
-    raw.values = dict.fromkeys(keys[:5], size)
-    slots = Slots(memoryview(bytearray(size)), size, [0] * 40, [size] * 40)
-    assert store.get(keys, slots) == 5
-    assert raw.count("get") == 1
-
-
 def test_memory_that_the_transport_cannot_move_goes_through_a_slab_that_it_can(open_double, raw):
     """Rule 2: RDMA moves registered memory only."""
     store = open_double(protocol="rdma")
@@ -83,18 +61,6 @@ def test_the_pools_own_key_is_pinned_and_in_a_batch_of_its_own(store, raw):
     pinned = {key: config for key, _, _, config in raw.moved}
     assert pinned == {keys[0]: False, POOL_ID_KEY: True, keys[1]: False}
     assert raw.count("put") == 3
-
-
-def test_a_match_asks_in_growing_windows_and_stops_at_the_first_gap(store, raw):
-    """Rule 6: what is asked is leased."""
-    keys = fresh_keys(2000)
-    raw.values = dict.fromkeys(keys[:40], 1)
-    assert store.match(keys) == 40
-    assert [len(call[1]) for call in raw.calls] == [32, 128]
-    raw.calls.clear()
-    raw.values = dict.fromkeys(keys, 1)
-    assert store.match(keys) == 2000
-    assert [len(call[1]) for call in raw.calls] == [32, 128, 512, 512, 512, 304]
 
 
 def test_what_is_copied_leaves_doubtful_memory_behind_and_does_not_wait(open_double, raw):

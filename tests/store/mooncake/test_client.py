@@ -54,12 +54,6 @@ def test_a_server_that_only_accepts_hangs_and_costs_its_time_out():
         server.require()
 
 
-def test_an_address_of_no_single_server_is_assumed_to_answer_and_an_unknown_name_may_live():
-    assert Server("x", "no.such.host.invalid:1").ask() is State.UNREACHABLE
-    for address in ("etcd://a:1;b:2", "10.0.0.1", "host:port"):
-        Server("x", address).require()
-
-
 @pytest.mark.parametrize("state", [State.HANGS, State.GONE, State.UNREACHABLE])
 def test_the_library_is_not_set_up_before_the_server_answers(open_client, server, raw, state):
     """Rule 7: setup would stop the whole process."""
@@ -73,14 +67,6 @@ def test_the_library_is_not_set_up_before_the_server_answers(open_client, server
     for _ in range(3):
         with client.call() as lent:
             assert lent is raw
-
-
-def test_matching_needs_no_connection_that_moves_values(server, raw):
-    """Rule 6: the scheduler's half only talks to the master."""
-    library = LibraryDouble(raw)
-    with contextlib.closing(double_store(library, server)) as store:
-        store.match(fresh_keys(1))
-        assert library.firsts == []
 
 
 def test_while_a_call_is_slow_the_server_is_asked_before_another(open_client, server, raw):
@@ -185,30 +171,6 @@ def test_a_call_that_never_ends_does_not_hold_up_close(open_client, raw):
         assert not raw.is_closed
     with pytest.raises(StoreClosed), client.call():
         pass
-
-
-def test_an_object_that_does_not_close_is_left_alone_with_a_warning(open_client, raw, caplog):
-    client, gate = open_client(raw), threading.Event()
-    raw.close = lambda: gate.wait(10)
-    with client.call():
-        pass
-    client.close(close_s=0.05)
-    assert "x: close did not end within" in caplog.text
-    gate.set()
-
-
-def test_an_object_is_closed_where_no_thread_can_start(open_client, raw, monkeypatch):
-    """From Python 3.12 on that is so while the interpreter ends."""
-
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    client = open_client(raw)
-    with client.call():
-        pass
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    client.close()
-    assert raw.is_closed
 
 
 def test_a_forked_child_neither_calls_nor_closes_the_parents_object(store, raw):

@@ -103,15 +103,3 @@ def test_a_quota_and_a_missing_tenant_are_named(store, raw):
     raw.script = [("put", [-1701])]
     with pytest.raises(StoreDenied, match="tenant"):
         put(store, [key], [b"x"])
-
-
-def test_many_keys_are_looked_for_in_one_call_that_no_gap_ends(store, raw):
-    keys = fresh_keys(2000)
-    raw.values = dict.fromkeys(keys[1::2], SIZE)
-    assert store.which_stored(keys) == [False, True] * 1000
-    assert raw.count("exist") == 1
-    assert store.which_stored([]) == []
-    assert raw.count("exist") == 1
-    raw.script = [("exist", [0, -900])]
-    with pytest.raises(StoreUnavailable, match=keys[1]):
-        store.which_stored(keys[:2])

@@ -75,21 +75,8 @@ def test_an_answer_that_is_no_listing_is_named_with_the_option(answering, body):
     assert len(str(caught.value)) < 400
 
 
-def test_only_lines_of_a_name_and_a_number_are_gauges(answering):
-    page = (
-        b'master_allocated_bytes 12\nmaster_total_capacity_bytes 1.5e+09\nversion 1.2.3\na{b="c"} 1'
-    )
-    assert answering({"/metrics": page}).room()[1:4] == (12, 1_500_000_000, 0)
-
-
 @pytest.mark.parametrize("said_bytes", [None, 1 << 40])
 def test_an_answer_without_end_is_not_read_to_its_end(answering, said_bytes):
     store = answering({"/metrics": b"x 1\n" * ((1 << 20) + 1)}, said_bytes)
     with pytest.raises(StoreUnavailable, match=f"more than {4 << 20} bytes.*metrics_port"):
         store.room()
-
-
-def test_keys_of_which_some_are_missing_are_no_listing(answering):
-    store = answering({"/get_all_keys": b"one two"}, said_bytes=11)
-    with pytest.raises(StoreUnavailable, match="cut"):
-        list(store.stored_values())

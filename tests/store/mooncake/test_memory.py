@@ -28,19 +28,6 @@ def test_staging_is_registered_once_whenever_it_was_allocated(store, raw):
     assert [size for _, size in raw.buffers] == [2 << 20]
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_detached_slab_is_registered_with_the_next_connection(raw, is_known):
-    memory, other = Memory(None), RawDouble()
-    memory.connect(raw)
-    view = memory.allocate(1 << 20)
-    raw.unregister_codes = [-900] if is_known else [-600]
-    assert memory.detach(raw) is not is_known
-    assert memory.detach(raw)
-    assert (raw.buffers == []) is is_known
-    memory.connect(other)
-    assert [size for _, size in other.buffers] == [len(view)]
-
-
 def test_memory_is_neither_taken_nor_freed_while_any_connection_is_made_again(raw):
     """The library walks its list of memory meanwhile, without a lock: the process would crash."""
     allocator, reconnecting = CountingAllocator(), RawDouble()

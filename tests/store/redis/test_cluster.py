@@ -10,9 +10,7 @@ import redis
 from redis.crc import key_slot
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
-from pdstore.settings import Settings
-from pdstore.store import open_store
+from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.redis_cluster import ClusterOfServers
@@ -105,15 +103,6 @@ def test_what_looks_at_all_keys_looks_at_every_node(cluster, store):
     assert room.capacity_bytes is None
 
 
-def test_a_node_that_left_the_cluster_is_not_asked_for_the_map(cluster, redis_server):
-    """A node that came back empty still answers: it knows of no slot, but the next one does."""
-    left = redis_server("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    keys = fresh_keys(9)
-    with opened(cluster.url.replace("//", f"//127.0.0.1:{left.port},")) as store:
-        assert put(store, keys, [b"x"] * 9) == 9
-        assert len(list(store.stored_values())) == 9
-
-
 def test_leases_need_every_master_to_keep_what_it_has(cluster):
     with cluster.masters[1].client() as raw, opened(cluster.url) as store:
         raw.config_set("maxmemory-policy", "volatile-lru")
@@ -166,22 +155,6 @@ def test_a_slot_that_moves_or_has_moved_is_followed(cluster, store, is_moved):
             break
 
 
-def test_a_slot_that_nobody_served_at_first_is_found_when_somebody_does(cluster):
-    [key] = fresh_keys(1)
-    slot, number = key_slot(key.encode()), node_of(cluster, key)
-    with cluster.masters[number].client() as owner, opened(cluster.url) as store:
-        for node in cluster.masters:
-            with node.client() as raw:
-                raw.execute_command("CLUSTER", "DELSLOTS", slot)
-        with pytest.raises(StoreUnavailable):
-            store.match([key])
-        owner.execute_command("CLUSTER", "ADDSLOTS", slot)
-        for _ in deadline():
-            with contextlib.suppress(StoreUnavailable):
-                if put(store, [key], [b"x"]) == 1:
-                    break
-
-
 def give(cluster, slot: int, number: int) -> None:
     """Tells every master whose a slot is from now on, the new owner first."""
     for node in (cluster.masters[number], *cluster.masters):
@@ -213,29 +186,6 @@ def test_no_node_at_all_is_unavailable():
     with opened(url) as store, pytest.raises(StoreUnavailable) as caught:
         store.match(fresh_keys(1))
     assert isinstance(caught.value.__cause__, redis.ConnectionError)
-
-
-def test_a_cluster_that_serves_nothing_yet_is_unavailable(redis_server):
-    server = redis_server("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    with opened(server.url.replace("redis://", "redis+cluster://")) as store:
-        for look in (
-            store.room,
-            lambda: list(store.stored_values()),
-            lambda: store.clear("0" * 32),
-        ):
-            with pytest.raises(StoreUnavailable, match="no node serves any slot"):
-                look()
-
-
-def test_a_server_that_is_no_cluster_says_so(redis_server):
-    url = redis_server().url.replace("redis://", "redis+cluster://")
-    with opened(url) as store, pytest.raises(StoreError, match="cluster support disabled"):
-        store.match(fresh_keys(1))
-
-
-def test_a_cluster_has_no_databases():
-    with pytest.raises(ConfigError, match="a cluster has no databases"):
-        open_store("redis+cluster://127.0.0.1/2", Settings())
 
 
 def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):

@@ -24,7 +24,7 @@ from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import empty_slots, get, put
 from tests.support.redis_server import make_certificate
-from tests.support.redis_store import SIZE, deadline, fails_to_put, opened, put_one
+from tests.support.redis_store import SIZE, fails_to_put, opened, put_one
 
 pytestmark = pytest.mark.redis
 ACL = "+get +getrange +set +exists +expire +unlink +scan +ping"
@@ -84,15 +84,6 @@ def test_a_user_without_the_right_is_denied_at_the_key(guarded_server):
             store.clear(keys[0].split(":")[1])
 
 
-def test_a_clear_by_a_user_who_may_not_remove_what_it_finds_is_denied(guarded_server):
-    keys = fresh_keys(2)
-    with opened(as_user(guarded_server, "pdstore")) as store:
-        put(store, keys, [b"x"] * 2)
-        with opened(as_user(guarded_server, "lister")) as lister, pytest.raises(StoreDenied):
-            lister.clear(keys[0].split(":")[1])
-        assert store.match(keys) == 2
-
-
 @pytest.mark.parametrize("url", ["redis://pdstore:hush-hush@{}", "redis://:hush-hush@{}"])
 def test_a_wrong_password_is_denied_and_never_shown(guarded_server, url):
     with opened(url.format(f"127.0.0.1:{guarded_server.port}")) as store:
@@ -101,11 +92,6 @@ def test_a_wrong_password_is_denied_and_never_shown(guarded_server, url):
         everything = "".join(traceback.format_exception(caught.value)) + repr(store) + store.label
         assert "hush" not in everything
         assert f"***@127.0.0.1:{guarded_server.port}" in str(caught.value)
-
-
-def test_a_server_that_wants_a_password_denies_who_has_none(guarded_server):
-    with opened(guarded_server.url) as store, pytest.raises(StoreDenied):
-        store.match(fresh_keys(1))
 
 
 @pytest.fixture
@@ -304,34 +290,6 @@ def test_a_node_of_a_cluster_is_named_as_such(redis_server):
             store.match([key])
         with pytest.raises(StoreError, match="is a node of a cluster"):
             put_one(store, key)
-
-
-def test_calls_under_way_at_close_leave_no_connection(redis_server):
-    server = redis_server()
-    with server.client() as raw:
-        store = open_store(server.url, Settings())
-        calling = threading.Barrier(4)
-
-        def call_until_closed() -> None:
-            calling.wait(10)
-            while not fails_to_put(store):
-                pass
-
-        join = start_background(*[call_until_closed] * 3)
-        calling.wait(10)
-        store.close()
-        join(10)
-        for _ in deadline():
-            if len(raw.client_list()) == 1:
-                break
-
-
-def test_the_database_is_the_path_or_an_option(redis_server):
-    server, [key] = redis_server(), fresh_keys(1)
-    for url in (f"{server.url}/3", f"redis+unix://{server.socket}?db=3"):
-        with opened(url) as store, server.client(db=3) as raw:
-            put_one(store, key)
-            assert raw.unlink(key) == 1
 
 
 @pytest.mark.parametrize(

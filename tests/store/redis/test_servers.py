@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import redis
 
 from examples.ports import free_port
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
@@ -80,18 +79,6 @@ def test_a_sentinel_names_the_master_and_the_next_one(tmp_path):
         put(store, fresh_keys(1), [b"x"])
 
 
-def test_close_leaves_no_connection_to_a_sentinel(tmp_path):
-    with master_with_sentinel(tmp_path) as (_, url):
-        host, port = url.removeprefix("redis+sentinel://").partition("/")[0].split(":")
-        with contextlib.closing(redis.Redis(host, int(port))) as sentinel:
-            with opened(url) as store:
-                store.match(fresh_keys(1))
-                assert len(sentinel.client_list()) > 1, "of the store, and our own"
-            for _ in deadline():  # the sentinel sees the end a little later
-                if len(sentinel.client_list()) == 1:
-                    break
-
-
 def test_no_sentinel_at_all_is_unavailable_in_few_words():
     url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{free_port()}/pool"
     with opened(url) as store, pytest.raises(StoreUnavailable) as caught:
@@ -104,14 +91,3 @@ def test_no_sentinel_at_all_is_unavailable_in_few_words():
 def test_a_sentinels_url_names_the_master():
     with pytest.raises(ConfigError, match="redis\\+sentinel://host:26379/mymaster"):
         open_store("redis+sentinel://127.0.0.1:26379", Settings())
-
-
-@pytest.mark.parametrize("name", ["redis", "rediss", "valkey", "valkeys"])
-@pytest.mark.parametrize("kind", ["", "+unix", "+cluster", "+sentinel"])
-def test_every_scheme_opens_a_store_without_connecting(name, kind):
-    if kind == "+unix" and name.endswith("s"):
-        return  # a socket of this host needs no TLS
-    scheme = f"{name}{kind}"
-    path = "//run/pool.sock" if scheme.endswith("unix") else "//host"
-    path += "/pool" if scheme.endswith("sentinel") else ""
-    open_store(f"{scheme}:{path.replace('//run', '///run')}", Settings()).close()

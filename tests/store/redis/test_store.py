@@ -125,16 +125,6 @@ def test_a_match_renews_what_it_found_and_no_more(redis_url, raw, kinds):
         assert (raw.ttl(keys[2]) > 90, raw.ttl(keys[3])) == (True, -1)
 
 
-def test_a_match_that_stops_early_does_not_renew_what_is_far_behind(redis_url, raw):
-    keys = fresh_keys(700)
-    with opened(redis_url) as store:
-        put(store, keys, [b"x"] * 700)
-        raw.expire(keys[600], 10)
-        store.remove([keys[40]])
-        assert store.match(keys) == 40
-        assert raw.ttl(keys[600]) <= 10
-
-
 @pytest.mark.parametrize(
     ("policy", "lease_s"), [("noeviction", 95.0), ("allkeys-lru", 0.0), ("volatile-ttl", 0.0)]
 )
@@ -168,19 +158,6 @@ def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redi
         assert caught.value.num_done == 1
         store.remove([keys[1]])
         assert len(get(store, keys, [SIZE] * 3)) == 1
-
-
-def test_what_is_behind_a_missing_value_ends_no_call(redis_server):
-    server, keys = redis_server(), fresh_keys(4)
-    with opened(server.url) as store, server.client() as raw:
-        put_one(store, keys[0])
-        raw.rpush(keys[2], "not a string")
-        assert len(get(store, keys, [SIZE] * 4)) == 1
-    with server.client() as raw:
-        patterns = [f"~{key}" for key in keys[:2]]
-        raw.execute_command("ACL", "SETUSER", "one", "on", "nopass", "+@all", *patterns)
-    with opened(server.url.replace("://", "://one:none@")) as store:
-        assert store.match(keys) == 1
 
 
 def test_a_full_server_is_store_full_at_the_first_value_that_did_not_fit(redis_server):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from pdstore.errors import LayoutError
 from pdstore.worker.swap import open_swap
@@ -31,15 +30,6 @@ def test_tensors_that_do_not_fit_are_refused(change, word):
         caches_as_bytes(layout, change(caches_of(layout, 10)))
 
 
-def test_the_bytes_are_those_of_the_tensors():
-    layout = layout_of()
-    caches = caches_of(layout, 4)
-    views = caches_as_bytes(layout, caches)
-    for cache, (view,) in zip(caches, views.values(), strict=True):
-        assert view.dtype == torch.uint8
-        assert view.data_ptr() == cache.data_ptr()
-
-
 def test_a_page_of_one_head_is_one_cell():
     layout = layout_of(order="page", page="packed", block_tokens=4)
     heads_first = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in caches_of(layout, 4)]
@@ -47,12 +37,6 @@ def test_a_page_of_one_head_is_one_cell():
         blocks, tokens, heads, channels = cache.shape
         assert cells.shape == (blocks, 1, heads, tokens * channels)
         assert cells.data_ptr() == cache.data_ptr()
-
-
-def test_without_pages_the_caches_are_left_as_they_are():
-    layout = layout_of()
-    caches = caches_of(layout, 4)
-    assert pages_as_cells(layout, caches) == caches
 
 
 def test_payloads_may_lie_in_any_memory_unless_a_registrar_says_otherwise():

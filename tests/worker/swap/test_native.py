@@ -12,10 +12,8 @@ from pdstore.errors import LayoutError, SwapError
 from pdstore.format.layout import LayerSpec
 from pdstore.native.library import address_of
 from pdstore.outcome import Direction
-from pdstore.worker.swap.base import BlockCopy
-from pdstore.worker.swap.native import NativeSwap
 from tests.support.kv import eventually
-from tests.support.swap_case import PLAIN, POISON, Case, host_memory, layout_of, native_of, view_of
+from tests.support.swap_case import PLAIN, Case, host_memory, layout_of, native_of, view_of
 
 
 @pytest.mark.parametrize(
@@ -52,15 +50,6 @@ def test_a_save_is_strided_from_smaller_blocks_on_than_a_load(library, layers, h
     native = native_of(library, Case.of(layout, 4, "cpu", **PLAIN), "cpu")
     assert native.plan(Direction.SAVE)[0].path == out
     assert native.plan(Direction.LOAD)[0].path == back
-
-
-def test_a_block_that_is_one_run_over_its_layers_is_one_piece(library):
-    layout = layout_of(block_tokens=16, layers=(LayerSpec(4, 64),) * 8)
-    whole = torch.zeros(10, 8, 16, 4, 128, dtype=torch.bfloat16)
-    native = NativeSwap(library, layout, [whole[:, n] for n in range(8)])
-    plan = native.plan()[0]
-    assert plan.path == "BATCH"
-    assert "1 x 131072 B" in plan.why
 
 
 def test_large_copies_of_host_memory_are_shared_with_the_crew(library):
@@ -131,20 +120,6 @@ def test_a_payload_that_straddles_two_ranges_of_host_memory_is_refused(library):
         native.gather(copies)
 
 
-def test_a_payload_of_another_length_is_refused(library):
-    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
-    copy = BlockCopy(case.layout.parts[0], [0, 1], 32, 0, memoryview(bytearray(100)))
-    with pytest.raises(LayoutError, match="100 bytes"):
-        native_of(library, case, "cpu").gather([copy])
-
-
-def test_nothing_to_copy_is_done_at_once(library):
-    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
-    native = native_of(library, case, "cpu")
-    assert native.start(Direction.SAVE, []).wait(10)
-    native.scatter([])
-
-
 def test_a_closed_engine_refuses_and_may_be_closed_again(library):
     case = Case.of(layout_of(), 9, "cpu", **PLAIN)
     native = native_of(library, case, "cpu")
@@ -152,21 +127,3 @@ def test_a_closed_engine_refuses_and_may_be_closed_again(library):
     native.close()
     with pytest.raises(SwapError, match="closed"):
         native.gather([])
-
-
-def test_items_that_name_more_ids_than_there_are_are_refused(library):
-    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
-    native = native_of(library, case, "cpu")
-    host = host_memory(case.host_bytes(2), "cpu")
-    items, ids = native.pack(Direction.SAVE, case.copies([[0, 1], [2, 3]], 32, view_of(host)))
-    for fewer in (ids[:-8], ids[:8], b""):
-        with pytest.raises(LayoutError, match="fewer ids"):
-            native.submit(Direction.SAVE, (items, fewer))
-    assert (host == POISON).all()
-
-
-def test_a_path_that_is_none_fails_the_constructor(library):
-    case = Case.of(layout_of(), 9, "cpu", **PLAIN)
-    for value in (-1, 4):
-        with pytest.raises(LayoutError, match="no such path"):
-            native_of(library, case, "cpu", sizes={"path": value})
