@@ -1,17 +1,26 @@
-"""The linter refuses what could execute what was read, or open a door: in every folder of ours."""
+"""Code that could open a door is refused, and secrets are found."""
 
 from __future__ import annotations
 
 import ast
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
+from tests.support.secret import KEY, PASSWORD, SecretSearch
+
 ROOT = Path(__file__).parent.parent
+
+
 RUFF = Path(sys.executable).with_name("ruff")
+
+
 LMCACHE = "integrations/lmcache/pdstore_lmcache"
+
 
 REFUSED = {
     "import pickle\n\npickle.loads(b'')\n": "S301",
@@ -50,3 +59,37 @@ def test_no_tensor_file_is_loaded_that_may_be_a_pickle():
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and node.attr == "load":
                     assert ast.unparse(node) != "torch.load", path
+
+
+@pytest.fixture
+def log():
+    """A logger that only a search listens to, and the search."""
+    log, search = logging.Logger("apart"), SecretSearch()
+    log.addHandler(search)
+    return log, search
+
+
+@pytest.mark.parametrize("form", [PASSWORD, quote(PASSWORD, safe=""), KEY, str(bytes.fromhex(KEY))])
+def test_a_line_with_a_secret_is_found(log, form):
+    logger, search = log
+    logger.debug("connect to %s", f"redis://u:{form}@host")
+    logger.debug("connect to %s", "redis://u:***@host")
+    assert [line.startswith("apart: connect") for line in search.found] == [True]
+
+
+def test_a_traceback_with_a_secret_is_found(log):
+    logger, search = log
+    try:
+        raise ValueError(PASSWORD)
+    except ValueError:
+        logger.exception("failed")
+    assert len(search.found) == 1
+
+
+def test_a_file_with_a_secret_is_found(log, tmp_path):
+    _, search = log
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_bytes(b"\xff all is well")
+    bad.write_text(f"--user u >{PASSWORD}")
+    search.search([good, bad])
+    assert [line.startswith(str(bad)) for line in search.found] == [True]

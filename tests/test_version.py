@@ -1,9 +1,13 @@
-"""The version is written in one place, and everything else reads it there."""
+"""The version, and what `import pdstore` brings."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import pdstore
 
@@ -34,3 +38,26 @@ def test_the_changelog_begins_with_what_is_unreleased_and_then_names_this_versio
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert pdstore.__version__ in headings[1]
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import pdstore, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_star_import_gives_the_public_names():
+    names: dict[str, object] = {}
+    exec("from pdstore import *", names)
+    assert set(names) - {"__builtins__"} == set(pdstore.__all__) <= set(dir(pdstore))
+
+
+def test_a_name_that_is_not_public_is_an_error():
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        pdstore.Nothing  # noqa: B018
+
+
+def test_ci_looks_at_a_wheels_public_names_and_not_only_at_the_package():
+    root = Path(__file__).parent.parent
+    assert (
+        "import pdstore; print(pdstore.__file__, pdstore.KVPool)" in (root / ".ci/run").read_text()
+    )

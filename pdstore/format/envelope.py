@@ -9,7 +9,7 @@
     bound in  head | the text of the value's key (associated data)
 
 A run is one writer's random name, and it numbers its values: so no run key meets a nonce twice,
-however many writers share a seal key. `tests/format/test_envelope.py` fixes the format.
+however many writers share a seal key. `tests/format/test_block.py` fixes the format.
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
-"""The shared flags of benchmarks: paths and Ctrl-C end a program without a traceback."""
+"""The benchmarks' commands and tables."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import subprocess
 import sys
 
 import pytest
 
 from benchmarks.command import run
+from benchmarks.decide.__main__ import p99_of
+from benchmarks.handoff.measure import Sample
+from benchmarks.handoff.report import late_stores, rows_of, table
+from benchmarks.overload import measure
 from benchmarks.report import Report
 
 
@@ -40,3 +46,70 @@ def test_what_a_benchmark_lacks_is_one_line(command, said):
         pytest.skip("this machine has it")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+JITTER = 0.02
+
+
+WORST = 1.05
+
+
+@pytest.mark.parametrize(
+    ("store_gb_s", "at_once"), [(0.1, 1), (0.1, 4), (2.5, 1), (2.5, 8), (25.0, 1), (25.0, 8)]
+)
+def test_auto_is_within_five_percent_of_the_better_way(store_gb_s, at_once):
+    cell = (store_gb_s, at_once, 8192)
+    load, compute, auto = (p99_of(mode, *cell, JITTER, 200) for mode in ("always", "never", "auto"))
+    assert auto <= WORST * min(load, compute)
+
+
+def test_a_store_of_twice_the_rate_halves_what_always_takes():
+    slow, fast = (p99_of("always", rate, 4, 32_768, 0.0, 40) for rate in (1.0, 2.0))
+    assert slow == pytest.approx(2 * fast, rel=0.05)
+
+
+LEADS = [
+    {"store": "shm", "tokens": 64, "lead_s": [-0.1, 0.02, -0.3]},
+    {"store": "redis", "tokens": 64, "lead_s": [-0.1, -math.inf, 0.0]},
+]
+
+
+def test_a_store_over_which_no_load_began_early_is_late():
+    assert late_stores(LEADS) == ["redis"]
+    assert late_stores(LEADS[:1]) == late_stores([]) == []
+
+
+def test_the_table_shows_the_controls_and_how_early_each_load_began():
+    found = {"rows": [], "alone_prefill_s": {64: [0.1, 0.3, 0.2]}, "bursts": [], "leads": LEADS[:1]}
+    found["idle_connector_prefill_s"] = {64: [0.21]}
+    assert "without a pool: 200.0 ms, by one whose connector does nothing 210.0" in table(found)
+    assert "began before P's `done` by -100.0, 20.0, -300.0 ms" in table(found)
+
+
+def test_rows_come_by_length_store_and_mode_whatever_was_asked_first():
+    kinds = [("shm", "settled", 64), ("shm", "relayed", 64), ("file", "settled", 64)]
+    kinds += [("shm", "relayed", 32), *kinds]
+    samples = [
+        Sample(*kind, exposed_s=i, ttft_s=i, prefill_s=i, d_computed=1, is_same=None, reason=None)
+        for i, kind in enumerate(kinds)
+    ]
+    rows = rows_of(samples)
+    assert [(r["store"], r["mode"], r["tokens"]) for r in rows] == [
+        ("shm", "relayed", 32),
+        ("file", "settled", 64),
+        ("shm", "relayed", 64),
+        ("shm", "settled", 64),
+    ]
+    assert rows[1]["exposed_s_range"] == [2, 6]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_thousand_requests_at_64_at_a_time(tmp_path):
+    found = asyncio.run(measure(tmp_path, 1000, 64))
+    assert (found["right"], found["wrong"], found["lost"]) == (1000, 0, 0)
+    assert found["prefill"]["saves"]["queue_full"] > 0
+    assert found["decode"]["loads"]["queue_full"] > 0
+    assert found["decode"]["load_s"]["all_below"] <= 5.0, "1 s to wait, 1 s to load, and to end"
+    early, late = found["peak_mib_after_a_tenth"], found["peak_mib"]
+    assert all(late[name] < early[name] + 64 for name in late), (early, late)

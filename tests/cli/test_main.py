@@ -1,13 +1,20 @@
-"""main: exit statuses, errors of one line, and a start that loads little."""
+"""The commands: help, errors, JSON and tables."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
+import typer
 
+import pdstore
+from pdstore.cli.answer import Answer, Output, heading, muted, table
+from pdstore.cli.app import app
 from pdstore.cli.main import main
+from pdstore.errors import ConfigError
+from pdstore.format.namespace import FORMAT_VERSION
 from tests.support.command import run
 
 
@@ -62,3 +69,44 @@ def test_output_that_cannot_be_written_is_one_line(options, filled_file):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "pdstore: cannot write standard output: No space left on device\n"
+
+
+def test_every_command_has_a_line_of_help_and_json(capsys):
+    commands = typer.main.get_command(app).commands
+    assert set(commands) == {"ls", "du", "inspect", "purge", "doctor", "explain"}
+    for name, command in commands.items():
+        assert command.help, name
+        assert "json" in {parameter.name for parameter in command.params}, name
+        assert main([name, "--help"]) == 0
+    capsys.readouterr()
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    said = f"pdstore {pdstore.__version__}, stored format {FORMAT_VERSION}"
+    assert capsys.readouterr().out == said + "\n"
+
+
+ANSWER = Answer({"a": 1}, [heading("title"), table(["what", ">ms"], [["put", "12"]]), muted("end")])
+
+
+def test_machines_get_json_and_nothing_else(capsys, tmp_path):
+    Output("-").emit(ANSWER)
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+    path = tmp_path / "answer.json"
+    path.write_text("old" * 100)
+    Output(str(path)).emit(ANSWER)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert capsys.readouterr().out == ""
+
+
+def test_text_that_others_chose_is_no_instruction(capsys):
+    chosen = "[/] [red]a[/red] \x1b]0;title\x07 \udcff"
+    Output(None).emit(Answer({}, [table([""], [[chosen]]), chosen]))
+    shown = "[/] [red]a[/red] ?]0;title? ?"
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [shown, shown]
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
+        Output(str(tmp_path / "nowhere" / "x"))

@@ -1,8 +1,9 @@
-"""The plainest PD proxy: P is asked for one token, D gets what P said, and its answer passes on."""
+"""D loads the prompt behind any proxy that relays P's parameters."""
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import AsyncIterator
 
 import httpx
@@ -10,8 +11,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from examples import plain_proxy
+from tests.examples.test_mini_chat import TEMPLATE
+from tests.examples.test_mini_server import Serving
+from tests.support.mini_engine_kit import until
 
 PARAMS = {"pdstore": {"attempt": "a1"}}
+
+
 BODY = {"prompt": "Hello", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}}
 
 
@@ -62,3 +68,137 @@ def test_d_gets_the_request_as_it_is_when_p_said_nothing(make_client) -> None:
     instances = Instances(None)
     make_client(instances).post("/v1/completions", json=BODY)
     assert instances.asked["d"] == BODY
+
+
+ASK_P = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+PROMPT = "A block is stored under its key, and " * 5
+
+
+FIELDS = {
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+
+
+FIELDS_OF_CHATS = {
+    "logprobs": False,
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "include_reasoning": True,
+}
+
+
+"""vllm-router's own, of every request and of chats."""
+
+
+class Sidecar:
+    """llm-d's connector `nixlv2`, the default: `runNIXLProtocolV2`."""
+
+    waits = True
+    request_id = str(uuid.UUID(int=7))
+
+    @staticmethod
+    def ask_p(body):
+        asked = {name: body[name] for name in body if name != "stream_options"}
+        limits = {"max_tokens": 1, "max_completion_tokens": 1}
+        return asked | limits | {"stream": False, "kv_transfer_params": ASK_P}
+
+    @staticmethod
+    def ask_d(body, answered):
+        return body | {"kv_transfer_params": answered.get("kv_transfer_params")}
+
+
+class SidecarWithSharedStorage:
+    """llm-d's connector `shared-storage`: nothing is relayed, so D may look too early."""
+
+    waits = False
+    request_id = Sidecar.request_id
+
+    @staticmethod
+    def ask_p(body):
+        return body | {"max_tokens": 1, "max_completion_tokens": 1, "cache_hit_threshold": 0}
+
+    @staticmethod
+    def ask_d(body, answered):
+        return body | {"cache_hit_threshold": 0}
+
+
+class Router:
+    """vllm-router with `--vllm-pd-disaggregation`; it adds SGLang's fields to every request."""
+
+    waits = True
+    request_id = "___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_a12c7cf5"
+
+    @classmethod
+    def ask_p(cls, body):
+        limits = {"max_tokens": 1, "min_tokens": 1, "stream": False}
+        return cls._whole(body) | limits | {"kv_transfer_params": ASK_P}
+
+    @classmethod
+    def ask_d(cls, body, answered):
+        return cls._whole(body) | {"kv_transfer_params": answered["kv_transfer_params"]}
+
+    @classmethod
+    def _whole(cls, body):
+        return FIELDS | (FIELDS_OF_CHATS if "messages" in body else {"echo": False}) | body
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoints, tmp_path_factory):
+    pd = {
+        "pd_transfer_via_storage": True,
+        "store": f"file://{tmp_path_factory.mktemp('pool')}",
+        "staging": "8MiB",
+    }
+    p, d = (Serving(checkpoints["llama"], {**pd, "role": role}) for role in ("prefill", "decode"))
+    for one in (p, d):
+        one.engine.model.tokenizer.chat_template = TEMPLATE
+    yield p, d
+    p.close()
+    d.close()
+
+
+def said(response) -> dict:
+    """The last part of an answer that has a usage: of a stream, or the whole."""
+    assert response.status_code == 200, response.text
+    lines = response.text.removesuffix("data: [DONE]\n\n").split("\n\n")
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    return next(part for part in reversed(parts) if part.get("usage"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
+@pytest.mark.parametrize("proxy", [Sidecar, SidecarWithSharedStorage, Router])
+def test_d_loads_the_prompt_behind_any_proxy(pair, proxy, is_chat, is_stream):
+    p, d = pair
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    text = f"{proxy.__name__} {is_stream}: {PROMPT}"
+    asked = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    body = {"model": "tiny", **asked, "max_tokens": 5, "stream": is_stream}
+    body |= {"stream_options": {"include_usage": True}} if is_stream else {}
+    headers = {"x-request-id": proxy.request_id}
+    answered = said(p.client.post(path, json=proxy.ask_p(body), headers=headers))
+    assert answered["usage"]["completion_tokens"] == 1
+
+    def computed_by_d() -> int:
+        ask_d = proxy.ask_d(body, answered)
+        usage = said(d.client.post(path, json=ask_d, headers=headers))["usage"]
+        assert usage["completion_tokens"] == 5
+        return usage["pdstore"]["computed_tokens"]
+
+    if proxy.waits:
+        assert computed_by_d() == 1
+    else:
+        until(lambda: computed_by_d() == 1)

@@ -1,17 +1,27 @@
-"""The native block copies against torch's: every byte in its place, nothing else touched."""
+"""Native copies are those of torch, and their sums those of the format."""
 
 from __future__ import annotations
+
+from array import array
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdstore.errors import SwapError
+from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.abi import CopyPath
+from pdstore.native.arena import ValueBatch
 from pdstore.native.library import address_of
+from pdstore.store.arena.store import ArenaStore
+from pdstore.testing.values import fresh_keys
+from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
+from tests.support.arena_kit import place_of
+from tests.support.native_kit import DEVICES
 from tests.support.swap_case import PLAIN, SIZES, Case, host_memory, layout_of, native_of, view_of
 
 SHAPES = st.fixed_dictionaries(
@@ -146,3 +156,187 @@ def test_every_byte_of_pieces_of_every_small_length_is_copied(library, device, p
         native.gather(case.copies([[2], [0], [1]], 1, view_of(got)))
         native.close()
         assert torch.equal(got, want), width
+
+
+NUM_BLOCKS = 24
+
+
+PATHS = list(CopyPath)
+
+
+class Rig:
+    """An arena, P's cache with random bytes and D's with zeros, and an engine for each."""
+
+    def __init__(self, library, directory, device, layout, shape, path=CopyPath.AUTO, size=0):
+        self.layout, self.library = layout, library
+        self.store = ArenaStore(library, "test", directory=directory, size=8 << 20)
+        self.cases = [Case.of(layout, NUM_BLOCKS, device, **shape) for _ in "pd"]
+        self.cases[1].buffer.zero_()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        sizes = dict.fromkeys(SIZES, size)
+        self.p, self.d = (
+            NativeSwap(library, layout, case.caches, path=path, sizes=sizes) for case in self.cases
+        )
+        self.memory = self.store.memory()
+        if device != "cpu":
+            self.p.register(address_of(self.memory), len(self.memory))
+            self.d.add_host(address_of(self.memory), len(self.memory))
+        self.is_registered = device != "cpu"
+
+    def close(self) -> None:
+        for swap in (self.p, self.d):
+            swap.close()
+        if self.is_registered:
+            self.library.unregister(0, address_of(self.memory))
+        del self.memory
+        self.store.close()
+
+    def sizes(self, values) -> list[int]:
+        return [HEADER_BYTES + self.layout.payload_bytes(part, n) for part, _, n, _ in values]
+
+    def batch(self, swap, keys, values) -> ValueBatch:
+        columns = zip(*values, strict=True)
+        items, block_ids = swap.pack_columns(*columns, [0] * len(values))
+        return ValueBatch(
+            keys=keys,
+            sizes=array("q", self.sizes(values)).tobytes(),
+            starts=b"".join(bytes([i + 1]) * 56 for i in range(len(values))),
+            engine=swap.engine,
+            items=items,
+            block_ids=block_ids,
+        )
+
+    def values(self, num_tokens, first_token=0):
+        """Some values of each part in scattered blocks; the last of fewer tokens."""
+        step = self.layout.engine_block_tokens
+        per_block = -(-self.layout.block_tokens // step)
+        ids = [(7 * i + 3) % NUM_BLOCKS for i in range(NUM_BLOCKS)]
+        values = []
+        for n, tokens in enumerate([self.layout.block_tokens] * 3 + [num_tokens]):
+            blocks = ids[n * per_block :][: -(-tokens // step)]
+            values += [(part, blocks, tokens, first_token) for part in self.layout.owned_parts]
+        return values
+
+    def fill(self, values):
+        keys = fresh_keys(len(values))
+        batch = self.batch(self.p, keys, values)
+        assert self.store.fill([batch]).error is None
+        return keys
+
+    def value_at(self, key, size) -> memoryview:
+        return place_of(self.store, key, size)
+
+    def num_right(self, keys, values) -> int | None:
+        """Loads all values; None if one was seen to be wrong before the copies."""
+        taken = self.store.start_scatter(self.batch(self.d, keys, values))
+        if taken is None:
+            return None
+        assert taken.copies.wait(30)
+        return self.store.confirm(taken)[1]
+
+
+@pytest.fixture
+def make(library, memory_path):
+    made: list[Rig] = []
+
+    def make(*args, **kinds) -> Rig:
+        made.append(Rig(library, memory_path, *args, **kinds))
+        return made[-1]
+
+    yield make
+    library.mend()
+    for rig in made:
+        rig.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("heads_outer", [False, True])
+@pytest.mark.parametrize(("heads", "engine"), [(1, 32), (4, 16), (2, 1)])
+@pytest.mark.parametrize("num_tokens", [1, 19, 32])
+def test_a_sum_of_what_was_copied_is_that_of_what_is_stored(
+    make, device, split, heads_outer, heads, engine, num_tokens
+):
+    """Where the bytes lie in the cache does not matter; one that is wrong anywhere does."""
+    layers = (LayerSpec(heads, 24, value_dim=40), LayerSpec(heads, 24, value_dim=40)) * 2
+    block = 32 if engine > 1 else 4
+    num_tokens = min(num_tokens, block)
+    layout = layout_of(layers=layers, block_tokens=block, engine_block_tokens=engine)
+    shape = {"split": split, "heads_outer": heads_outer, "pad": 16, "offset": 8}
+    rig = make(device, layout, shape)
+    values = rig.values(num_tokens)
+    keys, sizes = rig.fill(values), rig.sizes(values)
+    for key, size in zip(keys, sizes, strict=True):
+        value = rig.value_at(key, size)
+        assert int.from_bytes(value[56:64], "little") == checksum(value)
+    assert rig.num_right(keys, values) == len(values)
+    for wrong in (len(values) - 1, 1):
+        for place in (HEADER_BYTES, sizes[wrong] // 2, sizes[wrong] - 1, 60):
+            value = rig.value_at(keys[wrong], sizes[wrong])
+            value[place] ^= 0x10
+            assert rig.num_right(keys, values) == wrong
+            value[place] ^= 0x10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("size", [0, 4096])
+def test_sums_follow_all_slices_of_a_copy_on_every_path(make, device, path, size):
+    """Of values that several slices share, too: more than one lane copies them."""
+    layout = layout_of(layers=(LayerSpec(4, 64), LayerSpec(2, 64)) * 6)
+    rig = make(device, layout, {**PLAIN, "split": True}, path=path, size=size)
+    values = rig.values(17)
+    keys = rig.fill(values)
+    for _ in range(5):
+        rig.cases[1].buffer.zero_()
+        assert rig.num_right(keys, values) == len(values)
+    rig.value_at(keys[2], rig.sizes(values)[2])[-1] ^= 1
+    assert rig.num_right(keys, values) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_byte_that_changes_while_the_copy_is_under_way_is_seen(make, library, device):
+    rig = make(device, layout_of(), PLAIN)
+    values = rig.values(32)
+    keys = rig.fill(values)
+    value = rig.value_at(keys[1], rig.sizes(values)[1])
+    library.delay(300_000)
+    taken = rig.store.start_scatter(rig.batch(rig.d, keys, values))
+    assert taken is not None
+    assert rig.store.confirm(taken)[1] == 0, "nothing is right before the end"
+    value[-5] ^= 0x40
+    assert taken.copies.wait(30)
+    assert rig.store.confirm(taken)[1] == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "first_token"),
+    [({**PLAIN, "offset": 3}, 0), ({**PLAIN, "heads_outer": True, "pad": 3}, 0), (PLAIN, 16)],
+)
+def test_what_the_device_cannot_sum_is_summed_before_the_copy(make, device, shape, first_token):
+    """Rows off 16 bytes, and values of which some tokens are not copied."""
+    rig = make(device, layout_of(), shape)
+    values = rig.values(32)
+    keys = rig.fill(values)
+    some = rig.values(32, first_token)
+    assert rig.num_right(keys, some) == len(values)
+    rig.value_at(keys[1], rig.sizes(values)[1])[-1] ^= 1
+    assert rig.num_right(keys, some) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", ["sum", "batch"])
+def test_a_sum_that_fails_fails_its_load_alone(make, library, device, call):
+    rig = make(device, layout_of(), PLAIN, path=CopyPath.STRIDED)
+    values = rig.values(32)
+    keys = rig.fill(values)
+    library.fail(call, 0, 719)
+    taken = rig.store.start_scatter(rig.batch(rig.d, keys, values))
+    assert taken is not None
+    with pytest.raises(SwapError) as failure:
+        taken.copies.wait(30)
+    assert failure.value.device_code == 719
+    assert rig.store.confirm(taken)[1] == 0
+    assert rig.num_right(keys, values) == len(values)

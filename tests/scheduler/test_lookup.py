@@ -1,4 +1,4 @@
-"""Lookup: ends once, in time, with the first answer; from any thread."""
+"""Lookups, and how much of a prompt the pool has."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import threading
 
 import pytest
 
+from pdstore.errors import StoreError
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Namespace, Part
 from pdstore.outcome import Reason
-from pdstore.scheduler.lookup import Lookup, Match, handed_over
+from pdstore.scheduler.lookup import Lookup, Match, find, handed_over, num_usable
+from pdstore.store.base import Slots
+from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import WrapperStore
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
+
+
 KEYS = PromptKeys(NAMESPACE).extend(range(10))
 
 
@@ -56,3 +62,86 @@ def test_only_tokens_of_the_last_block_are_left_out_for_a_shorter_hand_off(num_t
     handoff = Handoff(HandoffId.new(), num_tokens=num_tokens)
     assert handed_over(KEYS, handoff).num_tokens == kept
     assert KEYS.num_tokens == 10
+
+
+FULL = Namespace({"n": 1}, (Part(0, 0), Part(0, 1)), block_tokens=4, num_shards=2)
+
+
+MIXED = Namespace({"n": 2}, (Part(0, 0), Part(1, 0)), block_tokens=4, windows={1: 6})
+
+
+SLIDING = Namespace({"n": 3}, (Part(0, 0),), block_tokens=4, windows={0: 6})
+
+
+def keys_of(namespace, num_tokens=38) -> PromptKeys:
+    return PromptKeys(namespace).extend(range(num_tokens))
+
+
+def store_with(keys: PromptKeys, without=()) -> MemoryStore:
+    """A store with all of a prompt but the (block, part) pairs in `without`."""
+    parts, store = keys.namespace.parts, MemoryStore()
+    names = [key for key in keys.store_keys(parts)]
+    for block, part in without:
+        names.remove(keys.store_keys([parts[part]])[block])
+    n = len(names)
+    store.put(names, Slots(memoryview(bytearray(8)), 8, [0] * n, [8] * n))
+    return store
+
+
+@pytest.mark.parametrize("namespace", [FULL, MIXED, SLIDING])
+def test_a_whole_prompt_is_found_with_its_tail(namespace):
+    keys = keys_of(namespace)
+    found = find(store_with(keys), keys)
+    assert (found.num_tokens, found.reason, len(found.keys)) == (38, None, 10)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_block_with_a_missing_part_ends_the_match(part):
+    keys = keys_of(FULL)
+    assert num_usable(store_with(keys, [(3, part)]), keys) == 3
+
+
+def test_a_gap_in_the_window_ends_the_prompt_before_it():
+    keys = keys_of(MIXED)
+    assert num_usable(store_with(keys, [(8, 1)]), keys) == 8
+
+
+def test_a_full_group_ends_the_prompt_and_the_window_moves_with_the_end():
+    keys = keys_of(MIXED)
+    gaps = [(6, 0), *((b, 1) for b in (0, 1, 2, 3, 7, 8, 9))]
+    assert num_usable(store_with(keys, gaps), keys) == 6
+
+
+def test_gaps_in_ever_earlier_windows_are_followed_a_few_times_then_a_prefix_counts():
+    keys = keys_of(SLIDING, 400)
+    odd = [(b, 0) for b in range(1, 100, 2)]
+    assert num_usable(store_with(keys, odd), keys) == 1
+
+
+def test_why_a_prompt_is_not_whole_is_told_if_it_is_known():
+    keys = keys_of(FULL)
+    store = store_with(keys, [(3, 0)])
+    assert find(store, keys, Reason.HANDOFF_LATE).reason is Reason.HANDOFF_LATE
+    assert find(store_with(keys), keys, Reason.HANDOFF_LATE).reason is None
+
+
+class Answering(WrapperStore):
+    """Answers every match alike."""
+
+    def __init__(self, answer):
+        super().__init__(MemoryStore())
+        self.answer = answer
+
+    def match(self, keys):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [-1, -40, 1000, None, 3.0, True, "3"])
+@pytest.mark.parametrize("namespace", [FULL, MIXED, SLIDING])
+def test_an_impossible_count_is_an_error_of_the_store(namespace, answer):
+    with pytest.raises(StoreError, match="answered"):
+        num_usable(Answering(answer), keys_of(namespace))
+    found = find(Answering(answer), keys_of(namespace))
+    assert (found.num_tokens, found.reason) == (0, Reason.STORE_ERROR)

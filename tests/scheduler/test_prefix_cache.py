@@ -1,7 +1,8 @@
-"""Lookups: answered in time whatever P, the store or the network does, and always with a reason."""
+"""PrefixCacheManager: lookups, announcements, tenants, misconfigurations."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -12,9 +13,11 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.namespace import FORMAT_VERSION, Namespace, Part
 from pdstore.outcome import Reason
 from pdstore.store import open_store
+from pdstore.store.memory import MemoryStore
 from pdstore.testing.faulty import Faulty
 from tests.support.forked import exit_code_of
 from tests.support.kv import Instance, eventually, settings_of
+from tests.support.pool_kit import save
 
 BLOCKS = list(range(20))
 
@@ -304,3 +307,81 @@ def test_settings_that_leave_an_instance_without_use_are_told_at_the_start(
     [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said.startswith(words)
     assert ": set PDSTORE_" in said
+
+
+def test_an_answer_says_how_the_last_save_ended(instance):
+    p = instance()
+
+    def said(*reasons):
+        p.cache.note_saves(reasons)
+        handoff, params = p.cache.announce(p.cache.keys(range(9)))
+        assert handoff.is_doubtful == ("last_save" in params["pdstore"])
+        return params["pdstore"].get("last_save")
+
+    assert said() is None
+    assert said(None, Reason.STORE_FULL) == "store_full"
+    assert said(Reason.CANCELLED, Reason.CLOSED) == "store_full", "that says nothing of the store"
+    assert said(None) is None
+
+
+def test_a_handoff_after_a_save_that_fell_short_is_followed_once_p_has_begun_it(instance):
+    p, d = (instance(layer_ranges=3, range_bytes=1, handoff_wait_s=30.0) for _ in "pd")
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id)
+    p.cache.note_saves([Reason.STORE_FULL])
+    keys = p.cache.keys(range(100))
+    handoff, params = p.cache.announce(keys)
+    given_up = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
+    assert (given_up.num_tokens, given_up.reason) == (0, Reason.HANDOFF_FAILED)
+    save = p.pool.begin_save(keys, BLOCKS, handoff=handoff)
+    save.layers_done(1)
+    eventually(lambda: p.store.match([handoff.started(p.namespace)]) == 1)
+    following = d.cache.follow(d.cache.keys(range(100)), params)
+    assert following.wait(10).follow.hex == handoff.hex
+    waiting = d.cache.lookup(d.cache.keys(range(100)), params)
+    save.layers_done(len(p.layout.held_layers))
+    assert waiting.wait(10).num_tokens == 100
+
+
+TOKENS = list(range(300))
+
+
+class Listening(MemoryStore):
+    """Keeps the calls that look for keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    def match(self, keys):
+        self.asked.append(list(keys))
+        return super().match(keys)
+
+
+def test_no_key_of_one_tenant_is_a_key_of_another():
+    store = MemoryStore()
+    tenants = [Instance(store, salt=salt) for salt in (None, "a", "b")]
+    names = [set(one.cache.keys(TOKENS).store_keys(one.layout.parts)) for one in tenants]
+    assert len(set.union(*names)) == sum(map(len, names))
+    for one in tenants:
+        one.close()
+
+
+def calls_of_a_lookup(other_has: list[int]) -> list[int]:
+    """Returns the number of keys of each call of a lookup, while another has saved a prompt."""
+    store = Listening()
+    with (
+        contextlib.closing(Instance(store, salt="theirs")) as other,
+        contextlib.closing(Instance(store, salt="ours")) as ours,
+    ):
+        if other_has:
+            save(other, other_has)
+        store.asked.clear()
+        keys = ours.cache.keys(TOKENS)
+        assert ours.cache.match(keys).num_tokens == 0
+        mine = set(keys.store_keys(ours.layout.parts))
+        assert all(mine.issuperset(asked) for asked in store.asked)
+        return [len(asked) for asked in store.asked]
+
+
+def test_a_tenants_lookups_do_not_depend_on_what_another_has_stored():
+    assert calls_of_a_lookup(TOKENS) == calls_of_a_lookup([]) == calls_of_a_lookup(TOKENS[:70])

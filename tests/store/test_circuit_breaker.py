@@ -1,4 +1,4 @@
-"""The circuit breaker: when it opens, whom it lets through, and what it retries."""
+"""GuardedStore: calls are counted, tried once more, and kept from a store that fails."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pytest
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
+from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.wrappers import GuardedStore, WrapperStore, problem_of
 from tests.support.clock import Clock
+from tests.support.kv import settings_of
 from tests.support.scripted_store import Scripted
 
 KEYS = [BlockKey("a")]
@@ -143,3 +145,30 @@ def test_a_store_whose_refusals_take_long_is_not_called(clock):
     num_calls = inner.num_calls
     failing(store)
     assert inner.num_calls == num_calls
+
+
+def test_calls_seconds_and_bytes_are_counted():
+    metrics = Metrics()
+    assert metrics.total() == 0
+    store = GuardedStore(open_store("memory://", settings_of()), metrics)
+    slots = Slots(memoryview(bytearray(b"abcd")), 4, [0], [4])
+    store.put(KEYS, slots)
+    store.match(KEYS)
+    store.get(KEYS, slots)
+    store.get([BlockKey("missing")], slots)
+    store.clear("0" * 32)
+    value = metrics.registry.get_sample_value
+    assert value("pdstore_bytes_total", {"direction": "save"}) == 4
+    assert value("pdstore_bytes_total", {"direction": "load"}) == 4
+    assert value("pdstore_store_calls_total", {"verb": "get", "outcome": "ok"}) == 2
+    assert value("pdstore_store_seconds_count", {"verb": "put"}) == 1
+    assert value("pdstore_store_calls_total", {"verb": "clear", "outcome": "ok"}) == 1
+
+
+def test_a_failed_call_is_counted_by_its_error():
+    metrics = Metrics()
+    store = GuardedStore(Scripted(StoreTimeout("slow")), metrics)
+    with pytest.raises(StoreTimeout):
+        store.match(KEYS)
+    labels = {"verb": "match", "outcome": "StoreTimeout"}
+    assert metrics.registry.get_sample_value("pdstore_store_calls_total", labels) == 1

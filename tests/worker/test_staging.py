@@ -1,17 +1,27 @@
-"""Staging: slots are lent once, come back, and each direction keeps its share."""
+"""Staging: slots, windows, and files that are read and verified in single calls."""
 
 from __future__ import annotations
 
 import mmap
 import threading
+from functools import partial
 
 import pytest
 
+from pdstore import JobResult, Reason
 from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES
+from pdstore.format.keys import Kind, kind_of
+from pdstore.metrics import Metrics
+from pdstore.native.library import load_library
 from pdstore.outcome import Direction
+from pdstore.store.file.store import FileStore
+from pdstore.store.wrappers import GuardedStore, WrapperStore
 from pdstore.threads import Deadline
 from pdstore.worker.staging import Staging
+from pdstore.worker.swap.torch import TorchSwap
+from tests.support.kv import BLOCK_BYTES, POISON, settings_of
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 SLOT = 4096
 
@@ -81,3 +91,166 @@ def test_many_borrowers_never_share_a_slot():
 def test_more_memory_than_the_host_gives_is_a_setting_to_change():
     with pytest.raises(ConfigError, match=r"PDSTORE_STAGING of \d+ MiB: .* set it to less"):
         Staging(lambda n: memoryview(mmap.mmap(-1, n)), SLOT, 1 << 60)
+
+
+class Watched(WrapperStore):
+    """Notes how many slots are lent at each get, and how many keys it has."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.pool, self.lent, self.windows = None, [], []
+
+    def get(self, keys, slots):
+        if ":0:0:" in keys[0]:
+            self.lent.append(slots_lent(self.pool))
+            self.windows.append(len(keys))
+        return super().get(keys, slots)
+
+
+def slots_lent(pool) -> float:
+    return pool.metrics.registry.get_sample_value("pdstore_slots_lent")
+
+
+def test_a_child_job_holds_two_windows_at_most_and_gives_all_back(instance, store):
+    watched = Watched(store)
+    p = instance()
+    d = instance(fill=POISON, over=watched, workers=2, range_bytes=2 * BLOCK_BYTES)
+    watched.pool = d.pool
+    save(p, range(320))
+    assert load(d, range(320)).num_tokens == 320
+    assert sum(watched.windows) == 5
+    assert max(watched.windows) <= 2
+    assert max(watched.lent) <= 4
+    assert slots_lent(d.pool) == 0
+    assert_loaded(p, d, 320)
+
+
+def test_windows_pass_through_little_staging_beside_each_other(instance):
+    """16 slots, of which a quarter is kept for the other direction."""
+    p, d = (
+        instance(fill=f, staging=f"{16 * 28}KiB", workers=6, range_bytes=4 * BLOCK_BYTES)
+        for f in (None, POISON)
+    )
+    jobs = [p.pool.save(p.cache.keys([n, *range(319)]), P_BLOCKS) for n in range(6)]
+    assert [job.wait(20).num_tokens for job in jobs] == [320] * 6
+    jobs = [d.pool.load(d.cache.keys([n, *range(319)]), P_BLOCKS) for n in range(6)]
+    assert [job.wait(20).num_tokens for job in jobs] == [320] * 6
+    assert slots_lent(d.pool) == 0
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_the_next_window_is_read_while_the_last_one_copies(instance, store, num_workers):
+    """The first copy goes on until a second get has begun."""
+    second = threading.Event()
+
+    class Gets(WrapperStore):
+        num_gets = 0
+
+        def get(self, keys, slots):
+            if ":0:0:" in keys[0]:
+                self.num_gets += 1
+                if self.num_gets == 2:
+                    second.set()
+            return super().get(keys, slots)
+
+    p = instance()
+    save(p, range(256))
+
+    class SlowSwap(TorchSwap):
+        def start_scatter(self, copies, ready=None):
+            wait = super().start_scatter(copies, ready)
+
+            def finish():
+                assert second.wait(10)
+                wait()
+
+            return finish
+
+    changes = {"workers": num_workers, "range_bytes": BLOCK_BYTES, "swap": SlowSwap}
+    d = instance(fill=POISON, over=Gets(store), **changes)
+    assert load(d, range(256)).num_tokens == 256
+    assert_loaded(p, d, 256)
+
+
+class Spied(FileStore):
+    """Files that note which calls read and write them."""
+
+    def __init__(self, root, library):
+        super().__init__(root, built=library)
+        self.calls: list[str] = []
+
+    def get_right(self, keys, slots, starts, engine):
+        self.calls.append("get_right")
+        return super().get_right(keys, slots, starts, engine)
+
+    def put_sealed(self, keys, slots, starts, engine):
+        self.calls.append("put_sealed")
+        return super().put_sealed(keys, slots, starts, engine)
+
+    def get(self, keys, slots):
+        self.calls += ["get"] * any(kind_of(key) in (Kind.BLOCK, Kind.TAIL) for key in keys)
+        return super().get(keys, slots)
+
+    def put(self, keys, slots):
+        self.calls += ["put"] * any(kind_of(key) in (Kind.BLOCK, Kind.TAIL) for key in keys)
+        return super().put(keys, slots)
+
+
+@pytest.fixture
+def store(tmp_path, library):
+    store = Spied(tmp_path / "pool", partial(load_library, settings_of(), for_gpu=False))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def pair(instance):
+    shape = {"layer_ranges": 2, "range_bytes": 2 * BLOCK_BYTES, "workers": 2}
+    return [instance(fill=fill, **shape) for fill in (None, POISON)]
+
+
+@pytest.mark.parametrize("num_tokens", [64, 200, 320])
+def test_all_values_are_read_and_verified_in_single_calls(pair, store, num_tokens):
+    p, d = pair
+    assert save(p, range(num_tokens)) == JobResult(num_tokens)
+    assert load(d, range(num_tokens)) == JobResult(num_tokens)
+    assert_loaded(p, d, num_tokens)
+    assert set(store.calls) == {"put_sealed", "get_right"}
+
+
+@pytest.mark.parametrize(("harm", "reason"), [("damage", Reason.CORRUPT), ("remove", Reason.LOST)])
+def test_a_value_that_is_not_right_ends_the_load_there_with_its_reason(
+    instance, store, tmp_path, harm, reason
+):
+    p, d = (instance(fill=fill) for fill in (None, POISON))
+    save(p, range(320))
+    found = d.cache.match(d.cache.keys(range(320)))
+    third = p.cache.keys(range(320)).store_keys(p.layout.parts)[2]
+    [path] = (tmp_path / "pool").glob(f"*/{third}")
+    if harm == "remove":
+        path.unlink()
+    else:
+        value = path.read_bytes()
+        path.write_bytes(value[:-1] + bytes([value[-1] ^ 1]))
+    result = d.pool.load(found.keys, D_BLOCKS).wait(10)
+    assert (result.num_tokens, result.reason) == (128, reason)
+    assert_loaded(p, d, 128)
+    assert not path.exists()
+
+
+def test_the_first_tokens_are_left_alone(pair):
+    p, d = pair
+    save(p, range(320))
+    job = d.pool.load(d.cache.keys(range(320)), D_BLOCKS, first_token=80)
+    assert job.wait(10).num_tokens == 320
+    assert_loaded(p, d, 320, first_token=80)
+
+
+def test_bytes_are_counted_whichever_way_they_come(instance, store):
+    metrics = Metrics()
+    p = instance(over=GuardedStore(store, metrics))
+    save(p, range(320))
+    p.pool.load(p.cache.keys(range(320)), P_BLOCKS).wait(10)
+    value = metrics.registry.get_sample_value
+    saved, loaded = (value("pdstore_bytes_total", {"direction": way}) for way in ("save", "load"))
+    assert saved == loaded > 5 * BLOCK_BYTES

@@ -1,17 +1,26 @@
-"""Other kinds of KV cache: sliding windows, MLA, two tensor-parallel ranks."""
+"""Models of every kind hand over: windows, MLA, TP sizes, draft models."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, at_once, new_prompt, prefill
 from tests.adapters.vllm.conftest import switched_on
+from tests.support.vllm_draft import make_draft
 
 WINDOW = 64
+
+
 # vLLM's other backend for MLA, of CPUs with AMX, takes no float32.
 MLA = ("--block-size=16", "--num-gpu-blocks-override=512", "--attention-backend=CPU_MLA")
+
+
 # Ranks wait for each other awake: with more of them than cores everything takes seconds.
 PATIENT = {
     "PDSTORE_HANDOFF_WAIT_S": "40",
@@ -105,3 +114,92 @@ def test_mla_is_handed_over(instances):
         assert since.loaded == num_tokens
         assert since.computed <= 1
         answer.assert_same(alone(d, prompt))
+
+
+ROOT = Path(__file__).parents[3]
+
+
+MAX_LOGPROB_DIFF = 1e-4
+
+
+# Prompts of 150, 204, 79, 350 and 150 tokens; in whole blocks the first has 144 or 128 of them.
+LOADED = {
+    "llama": [0, 128, 64, 128, 150],
+    "qwen3": [0, 128, 64, 128, 150],
+    "gemma3": [0, 128, 64, 128, 149],
+    "mla": [0, 144, 64, 144, 150],
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_prompt_that_is_loaded_in_part_is_answered_as_transformers_does(
+    kind: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_against_transformers", kind, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert [loaded for loaded, *_ in rows] == LOADED[kind]
+    assert all(is_same for _, is_same, _ in rows)
+    assert max(diff for *_, diff in rows) < MAX_LOGPROB_DIFF
+
+
+LENGTHS = (2, 63, 64, 65, 300, 900)
+
+
+@pytest.fixture
+def start(launcher, checkpoints, tmp_path):
+    """Starts instances with a draft model, or without: `start(p=draft, d=None)`."""
+    servers = []
+
+    def start(**drafts):
+        for name, draft in drafts.items():
+            spec = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
+            options = [f"--speculative-config={json.dumps(spec)}"] if draft else []
+            env = switched_on(f"file://{tmp_path / 'pool'}", {"p": "prefill"}.get(name, "decode"))
+            servers.append(launcher.vllm(name, checkpoints("llama"), *options, env=env))
+        return [server.wait_ready() for server in servers]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def misses_named(server):
+    lines = server.log.read_text().splitlines()
+    return [line for line in lines if "does not fit" in line]
+
+
+@pytest.mark.nightly
+def test_eagle_s_kv_is_handed_over_and_a_d_without_it_misses(start, tmp_path):
+    draft, other = (make_draft(tmp_path / name / "draft", seed) for seed, name in enumerate("ab"))
+    p, d, plain, other_d = start(p=draft, d=draft, plain=None, other=other)
+    for num_tokens in LENGTHS:
+        prompt = new_prompt(num_tokens)
+        since = Since(d)
+        answer = ask(d, prompt, 20, kv_transfer_params=prefill(p, prompt))
+        assert since.loaded == num_tokens
+        assert since.computed <= 1
+        assert since["vllm:spec_decode_num_drafts_total"] > 0
+        answer.assert_same(alone(d, prompt, 20))
+        assert answer.ids == alone(plain, prompt, 20).ids
+    for server, field in ((plain, "draft_layers"), (other_d, "weights")):
+        prompt = new_prompt(300)
+        params = prefill(p, prompt)
+        since = Since(server)
+        ask(server, prompt, kv_transfer_params=params).assert_same(alone(server, prompt))
+        assert since.loaded == 0
+        assert since["pdstore_misses_total:namespace"] == 1
+        [line] = misses_named(server)
+        assert field in line
+    for server in (p, d):
+        assert_idle(server)

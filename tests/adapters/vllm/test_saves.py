@@ -1,19 +1,27 @@
-"""Saves: what a step computes is saved from vLLM's blocks, which are held until it is read."""
+"""The connector's hooks, and what the scheduler tells the worker to save."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
+from pdstore import HandoffId
+from pdstore.adapters.vllm import PDStoreConnector
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.scheduler import Saves
-from pdstore.engine.request import EngineRequest
+from pdstore.engine.request import EngineRequest, SavePlan
 from pdstore.format.layout import NO_BLOCK
 from tests.adapters.vllm.standins import BlockPool
+from tests.adapters.vllm.test_walk import Engine
 from tests.support.instances import instance as instance
-from tests.support.kv import settings_of
+from tests.support.kv import eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
+
+
 TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
@@ -117,3 +125,102 @@ def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, t
     assert list(save.block_ids[0]) == table
     saves.forget_tables("r")
     assert saves.plan(state_of(), asked, 192) == []
+
+
+IDS = list(range(1, 21))
+
+
+def test_every_hook_of_a_running_engine_is_guarded():
+    """Hooks that only pass a call on to a guarded one, or cannot fail, need no guard."""
+    hooks = """on_new_request get_num_new_matched_tokens update_connector_output request_finished
+        has_pending_push_work has_pending_block_frees reset_cache start_load_kv wait_for_save
+        get_block_ids_with_load_errors build_connector_worker_meta
+        get_kv_connector_stats take_events shutdown _load save_kv_layer _end_loads"""
+    for name in hooks.split():
+        assert hasattr(getattr(PDStoreConnector, name), "__wrapped__"), name
+
+
+def test_sleep_mode_is_not_supported():
+    assert PDStoreConnector.supports_sleep_mode() is False
+
+
+@pytest.fixture
+def connector(instance, monkeypatch):
+    """A worker's connector on the instance's pool, as vLLM's model runner calls it."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both"),
+        parallel_config=SimpleNamespace(world_size=1),
+        cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(),
+    )
+    caches = SimpleNamespace(kv_cache_groups=[], num_blocks=64)
+    connector = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
+    connector.worker.use_pool(instance.pool, layers=["a", "b", "c"])
+    monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(runner, "get_forward_context", lambda: None)
+    return connector
+
+
+def test_a_hook_that_fails_answers_as_a_miss_and_is_counted(connector, monkeypatch):
+    monkeypatch.setattr(connector.worker, "end_loads", None)
+    connector.metrics.pop()
+    assert connector.get_finished(set()) == (None, set())
+    assert connector.metrics.pop().data["misses|fault"] == 1
+
+
+def test_a_fault_costs_the_saves_of_its_step_and_not_the_loads(tmp_path):
+    engine = Engine(f"shm://p?size=8MiB&dir={tmp_path}", "both")
+    side = engine.scheduler
+    side.scheduler.fail_load("r", [[1, 2]], 16)
+    unknown = SimpleNamespace(num_scheduled_tokens={"r": 1})  # it tells nothing of blocks
+    assert len(side.build_connector_meta(unknown).loads) == 1
+    assert side.metrics.pop().data["misses|fault"] == 1
+    engine.close()
+
+
+def test_an_interrupt_is_not_a_fault(connector, monkeypatch):
+    def interrupt(finished):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connector.worker, "end_loads", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        connector.get_finished(set())
+
+
+def run_step(connector, *saves, error=None, is_left_open=False):
+    """A step of vLLM's runner; behind its first layer the forward raises `error`."""
+    step = SimpleNamespace(
+        kv_connector_metadata=PDStoreConnectorMetadata(saves=list(saves)),
+        has_sync_kv_loads=False,
+        finished_req_ids=set(),
+    )
+    forward = runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+    with forward(step, defer_finalize=is_left_open):
+        connector.save_kv_layer("a", None, None)
+        if error is not None:
+            raise error
+
+
+def test_a_step_saves_what_it_computes_also_while_its_caller_handles_an_error(connector, instance):
+    keys = instance.cache.keys(range(200))
+    whole = keys.store_keys(instance.namespace.parts)
+    try:
+        raise ValueError("the caller's")
+    except ValueError:
+        run_step(connector, SaveSpec(7, "request", SavePlan(keys, 0), [IDS]))
+    eventually(lambda: instance.store.match(whole) == len(whole))
+
+
+def test_layers_that_a_failed_forward_has_not_computed_are_not_saved(connector, instance):
+    """vLLM's runner ends a step's saves whether its forward has failed or not."""
+    keys, handoff = instance.cache.keys(range(200)), HandoffId.new()
+    with pytest.raises(MemoryError):
+        run_step(
+            connector,
+            SaveSpec(7, "request", SavePlan(keys, 0, handoff), [IDS]),
+            error=MemoryError("no room"),
+        )
+    failed = [handoff.failed(instance.namespace)]
+    eventually(lambda: instance.store.match(failed))
+    assert not instance.store.match(keys.store_keys(instance.namespace.parts))

@@ -1,17 +1,33 @@
-"""The router's other endpoints."""
+"""The router's process: health, metrics, models, its page, its start and end."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
+import httpx
 import pytest
 
+from examples.router.__main__ import main
+from examples.router.app import Options, make_app
 from examples.router.counts import FAILURES
+from pdstore.errors import ConfigError
+from pdstore.status.server import StatusServer
+from tests.support.child import child
+from tests.support.listeners import addresses_of
 from tests.support.router_kit import (
     BODY,
+    DEADLINE_S,
     PARAMS,
     Fake,
+    listening,
     metric,
     nobody,
     routed,
@@ -19,6 +35,7 @@ from tests.support.router_kit import (
 )
 
 pytestmark = pytest.mark.anyio
+
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,3 +107,97 @@ async def test_every_answer_is_counted_but_those_of_probes() -> None:
         assert (await client.get("/v1/completions")).status_code == 405
         assert await metric(client, 'router_requests_total{status="200"}') == 1
         assert await metric(client, 'router_requests_total{status="405"}') == 1
+
+
+def page_in(log: str) -> str:
+    return re.findall(r"status on (\S+)", log)[-1]
+
+
+async def taken_from(url: str) -> dict:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return (await client.get(f"{url}/pdstore")).json()
+
+
+@pytest.mark.parametrize("mode", ["relay", "concurrent"])
+async def test_requests_show_the_time_of_p_of_d_and_of_the_answer(caplog, mode: str) -> None:
+    caplog.set_level(logging.INFO)
+    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake(says({"id": "d"}))
+    async with routed([p], [d], mode=mode, status_port=0) as client:
+        await client.post("/v1/completions", json=BODY, headers={"x-request-id": "r-7"})
+        while not (page := await taken_from(page_in(caplog.text)))["requests"]:
+            await anyio.sleep(0.01)  # the answer is there a moment before
+    [one] = page["requests"]
+    assert (one["request_id"], one["reason"]) == ("r-7", None)
+    assert one["handoff"] == d.bodies[0]["kv_transfer_params"]["pdstore"]["attempt"]
+    assert {phase["name"] for phase in one["phases"]} == {"prefill", "decode", "answer"}
+    assert page["cards"]["answers"] == 1
+    origins = {each["name"]: each["origin"] for each in page["settings"]}
+    assert (origins["status_port"], origins["body_bytes"]) == ("argument", "default")
+    assert page["problem"] is None
+
+
+async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    async with routed([Fake(says({}, 503))], [Fake()], status_port=0) as client:
+        await client.post("/v1/completions", json=BODY)
+        while not (page := await taken_from(page_in(caplog.text)))["requests"]:
+            await anyio.sleep(0.01)  # the answer is there a moment before
+    assert [each["reason"] for each in page["requests"]] == ["no P could prefill it"]
+    assert list(page["reasons"]) == ["prefill: status"]
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    taken = StatusServer(0, dict)
+    port = int(taken.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=str(port)):
+        make_app(Options(("http://p",), ("http://d",), status_port=port))
+    taken.close()
+
+
+@contextlib.contextmanager
+def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yields the process, with what it says by then read, and its port."""
+    with listening() as sock, nobody() as gone:
+        port = sock.getsockname()[1]
+    command = [sys.executable, "-m", "examples.router", "--prefill", gone, "--decode", gone]
+    with child(
+        [*command, "--port", str(port), *options], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = ""
+        while "running on" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        yield process, port
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+async def test_the_process_is_there_for_this_host_alone_and_stops_cleanly(
+    stop: signal.Signals,
+) -> None:
+    with started() as (process, port):
+        assert addresses_of(port) == ["127.0.0.1"]
+        process.send_signal(stop)
+        _, rest = process.communicate(timeout=DEADLINE_S)
+    assert "Traceback" not in rest
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--prefill", "--decode"])
+@pytest.mark.parametrize("ending", ["/v1", "/v1/"])
+def test_a_url_with_v1_is_refused_with_the_one_to_write(
+    option: str, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:8100{ending}"
+    with pytest.raises(SystemExit):
+        main(["--prefill", "http://p", "--decode", "http://d", option, url])
+    said = f"argument {option}: {url}: write http://127.0.0.1:8100, the router adds /v1 itself"
+    assert said in capsys.readouterr().err
+
+
+def test_p_s_first_token_needs_d_to_be_asked_behind_p(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prefill", "http://p", "--decode", "http://d", "--mode", "concurrent"]
+    with pytest.raises(SystemExit):
+        main([*options, "--first-token", "prefill"])
+    assert "needs --mode relay" in capsys.readouterr().err

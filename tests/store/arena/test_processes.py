@@ -1,8 +1,9 @@
-"""Several processes on one arena, killed or stopped anywhere: nothing hangs, leaks or is wrong."""
+"""An arena that processes share: some are killed or stopped, and bytes of it are damaged."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import signal
@@ -12,15 +13,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from pdstore import KVPool, Layout, PrefixCacheManager
-from pdstore.errors import StoreFull, StoreTimeout
+from pdstore.errors import StoreError, StoreFull, StoreTimeout
 from pdstore.format.keys import BlockKey
 from pdstore.testing.values import empty_slots
 from tests.store.arena import actors
-from tests.support.kv import LAYERS, caches_of, eventually, settings_of
+from tests.support.kv import LAYERS, POISON, Instance, caches_of, eventually, settings_of
 
 REPOSITORY = Path(__file__).parents[3]
+
+
 DEADLINE_S = 100.0
 
 
@@ -152,3 +156,59 @@ def test_a_killed_holder_of_the_lock_is_none(stopped_holder):
     holder.wait(10)
     assert store.match(actors.KEYS[:1]) == 1
     assert store.wait_for_change(seen, 0) != seen, "it may have stored something untold"
+
+
+MIB = 1 << 20
+
+
+PROMPT, BLOCKS = range(600), range(1, 39)
+
+
+def mapped(store) -> mmap.mmap:
+    """The whole file, as another process of this user could map it."""
+    fd = os.open(store.path, os.O_RDWR)
+    try:
+        return mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def damage(file: mmap.mmap, order: random.Random, end: int) -> None:
+    """Overwrites up to 16 bytes in each of some places before `end`."""
+    for _ in range(order.choice((1, 4, 40))):
+        at = order.randrange(64, end)
+        for i in range(at, min(end, at + order.randint(1, 16))):
+            file[i] = order.choice((0, 255, order.randrange(256)))
+
+
+def load_of(d: Instance) -> int:
+    """Loads the prompt into poisoned blocks; returns how many tokens came, all compared."""
+    for cache in d.caches:
+        cache.fill_(POISON)
+    result = d.pool.load(d.cache.keys(PROMPT), list(BLOCKS)).wait(20)
+    return result.num_tokens
+
+
+def test_damage_anywhere_costs_tokens_and_never_gives_a_wrong_one(open_arena):
+    store = open_arena(size=8 * MIB, slab_bytes=MIB, lock_timeout_s=0.5)
+    p, d = Instance(store), Instance(open_arena(lock_timeout_s=0.5), fill=POISON)
+    file, order, lost = mapped(store), random.Random(3), 0
+    data_at = len(file) - 8 * MIB
+    used = 200_000  # of the index: header, slabs, chains' heads, the first slots
+    for turn in range(24):
+        p.pool.save(p.cache.keys(PROMPT), list(BLOCKS)).wait(20)
+        damage(file, order, (20_000, used, data_at, len(file))[turn % 4])
+        num_tokens = load_of(d)
+        for mine, theirs in zip(d.caches, p.caches, strict=True):
+            ids = list(BLOCKS)
+            right = mine[ids].flatten(0, 1)[:num_tokens], theirs[ids].flatten(0, 1)[:num_tokens]
+            assert torch.equal(*right)
+        lost += num_tokens < len(PROMPT)
+        try:
+            store.clear(p.namespace.hex)
+        except StoreError:
+            store.counts()  # it was rebuilt
+    assert 0 < lost < 24
+    p.close()
+    d.close()
+    file.close()
