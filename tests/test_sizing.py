@@ -135,14 +135,6 @@ def test_hit_rates_are_those_of_an_lru_cache(size):
     assert ReuseDistances(TRACE).hit_rate(size) == pytest.approx(played(size))
 
 
-def test_the_least_room_for_a_hit_rate_is_just_enough():
-    reuse = ReuseDistances(TRACE)
-    for rate in (0.1, 0.5, reuse.best):
-        blocks = reuse.blocks_for(rate)
-        assert played(blocks) >= rate > played(blocks - 1)
-    assert reuse.blocks_for(reuse.best + 0.01) is None
-
-
 def test_a_trace_is_read_and_nonsense_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 1, "hash_ids": [0, 1]}\n{"hash_ids": [0]}\n')

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections import deque
 
 import pytest
@@ -93,17 +91,6 @@ def test_a_task_never_runs_on_the_wrong_device(tasks):
     assert ran == []
     assert tasks.add(lambda: ran.append(api.current_device())).ended.wait(5)
     assert ran == [1]
-
-
-def test_a_worker_forgets_its_task_before_it_waits(tasks):
-    Worker("w", tasks.take)
-    call = tasks.add(lambda: None)
-    ended, gone = call.ended, weakref.ref(call)
-    del call
-    assert ended.wait(5)
-    tasks.add(lambda: None).ended.wait(5)
-    gc.collect()
-    assert gone() is None
 
 
 class Stray(BaseException):
@@ -276,18 +263,6 @@ def test_a_function_that_does_not_end_is_a_time_out(runner):
         runner.launch(lambda: None, timeout_s=0.01)
     gate.set()
     runner.sync()
-
-
-def test_the_function_is_released_before_sync_returns(runner):
-    class Big:
-        pass
-
-    big = Big()
-    gone = weakref.ref(big)
-    runner.launch(lambda big=big: None)
-    del big
-    runner.sync()
-    assert gone() is None
 
 
 def test_close_lets_the_running_function_end():

@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.command import run
 from benchmarks.decide.__main__ import p99_of
-from benchmarks.handoff.measure import Sample
-from benchmarks.handoff.report import late_stores, rows_of, table
+from benchmarks.handoff.report import late_stores, table
 from benchmarks.overload import measure
 from benchmarks.report import Report
 
@@ -84,23 +83,6 @@ def test_the_table_shows_the_controls_and_how_early_each_load_began():
     found["idle_connector_prefill_s"] = {64: [0.21]}
     assert "without a pool: 200.0 ms, by one whose connector does nothing 210.0" in table(found)
     assert "began before P's `done` by -100.0, 20.0, -300.0 ms" in table(found)
-
-
-def test_rows_come_by_length_store_and_mode_whatever_was_asked_first():
-    kinds = [("shm", "settled", 64), ("shm", "relayed", 64), ("file", "settled", 64)]
-    kinds += [("shm", "relayed", 32), *kinds]
-    samples = [
-        Sample(*kind, exposed_s=i, ttft_s=i, prefill_s=i, d_computed=1, is_same=None, reason=None)
-        for i, kind in enumerate(kinds)
-    ]
-    rows = rows_of(samples)
-    assert [(r["store"], r["mode"], r["tokens"]) for r in rows] == [
-        ("shm", "relayed", 32),
-        ("file", "settled", 64),
-        ("shm", "relayed", 64),
-        ("shm", "settled", 64),
-    ]
-    assert rows[1]["exposed_s_range"] == [2, 6]
 
 
 @pytest.mark.nightly

@@ -46,16 +46,6 @@ def test_a_pool_without_bounds_finds_every_prefix_that_was_stored_by_then(lag_s)
     fleet.close()
 
 
-def test_private_caches_find_less_than_one_pool_of_the_same_room():
-    clock = Clock()
-    private = Fleet(clock, 5, 40_000, is_shared=False, lag_s=0)
-    pooled = Fleet(clock, 5, 40_000, is_shared=True, lag_s=0)
-    replay(conversations(), [private, pooled], clock)
-    assert 0 < private.hits.percent < pooled.hits.percent - 20
-    private.close()
-    pooled.close()
-
-
 def test_the_command_reads_a_file_and_writes_its_rows(tmp_path, monkeypatch):
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     line = {"timestamp": 0, "input_length": 900, "output_length": 5, "hash_ids": [0, 1]}

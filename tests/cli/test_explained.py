@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from pdstore.cli.explained import Question, cover_of, explain
 from pdstore.cli.pool_view import NamespaceUse
 from pdstore.errors import ConfigError
-from pdstore.format import block
 from pdstore.format.keys import PromptKeys
 from pdstore.format.namespace import Part
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.optional import StoredValue
-from pdstore.testing.values import put
 from tests.cli.conftest import PROMPT
 from tests.support.command import namespace_of, run, run_json, save
 
@@ -60,23 +56,6 @@ def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
     empty = explain(f"file://{tmp_path}/other", Question(ids="7,8,9"))
     assert empty.status == 1
     assert empty.document["why"] == "this pool is empty"
-
-
-def test_ids_come_from_a_file_too(filled_file, tmp_path):
-    path = tmp_path / "ids.json"
-    path.write_text(json.dumps(list(PROMPT)))
-    assert explain(filled_file, Question(ids=str(path))).status == 0
-
-
-def test_a_value_that_says_it_has_no_tokens_gives_no_block_size(file_url, prompts):
-    [key, *_] = prompts[0].store_keys([Part(0, 0)])
-    value = bytearray(block.HEADER_BYTES + 64)
-    header = block.Header(0, 0, 0, 0, 0, 64, prompts[0].namespace.digest, prompts[0].hash_of(0))
-    block.seal(memoryview(value), header)
-    store = open_store(file_url, read_settings())
-    put(store, [key], [bytes(value)])
-    store.close()
-    assert explain(file_url, Question(ids=IDS)).document["block_tokens"] == 64
 
 
 def test_a_pool_of_many_namespaces_is_not_tried_whole_but_for_the_one_that_is_meant(file_url):

@@ -13,7 +13,6 @@ from pdstore.cli.pool_view import StoredKey, open_pool
 from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey, Kind, PromptKeys
 from pdstore.format.namespace import Part
-from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
@@ -129,15 +128,6 @@ def test_a_key_that_nobody_of_ours_made_harms_no_command(redis_server, prompts, 
     assert run("du", "--store", server.url).status == 0
 
 
-def test_a_missing_value_is_status_1_and_nonsense_status_2(file_url, keys):
-    ran = run("inspect", keys[0], "--store", file_url)
-    assert (ran.status, ran.err) == (1, "")
-    assert "missing" in ran.out
-    ran = run("inspect", "nonsense", "--store", file_url)
-    assert ran.status == 2
-    assert "`pdstore ls` shows them" in ran.err
-
-
 PLUGIN = Path(__file__).parents[2] / "examples" / "store_plugin"
 
 
@@ -192,13 +182,6 @@ def test_a_store_that_cannot_list_is_cleared_by_the_whole_name(sqlite, prompts):
 
 
 KEY = BlockKey("pds1:" + "a" * 32 + ":0:0:" + "b" * 32)
-
-
-def test_what_is_no_value_of_ours_is_damaged(file_url):
-    with open_pool(file_url) as pool:
-        assert pool.read(KEY) is None
-        put(pool.store, [KEY], [b"short"])
-        assert pool.read(KEY) == (5, None, Reason.CORRUPT)
 
 
 @pytest.mark.parametrize("name", ["file://{}/pool", "shm://pool?dir={}"])

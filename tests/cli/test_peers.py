@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import start_http_server
 
 from pdstore.cli.answer import Level
-from pdstore.cli.peers import check_peers, http_get
+from pdstore.cli.peers import check_peers
 from pdstore.metrics import Metrics
 from pdstore.testing.threads import start_background
 
@@ -100,13 +100,6 @@ def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compar
     assert wrong.remedy.startswith("redis://127.0.0.1:6379 is another place for each")
 
 
-def test_a_pool_that_an_instance_does_not_know_yet_is_no_other_one(compare):
-    found = compare(status_of(), status_of(pool=None))
-    assert not found_wrong(found)
-    assert "pool" not in {f.subject for f in found}
-    assert any("pool not known" in f.said for f in found)
-
-
 @pytest.mark.parametrize("status", [{}, [], {"namespace": {"fields": None}}])
 def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, status):
     [finding] = compare(status)
@@ -185,21 +178,6 @@ def slow(first: bytes, piece: bytes):
             yield piece
 
     return pieces
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        slow(HEAD + b"\r\n", b"#"),
-        slow(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n#\r\n"),
-    ],
-    ids=["body", "chunks"],
-)
-def test_an_answer_that_trickles_ends_at_its_time(serve, pieces):
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError):
-        http_get(serve(pieces), 0.2)
-    assert time.monotonic() - begin < SOON_S
 
 
 def test_the_doctor_ends_at_a_server_that_sends_for_ever(serve):

@@ -77,14 +77,6 @@ def test_a_stored_prompt_is_loaded_behind_what_the_engine_has(request_of, instan
     assert compute(request, 1, start=299) == [None], "it is in the pool"
 
 
-def test_an_engine_may_load_fewer_tokens_than_are_found(request_of, instance_):
-    saved(instance_)
-    request = request_of(may_load=True)
-    assert eventually(request.poll)
-    request.find(0, len(PROMPT))
-    assert request.plan_load(130, ROOM).keys.num_tokens == 128
-
-
 def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_saved_again(
     request_of, instance_
 ):

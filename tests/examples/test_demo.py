@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from examples.demo.pools import choose, open_pool
 from examples.demo.processes import DemoError, Processes
 from examples.demo.report import Run, Runs, problems_of, verdict
 from examples.demo.row import Row
-from tests.support.child import child
 from tests.support.redis_server import need_redis_server
 
 DEADLINE_S = 20
@@ -95,25 +93,6 @@ def test_a_child_that_ends_early_fails_the_wait_with_its_log(logs: Path) -> None
         with pytest.raises(DemoError, match=r"(?s)child ended with status 1.*no such thing"):
             children.wait_ready(DEADLINE_S, lambda text: None)
     assert sorted((logs / "child.log").read_text().splitlines()) == ["first", "no such thing"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
-def test_children_do_not_outlive_a_killed_demo(tmp_path: Path) -> None:
-    program = f"""
-import pathlib, time
-from examples.demo import processes
-processes.LOGS = pathlib.Path({str(tmp_path)!r})
-child = processes.Processes().start("child", {SLEEP!r}, lambda: True)
-print(child.popen.pid, flush=True)
-time.sleep(600)
-"""
-    command = [sys.executable, "-c", program]
-    with child(command, stdout=subprocess.PIPE, cwd=processes.ROOT) as demo:
-        assert demo.stdout is not None
-        pid = int(demo.stdout.readline())
-        assert is_alive(pid)
-        demo.kill()
-    assert eventually(lambda: not is_alive(pid))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

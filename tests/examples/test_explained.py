@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-import pdstore
 from examples.mini_engine.request import Request
 from tests.support.mini_engine_kit import ask, prompt_of, until
 
@@ -44,19 +43,6 @@ def prefilled(p, prompt, **options):
     return asked.request.answer_params
 
 
-def test_each_request_is_one_line_on_p_and_one_on_d(open_one, said):
-    p, d = open_one("prefill"), open_one("decode")
-    prompt = prompt_of(100)
-    params = prefilled(p, prompt, id="client-7")
-    handoff = params["pdstore"]["attempt"]
-    ask(d, prompt, id="client-7", kv_transfer_params=params).wait()
-    name = f"request client-7: hand-off {handoff}, 100 tokens "
-    assert said(rf"{name}\(0 matched, 0 loaded, 100 computed, 100 saved\); wait [\d.]+ s, compute")
-    assert said(rf"{name}\(100 matched, 99 loaded, 1 computed, 0 saved\); wait [\d.]+ s, load")
-    (record,) = d.adapter.journal.last()
-    assert {phase.name for phase in record.phases} == {"wait", "load", "compute"}
-
-
 def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, said, monkeypatch):
     p, d = open_one("prefill"), open_one("decode")
     prompt = prompt_of(100)
@@ -71,22 +57,6 @@ def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, sai
     monkeypatch.setattr(d.adapter.pool, "load", lose_then_load)
     ask(d, prompt, kv_transfer_params=params).wait()
     assert said(r"a load fell short \(lost\).*Look at the pool's size")
-
-
-def test_what_stands_behind_a_save_that_fell_short_is_not_saved(open_one, said, monkeypatch):
-    both = open_one("both")
-    begin, first = both.adapter.pool.begin_save, []
-
-    def lose_the_first(*arguments, **options):
-        save = begin(*arguments, **options)
-        if not first:
-            first.append(save)
-            save.job.cancel()
-        return save
-
-    monkeypatch.setattr(both.adapter.pool, "begin_save", lose_the_first)
-    ask(both, prompt_of(128), max_tokens=1).wait()
-    assert said(r"128 tokens \(.* 128 computed, 0 saved\).*cancelled")
 
 
 def test_an_instance_with_the_switch_off_tells_of_a_handoff_that_it_ignores(
@@ -110,14 +80,6 @@ def test_a_store_that_fails_is_a_problem_until_it_answers(open_one, said, tmp_pa
     pool.unlink()
     (tmp_path / "away").rename(pool)
     until(lambda: ask(d, prompt_of(40)).wait() and d.problem is None)
-
-
-def test_an_engine_tries_its_own_layout_first_where_it_is_asked_to(open_one, said, tmp_path):
-    open_one("decode", selftest=True)
-    assert said("bytes came back byte for byte")
-    spoilt = f"faulty+file://{tmp_path}/pool?error_rate=0&miss_rate=0&corrupt_rate=1"
-    with pytest.raises(pdstore.StoreError, match="self-test's load failed"):
-        open_one("decode", selftest=True, store=spoilt)
 
 
 def test_a_store_that_takes_no_writes_costs_d_one_wait(open_one, said, redis_server):

@@ -131,14 +131,6 @@ async def test_d_computes_p_s_token_alone_and_the_answer_is_that_of_one(engines,
     assert got.cost == {"loaded_tokens": loaded, "computed_tokens": 1, "reason": None}
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"return_token_ids": True, "logprobs": 0}])
-@pytest.mark.parametrize("num_tokens", [64, 150])
-async def test_a_stream_is_that_of_one(engines, more, num_tokens):
-    got = await ask(engines, prompt=prompt_of(num_tokens), ignore_eos=True, **STREAM, **more)
-    got.assert_same()
-    assert got.cost["computed_tokens"] == 1
-
-
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}])
 @pytest.mark.parametrize("stream", [{}, STREAM])
 async def test_a_chat_is_answered_as_by_one(engines, stream, more):
@@ -149,13 +141,6 @@ async def test_a_chat_is_answered_as_by_one(engines, stream, more):
         assert got.cost["computed_tokens"] == 1
         num_spliced += got.num_spliced
     assert num_spliced > 0, "every first token was half a character"
-
-
-@pytest.mark.parametrize("stream", [{}, STREAM])
-@pytest.mark.parametrize("max_tokens", [1, 2])
-async def test_short_answers_are_those_of_one(engines, stream, max_tokens):
-    got = await ask(engines, max_tokens=max_tokens, logprobs=1, **stream)
-    got.assert_same()
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM])

@@ -186,24 +186,6 @@ def test_a_save_does_not_delay_the_answer_and_keeps_its_blocks(open_instance, he
     assert decode(d, prompt_of(100), params).request.num_fed == 1
 
 
-def test_a_prefill_that_is_aborted_gives_its_blocks_back_after_its_saves(
-    open_instance, held, monkeypatch
-):
-    p = open_instance("prefill", max_num_batched_tokens=64)
-    gate = Gate(p, monkeypatch)
-    held[0].hold()
-    asked = ask(p, prompt_of(150), max_tokens=1)
-    gate.wait_for_step()
-    gate.open(1)
-    gate.wait_for_step()
-    until(lambda: held[0].num_held == 1)
-    p.abort(asked.request)
-    gate.open()
-    assert asked.wait().finish == Finish("abort")
-    assert p.cache.num_free < p.cache.num_blocks
-    held[0].release()
-
-
 @pytest.mark.parametrize("half", ["cache", "pool"])
 @pytest.mark.parametrize("on_miss", ["compute", "fail"])
 def test_a_bug_in_the_pool_costs_hits_or_the_handed_over_request(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from examples.mini_engine.attention import Chunk
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Finish, Request
-from pdstore.errors import ConfigError
 from tests.support.mini_engine_kit import (
     SHAPES,
     Gate,
@@ -70,31 +67,3 @@ def test_each_layer_is_reported_when_its_kv_is_written(open_engine, num_tokens):
 
     engine.model.forward([Chunk(request, 0, num_tokens)], cache, layer_written)
     assert written == [(0, [True, False]), (1, [True, True])]
-
-
-def test_without_the_switch_there_is_no_adapter_and_nothing_is_counted(open_engine):
-    engine = open_engine()
-    ask(engine, prompt_of(5)).wait()
-    assert engine.adapter is None
-    assert engine.counters.registry.get_sample_value("mini_engine_computed_tokens_total") == 5 + 7
-    samples = [sample for m in engine.counters.registry.collect() for sample in m.samples]
-    counts = [s for s in samples if s.name.startswith("pdstore_") and s.name.endswith("_total")]
-    assert counts
-    assert not any(s.value for s in counts)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "gpt2"}, "'gpt2'"),
-        ({"rope_parameters": DYNAMIC}, "dynamic"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_paged_is_refused(
-    open_engine, checkpoints, tmp_path, monkeypatch, change, words
-):
-    config = json.loads((checkpoints["llama"] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    monkeypatch.setitem(checkpoints, "odd", tmp_path)
-    with pytest.raises(ConfigError, match=words):
-        open_engine("odd")

@@ -87,21 +87,6 @@ def test_the_request_of_the_quickstart_is_answered(serving):
     assert answer.json()["usage"]["completion_tokens"] == 24
 
 
-def test_an_answer_says_what_it_cost(serving):
-    answer = serving.ask(max_tokens=5)
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == "tiny"
-    assert answer["choices"][0]["finish_reason"] == "length"
-    num_prompt = len(serving.engine.model.tokenizer(PROMPT)["input_ids"])
-    assert answer["usage"] == {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": 5,
-        "total_tokens": num_prompt + 5,
-        "prompt_tokens_details": {"cached_tokens": 0},
-        "pdstore": {"loaded_tokens": 0, "computed_tokens": num_prompt, "reason": None},
-    }
-
-
 def test_a_stream_says_the_same_in_parts(serving):
     options = {"max_tokens": 40, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
     whole = serving.ask(**options)
@@ -166,16 +151,6 @@ def test_another_model_and_another_path_are_not_found(serving):
     assert serving.client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     assert serving.client.get("/v1/completions").status_code == 405
     assert serving.ask(model="tiny", temperature=0, seed=3, user="me", max_tokens=1)
-
-
-def test_models_health_and_metrics(serving):
-    assert serving.client.get("/health").json() == {"status": "ok"}
-    model = serving.client.get("/v1/models").json()["data"][0]
-    assert (model["id"], model["max_model_len"]) == ("tiny", 2048)
-    serving.ask(max_tokens=3)
-    metrics = serving.client.get("/metrics").text
-    assert "mini_engine_generated_tokens_total" in metrics
-    assert "pdstore_slots_lent 0.0" in metrics
 
 
 def test_a_client_that_goes_ends_its_request(serving, monkeypatch):

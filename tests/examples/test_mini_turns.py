@@ -38,15 +38,6 @@ def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
     assert second.request.num_fed == 1
 
 
-def test_without_the_setting_only_the_prompt_is_found(open_instance):
-    p, d = open_instance("prefill"), open_instance("decode")
-    prompt = prompt_of(100)
-    first = ask(d, prompt, 100, kv_transfer_params=hand_over(p, prompt)).wait()
-    until_stored(d)
-    asked = ask(p, prompt + first.ids, max_tokens=1).wait()
-    assert asked.request.num_loaded == BLOCK
-
-
 def test_what_d_had_to_compute_is_saved_with_the_answer(open_instance):
     d, p = open_instance("decode", pd=SAVING), open_instance("prefill")
     prompt = prompt_of(100)

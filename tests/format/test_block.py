@@ -75,21 +75,11 @@ def test_any_flipped_bit_is_corrupt(bit):
     assert verify(memoryview(value), HEADER) is Reason.CORRUPT
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 100, HEADER_BYTES + 95])
-def test_a_truncated_value_is_corrupt(length):
-    assert verify(memoryview(sealed())[:length], HEADER) is Reason.CORRUPT
-
-
 @pytest.mark.parametrize("field", [f for f in Header._fields if f != "payload_bytes"])
 def test_a_whole_value_of_another_key_is_foreign(field):
     other = b"o" * 16 if isinstance(getattr(HEADER, field), bytes) else getattr(HEADER, field) + 1
     value = sealed(HEADER._replace(**{field: other}))
     assert verify(memoryview(value), HEADER) is Reason.FOREIGN
-
-
-def test_sealing_a_value_of_another_length_is_an_error():
-    with pytest.raises(ValueError, match="payload"):
-        seal(memoryview(bytearray(HEADER_BYTES + 95)), HEADER)
 
 
 @given(st.binary(max_size=300))
@@ -131,10 +121,6 @@ def test_the_format_is_fixed():
         "264d4b4af01da81f291ad5a1a97b63dcd2a8571b5e557c72a68c389cd2b7c9c4"
     )
     assert decrypted(Envelopes([KEY]), envelope) == VALUE
-
-
-def test_another_key_does_not_read_it():
-    assert decrypted(Envelopes([OTHER]), encrypted(Envelopes([KEY]))) is Reason.OTHER_SEAL
 
 
 def test_a_value_without_an_envelope_is_no_value():

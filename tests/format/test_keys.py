@@ -139,13 +139,6 @@ def test_blocks_that_the_engine_has_named_have_the_keys_of_their_prompt():
     assert named.prefix(8).store_keys(PARTS) == keys.prefix(8).store_keys(PARTS)
 
 
-def test_keys_are_block_major_then_parts():
-    keys = PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS)
-    assert [tuple(map(int, k.split(":")[2:4])) for k in keys] == [tuple(p) for p in PARTS] * 2
-    assert keys[3].endswith(":partial:2")
-    assert PromptKeys(NAMESPACE).extend(range(6)).store_keys(PARTS, start=1) == keys[3:]
-
-
 @pytest.mark.parametrize(
     ("item", "touched"),
     [
@@ -259,16 +252,6 @@ def test_every_block_has_the_items_that_touch_it_in_the_order_given(items, num_t
             extras = extras_of(items, 4 * block, size)
             previous = hashlib.sha256(previous + tokens + extras).digest()[:16]
             assert keys.hash_of(block) == previous
-
-
-@given(ITEMS, st.integers(0, 40), st.integers(0, 40))
-def test_a_prefix_that_is_extended_differently_has_its_own_items(items, num_tokens, more):
-    namespace = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
-    keys = PromptKeys(namespace, items=items).extend(range(40))
-    short = keys.prefix(num_tokens)
-    again = PromptKeys(namespace, items=items).extend(range(short.num_tokens))
-    extended = (short.extend(range(more)), again.extend(range(more)))
-    assert extended[0].store_keys(namespace.parts) == extended[1].store_keys(namespace.parts)
 
 
 def num_lines(num_blocks: int, num_items: int) -> int:

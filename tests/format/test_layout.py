@@ -135,19 +135,6 @@ def test_stages_that_end_inside_a_range_are_refused_with_the_number_that_fits(
         assert before < after
 
 
-def test_stages_that_no_number_of_ranges_fits_are_refused():
-    with pytest.raises(LayoutError, match="no PDSTORE_LAYER_RANGES up to 64"):
-        check(staged(1, 126), [FULL] * 127, 4)
-
-
-@pytest.mark.parametrize(
-    "wrong", [Pipeline((0, 0), 0), Pipeline((0, 2, 2), 0), Pipeline((0, 1, 1), 2)]
-)
-def test_stages_that_are_not_those_of_the_layers_are_refused(wrong):
-    with pytest.raises(LayoutError, match="stage"):
-        check(wrong, [FULL] * 3, 3)
-
-
 NAMESPACE_CHANGES = [
     {"dtype": "float16"},
     {"quantization": "fp8"},

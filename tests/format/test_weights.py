@@ -44,13 +44,6 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     assert weights_revision(a, SETTINGS) != before
 
 
-@pytest.mark.parametrize("text", ["[1]", "not json", "7"])
-def test_a_damaged_cache_costs_a_second_look(tmp_path, text):
-    (tmp_path / "cache" / "pdstore").mkdir(parents=True)
-    (tmp_path / "cache" / "pdstore" / "weights.json").write_text(text)
-    assert weights_revision(checkpoint(tmp_path / "a"), SETTINGS).startswith("sha256:")
-
-
 def test_a_name_wins_over_the_files_and_a_hubs_snapshot_has_one(tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = checkpoint(tmp_path / "snapshots" / commit)

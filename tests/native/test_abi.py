@@ -165,34 +165,11 @@ def test_a_library_that_cannot_be_had_is_looked_for_once_and_its_reason_is_kept(
     assert looks == [False]
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-def test_who_must_not_wait_gets_what_is_built_and_looks_for_it_once(is_built):
-    path, looks = native_kit.open_library().path, []
-
-    def find_built():
-        looks.append(1)
-        return path if is_built else None
-
-    loader = LibraryLoader(missing, find_built)
-    found = [loader.built(settings_of()) for _ in range(2)]
-    assert looks == [1]
-    assert found[0] is found[1]
-    assert (found[0] is not None) is is_built
-    assert loader.built(settings_of(native="off")) is None
-
-
 @pytest.mark.skipif(native_kit.HAS_GPU, reason="there is a GPU")
 def test_a_library_that_finds_no_gpu_does_not_serve_one():
     loader = LibraryLoader(lambda *, with_cuda: native_kit.open_library().path)
     with pytest.raises(ConfigError, match=r"finds no GPU|was built without CUDA"):
         loader.load(settings_of(native="require"), for_gpu=True)
-
-
-def test_a_file_that_is_no_library_is_an_error(tmp_path):
-    path = tmp_path / "libpdstore.so"
-    path.write_text("no")
-    with pytest.raises(NativeError, match="cannot load"):
-        Library(path)
 
 
 def test_a_library_of_another_abi_is_refused_before_it_is_asked_for_more(tmp_path):

@@ -15,7 +15,6 @@ from pdstore.errors import StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES, checksum
 from pdstore.format.layout import Layout
 from pdstore.native.arena import ValueBatch
-from pdstore.native.library import address_of
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import filled_slots, fresh_keys, get, put
 from pdstore.worker.swap.base import BlockCopy
@@ -86,14 +85,6 @@ def stored(rig, blocks):
     assert filled == ([0, 1], 2 * rig.size, None)
     assert rig.store.counts().reserved == 0
     return keys
-
-
-def test_what_is_filled_can_be_taken_to_other_blocks(rig):
-    keys = stored(rig, [3, 5])
-    taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
-    assert taken.copies.wait(10)
-    assert rig.store.confirm(taken) == (2, 2)
-    assert [rig.payload_of(n) for n in (6, 7)] == [rig.payload_of(n) for n in (3, 5)]
 
 
 def test_batches_are_stored_in_one_call_and_their_values_are_numbered_through(rig):
@@ -255,26 +246,3 @@ def test_the_first_that_cannot_be_written_is_told(write, tmp_path, position):
 def test_nothing_is_stored_where_the_directory_above_is_missing(write, tmp_path):
     assert write(["gone/x/a"], [b"y" * 100])[0] == (0, errno.ENOENT)
     assert files_in(tmp_path) == []
-
-
-def test_a_temporary_name_that_is_taken_stores_nothing_and_no_link_is_followed(write, tmp_path):
-    (tmp_path / "new-0").write_bytes(b"somebody's")
-    assert write(["a"], [b"y" * 64])[0] == (0, errno.EEXIST)
-    assert files_in(tmp_path) == ["new-0"]
-    (tmp_path / "new-0").unlink()
-    (tmp_path / "target").write_bytes(b"somebody's")
-    (tmp_path / "new-0").symlink_to("target")
-    (tmp_path / "a").symlink_to("nowhere")
-    assert write(["b"], [b"y" * 64])[0] == (0, errno.EEXIST)
-    (tmp_path / "new-0").unlink()
-    assert write(["a"], [b"y" * 64])[0] == (1, 0), "the name is taken"
-    assert (tmp_path / "target").read_bytes() == b"somebody's"
-    assert not (tmp_path / "nowhere").exists()
-
-
-def test_the_sums_of_many_values_are_those_of_each(library):
-    chance = random.Random(0)
-    sizes = [HEADER_BYTES, HEADER_BYTES + 1, 4096, 240, 241, 1 << 20, (1 << 20) + 7]
-    values = [memoryview(bytearray(chance.randbytes(size))) for size in sizes]
-    sums = library.sum_values([address_of(value) for value in values], sizes)
-    assert sums == [checksum(value) for value in values]

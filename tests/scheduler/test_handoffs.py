@@ -137,14 +137,6 @@ def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(rig):
     assert early.wait(10).follow
 
 
-def test_a_p_that_computes_longer_than_d_may_wait_is_followed_from_then_on(rig):
-    one = rig(handoff_wait_s=0.3)
-    one.learn(1.0)
-    began = time.monotonic()
-    assert one.start_both().wait(10).follow
-    assert 0.2 < time.monotonic() - began < 0.9
-
-
 @pytest.mark.parametrize(("ending", "reason"), [("done", None), ("failed", Reason.HANDOFF_FAILED)])
 def test_a_lookup_that_follows_is_matched_when_nothing_more_will_come(rig, ending, reason):
     one, handoff = rig(), HandoffId.new()
@@ -167,17 +159,6 @@ def test_a_p_whose_last_save_fell_short_and_shows_no_sign_is_waited_for_30_ms(ri
     one, start = rig(store()), time.monotonic()
     assert one.lookup(HandoffId.new(), last_save="store_full").wait(10).reason
     assert 0.02 <= time.monotonic() - start < 1.0
-
-
-def test_a_p_whose_last_save_fell_short_and_that_has_started_is_waited_for(rig):
-    one, handoff = rig(), HandoffId.new()
-    one.put_blocks()
-    one.put(handoff.started(NAMESPACE))
-    lookup = one.lookup(handoff, last_save="store_full")
-    with pytest.raises(TimeoutError):
-        lookup.wait(0.2)
-    one.put_done(handoff)
-    assert lookup.wait(10).reason is None
 
 
 def test_without_markers_the_wait_ends_at_its_time(rig):
@@ -244,14 +225,3 @@ def test_another_pool_is_noticed_later_where_the_store_did_not_answer_at_first(r
         time.sleep(0.05)
         assert lookup.poll() is None
     assert lookup.wait(10).reason is Reason.OTHER_POOL
-
-
-def test_a_store_that_faults_costs_one_plain_lookup(rig, monkeypatch):
-    def fault(keys):
-        raise SystemExit(1)
-
-    one = rig()
-    with monkeypatch.context() as patch:
-        patch.setattr(one.store, "match", fault)
-        assert one.cache.lookup(one.keys).wait(10).reason is Reason.FAULT
-    assert one.cache.lookup(one.keys).wait(0.9).reason is Reason.ABSENT

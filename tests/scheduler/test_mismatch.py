@@ -143,19 +143,6 @@ def test_equal_names_of_other_weights_are_one_warning_for_each_peer(with_files, 
     assert "Give each checkpoint a PDSTORE_WEIGHTS of its own, or unset it on both" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("theirs", "weights"),
-    [("sha256:b", "prod"), ("commit:a", "prod"), ("sha256:a", None)],
-)
-def test_weights_that_cannot_be_said_to_differ_are_no_warning(with_files, caplog, theirs, weights):
-    p, d = (with_files(lambda _, it=it: it, weights=weights) for it in (theirs, "sha256:b"))
-    for one in (p, d) if weights else ():
-        answer_of(one)
-    d.lookup(d.keys(range(9)), p.announce(p.keys(range(9)))[1]).cancel()
-    assert "PDSTORE_WEIGHTS" not in caplog.text
-    assert ("weights_files" in p.announce(p.keys(range(9)))[1]["pdstore"]) is bool(weights)
-
-
 def test_nobody_waits_for_the_digest_of_the_weights(with_files):
     may_end = threading.Event()
 

@@ -167,15 +167,6 @@ def test_who_follows_a_prompt_of_another_length_follows_the_whole_blocks_of_both
     assert (found.num_tokens, found.keys.num_tokens) == (shared, shared)
 
 
-def test_who_follows_another_pool_or_namespace_is_told_so(instance):
-    p, d = instance(), instance(over=open_store("memory://", settings_of()))
-    eventually(lambda: p.cache.pool_id and d.cache.pool_id)
-    _, params = p.cache.announce(p.cache.keys(range(100)))
-    assert d.cache.follow(d.cache.keys(range(100)), params).wait(5).reason is Reason.OTHER_POOL
-    other = instance(weights="other")
-    assert other.cache.follow(d.cache.keys(range(9)), params).poll().reason is Reason.NAMESPACE
-
-
 def test_a_read_only_instance_announces_nothing_to_wait_for(instance):
     p = instance(publish=False)
     assert p.cache.announce(p.cache.keys(range(100)))[1] == {}
@@ -197,14 +188,6 @@ def test_a_malformed_handoff_is_an_error_of_that_request(instance):
     d = instance()
     with pytest.raises(ValueError, match="attempt"):
         d.cache.lookup(d.cache.keys(range(10)), {"pdstore": {"attempt": "x"}})
-
-
-def test_a_cancelled_lookup_ends(instance):
-    d = instance(handoff_wait_s=30.0)
-    lookup = d.cache.lookup(d.cache.keys(range(10)), {"pdstore": {"attempt": "0" * 32}})
-    lookup.cancel()
-    assert lookup.poll().reason is Reason.CANCELLED
-    eventually(lambda: d.cache.num_waiting == 0)
 
 
 def test_while_the_store_hangs_later_lookups_are_answered_at_once(instance, store):

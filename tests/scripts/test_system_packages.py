@@ -108,18 +108,6 @@ def test_what_is_only_wanted_is_asked_of_apt_where_that_may_be_and_stops_nothing
     assert wanted == ([packages] if number == "0" else [])
 
 
-@pytest.mark.parametrize("where", ["url", "docker"])
-def test_a_redis_elsewhere_is_enough_where_none_can_be_installed(
-    system: System, where: str
-) -> None:
-    system.complete()
-    (system.bin / "redis-server").unlink()
-    url = {"TEST_REDIS_URL": "redis://h:1"} if where == "url" else {}
-    if where == "docker":
-        system.program("docker")
-    assert system.check(**url).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("goal", "packages"),
     [
@@ -139,8 +127,3 @@ def test_make_stops_before_anything_runs(
     assert done.returncode != 0
     assert done.stderr.splitlines()[0] == f"{INSTALL} {packages}"
     assert not venv.exists()
-
-
-def test_an_old_python_is_said_first(system: System, tmp_path: Path) -> None:
-    done = system.run("make", "-s", "demo", "PYTHON=python", f"VENV={tmp_path}/venv")
-    assert done.stderr.splitlines()[0].startswith("python is missing or older than 3.10")

@@ -15,8 +15,6 @@ from pdstore.settings import read_settings
 from pdstore.status.reporting import Reporting
 from tests.status.test_snapshot import CACHE
 from tests.support.kv import eventually
-from tests.support.otlp_receiver import receiving
-from tests.telemetry.test_request_record import RECORD
 
 
 @pytest.fixture
@@ -64,13 +62,3 @@ def test_the_page_adds_up_the_numbers_of_several_registries(report):
     assert shown["misses_total|lost"] == 2
     assert shown["jobs_alive"] == 4
     assert shown["store_used_bytes"] == 7, "both look at the same store"
-
-
-def test_records_become_spans(report):
-    with receiving() as receiver:
-        one = report(traces=receiver.url, role="decode")
-        one.journal.add(RECORD)
-        one.close()
-    assert {span.name for span in receiver.spans} == {
-        *("pdstore.request", "pdstore.wait", "pdstore.load"),
-    }

@@ -9,10 +9,8 @@ import time
 import pytest
 
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
-from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.wrappers import GuardedStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
 
@@ -53,40 +51,6 @@ def test_a_seed_repeats_its_faults():
     assert first != outcomes_of(8)
 
 
-def test_it_fails_now_and_then_without_being_told_how_often():
-    failed = 0
-    with opened("faulty+memory://") as store:
-        for _ in range(2000):
-            failed += 1
-            with contextlib.suppress(StoreUnavailable):
-                store.match(fresh_keys(1))
-                failed -= 1
-    assert 10 < failed < 100
-
-
-def test_it_counts_what_it_did_by_kind():
-    keys, failed = fresh_keys(1), 0
-    url = "faulty+memory://?error_rate=0.3&miss_rate=0.3&corrupt_rate=0.3"
-    with opened(url) as store:
-        for _ in range(100):
-            failed += 1
-            with contextlib.suppress(StoreUnavailable):
-                put(store, keys, [b"x" * 64])
-                failed -= 1
-        assert store.codes()["faulty_error"] == failed
-        for _ in range(100):
-            with contextlib.suppress(StoreUnavailable):
-                get(store, keys, [64])
-        assert store.codes().keys() == {"faulty_error", "faulty_miss", "faulty_corrupt"}
-        shown = connected_codes(store)
-    assert shown == store.codes()
-
-
-def connected_codes(store) -> dict:
-    """The codes that an engine's metrics show of its store."""
-    return dict(GuardedStore(store, Metrics()).codes())
-
-
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -110,12 +74,6 @@ def test_reads_are_as_slow_as_the_url_says():
         start = time.monotonic()
         assert len(get(store, keys, [50_000] * 2)) == 2
         assert time.monotonic() - start >= 0.1
-
-
-def test_no_message_shows_a_password():
-    with pytest.raises(ConfigError) as caught:
-        open_store("faulty+redis://user:hush@host?what=1", Settings())
-    assert "hush" not in str(caught.value)
 
 
 def test_without_pytest_it_names_the_install_command(monkeypatch):

@@ -9,7 +9,6 @@ import tracemalloc
 import hypothesis
 import pytest
 
-from pdstore.errors import StoreFull
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
@@ -64,22 +63,6 @@ def test_stores_of_one_name_share_values_until_the_last_one_closes():
 @pytest.fixture
 def clock():
     return Clock()
-
-
-def test_leased_and_fresh_values_stay_and_the_rest_goes(clock):
-    store, keys = MemoryStore(budget=40, lease_s=5.0, clock=clock), fresh_keys(9)
-    put(store, keys[:4], [b"x" * 10] * 4)
-    with pytest.raises(StoreFull):
-        put(store, keys[4:5], [b"x" * 10])
-    clock.now += 2.0
-    store.match(keys[:3])
-    clock.now += 4.9
-    with pytest.raises(StoreFull) as caught:
-        put(store, keys[4:6], [b"x" * 10] * 2)
-    assert caught.value.num_done == 1
-    clock.now += 0.2
-    put(store, keys[5:8], [b"x" * 10] * 3)
-    assert store.match(keys[4:8]) == 4
 
 
 def test_a_closed_store_gives_its_memory_back():

@@ -85,17 +85,6 @@ def test_processes_read_what_the_others_write(url, in_three_processes):
     assert results == [90, 90, 90]
 
 
-def open_write_close(root, keys) -> int:
-    with contextlib.closing(FileStore(root)) as store:
-        return put(store, keys, [content(key, 100) for key in keys])
-
-
-def test_processes_may_make_the_directory_at_once(tmp_path, in_three_processes):
-    root, keys = tmp_path / "a" / "pool", fresh_keys(20)
-    assert in_three_processes(open_write_close, *[(root, keys)] * 3) == [20] * 3
-    assert list((root / "tmp").iterdir()) == []
-
-
 def put_under_pressure(root, budget, seed) -> tuple[int, int]:
     """Puts more than there is room for, reads back at random; how many were stored and found."""
     file_eviction.FRESH_S = 0.0  # a second is the whole test here

@@ -7,10 +7,8 @@ import contextlib
 import pytest
 
 from pdstore.errors import ConfigError
-from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.connect import connect_store
 from pdstore.store.registry import check_url
 from pdstore.testing import fresh_keys
 
@@ -68,20 +66,6 @@ def test_the_store_of_an_installed_package_opens_by_its_scheme(install):
         assert store.match(fresh_keys(1)) == 0
 
 
-def test_an_engine_uses_it_by_the_setting(install):
-    install("shelf2", "shelf = shelf2:ShelfStore")
-    with contextlib.closing(connect_store(Settings(store="shelf://"), Metrics())) as store:
-        assert store.label == "shelf://"
-
-
-def test_a_package_may_check_a_url_before_it_opens_it(install):
-    install("shelf5", "shelf = shelf5:ShelfStore\nchecked = shelf5:Checked")
-    check_url("shelf://?size=3", Settings())  # has no check: `open` refuses it
-    check_url("checked://", Settings())
-    with pytest.raises(ConfigError, match="unknown option 'size'"):
-        check_url("checked://?size=3", Settings())
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -101,11 +85,6 @@ def test_a_check_says_what_opening_would_and_makes_nothing(url, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_scheme_names_those_of_packages_too(install):
-    install("shelf4", "shelf = shelf4:ShelfStore")
-    assert ", shelf://" in refusal_of("other://")
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -120,11 +99,6 @@ def test_a_broken_package_is_named(install, value, words):
     text = refusal_of("shelf://")
     assert text.startswith(f"'{value}' of broken 1.2, which serves shelf://,")
     assert words in text
-
-
-def test_a_broken_package_harms_no_other_scheme(install):
-    install("broken2", "shelf = nothing:ShelfStore")
-    open_store("memory://", Settings()).close()
 
 
 def test_two_packages_of_one_scheme_are_both_named(install):

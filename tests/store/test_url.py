@@ -43,11 +43,6 @@ def test_no_message_shows_a_password(url):
     assert not any("hu" in text.replace("what", "") or "sh@" in text for text in shown), shown
 
 
-def test_names_and_passwords_are_percent_decoded():
-    url = StoreURL.of("redis://us%3Aer:p%40ss%2F%23@host:1/2?timeout=3")
-    assert (url.username, url.password, url.host, url.port) == ("us:er", "p@ss/#", "host", 1)
-
-
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -75,16 +70,6 @@ def test_options_are_taken_with_their_defaults_and_what_is_left_is_refused():
         url.finish("budget, lease")
 
 
-def test_the_inner_url_has_the_options_that_are_left():
-    url = StoreURL.of("faulty+redis://us%3Aer:p%40ss@host:1/2?seed=3&ca=%2Fa%20b&timeout=1")
-    url.options.pop("seed")
-    inner = StoreURL.of(url.inner("faulty+"))
-    assert inner.text == "redis://us%3Aer:p%40ss@host:1/2?ca=%2Fa+b&timeout=1"
-    assert inner.options == {"ca": "/a b", "timeout": "1"}
-    url.options.clear()
-    assert url.inner("faulty+") == "redis://us%3Aer:p%40ss@host:1/2"
-
-
 @pytest.mark.parametrize(
     "url", ["redis://u:/hush@host", "redis://u:a@b/hush@host", "rediss://u:?hush=1@host"]
 )
@@ -105,19 +90,6 @@ def test_what_is_no_text_is_refused(url):
     with pytest.raises(ConfigError, match="no text") as caught:
         StoreURL.of(url)
     assert "hush" not in str(caught.value)
-
-
-def test_hosts_after_the_first_are_apart():
-    url = StoreURL.of("redis+cluster://u:a,b@one:7000,two,[::1]:7002/0?timeout=1")
-    assert (url.host, url.port, url.password, url.path) == ("one", 7000, "a,b", "/0")
-    assert url.more_hosts == [("two", None), ("::1", 7002)]
-    assert StoreURL.of("file:///a,b").path == "/a,b"
-
-
-@pytest.mark.parametrize("url", ["redis://a,b", "mooncake://a:1,b:2"])
-def test_a_store_that_can_use_one_host_refuses_more(url):
-    with pytest.raises(ConfigError, match="one host"):
-        open_store(url, Settings())
 
 
 def test_a_path_may_have_an_at():
@@ -149,8 +121,3 @@ def test_what_a_file_of_variables_leaves_in_a_url_is_refused_with_what_to_write(
     with pytest.raises(ConfigError, match=words) as caught:
         use(url, Settings())
     assert "hush" not in str(caught.value)
-
-
-def test_a_password_may_look_like_an_option():
-    with contextlib.closing(open_store("redis://:a;b=c@host", Settings())) as store:
-        assert store.label == "redis://:***@host"

@@ -60,13 +60,6 @@ def ended(result: JobResult, direction: Direction = LOAD) -> Job:
     return job
 
 
-def carried(job: Job) -> JobResult | None:
-    """Does what a worker does for a job now. Returns how the job ended; None if it goes on."""
-    while (child := job.begin_child(lambda _: True, lambda _: None)) is not None:
-        child.run()
-    return job.result
-
-
 class Gate:
     """Holds jobs inside a store call until it is opened."""
 

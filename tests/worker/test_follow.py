@@ -70,18 +70,6 @@ def test_layers_are_loaded_while_p_still_computes_others(p, d):
     assert_loaded(p, d, 200)
 
 
-def test_chunks_are_loaded_while_p_still_computes_others(p, d):
-    job, keys, saved = follow(d, 200), p.cache.keys(range(200)), 0
-    for end in (64, 130, 200):
-        assert not job.done
-        part = keys.prefix(end)
-        assert p.pool.save(part, P_BLOCKS, first_token=saved).wait(10).reason is None
-        saved = part.num_tokens
-        eventually(lambda saved=saved: is_loaded(p, d, saved, 5))
-    assert job.wait(10) == JobResult(200)
-    assert_loaded(p, d, 200)
-
-
 def test_no_token_counts_before_all_its_layers_are_loaded(p, d):
     job = follow(d, 200)
     save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)
@@ -97,14 +85,6 @@ def test_a_handoff_that_fails_ends_the_load_with_what_is_whole(p, d):
     assert p.pool.save(p.cache.keys(range(128)), P_BLOCKS).wait(10).reason is None
     p.pool.abort_handoff(ONE)
     assert job.wait(10) == JobResult(128, Reason.HANDOFF_FAILED)
-    assert_loaded(p, d, 128)
-
-
-def test_a_block_that_the_pool_lost_after_the_handoff_is_not_waited_for(p, d, store):
-    keys = p.cache.keys(range(200))
-    assert p.pool.save(keys, P_BLOCKS, handoff=ONE).wait(10).reason is None
-    store.remove([keys.store_keys([part])[2] for part in p.layout.parts])
-    assert follow(d, 200).wait(10) == JobResult(128, Reason.ABSENT)
     assert_loaded(p, d, 128)
 
 

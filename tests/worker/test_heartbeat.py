@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -83,17 +82,6 @@ def test_it_beats_from_a_hand_offs_begin_to_its_end(heartbeat, recorder):
     assert len(recorder.put_at) <= count + 1, "the turn that was under way"
 
 
-def test_many_hand_offs_are_one_beat_a_period(heartbeat, recorder):
-    one, begin = heartbeat(), time.monotonic()
-    for handoff in (ONE, OTHER, *(HandoffId.new(INSTANCE) for _ in range(20))):
-        one.begin_beats(handoff)
-    eventually(lambda: len(recorder.put_at) >= 5)
-    assert len(recorder.put_at) <= (time.monotonic() - begin) / PERIOD_S
-    one.end_beats(ONE)
-    count = len(recorder.put_at)
-    eventually(lambda: len(recorder.put_at) > count)  # for the others
-
-
 def test_the_pool_keeps_only_the_last_two_beats(heartbeat, recorder, p):
     one = heartbeat()
     one.begin_beats(ONE)
@@ -141,16 +129,6 @@ def begun(p):
     save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, starts=starts)
     save.layers_done(len(p.layout.layers))
     return save, handoff
-
-
-def test_an_arena_takes_started_on_the_calling_thread(instance, arena):
-    p, threads = instance(over=arena), []
-    put = arena.put_at_once
-    arena.put_at_once = lambda *a: threads.append(threading.current_thread()) or put(*a)
-    save, handoff = begun(p)
-    assert threads == [threading.current_thread()]
-    assert arena.match([handoff.started(p.namespace)]) == 1
-    assert save.job.wait(10).reason is None
 
 
 def test_an_instance_that_does_not_publish_tells_nobody(instance, arena):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pdstore import JobResult, LayerSpec
+from pdstore import JobResult
 from pdstore.errors import StoreTimeout
 from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
@@ -55,17 +55,6 @@ def test_what_p_saves_in_place_d_loads_in_place(instance, store, num_tokens, wor
     assert load(d, range(num_tokens)) == JobResult(num_tokens)
     assert_loaded(p, d, num_tokens)
     assert set(store.calls) == {"fill", "start_scatter", "confirm"}
-
-
-def test_parts_of_two_groups_and_shards_and_a_first_token_come_back(instance):
-    layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
-    p, d = (instance(fill=f, kv_shards=2, layers=layers, range_bytes=1) for f in (None, POISON))
-    assert save(p, range(200)).num_tokens == 200
-    job = d.pool.load(d.cache.keys(range(200)), D_BLOCKS, first_token=80)
-    assert job.wait(10).num_tokens == 200
-    there = p.tokens(P_BLOCKS)[80:200]
-    assert d.tokens(D_BLOCKS)[80:200].equal(there)
-    assert (d.tokens(D_BLOCKS)[:80] == POISON).all()
 
 
 def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path):
@@ -184,20 +173,6 @@ def test_a_byte_that_was_wrong_only_while_it_was_copied_leaves_the_value(
     store.before.clear()
     assert load(d, range(64)) == JobResult(64)
     assert_loaded(p, d, 64)
-
-
-@pytest.mark.parametrize(("others", "reason"), [(0, Reason.LOST), (1, Reason.CORRUPT)])
-def test_a_value_that_is_missing_or_of_another_length_leaves_those_before_it(
-    instance, arena, others, reason
-):
-    p, d = instance(), instance(fill=POISON, workers=2)
-    save(p, range(200))
-    key = keys_of(p, 200)[2]
-    arena.remove([key])
-    put(arena, [key] * others, [bytes(5000)] * others)
-    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
-    assert (result.num_tokens, result.reason) == (128, reason)
-    assert_loaded(p, d, 128)
 
 
 def test_nothing_counts_behind_a_value_that_went_away_during_the_copy(instance, store, arena):

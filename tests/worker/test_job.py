@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -18,27 +17,6 @@ from tests.support.jobs import Shares, job_of
 
 def left(child):
     """Takes the place of the queue, which hears that a worker has left its job."""
-
-
-def test_its_time_at_work_counts_once_however_many_are_at_it_and_pauses_do_not():
-    inside, go_on = threading.Barrier(3), threading.Event()
-
-    def share(child):
-        inside.wait(10)
-        assert go_on.wait(10)
-
-    work = Shares(share, share)
-    work.is_closed = False
-    job = job_of(work)
-    join = start_background(*[lambda: carry(job)] * 2)
-    inside.wait(10)
-    time.sleep(0.05)
-    go_on.set()
-    join(10)
-    time.sleep(0.1)  # a pause
-    work.is_closed = True
-    carry(job)
-    assert 0.05 <= job.result.busy_s < 0.1
 
 
 def test_waiting_for_a_job_is_bounded():
@@ -74,19 +52,6 @@ def raising(error):
         raise error
 
     return share
-
-
-def test_a_worker_leaves_when_it_is_another_jobs_turn_and_the_job_stays_open():
-    done: list = []
-    work = Shares(*[lambda child, i=i: done.append(i) for i in range(2)])
-    job = job_of(work)
-    carry(job, lambda job: False)
-    assert done == [0]
-    assert not job.done
-    assert job.num_ready
-    carry(job, lambda job: False)
-    assert done == [0, 1]
-    assert job.result == JobResult(0)
 
 
 def test_many_workers_do_each_share_and_the_end_once():

@@ -128,16 +128,6 @@ def test_a_small_job_passes_a_large_one_whose_time_is_up_later(make):
     assert order == [1] + [3] * 3 + [4] * 4
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_the_shares_of_one_job_run_on_all_workers_of_its_direction(make, direction):
-    queue, gate = make(workers=6), Gate()
-    job = queue.submit(job_of(Shares(*[gate.pass_through] * 12), direction))
-    eventually(lambda: gate.num_inside == 5)
-    gate.open()
-    assert job.wait(10).reason is None
-    assert gate.num_inside == 12
-
-
 @pytest.mark.parametrize("busy", list(Direction))
 def test_one_direction_never_stops_the_other(make, gate, busy):
     queue = make(workers=3)
@@ -289,40 +279,3 @@ def test_many_submitters_and_cancellers_end_every_job_once(make):
         thread.join(30)
     eventually(lambda: queue.num_alive == 0 and len(ends) >= 1200)
     assert len({id(j) for j in ends}) == len(ends) == 1200
-
-
-def test_what_the_queue_holds_is_shown_until_its_end(make, gate):
-    metrics = Metrics()
-    queue = make(workers=2, metrics=metrics)
-
-    def shown(name, direction=None):
-        labels = {"direction": direction} if direction else {}
-        return metrics.registry.get_sample_value(f"pdstore_{name}", labels)
-
-    queue.submit(held(gate, LOAD))
-    eventually(lambda: gate.num_inside)
-    for num_bytes in (5, 7):
-        queue.submit(job_of(direction=LOAD, num_bytes=num_bytes))
-    assert (shown("jobs_alive"), shown("hung_store_calls")) == (3, 0)
-    assert (shown("queue_jobs", "load"), shown("queue_bytes", "load")) == (2, 12)
-    assert shown("queue_jobs", "save") == 0
-    queue.close(0.0)
-    assert shown("jobs_alive") == shown("queue_jobs", "load") == 0
-    gate.open()
-
-
-def test_every_end_is_counted_once(make):
-    metrics = Metrics()
-    queue = make(metrics=metrics)
-    jobs = [queue.submit(job_of()) for _ in range(50)]
-    jobs.append(queue.reject(job_of(direction=SAVE), QueueFull("full")))
-    for job in jobs:
-        job.wait(10)
-    eventually(lambda: queue.num_alive == 0)
-
-    def count(direction, outcome):
-        labels = {"direction": direction, "outcome": outcome}
-        return metrics.registry.get_sample_value("pdstore_jobs_total", labels)
-
-    assert eventually(lambda: count("load", "ok") == 50)
-    assert count("save", "queue_full") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore import LayerSpec
-from pdstore.errors import StoreDenied, StoreUnavailable, WrongLength
+from pdstore.errors import StoreDenied
 from pdstore.format.block import HEADER_BYTES
 from pdstore.outcome import Reason
 from pdstore.store.base import Slots
@@ -82,20 +82,6 @@ def test_a_block_is_loaded_whole_or_not_at_all(instance, store):
     assert_loaded(p, d, 128)
 
 
-def test_what_came_before_an_error_of_the_store_is_used(store, instance):
-    class Partial(WrapperStore):
-        def get(self, keys, slots):
-            super().get(keys[:2], slots.part(0, 2))
-            raise StoreUnavailable("gone", num_done=2)
-
-    p = instance()
-    save(p, range(200))
-    d = instance(fill=POISON, over=Partial(store))
-    result = load(d, range(200))
-    assert (result.num_tokens, result.reason) == (128, Reason.STORE_DOWN)
-    assert_loaded(p, d, 128)
-
-
 def test_a_value_that_cannot_be_removed_is_still_only_a_miss(store, instance):
     class ReadOnlyUser(WrapperStore):
         def remove(self, keys):
@@ -144,16 +130,6 @@ def test_a_count_that_cannot_be_is_an_error_of_the_store_and_scatters_nothing(
     d = instance(fill=POISON, over=Lies(store, IMPOSSIBLE[answer]), native=native)
     result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.STORE_ERROR)
-    assert all((cache == POISON).all() for cache in d.caches)
-
-
-@pytest.mark.parametrize("kind", [StoreUnavailable, WrongLength])
-@pytest.mark.parametrize("answer", IMPOSSIBLE)
-def test_an_error_that_claims_too_much_is_not_believed(instance, store, answer, kind):
-    d = instance(fill=POISON, over=Lies(store, IMPOSSIBLE[answer], kind))
-    result = d.pool.load(d.cache.keys(range(200)), D_BLOCKS).wait(10)
-    assert result.num_tokens == 0
-    assert result.reason in (Reason.STORE_DOWN, Reason.CORRUPT)
     assert all((cache == POISON).all() for cache in d.caches)
 
 

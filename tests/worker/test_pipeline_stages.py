@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pdstore import LayerSpec
-from pdstore.format.handoff import HandoffId
 from pdstore.format.layout import Pipeline
 from pdstore.outcome import Reason
 from tests.support.kv import POISON, eventually
@@ -91,18 +90,6 @@ def test_without_a_stages_last_values_d_has_the_blocks_that_are_whole(stages):
     assert (found.num_tokens, found.reason) == (128, Reason.HANDOFF_LATE)
     assert alone.pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == 128
     assert_same_tokens(d, p, 128)
-
-
-def test_a_load_follows_both_stages(stages):
-    p, d = stages((3, 3)), stages((6,), fill=POISON)
-    handoff = HandoffId.new()
-    keys = d[0].cache.keys(range(NUM_TOKENS))
-    job = d[0].pool.load(keys, D_BLOCKS, follow=handoff)
-    for rank in p:
-        assert not job.done
-        assert publish(rank, handoff).reason is None
-    assert job.wait(10).num_tokens == NUM_TOKENS
-    assert_same_tokens(d, p)
 
 
 def test_a_stage_saves_its_ranges_while_it_computes_its_later_layers(instance):

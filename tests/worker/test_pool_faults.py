@@ -115,25 +115,6 @@ def test_under_random_faults_d_has_a_right_prefix_and_nothing_leaks(store, insta
         assert one.pool.metrics.registry.get_sample_value("pdstore_slots_lent") == 0
 
 
-def test_a_constructor_that_fails_leaves_nothing_open(store, monkeypatch):
-    closed = []
-
-    class Watched(WrapperStore):
-        def close(self):
-            closed.append(1)
-
-    monkeypatch.setattr(
-        "pdstore.worker.pool.connect_store", lambda settings, metrics: Watched(store)
-    )
-    settings = settings_of(staging="64KiB")
-    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
-    before = set(threading.enumerate())
-    with pytest.raises(ConfigError):
-        KVPool(settings, layout, caches_of(layout), layout.namespace(settings, weights="w"))
-    assert closed == [1]
-    assert set(threading.enumerate()) <= before
-
-
 def test_too_little_staging_is_refused_at_the_start(store, instance):
     with pytest.raises(ConfigError, match="PDSTORE_STAGING"):
         instance(staging="64KiB")

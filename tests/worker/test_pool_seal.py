@@ -50,19 +50,6 @@ def test_d_with_ps_key_loads_what_p_saved(p, instance, key_file, keys):
     assert_loaded(p, d, NUM_TOKENS)
 
 
-def test_a_hand_off_in_layer_ranges_is_loaded(instance, key_file):
-    shape = {"seal_key_file": key_file(A), "layer_ranges": 3}
-    p, d = instance(**shape), instance(POISON, **shape)
-    keys = p.cache.keys(TOKENS)
-    handoff, params = p.cache.announce(keys)
-    saved = p.pool.save(keys, D_BLOCKS, handoff=handoff)
-    found = d.cache.follow(d.cache.keys(TOKENS), params).wait(10)
-    loaded = d.pool.load(found.keys, D_BLOCKS, follow=found.follow)
-    assert (saved.wait(10).reason, loaded.wait(10).reason) == (None, None)
-    for mine, theirs in zip(d.caches, p.caches, strict=True):
-        assert (mine[D_BLOCKS[:12]] == theirs[D_BLOCKS[:12]]).all()
-
-
 def test_d_with_another_key_computes_says_why_and_spoils_nothing(p, instance, key_file, caplog):
     save(p, TOKENS)
     stranger = instance(POISON, seal_key_file=key_file(B), role="decode")
@@ -71,16 +58,6 @@ def test_d_with_another_key_computes_says_why_and_spoils_nothing(p, instance, ke
     assert_loaded(p, stranger, 0)
     eventually(lambda: "a load fell short (other_seal)" in caplog.text)
     d = instance(POISON, seal_key_file=key_file(A), role="decode")
-    assert load(d, TOKENS).num_tokens == NUM_TOKENS
-
-
-def test_p_with_another_key_heals_what_it_cannot_read(p, instance, key_file):
-    """The old key has left the files: else its values would be misses for as long as they live."""
-    save(p, TOKENS)
-    new = {"seal_key_file": key_file(B)}
-    p, d = instance(**new, role="prefill"), instance(POISON, **new, role="decode")
-    while load(p, TOKENS).num_tokens < NUM_TOKENS:
-        save(p, TOKENS)
     assert load(d, TOKENS).num_tokens == NUM_TOKENS
 
 

@@ -51,18 +51,6 @@ def test_d_needs_of_a_sliding_layer_only_the_window_that_p_still_holds(half, num
     assert (d.caches[1][rest] == POISON).all(), "nothing is written where there is no block"
 
 
-def test_chunks_with_a_window_are_a_whole_prompt_for_a_shorter_and_a_longer_one(half):
-    p, d = half([FULL, SLIDING]), half([FULL, SLIDING], fill=POISON)
-    keys = p.cache.keys(range(160))
-    for start, stop in ((0, 64), (64, 112), (112, 160)):
-        tables = [FULL_IDS, behind(SLIDING_IDS, start)]
-        result = p.pool.save(keys.prefix(stop), tables, first_token=start).wait(10)
-        assert result.num_tokens == stop
-    for want in (64, 112, 160):
-        found = d.cache.match(d.cache.keys([*range(want), 9999]))
-        assert found.num_tokens == want
-
-
 def test_a_gap_in_the_window_ends_the_prompt_before_it(half, store):
     p = half([FULL, SLIDING])
     keys = p.cache.keys(range(160))
@@ -132,13 +120,6 @@ def test_pages_come_back_whole_with_their_tail(half, num_tokens):
         got, want = d.caches[layer][SLIDING_IDS[:used]], p.caches[layer][FULL_IDS[:used]]
         assert torch.equal(got, want), "a page has what is behind the tail too"
     assert (d.caches[0][:40] == POISON).all()
-
-
-def test_other_packing_is_another_namespace(half):
-    one, two = half([FULL], page="vec"), half([FULL], page="amx")
-    assert one.pool.namespace.differences(two.pool.namespace.describe()) == [
-        'page: "amx" there, "vec" here'
-    ]
 
 
 def test_a_salt_and_pages_are_refused_together():

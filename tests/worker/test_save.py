@@ -198,21 +198,6 @@ def test_two_ranks_mark_their_own_shards_only(instance, store):
     assert lookup.wait(5).num_tokens == 100
 
 
-def test_chunks_saved_one_after_the_other_are_the_whole(p, d):
-    keys, jobs, saved = p.cache.keys(range(200)), [], 0
-    for end in (50, 100, 150):
-        jobs.append(p.pool.save(keys.prefix(end), P_BLOCKS, first_token=saved))
-        saved = keys.prefix(end).num_tokens
-    attempt, params = p.cache.announce(keys)
-    last = p.pool.save(keys, P_BLOCKS, first_token=saved, handoff=attempt, after=jobs)
-    lookup = d.cache.lookup(d.cache.keys(range(200)), params)
-    found = eventually(lookup.poll)
-    assert (found.num_tokens, found.reason) == (200, None)
-    assert last.wait(10).num_tokens == 200
-    assert d.pool.load(found.keys, D_BLOCKS).wait(10).num_tokens == 200
-    assert_loaded(p, d, 200)
-
-
 def test_a_save_keeps_what_the_cache_was_when_it_was_captured(p, d):
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
     eventually(lambda: job.captured)

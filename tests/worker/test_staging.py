@@ -12,16 +12,15 @@ from pdstore import JobResult, Reason
 from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
-from pdstore.metrics import Metrics
 from pdstore.native.library import load_library
 from pdstore.outcome import Direction
 from pdstore.store.file.store import FileStore
-from pdstore.store.wrappers import GuardedStore, WrapperStore
+from pdstore.store.wrappers import WrapperStore
 from pdstore.threads import Deadline
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap.torch import TorchSwap
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
-from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
+from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
 
 SLOT = 4096
 
@@ -37,18 +36,6 @@ def loan(staging, direction, most, least=1, seconds=0.0, is_over=lambda: False):
 def test_too_little_memory_says_how_much_is_needed():
     with pytest.raises(ConfigError, match=r"PDSTORE_STAGING.*set it to 32MiB"):
         Staging(lambda n: memoryview(bytearray(n)), (2 << 20) - HEADER_BYTES, 8 << 20)
-
-
-@pytest.mark.parametrize("greedy", list(Direction))
-def test_a_quarter_is_kept_for_the_other_direction(greedy):
-    staging = staging_of()
-    other = next(d for d in Direction if d is not greedy)
-    with loan(staging, greedy, 16) as numbers:
-        assert len(numbers) == 12
-        with loan(staging, greedy, 1) as more:
-            assert more == []
-        with loan(staging, other, 16) as kept:
-            assert len(kept) == 4
 
 
 def test_who_waits_gets_the_slots_that_come_back():
@@ -123,19 +110,6 @@ def test_a_child_job_holds_two_windows_at_most_and_gives_all_back(instance, stor
     assert max(watched.lent) <= 4
     assert slots_lent(d.pool) == 0
     assert_loaded(p, d, 320)
-
-
-def test_windows_pass_through_little_staging_beside_each_other(instance):
-    """16 slots, of which a quarter is kept for the other direction."""
-    p, d = (
-        instance(fill=f, staging=f"{16 * 28}KiB", workers=6, range_bytes=4 * BLOCK_BYTES)
-        for f in (None, POISON)
-    )
-    jobs = [p.pool.save(p.cache.keys([n, *range(319)]), P_BLOCKS) for n in range(6)]
-    assert [job.wait(20).num_tokens for job in jobs] == [320] * 6
-    jobs = [d.pool.load(d.cache.keys([n, *range(319)]), P_BLOCKS) for n in range(6)]
-    assert [job.wait(20).num_tokens for job in jobs] == [320] * 6
-    assert slots_lent(d.pool) == 0
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
@@ -236,21 +210,3 @@ def test_a_value_that_is_not_right_ends_the_load_there_with_its_reason(
     assert (result.num_tokens, result.reason) == (128, reason)
     assert_loaded(p, d, 128)
     assert not path.exists()
-
-
-def test_the_first_tokens_are_left_alone(pair):
-    p, d = pair
-    save(p, range(320))
-    job = d.pool.load(d.cache.keys(range(320)), D_BLOCKS, first_token=80)
-    assert job.wait(10).num_tokens == 320
-    assert_loaded(p, d, 320, first_token=80)
-
-
-def test_bytes_are_counted_whichever_way_they_come(instance, store):
-    metrics = Metrics()
-    p = instance(over=GuardedStore(store, metrics))
-    save(p, range(320))
-    p.pool.load(p.cache.keys(range(320)), P_BLOCKS).wait(10)
-    value = metrics.registry.get_sample_value
-    saved, loaded = (value("pdstore_bytes_total", {"direction": way}) for way in ("save", "load"))
-    assert saved == loaded > 5 * BLOCK_BYTES

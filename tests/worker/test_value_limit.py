@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from pdstore import LayerSpec, Layout
-from pdstore.errors import ConfigError, LayoutError, StoreUnavailable
+from pdstore.errors import ConfigError, LayoutError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.envelope import ENVELOPE_BYTES
 from pdstore.metrics import Metrics
@@ -16,7 +16,6 @@ from pdstore.store.memory import MemoryStore
 from pdstore.store.seal import seal_store
 from pdstore.worker.movers import check_values_fit, open_mover
 from pdstore.worker.swap import open_swap
-from tests.support.arena_kit import SpiedArena
 from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, caches_of, settings_of
 from tests.support.seal_key import write_seal_key
 
@@ -72,22 +71,6 @@ def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
 
 def slots(metrics) -> float:
     return metrics.registry.get_sample_value("pdstore_slots")
-
-
-def test_an_arena_that_is_away_at_the_start_is_served_through_staging(
-    undo, library, tmp_path, caplog, monkeypatch
-):
-    def away():
-        raise StoreUnavailable("not yet")
-
-    arena, metrics = (
-        undo.enter_context(contextlib.closing(SpiedArena(library, tmp_path))),
-        Metrics(),
-    )
-    monkeypatch.setattr(arena, "memory", away)
-    mover_over(arena, undo, metrics=metrics)
-    assert slots(metrics) > 0
-    assert "through staging" in caplog.text
 
 
 def test_staging_that_cannot_hold_all_parts_of_a_block_is_refused(undo):

@@ -14,7 +14,7 @@ from pdstore.store.memory import MemoryStore
 from pdstore.testing.threads import start_background
 from pdstore.testing.values import fresh_keys, put
 from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover
-from pdstore_lmcache.chunk_names import ChunkName, ChunkNames, payload_bytes, shape_of
+from pdstore_lmcache.chunk_names import ChunkName, ChunkNames, shape_of
 from pdstore_lmcache.chunk_task import ChunkTask, Ended
 from tests.support.kv import eventually, settings_of
 
@@ -114,12 +114,6 @@ def names(kv_cache_dtype=None, **settings):
     return ChunkNames(settings_of(**({"weights": "w"} | settings)), kv_cache_dtype)
 
 
-def test_a_shape_tells_the_payload():
-    groups = [torch.Size((2, 3)), torch.Size((5,))]
-    assert payload_bytes(shape_of(groups, [torch.bfloat16, torch.uint8])) == 17
-    assert payload_bytes(()) == 0
-
-
 def test_the_name_of_a_chunk_stays_what_it_is():
     """The stored format: a pool outlives the version that filled it."""
     name = names().name(chunk(cache_salt="user"), SHAPE)
@@ -163,11 +157,3 @@ def test_empty_weights_are_those_of_the_directory(tmp_path, monkeypatch):
 def test_weights_that_are_not_here_must_be_named():
     with pytest.raises(ConfigError, match=r"org/away is not on this host.*PDSTORE_WEIGHTS"):
         names(weights=None).name(chunk(model_name="org/away"), SHAPE)
-
-
-def test_bytes_must_be_named():
-    bytes_ = shape_of([torch.Size((6,))], [torch.uint8])
-    with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        names().name(chunk(), bytes_)
-    kinds = [names(kind).name(chunk(), bytes_).key for kind in ("fp8_e4m3", "fp8_e5m2")]
-    assert kinds[0] != kinds[1]

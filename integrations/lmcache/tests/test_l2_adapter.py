@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import lmcache_server as kit
-from pdstore.errors import ConfigError
 from pdstore.outcome import Reason
 from tests.support.engine_pools import files_of
 from tests.support.engine_pools import store_url as store_url
@@ -98,17 +97,6 @@ def test_other_weights_tenants_models_and_kinds_of_kv_find_nothing(open_adapter)
     assert others == [[]] * len(others)
 
 
-def test_chunks_of_bytes_need_the_kind_of_kv(open_adapter):
-    kind = {"dtype": torch.uint8}
-    described = kit.layout(torch.uint8)
-    unknown, known = open_adapter(), open_adapter(kv_cache_dtype="fp8_e4m3")
-    assert not unknown.store(KEYS[:1], objects(1, **kind))
-    assert known.store(KEYS[:1], objects(1, **kind))
-    assert known.find(KEYS[:1], described) == [0]
-    assert unknown.find(KEYS[:1], described) == []
-    assert unknown.load(KEYS[:1], objects(0, **kind)) == []
-
-
 def test_a_chunk_that_lmcache_has_compressed_is_not_stored(open_adapter):
     adapter = open_adapter()
     compressed = kit.memory(1)
@@ -152,8 +140,3 @@ def test_a_result_is_told_once_and_after_the_end_none(open_adapter):
     adapter.close()
     number = adapter.adapter.submit_load_task(KEYS[:1], objects(0))
     assert adapter.adapter.query_load_result(number) is None
-
-
-def test_a_setting_that_does_not_exist_is_refused(open_adapter):
-    with pytest.raises(ConfigError, match="url: Extra"):
-        open_adapter(url="file://")

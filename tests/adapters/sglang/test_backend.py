@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
 import torch
 
 from benchmarks.stored_bytes import damage
@@ -52,18 +51,6 @@ def test_latents_are_saved_once_for_all_ranks(serve, layout):
     assert [ranks[1].page(n) for n in LOADED] == [ranks[0].page(n) for n in SAVED]
 
 
-def test_each_rank_has_the_heads_of_its_own(serve, tmp_path):
-    p = [serve(wheel.mha_pool(), config={"tp_rank": n, "tp_size": 2}) for n in range(2)]
-    d = [serve(wheel.mha_pool(), config={"tp_rank": n, "tp_size": 2}) for n in range(2)]
-    assert p[0].backup(HASHES, SAVED) == 5
-    assert d[1].prefetch(HASHES, LOADED) == 0
-    assert p[1].backup(HASHES, SAVED) == 5
-    for saved, loaded in zip(p, d, strict=True):
-        assert loaded.prefetch(HASHES, LOADED) == 5
-        assert [loaded.page(n) for n in LOADED] == [saved.page(n) for n in SAVED]
-    assert len(files_of(tmp_path / "pool")) == 10
-
-
 @pytest.mark.parametrize("damage", ["flip", "swap", "truncate"])
 def test_damaged_pages_are_misses_that_the_next_save_heals(serve, tmp_path, damage):
     p, d = serve(wheel.mha_pool()), serve(wheel.mha_pool())
@@ -81,21 +68,6 @@ def test_damaged_pages_are_misses_that_the_next_save_heals(serve, tmp_path, dama
     assert d.page(LOADED[-1]) == before[1]
     p.backup(HASHES, SAVED)
     assert d.prefetch(HASHES, LOADED) == 5
-    assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
-
-
-@pytest.mark.redis
-def test_all_damaged_pages_in_redis_are_healed_by_one_save(serve, redis_url):
-    client, hashes = redis.Redis.from_url(redis_url), kit.page_hashes(5, "damaged")
-    p, d = (serve(wheel.mha_pool(), store=redis_url, role=r) for r in ("prefill", "decode"))
-    others = set(client.scan_iter("pds1:*:0:0:*"))
-    p.backup(hashes, SAVED)
-    for key in set(client.scan_iter("pds1:*:0:0:*")) - others:
-        client.setrange(key, 1000, bytes(8))
-    assert d.prefetch(hashes, LOADED) == 0
-    assert p.backend.batch_exists(hashes) == 0
-    p.backup(hashes, SAVED)
-    assert d.prefetch(hashes, LOADED) == 5
     assert [d.page(n) for n in LOADED] == [p.page(n) for n in SAVED]
 
 
@@ -198,15 +170,6 @@ def test_a_prompt_that_nobody_stores_holds_up_the_others_for_a_moment_only(serve
 def test_a_decode_server_that_may_not_wait_is_said(serve, caplog, role, policy, is_said):
     serve(wheel.mha_pool(), role=role, arguments={"hicache_storage_prefetch_policy": policy})
     assert ("Start the decode server with wait_complete" in caplog.text) is is_said
-
-
-def test_off_is_off(serve, tmp_path):
-    server = serve(wheel.mha_pool(), pd_transfer_via_storage=False)
-    server.backend.register_mem_host_pool_v2(object(), "mamba")
-    assert server.backup(HASHES, SAVED) == 5
-    assert server.prefetch(HASHES, LOADED) == 0
-    server.backend.clear()
-    assert not (tmp_path / "pool").exists()
 
 
 def test_a_dead_store_is_a_miss_and_the_reason_is_counted(serve):

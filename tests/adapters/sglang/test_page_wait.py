@@ -111,19 +111,6 @@ def test_pages_are_waited_for_until_those_of_a_full_batch_before_them_have_come(
         assert store.num_calls == 2 + num_looks
 
 
-def test_after_waits_in_vain_none_is_waited_for_until_one_is_stored_or_a_rest_is_over(serve):
-    clock = Clock(step=0.01)
-    d = serve(stall_s=0.2, most_vain=1, rest_s=5.0, clock=clock)
-    for now, num_waits in [(100.0, 1), (104.0, 1), (106.0, 2), (106.5, 2)]:
-        clock.now = now
-        d.wait.wait_for_pages(KEYS)
-        assert d.num_waits() == num_waits
-    d.store_pages(0, 1, 2, 3)
-    d.wait.wait_for_pages(KEYS)
-    d.wait.wait_for_pages(OTHERS)
-    assert d.num_waits() == 3
-
-
 @pytest.mark.parametrize(
     ("script", "step", "load_s", "followed"),
     [

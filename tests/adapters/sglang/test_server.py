@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -62,15 +60,6 @@ def test_overrides_and_nested_configurations_count(tmp_path, model):
     assert served(model, json_model_override_args='{"rope_theta": 5}').rope != plain
     nested = kit.checkpoint(tmp_path / "vision", text_config={"rope_theta": 1e4})
     assert served(nested).rope == plain
-
-
-def test_scales_count_by_what_is_in_their_file(tmp_path, model):
-    found = []
-    for name, scale in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
-        (tmp_path / name).write_text(json.dumps({"0": scale}))
-        found.append(served(model, quantization_param_path=str(tmp_path / name)).quantization)
-    assert found[0] == found[1] != found[2]
-    assert served(model, quantization="fp8").quantization is not None
 
 
 def test_settings_are_told_from_what_sglang_reads():

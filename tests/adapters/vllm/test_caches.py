@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, prefill
-from tests.support.kv import eventually
 
 BLOCK, LONG = 64, 900
 
@@ -34,15 +33,6 @@ def bytes_of_a_block(pair):
     return sizes[1] - sizes[0]
 
 
-def test_d_that_has_the_prompt_loads_nothing(pair):
-    prompt = new_prompt(4 * BLOCK + 1)
-    first = ask(pair.proxy, prompt)
-    since = Since(pair.d)
-    ask(pair.proxy, prompt).assert_same(first)
-    assert since.loaded == 0
-    assert since.computed <= 1
-
-
 def test_p_computes_only_what_neither_it_nor_the_pool_has(pair):
     prefix = new_prompt(5 * BLOCK)
     ask(pair.proxy, prefix)
@@ -64,14 +54,6 @@ def test_p_saves_what_it_has_cached_when_the_pool_has_lost_it(pair):
     answer = ask(pair.proxy, prompt)
     assert since.loaded == len(prompt)
     answer.assert_same(alone(pair.d, prompt))
-
-
-def test_p_saves_chunk_by_chunk(pair):
-    since = Since(pair.p)
-    prompt = new_prompt(LONG)
-    ask(pair.proxy, prompt, 1)
-    eventually(lambda: since["pdstore_jobs_total:save:ok"] >= 4)  # of 256 tokens
-    assert since["pdstore_tokens_total:saved"] == LONG
 
 
 def test_prompts_whose_logprobs_are_asked_for_are_computed(pair):

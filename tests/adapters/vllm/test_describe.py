@@ -14,10 +14,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    SparseCacheRole,
 )
 
 from pdstore.adapters.vllm.describe import (
@@ -32,7 +30,6 @@ from pdstore.adapters.vllm.describe import (
 from pdstore.errors import ConfigError, LayoutError
 from tests.adapters.vllm.standins import vllm_request
 from tests.support.instances import instance as instance
-from tests.support.vllm_draft import make_draft
 
 
 def config_of(kv_role="kv_both", **extra):
@@ -121,27 +118,6 @@ def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
     assert list(layers_by_step(vllm_config(**parallel), layout, NAMES)) == expected
 
 
-def test_another_draft_model_is_another_revision(tmp_path, monkeypatch):
-    one, other = (make_draft(tmp_path / str(seed), seed) for seed in (0, 1))
-
-    def revision(draft, **settings):
-        model, draft = (
-            SimpleNamespace(model=str(path), hf_config=SimpleNamespace()) if path else None
-            for path in (one, draft)
-        )
-        config = SimpleNamespace(
-            model_config=model,
-            load_config=SimpleNamespace(load_format="auto"),
-            speculative_config=SimpleNamespace(draft_model_config=draft),
-        )
-        return revision_of(settings_of(config_of(**settings)), config)
-
-    assert revision(None) == revision(one) != revision(other)
-    assert revision(other, weights="mine") == revision(None, weights="mine")
-    monkeypatch.setenv("PDSTORE_WEIGHTS", "")
-    assert revision(one) != revision(other) == revision(other, weights="")
-
-
 COMMIT = "c" * 40
 
 
@@ -200,21 +176,6 @@ def described(monkeypatch):
     return describe
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec", "reason"),
-    [
-        (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.NVFP4}, "scales apart"),
-        (FullAttentionSpec, {"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "scales apart"),
-        (MLAAttentionSpec, {"cache_role": SparseCacheRole.INDEXER}, "scales apart"),
-        (FullAttentionSpec, {"non_causal": True}, "not causal"),
-    ],
-)
-def test_blocks_that_are_more_than_their_tokens_are_refused(described, kind, spec, reason):
-    with pytest.raises(LayoutError, match=reason):
-        described(kind, spec=spec)
-    described(kind, spec={"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR})
-
-
 def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described):
     ranks = [described(MLAAttentionSpec, tp_size=2, tp_rank=rank) for rank in range(2)]
     alone = described(MLAAttentionSpec)
@@ -223,17 +184,6 @@ def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described)
     assert len({namespace.digest for namespace in fields}) == 1
     with pytest.raises(LayoutError, match="fewer KV heads"):
         described(FullAttentionSpec, tp_size=2)
-
-
-def test_options_of_the_image_processor_are_a_field_where_there_are_any(described):
-    """vLLM's hash of an image leaves them out, and the image's tokens may be as many."""
-
-    def rope(**options):
-        return described(FullAttentionSpec, multimodal_config=MultiModalConfig(**options)).rope
-
-    plain = described(FullAttentionSpec).rope
-    assert rope() == rope(mm_processor_kwargs={"device": "cpu"}) == plain
-    assert len({plain, *(rope(mm_processor_kwargs={"fps": fps}) for fps in (1, 2))}) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 from vllm import SamplingParams
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
@@ -154,31 +154,3 @@ def test_a_hand_off_tells_the_whole_prompt_that_it_has_checked_if_vllm_names_it(
     assert told(events) == []
     events.end_jobs([ended(1, 200)])
     assert told(events) == published(asked.block_hashes[:12])
-
-
-def test_a_block_is_told_once_until_the_pool_is_cleared(events):
-    first, second = request_of(), request_of(128, "s")
-    for asked in (first, second):
-        events.add(asked)
-    events.add_saves([save(1, 0), save(2, 0, "s")])
-    events.end_jobs([ended(1, 200), ended(2, 128, "s")])
-    assert told(events) == published(first.block_hashes[:12])
-    events.clear()
-    [removed] = events.pop()
-    assert isinstance(removed, BlockRemoved)
-    assert removed.medium == "STORAGE"
-    assert sorted(removed.block_hashes) == sorted(published(first.block_hashes[:12]))
-    events.clear()
-    assert events.pop() == []
-
-
-def test_a_save_may_end_after_its_request(events):
-    asked = request_of()
-    events.add(asked)
-    events.add_saves([save(1, 0)])
-    events.forget_request("r")
-    events.end_jobs([ended(1, 64)])
-    assert told(events) == published(asked.block_hashes[:4])
-    events.add_saves([save(2, 64)])
-    events.end_jobs([ended(2, 192)])  # forgotten with its last save
-    assert told(events) == []

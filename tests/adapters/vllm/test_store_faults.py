@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from examples.ports import free_port
-from pdstore.settings import LOOKUP_WAIT_S
 from tests.adapters.vllm.asking import Since, alone, ask, new_prompt, prefill
 from tests.adapters.vllm.servers import SETTINGS
 from tests.support.kv import eventually
@@ -65,20 +64,6 @@ def assert_others_go_on(pair, waiting):
     for server in (pair.p, pair.d):
         alone(server, new_prompt(100))
     assert not waiting.done()
-
-
-def test_stopped_before_a_request(pair, thread):
-    prompt = new_prompt(LONG)
-    pair.redis.pause()
-    begin = time.monotonic()
-    answer = thread.submit(ask, pair.proxy, prompt)
-    assert_others_go_on(pair, answer)
-    expected = alone(pair.d, prompt)
-    answer.result().assert_same(expected)
-    waits_s = LOOKUP_WAIT_S + float(SETTINGS["PDSTORE_HANDOFF_WAIT_S"])
-    assert time.monotonic() - begin < waits_s + 1 + SLACK_S
-    pair.redis.resume()
-    assert_loads_again(pair)
 
 
 def test_stopped_during_a_load(pair, thread):

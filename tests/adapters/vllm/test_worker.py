@@ -6,15 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdstore.adapters.vllm import worker as worker_module
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.engine.request import LoadPlan, SavePlan
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import PromptKeys
 from pdstore.outcome import Reason
 from tests.support.kv import Instance, eventually, settings_of
-from tests.support.seal_key import write_seal_key
 
 IDS = list(range(1, 21))
 
@@ -86,27 +83,6 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     assert load(worker, LoadSpec("request", None, [IDS[4:10]]))
     bad = worker.pop_bad_blocks()
     assert not bad, "vLLM would go on behind blocks that it has given back"
-
-
-def test_what_it_saves_is_encrypted_with_the_seal_key(instance, monkeypatch, tmp_path):
-    """The pool that it opens itself is one with a seal."""
-    url = f"file://{tmp_path}/pool"
-    key_file = write_seal_key(tmp_path / "seal.key")
-    sealed = settings_of(store=url, seal_key_file=key_file)
-    said = {"layout_of": (instance.layout, dict(enumerate(instance.caches)))}
-    for name, value in {**said, "revision_of": "w", "layers_by_step": []}.items():
-        monkeypatch.setattr(worker_module, name, lambda *_, value=value: value)
-    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=True))
-    worker = PDStoreConnectorWorker(sealed, config, cache, instance.pool.metrics)
-    worker.register({})
-    keys = PromptKeys(worker.pool.namespace).extend(range(200))
-    save(worker, SaveSpec(7, "r", SavePlan(keys, 0), [IDS]))
-    eventually(lambda: [worker.pop_report()] and worker.is_idle)
-    worker.close()
-    values = [path.read_bytes() for path in (tmp_path / "pool").glob("??/pds1:*:0:0:*")]
-    assert len(values) == 4
-    assert all(value.startswith(b"PDSE") for value in values)
 
 
 def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkeypatch):

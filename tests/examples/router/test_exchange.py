@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 import pytest
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.support.router_kit import (
@@ -166,34 +165,3 @@ async def test_d_is_asked_anew_when_p_publishes_nothing(p: Reply) -> None:
         assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "computed"}
         await d.was_cancelled.wait()
     assert d.bodies[1] == BODY
-
-
-async def test_d_is_asked_anew_with_the_answer_of_a_p_that_did_not_save_its_last() -> None:
-    """With the id alone D would wait for markers until its deadline; P's answer lets it doubt."""
-    params = {"pdstore": {**PARAMS["pdstore"], "last_save": "store_full"}}
-
-    async def waits_without_an_answer(body: dict[str, Any]) -> Response:
-        if "last_save" not in body["kv_transfer_params"]["pdstore"]:
-            return StreamingResponse(never())
-        return JSONResponse({"id": "told"})
-
-    p, d = Fake(says({"kv_transfer_params": params})), Fake(waits_without_an_answer)
-    async with routed([p], [d], mode="concurrent") as client:
-        assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "told"}
-        await d.was_cancelled.wait()
-    assert d.bodies[1]["kv_transfer_params"] == params
-
-
-async def test_a_d_that_breaks_off_before_it_begins_is_a_502() -> None:
-    class Broken(Fake):
-        async def complete(self, request: Request) -> Any:
-            return HeadersOnly()
-
-    class HeadersOnly:
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    p = Fake(says({"kv_transfer_params": PARAMS}))
-    async with routed([p], [Broken()], mode="concurrent") as client:
-        answer = await client.post("/v1/completions", json=BODY)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "upstream_error")

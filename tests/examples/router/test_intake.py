@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
 from examples.router.intake import Limits
@@ -75,34 +73,3 @@ async def test_a_body_that_does_not_arrive_is_a_408() -> None:
         writer.close()
         await writer.wait_closed()
         assert await metric(client, 'router_requests_total{status="408"}') == 1
-
-
-async def trickled(client: httpx.AsyncClient, head: bytes) -> bytes:
-    """Returns what a connection gets that sends a byte of a header now and then."""
-    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-    writer.write(head)
-    answer = asyncio.ensure_future(reader.read())
-    while not (await asyncio.wait([answer], timeout=0.01))[0]:
-        writer.write(b"x" if head else b"")
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
-    return answer.result()
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        pytest.param(b"GET /health HTTP/1.1\r\nX-Slow: ", id="one byte now and then"),
-        pytest.param(b"", id="not one byte"),
-        pytest.param(
-            b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nX: ", id="second request"
-        ),
-    ],
-)
-async def test_headers_that_do_not_arrive_are_a_408_and_end_the_connection(head: bytes) -> None:
-    limits = Limits(header_timeout_s=0.1)
-    async with routed([Fake()], [Fake()], limits=limits) as client:
-        said = await trickled(client, head)
-    assert said.count(b"HTTP/1.1 408 Request Timeout\r\n") == 1
-    assert b"the headers did not arrive within 0.1 s" in said

@@ -20,7 +20,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.threads import run_together
-from pdstore.testing.values import get, put
+from pdstore.testing.values import put
 
 MIB = 1 << 20
 SIZE = 64 << 10
@@ -47,14 +47,6 @@ class TestArenaStore(StoreTests):
 
 def test_random_calls_agree_with_a_dict(open_arena):
     play_random_calls(lambda: open_arena(size=64 * MIB), hypothesis.settings(PLAY, max_examples=30))
-
-
-def test_values_outlive_the_stores_that_put_them(open_arena):
-    store, keys = open_arena(size=MIB), fresh_keys(3)
-    values = [content(key, 1000) for key in keys]
-    put(store, keys, values)
-    store.close()
-    assert get(open_arena(), keys, [1000] * 3) == values
 
 
 def test_the_value_that_was_used_longest_ago_goes_first(open_arena):
@@ -100,14 +92,6 @@ def test_a_marker_takes_the_oldest_markers_place_where_all_is_kept(open_arena):
     assert store.match([POOL_ID_KEY, *blocks]) == 1 + len(blocks), "no block went"
 
 
-def test_a_marker_takes_a_slab_where_there_is_no_other_marker(open_arena):
-    store = open_arena(size=MIB, slab_bytes=SIZE, fresh_s=60, lease_s=60)
-    blocks = fill_with_leased_blocks(store)
-    marker = BlockKey("pds1:ab:handoff:cd:0:failed")
-    assert put(store, [marker], [bytes(64)]) == 1
-    assert store.which_stored([marker, *blocks]) == [True, False, *[True] * 15], "the oldest block"
-
-
 def test_tails_and_markers_are_missing_after_their_time(open_arena):
     store = open_arena(size=MIB, handoff_ttl_s=1e-6)
     [block] = fresh_keys(1)
@@ -141,14 +125,6 @@ def test_close_wakes_whoever_waits_for_a_change(open_arena):
             store.wait_for_change(seen, 60)
 
     run_together(wait, store.close, deadline_s=10)
-
-
-def test_an_arena_opens_by_url(tmp_path):
-    url = f"shm://cache?size=4MiB&lease=3&slab=1MiB&dir={tmp_path}"
-    store = open_store(url, Settings(native="require"))
-    assert (store.lease_s, store.span_bytes, len(store.memory())) == (3.0, MIB, 4 * MIB)
-    assert store.path.parent == tmp_path
-    store.close()
 
 
 @pytest.mark.parametrize(

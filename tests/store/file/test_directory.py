@@ -48,20 +48,6 @@ def emptied(store):
     return keys
 
 
-def places_of(store):
-    return {place.name for place in root_of(store).glob("??")}
-
-
-def test_directories_that_stay_empty_are_deleted(store, emptied):
-    [key] = fill(store, 1)
-    for place in root_of(store).glob("??"):
-        os.utime(place, (time.time() - 120,) * 2)
-    FileStore(root_of(store)).close()
-    assert places_of(store) == {path_of(store, key).parent.name}
-    put(store, emptied, [b"x"] * 10)
-    assert store.match([key, *emptied]) == 11
-
-
 def test_a_put_makes_a_directory_again_that_goes_before_its_value_is_there(
     store, emptied, monkeypatch
 ):
@@ -153,11 +139,6 @@ def test_a_directory_with_other_files_is_no_pool(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["00"]
 
 
-def test_an_empty_file_systems_directory_is_a_pool(tmp_path):
-    (tmp_path / "lost+found").mkdir()
-    FileStore(tmp_path).close()
-
-
 def test_a_clear_deletes_links_and_not_what_they_lead_to(store, tmp_path):
     keys = fresh_keys(3)
     secret, others = tmp_path / "secret", tmp_path / "others"
@@ -180,12 +161,6 @@ def test_a_clear_deletes_nothing_behind_a_linked_directory(store, tmp_path):
     path_of(store, key).parent.symlink_to(tmp_path / "others")
     store.clear(key.split(":")[1])
     assert (tmp_path / "others" / key).exists()
-
-
-def test_a_closed_store_leaves_nothing_unfinished(store):
-    fill(store, 3)
-    store.close()
-    assert list((root_of(store) / "tmp").iterdir()) == []
 
 
 @pytest.fixture
@@ -220,15 +195,6 @@ def test_a_sweep_deletes_nothing_that_lies_behind_a_link(tmp_path):
     sweep(tmp)
     sweep(tmp_path / "link")
     assert [path.name for path in (others / f"1-{1:016x}").iterdir()] == ["precious"]
-
-
-def test_a_sweep_leaves_what_no_writer_made(dead):
-    (dead.parent / "job").mkdir()
-    (dead.parent / "job" / "precious").touch()
-    (dead / "directory").mkdir()
-    sweep(dead.parent)
-    assert (dead.parent / "job" / "precious").exists()
-    assert [path.name for path in dead.iterdir()] == ["directory"]
 
 
 def test_a_pool_whose_tmp_is_a_link_is_refused(store, tmp_path):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 
 import pytest
 
 from pdstore.errors import StoreFull
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.keys import BlockKey
 from pdstore.store.file.directory import PoolDirectory, try_lock
 from pdstore.store.file.eviction import Evictor, default_budget
 from pdstore.store.file.store import FileStore
@@ -41,28 +40,12 @@ def test_a_match_counts_as_use_and_leases(store):
     assert time.time() < path_of(store, keys[0]).stat().st_mtime <= time.time() + store.lease_s
 
 
-def test_a_lease_ends(store):
-    keys = fill(store, 16)
-    store.match(keys)
-    for key in keys:
-        age(store, key, 2.0)  # as if its lease had ended two seconds ago
-    fill(store, 16)
-    assert len(stored(store, keys)) <= 4
-
-
 def test_a_value_is_kept_for_a_moment_after_its_put(store):
     keys = fresh_keys(30)
     with pytest.raises(StoreFull) as caught:
         put(store, keys, [content(key, SIZE) for key in keys])
     assert stored(store, keys) == keys[: caught.value.num_done]
     assert 16 <= caught.value.num_done <= 20
-
-
-def test_no_room_for_a_value_evicts_nothing_for_it(store):
-    keys = fill(store, 10, age_s=100)
-    with pytest.raises(StoreFull):
-        put(store, fresh_keys(1), [b"x" * (21 * SIZE)])
-    assert stored(store, keys) == keys
 
 
 def test_a_time_far_in_the_future_is_no_lease(store):
@@ -84,13 +67,6 @@ def test_tails_and_markers_past_their_time_go_before_any_block(store):
     assert stored(store, [*old, *young, block]) == [*young, block]
 
 
-def test_the_pools_id_is_never_evicted(store):
-    put(store, [POOL_ID_KEY], [b"x" * 64])
-    age(store, POOL_ID_KEY, 1e6)
-    fill(store, 40, age_s=100)
-    assert store.match([POOL_ID_KEY]) == 1
-
-
 def test_puts_go_on_while_another_process_evicts(store):
     fill(store, 18, age_s=100)
     lock = try_lock(f"{root_of(store)}/pool.lock")
@@ -100,21 +76,6 @@ def test_puts_go_on_while_another_process_evicts(store):
         fill(store, 8)
     os.close(lock)
     fill(store, 8)
-
-
-def test_a_store_that_is_full_of_leases_takes_values_when_they_end(store, clock):
-    clock.step = 1.0  # a look at the directory takes a second
-    keys = fill(store, 18)
-    store.match(keys)
-    with pytest.raises(StoreFull):
-        fill(store, 20)
-    for key in keys:
-        age(store, key, 10)
-    clock.step = 0.0
-    with pytest.raises(StoreFull):  # it knows that it is full, and does not look at each put
-        fill(store, 1)
-    clock.now += 100.0
-    fill(store, 10)
 
 
 def test_a_file_behind_a_linked_directory_is_never_evicted(store, tmp_path):
@@ -141,13 +102,6 @@ def test_a_marker_is_taken_by_a_store_that_is_full_of_leases(store):
     assert put(store, [failed], [b"x" * 64]) == 1
     assert store.match([failed]) == 1
     assert stored(store, keys) == keys
-
-
-def test_the_default_budget_counts_what_the_pool_has_already(tmp_path):
-    directory = PoolDirectory(tmp_path / "pool")
-    free = shutil.disk_usage(tmp_path).free
-    assert default_budget(directory) == pytest.approx(min(20 << 30, free / 2), rel=0.2)
-    directory.close()
 
 
 def test_half_of_a_small_file_system_is_the_default_budget(full_disk):

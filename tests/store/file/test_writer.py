@@ -13,7 +13,6 @@ import pytest
 from pdstore.errors import StoreDenied, StoreFull, StoreUnavailable
 from pdstore.format.block import START_BYTES
 from pdstore.format.keys import BlockKey
-from pdstore.store.file.eviction import Evictor
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import filled_slots, get, put
@@ -102,26 +101,6 @@ def test_a_full_file_system_is_store_full_and_leaves_nothing_half_written(full_d
         assert num_temporaries(store) == 0
 
 
-def test_an_error_behind_values_that_have_room_counts_those_when_they_are_written(
-    store, monkeypatch
-):
-    admitted = []
-
-    def third_fails(_self, sizes):
-        if len(sizes) > 1:
-            return False
-        if len(admitted) == 2:
-            raise OSError(errno.EIO, "input/output error")
-        admitted.append(sizes)
-        return True
-
-    monkeypatch.setattr(Evictor, "admit", third_fails)
-    keys = fresh_keys(3)
-    with pytest.raises(StoreUnavailable) as caught:
-        put(store, keys, [content(key, SIZE) for key in keys])
-    assert (caught.value.num_done, store.match(keys)) == (2, 2)
-
-
 @pytest.mark.parametrize("leased", [False, True])
 def test_a_marker_is_stored_on_a_file_system_without_inodes(full_disk, leased):
     """D waits for the marker, which says that P's save failed."""
@@ -152,26 +131,6 @@ def put_sealed(library):
 
     yield put_sealed
     bench.swap.close()
-
-
-def test_a_sealed_put_keeps_the_budget_and_counts(store, put_sealed):
-    keys = fresh_keys(30)
-    with pytest.raises(StoreFull) as caught:
-        put_sealed(store, keys, [content(key, SIZE) for key in keys])
-    assert stored(store, keys) == keys[: caught.value.num_done]
-    assert 16 <= caught.value.num_done <= 20
-    assert num_temporaries(store) == 0
-
-
-def test_a_sealed_put_on_a_full_file_system_counts_what_is_stored(full_disk, put_sealed):
-    with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
-        keys = fresh_keys(100)
-        with pytest.raises(StoreFull) as caught:
-            put_sealed(store, keys, [content(key, SIZE) for key in keys])
-        # a thread of the crew may be far ahead of the first value that did not fit
-        assert 40 < sum(store.which_stored(keys)) <= 64
-        assert store.match(keys) == caught.value.num_done
-        assert num_temporaries(store) == 0
 
 
 def test_a_sealed_put_without_inodes_is_store_full_and_leaves_room_for_a_marker(

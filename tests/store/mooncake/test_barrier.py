@@ -12,7 +12,7 @@ from pdstore.errors import StoreUnavailable
 from pdstore.native.library import address_of
 from pdstore.store.mooncake.barrier import KEPT, Answer, Barrier
 from pdstore.store.mooncake.client import Client, State
-from pdstore.store.mooncake.memory import MOST_ABANDONED, Memory
+from pdstore.store.mooncake.memory import Memory
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import start_background
 from pdstore.testing.values import put
@@ -140,12 +140,6 @@ def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(dir
         assert raw is direct.other
 
 
-@pytest.mark.parametrize(("code", "seconds"), [(-800, 5.0), (-900, 5.0), (4096, 100.0)])
-def test_a_direct_transfer_that_failed_in_time_or_was_slow_is_over(direct, code, seconds):
-    direct.barrier.wait_after(direct.answer(code, seconds))
-    assert not direct.raw.is_closed
-
-
 def test_staging_is_registered_once_whenever_it_was_allocated(store, raw):
     """Rule 2."""
     views = [store.allocate(1 << 20)]
@@ -189,16 +183,6 @@ def test_a_slab_is_not_freed_before_the_other_side_forgets_it(raw):
     assert allocator.freed == []
     memory.allocate(4096)
     assert len(allocator.freed) == 1
-
-
-def test_only_so_many_bounces_are_given_up_and_each_stays_where_it_is():
-    memory, addresses = Memory(None), set()
-    for _ in range(MOST_ABANDONED):
-        addresses.add(address_of(memory.bounce(4096)))
-        assert memory.abandon_bounce()
-    assert address_of(memory.bounce(4096)) not in addresses
-    assert len(addresses) == MOST_ABANDONED
-    assert not memory.abandon_bounce()
 
 
 class CountingAllocator:

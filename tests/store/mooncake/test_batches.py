@@ -9,14 +9,12 @@ import time
 import pytest
 
 from pdstore.errors import (
-    StoreDenied,
     StoreError,
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.format.keys import POOL_ID_KEY
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.barrier import KEPT
 from pdstore.testing import fresh_keys
@@ -60,14 +58,6 @@ def test_memory_that_the_transport_cannot_move_goes_through_a_slab_that_it_can(o
     assert len(raw.moved) == 5
     for _, address, size, _ in raw.moved:
         assert any(b <= address and address + size <= b + n for b, n in raw.buffers)
-
-
-def test_the_pools_own_key_is_pinned_and_in_a_batch_of_its_own(store, raw):
-    keys = fresh_keys(2)
-    put(store, [keys[0], POOL_ID_KEY, keys[1]], [b"x"] * 3)
-    pinned = {key: config for key, _, _, config in raw.moved}
-    assert pinned == {keys[0]: False, POOL_ID_KEY: True, keys[1]: False}
-    assert raw.count("put") == 3
 
 
 def test_what_is_copied_leaves_doubtful_memory_behind_and_does_not_wait(open_double, raw):
@@ -258,19 +248,6 @@ def test_a_clear_is_one_call_and_its_code_is_an_error(store, raw, code, error):
     assert f"({code})" in next(iter(store.codes())), "a label of the metric, after its meaning"
 
 
-@pytest.mark.parametrize(
-    ("answer", "stored"), [(SIZE - 1, SIZE - 1), (SIZE + 1, SIZE + 1), (-600, SIZE + 1)]
-)
-def test_a_length_that_is_not_expected_is_wrong_length(store, raw, answer, stored):
-    """Rule 5."""
-    keys = fresh_keys(2)
-    raw.values = {keys[0]: SIZE, keys[1]: stored}
-    raw.script = [("get", [0, answer])]
-    with pytest.raises(WrongLength) as caught:
-        get(store, keys, [SIZE] * 2)
-    assert caught.value.num_done == 1
-
-
 def test_a_refused_call_is_no_wrong_length_where_the_length_is_right_or_not_told(store, raw):
     """A wrong length would be removed."""
     keys = fresh_keys(1)
@@ -282,14 +259,3 @@ def test_a_refused_call_is_no_wrong_length_where_the_length_is_right_or_not_told
         assert not isinstance(caught.value, WrongLength)
     raw.script, raw.sizes = [("get", [-600])], {keys[0]: -704}
     assert get(store, keys, [SIZE]) == [], "evicted meanwhile"
-
-
-def test_a_quota_and_a_missing_tenant_are_named(store, raw):
-    raw.script = [("put", [-1700])]
-    [key] = fresh_keys(1)
-    raw.hidden.add(key)
-    with pytest.raises(StoreFull, match="quota"):
-        put(store, [key], [b"x"])
-    raw.script = [("put", [-1701])]
-    with pytest.raises(StoreDenied, match="tenant"):
-        put(store, [key], [b"x"])

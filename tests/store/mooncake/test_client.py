@@ -16,7 +16,7 @@ from pdstore.testing import fresh_keys
 from pdstore.testing.threads import run_together, start_background
 from pdstore.testing.values import get
 from tests.support.kv import eventually
-from tests.support.mooncake_double import LibraryDouble, RawDouble, double_store
+from tests.support.mooncake_double import RawDouble
 
 
 @pytest.fixture
@@ -69,21 +69,6 @@ def test_the_library_is_not_set_up_before_the_server_answers(open_client, server
             assert lent is raw
 
 
-def test_while_a_call_is_slow_the_server_is_asked_before_another(open_client, server, raw):
-    """Rule 7: where one call hangs, others would hang as well."""
-    client = open_client(raw)
-    with client.call():
-        with client.call():
-            pass  # not slow yet
-        server.state = State.HANGS
-        eventually(lambda: is_refused(client))
-        server.state = State.ANSWERS
-        assert not is_refused(client)
-    server.state = State.HANGS
-    assert not is_refused(client), "no call runs"
-    server.state = State.ANSWERS
-
-
 def is_refused(client):
     try:
         with client.call():
@@ -134,33 +119,6 @@ def test_clients_have_one_time_to_drain_and_accept_no_calls_in_it(open_client, r
         assert other.is_closed
         assert not raw.is_closed
     join(30)
-
-
-def test_memory_is_not_given_to_an_object_whose_store_was_closed_while_it_was_made(server, raw):
-    """Rule 8: a call of a closed object crashes the process."""
-    library = LibraryDouble(raw)
-    is_made, may_end = threading.Event(), threading.Event()
-
-    def connect_slowly():
-        is_made.set()
-        may_end.wait(30)
-        return raw
-
-    library.connect_data = connect_slowly
-    store, keys = double_store(library, server), fresh_keys(1)
-
-    def get_in_vain():
-        with pytest.raises(StoreClosed):
-            get(store, keys, [1])
-
-    join = start_background(get_in_vain)
-    assert is_made.wait(30)
-    store.close()
-    may_end.set()
-    join(30)
-    assert raw.is_closed
-    store.allocate(1 << 20)
-    assert raw.buffers == []
 
 
 def test_a_call_that_never_ends_does_not_hold_up_close(open_client, raw):

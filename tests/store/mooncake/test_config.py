@@ -31,14 +31,6 @@ def config(url="mooncake://m:1", *, file=None, path="m.json", **variables):
     return MooncakeConfig.from_url(StoreURL.of(url), sources)
 
 
-def test_a_url_alone_is_enough():
-    found = config("mooncake://10.0.0.1:5000")
-    assert (found.master, found.topology, found.segment) == ("10.0.0.1:5000", "holder", 0)
-    assert found.protocol == "tcp"
-    assert config("mooncake://host").master == "host:50051"
-    assert config("mooncake://[::1]:1").master == "[::1]:1"
-
-
 def test_every_option_of_the_url():
     found = config(
         "mooncake://m:1?topology=Embedded&segment=4GB&buffer=1mb&devices=mlx5_0,mlx5_1&prefer=h:1"

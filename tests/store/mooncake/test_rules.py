@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -261,31 +260,6 @@ def test_the_master_says_the_lease_that_the_url_promises(store):
         eventually(lambda: raw.batch_remove(keys, False) == [0], LEASE_S + 5)
     assert time.monotonic() - start > LEASE_S - 0.5
     assert store.lease_s == LEASE_S
-
-
-def test_the_configuration_is_logged_with_its_origins(cluster, caplog):
-    with caplog.at_level("INFO"), cluster.open():
-        pass
-    assert f"lease={LEASE_S} (URL)" in caplog.text
-    assert "protocol=tcp (default)" in caplog.text
-
-
-def test_the_json_file_of_another_program_is_enough(cluster, tmp_path, monkeypatch):
-    path = tmp_path / "mooncake.json"
-    path.write_text(
-        json.dumps(
-            {
-                "metadata_server": "P2PHANDSHAKE",
-                "global_segment_size": 0,
-                "protocol": "tcp",
-                "device_name": "",
-                "master_server_address": f"127.0.0.1:{cluster.port}",
-            }
-        )
-    )
-    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
-    with cluster.open("mooncake://") as store:
-        assert put(store, fresh_keys(1), [b"x"]) == 1
 
 
 def test_error_codes_are_counted_and_shown(cluster):

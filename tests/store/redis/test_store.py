@@ -70,17 +70,6 @@ class TestRedisStoreThatEvicts(StoreTests):
         self.raw.set(key, data)
 
 
-def test_which_stored_answers_for_each_key_and_renews_none(redis_url, raw):
-    keys = fresh_keys(1200)
-    with opened(redis_url) as store:
-        stored = keys[1::3]
-        put(store, stored, [b"x"] * len(stored))
-        raw.expire(stored[0], 100)
-        assert store.which_stored(keys) == [i % 3 == 1 for i in range(1200)]
-        assert store.which_stored([]) == []
-        assert raw.ttl(stored[0]) <= 100
-
-
 def test_random_calls_agree_with_a_dict(redis_url):
     play_random_calls(lambda: open_store(redis_url, Settings()))
 
@@ -135,17 +124,6 @@ def test_only_a_server_that_does_not_evict_gives_leases(redis_server, policy, le
         put_one(store, keys[0])
         store.match(keys)
         assert store.lease_s == lease_s
-
-
-@pytest.mark.parametrize("lose", [redis.Redis.unlink, lambda raw, key: raw.pexpire(key, 0)])
-def test_a_lost_value_is_a_miss(redis_url, raw, lose):
-    keys = fresh_keys(3)
-    with opened(redis_url) as store:
-        put(store, keys, [content(key, SIZE) for key in keys])
-        assert store.match(keys) == 3
-        lose(raw, keys[1])
-        assert len(get(store, keys, [SIZE] * 3)) == 1
-        assert store.match(keys) == 1
 
 
 def test_a_value_of_another_type_is_corrupt_so_that_it_is_removed_and_heals(redis_url, raw):

@@ -11,7 +11,6 @@ import torch
 from pdstore.errors import LayoutError, SwapError
 from pdstore.format.layout import LayerSpec
 from pdstore.native.library import address_of
-from pdstore.outcome import Direction
 from tests.support.kv import eventually
 from tests.support.swap_case import PLAIN, Case, host_memory, layout_of, native_of, view_of
 
@@ -35,21 +34,6 @@ def test_the_plan_says_which_path_and_why(library, changes, shape, path, why):
     assert why in plan[0].why
     assert plan[1].num_tokens == 1
     assert plan[1].path == "STAGE"
-
-
-@pytest.mark.parametrize(
-    ("layers", "heads", "out", "back"),
-    [
-        (16, 8, "STRIDED", "STAGE"),
-        (64, 8, "STRIDED", "STRIDED"),
-        (256, 1, "STAGE", "STAGE"),  # pieces of 4 KiB, in blocks of 1 MiB
-    ],
-)
-def test_a_save_is_strided_from_smaller_blocks_on_than_a_load(library, layers, heads, out, back):
-    layout = layout_of(layers=(LayerSpec(heads, 64),) * layers)
-    native = native_of(library, Case.of(layout, 4, "cpu", **PLAIN), "cpu")
-    assert native.plan(Direction.SAVE)[0].path == out
-    assert native.plan(Direction.LOAD)[0].path == back
 
 
 def test_large_copies_of_host_memory_are_shared_with_the_crew(library):
@@ -96,14 +80,6 @@ def test_what_does_not_fit_is_refused_before_anything_moves(library, ids, num_to
     with pytest.raises(LayoutError, match=word):
         native.scatter([*good, *bad])
     assert torch.equal(case.buffer, before)
-
-
-def test_a_block_written_by_two_pieces_of_one_load_is_refused(library):
-    layout = layout_of()
-    case = Case.of(layout, 9, "cpu", **PLAIN)
-    host = host_memory(case.host_bytes(2), "cpu")
-    with pytest.raises(LayoutError, match="block 1 twice"):
-        native_of(library, case, "cpu").scatter(case.copies([[0, 1], [1, 2]], 32, view_of(host)))
 
 
 def test_a_payload_that_straddles_two_ranges_of_host_memory_is_refused(library):

@@ -93,19 +93,6 @@ def test_what_is_gathered_and_scattered_is_equal_and_nothing_else_is_written(dat
         assert (b[others] == fill).all()
 
 
-def test_shards_of_two_ranks_are_the_shards_of_one():
-    one = layout_of(num_shards=2)
-    caches = caches_of(one, 4)
-    whole = [copy_of(one, part, [1, 3], 7) for part in one.owned_parts]
-    TorchSwap(one, caches).gather(whole)
-    for rank in range(2):
-        half = layout_of(num_shards=2, tp_size=2, tp_rank=rank)
-        mine = [c[:, :, 2 * rank : 2 * rank + 2] for c in caches]
-        copy = copy_of(half, half.owned_parts[0], [1, 3], 7)
-        TorchSwap(half, mine).gather([copy])
-        assert bytes(copy.payload) == bytes(whole[rank].payload)
-
-
 def test_separate_k_and_v_are_one_payload():
     layout = layout_of()
     caches = caches_of(layout, 4)
