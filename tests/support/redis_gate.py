@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 
-LOAD = re.compile(rb"GETRANGE\r\n\$\d+\r\n(pds1:[0-9a-f]{32}:\d[^\r]+)\r\n")
+LOAD = re.compile(rb"GET\r\n\$\d+\r\n(pds1:[0-9a-f]{32}:\d[^\r]+)\r\n")
 SAVE = re.compile(rb"SET\r\n\$\d+\r\n(pds1:[0-9a-f]{32}:\d[^\r]+)\r\n")
 """A command that reads or writes a block, not a marker; its group is the key."""
 

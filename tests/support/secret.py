@@ -14,7 +14,7 @@ PASSWORD, SALT = "p@ss/w-Zq7", "a salt-Xw9"
 PASSWORDS = ("hush", "secret-word")
 """Passwords of the tests that need no particular one."""
 KEY, OTHER_KEY = "5a17" * 16, "c0de" * 16
-_RIGHTS = "+get +getrange +set +exists +expire +unlink +scan +ping"
+_RIGHTS = "+get +set +exists +expire +unlink +scan +ping"
 
 
 def redis_with_password(directory: Path) -> RedisServer:

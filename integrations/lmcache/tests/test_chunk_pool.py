@@ -13,7 +13,7 @@ from pdstore.store.memory import MemoryStore
 from pdstore.testing import Faulty
 from pdstore_lmcache.chunk_names import ChunkNames
 from pdstore_lmcache.chunk_pool import ChunkMemory, ChunkPool
-from test_chunk_names import SHAPE, chunk
+from test_chunk_mover import SHAPE, chunk
 from tests.support.kv import settings_of
 
 CHUNKS = [chunk(chunk_hash=bytes([number]) * 32) for number in range(3)]

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -15,7 +15,6 @@ from redis.exceptions import (
     MovedError,
     ReadOnlyError,
     RedisError,
-    ResponseError,
 )
 
 Command: TypeAlias = tuple[str | int | memoryview, ...]
@@ -23,6 +22,9 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 
 _ROUNDS = 3
 """Sends of a command at most: to the node that had its slot, and to those that have it now."""
+
+_MOST_NODES = 32
+"""Nodes that are asked at once."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
 """Replies after which another node may have the key. A time-out is not one: it has cost enough."""
@@ -49,11 +51,7 @@ class OneServer:
         self._client = redis.Redis(connection_pool=pool)
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
-        pipe = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipe.execute_command(*command)  # type: ignore[no-untyped-call]
-        replies: list[object] = pipe.execute(raise_on_error=False)
-        return replies
+        return _ask(self._client, commands)
 
     def masters(self) -> Sequence[redis.Redis]:
         return [self._client]
@@ -80,6 +78,7 @@ class Cluster:
         self._open_pool = open_pool
         self._clients: dict[Address, redis.Redis] = {}
         self._map: list[Address | None] | None = None
+        self._threads = ThreadPoolExecutor(_MOST_NODES, "pdstore-redis")
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
         """Returns a reply for each command, and a RedisError for one that was not answered.
@@ -111,7 +110,8 @@ class Cluster:
         return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
 
     def disconnect(self) -> None:
-        """Closes idle connections."""
+        """Closes idle connections, and ends the threads that have nothing to ask."""
+        self._threads.shutdown(wait=False)
         for client in list(self._clients.values()):
             client.connection_pool.disconnect(inuse_connections=False)
 
@@ -122,7 +122,7 @@ class Cluster:
         replies: list[object],
         slots: Sequence[Address | None],
     ) -> None:
-        """Writes to every node before it reads from any, and fills in the replies."""
+        """Asks all nodes at once, and fills in the replies."""
         parts: dict[tuple[Address, bool], list[int]] = {}
         for i in waiting:
             before, slot = replies[i], key_slot(str(commands[i][1]).encode())
@@ -132,17 +132,22 @@ class Cluster:
                 parts.setdefault((address, False), []).append(i)
             else:
                 replies[i] = ClusterDownError(f"no node serves slot {slot}")
-        with ExitStack() as stack:
-            exchanges = []
-            for (address, is_asking), part in parts.items():
-                pool = self._client(address).connection_pool
-                exchange = _Exchange(pool, [commands[i] for i in part], is_asking)
-                stack.callback(exchange.return_connection)
-                exchange.write()
-                exchanges.append(exchange)
-            for exchange, part in zip(exchanges, parts.values(), strict=True):
-                for i, reply in zip(part, exchange.read(), strict=True):
-                    replies[i] = reply
+
+        def ask_node(node: tuple[Address, bool]) -> None:
+            address, is_asking = node
+            sent = [commands[i] for i in parts[node]]
+            found: list[object]
+            try:
+                found = _ask(self._client(address), sent, asking=is_asking)
+            except RedisError as error:
+                found = [error] * len(sent)
+            for i, reply in zip(parts[node], found, strict=True):
+                replies[i] = reply
+
+        try:
+            list(self._threads.map(ask_node, parts))
+        except RuntimeError as error:  # the threads have ended
+            raise redis.ConnectionError("the store is closed") from error
 
     def _client(self, address: Address) -> redis.Redis:
         client = self._clients.get(address)
@@ -169,47 +174,18 @@ class Cluster:
         raise problem
 
 
-class _Exchange:
-    """Commands to one node and their replies, on a connection of the node's pool."""
+def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = False) -> list[object]:
+    """Sends commands in one go; returns the replies, errors among them. Raises RedisError.
 
-    def __init__(
-        self, pool: redis.ConnectionPool, commands: Sequence[Command], asking: bool
-    ) -> None:
-        self._pool = pool
-        self._is_asking = asking
-        self._sent = [part for c in commands for part in ((("ASKING",), c) if asking else (c,))]
-        self._connection: Any = None
-        self._problem: RedisError | None = None
-        self._is_over = False
-
-    def write(self) -> None:
-        try:
-            self._connection = self._pool.get_connection()
-            self._connection.send_packed_command(self._connection.pack_commands(self._sent))
-        except RedisError as error:
-            self._problem = error
-
-    def read(self) -> list[object]:
-        """Returns the replies to the commands, or the errors that came in their place."""
-        replies = [self._receive() for _ in self._sent]
-        self._is_over = self._problem is None
-        return replies[1::2] if self._is_asking else replies
-
-    def return_connection(self) -> None:
-        if self._connection is not None:
-            if not self._is_over:
-                self._connection.disconnect()  # a late reply must not answer another call
-            self._pool.release(self._connection)
-
-    def _receive(self) -> object:
-        if self._problem is None:
-            try:
-                return cast(object, self._connection.read_response())
-            except ResponseError as refusal:
-                return refusal
-            except RedisError as error:
-                self._problem = error
-        return self._problem
+    asking: each is preceded by ASKING, for a slot that is on its way to this node.
+    """
+    pipe = client.pipeline(transaction=False)
+    for command in commands:
+        if asking:
+            pipe.execute_command("ASKING")  # type: ignore[no-untyped-call]
+        pipe.execute_command(*command)  # type: ignore[no-untyped-call]
+    replies: list[object] = pipe.execute(raise_on_error=False)
+    return replies[1::2] if asking else replies
 
 
 def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
@@ -16,7 +15,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.redis.cluster import Command
-from pdstore.store.redis.connection import CHUNK, Servers, error_of, named_errors, open_servers
+from pdstore.store.redis.connection import Servers, error_of, named_errors, open_servers
 from pdstore.store.url import StoreURL
 
 _READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # what is read is copied while it is in the cache
@@ -27,7 +26,6 @@ _GLOB = re.compile(r"[][*?\\]")
 _REPLIES: dict[object, type | tuple[type, ...]] = {
     **dict.fromkeys(("EXISTS", "EXPIRE", "STRLEN"), int),
     "GET": (bytes, type(None)),
-    "GETRANGE": bytes,
 }
 """Types of the replies that are read."""
 _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
@@ -44,7 +42,7 @@ class RedisStore(Store):
     evict (`maxmemory-policy noeviction`), which is asked at the first match. Elsewhere use a
     `volatile-` policy, so that the pool's id stays.
 
-    The user needs GET, GETRANGE, SET, EXISTS, EXPIRE, UNLINK, PING, CLUSTER SLOTS in a cluster,
+    The user needs GET, SET, EXISTS, EXPIRE, UNLINK, PING, CLUSTER SLOTS in a cluster,
     SCAN for `clear`, CONFIG GET for leases, and to look around MEMORY USAGE, OBJECT IDLETIME,
     STRLEN and INFO.
     """
@@ -172,20 +170,14 @@ class RedisStore(Store):
 
     def _get_part(self, keys: Sequence[BlockKey], slots: Slots, part: range) -> int:
         """Fills some slots; returns the number of the first key that was not there."""
-        owners = [i for i in part for _ in range(0, slots.sizes[i], CHUNK)]
-        commands = [("GETRANGE", keys[i], *ends) for i in part for ends in _pieces(slots.sizes[i])]
-        step = _READ_BATCH // CHUNK if len(part) == 1 else len(owners)
-        runs = [slice(at, at + step) for at in range(0, len(owners), step)]
-        replies = chain.from_iterable(self._replies(commands[r], owners[r]) for r in runs)
-        for i in part:
-            piece, done = slots.value(i), 0
-            for at in range(0, len(piece), CHUNK):
-                data = next(replies)
-                done += len(data)
-                if done <= len(piece):
-                    piece[at : at + len(data)] = data
-            if done != len(piece) and not self._look_again(keys, i, piece, was_empty=not done):
+        replies = self._replies([("GET", keys[i]) for i in part], part)
+        for i, data in zip(part, replies, strict=True):
+            if data is None:
                 return i
+            size = slots.sizes[i]
+            if len(data) != size:
+                raise WrongLength(f"{self.label}: {keys[i]} has not {size} bytes", num_done=i)
+            slots.value(i)[:] = data
         return part.stop
 
     def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
@@ -203,23 +195,6 @@ class RedisStore(Store):
                     names = [name for name in dict.fromkeys(found) if isinstance(name, bytes)]
                 if names:
                     yield [BlockKey(name.decode("ascii", "replace")) for name in names]
-
-    def _look_again(
-        self, keys: Sequence[BlockKey], i: int, piece: memoryview, *, was_empty: bool
-    ) -> bool:
-        """Reads a value whose pieces did not fit in one command; False if it is gone.
-
-        The pieces may be from before and after a put or remove. GET tells a missing value from an
-        empty one; GETRANGE reads no more of a wrong one than is needed. Raises WrongLength.
-        """
-        command: Command = ("GET", keys[i]) if was_empty else ("GETRANGE", keys[i], 0, len(piece))
-        [data] = self._replies([command], [i])
-        if data is None or (not data and not was_empty):
-            return False
-        if len(data) != len(piece):
-            raise WrongLength(f"{self.label}: {keys[i]} has not {len(piece)} bytes", num_done=i)
-        piece[:] = data
-        return True
 
     def _replies(
         self, commands: Sequence[Command], owners: Sequence[int] | None = None
@@ -259,12 +234,6 @@ class RedisStore(Store):
         except StoreError as error:  # hosted servers keep CONFIG for themselves
             return 0.0 if isinstance(error.__cause__, ResponseError) else None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
-
-
-def _pieces(size: int) -> list[tuple[int, int]]:
-    """Returns the ends of a value's pieces; the last has a byte more, so that more shows."""
-    starts = range(0, size, CHUNK)
-    return [(at, size if at == starts[-1] else at + CHUNK - 1) for at in starts]
 
 
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:

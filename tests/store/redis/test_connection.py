@@ -24,7 +24,7 @@ from tests.support.redis_server import make_certificate
 from tests.support.redis_store import SIZE, fails_to_put, opened, put_one
 
 pytestmark = pytest.mark.redis
-ACL = "+get +getrange +set +exists +expire +unlink +scan +ping"
+ACL = "+get +set +exists +expire +unlink +scan +ping"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def guarded_server(redis_server):
     rights = {
         "pdstore": ACL,
         "leaser": f"{ACL} +config|get",
-        "reader": "+get +getrange +exists +expire",
+        "reader": "+get +exists +expire",
         "lister": "+scan",
     }
     users = [
@@ -150,7 +150,7 @@ EVERY_LISTING = {"stored_values", "room", "clear"}
     ("reply", "refused"),
     [
         (b":5\r\n", {"get", *EVERY_LISTING}),
-        (b"$-1\r\n", {"which_stored", "get", "length_of", *EVERY_LISTING}),
+        (b"$-1\r\n", {"which_stored", "length_of", *EVERY_LISTING}),
         (b"*1\r\n:1\r\n", {"which_stored", "get", "length_of", *EVERY_LISTING}),
     ],
 )

@@ -11,8 +11,6 @@ from pdstore.errors import StoreFull, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.store.redis.cluster import OneServer
-from pdstore.store.redis.store import RedisStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import get, put
@@ -160,30 +158,3 @@ def test_a_clear_scans_in_steps_and_deletes_in_the_background(redis_server):
         assert raw.dbsize() == 2000
     assert set(calls) <= {"cmdstat_scan", "cmdstat_unlink", "cmdstat_config|resetstat"}
     assert 5 <= calls["cmdstat_scan"] < 10, "so other clients wait for a thousand keys at most"
-
-
-class Asked(OneServer):
-    """A server that notes how many bytes each round trip may bring."""
-
-    def __init__(self, pool):
-        super().__init__(pool)
-        self.most_bytes = []
-
-    def ask(self, commands):
-        reads = [command for command in commands if command[0] == "GETRANGE"]
-        self.most_bytes.append(sum(last - first + 1 for _, _, first, last in reads))
-        return super().ask(commands)
-
-
-@pytest.mark.parametrize("size", [(5 << 20) + 64, 4 << 20, 64])
-def test_a_large_value_comes_in_pieces_that_are_copied_at_once(redis_url, size):
-    pool = redis.ConnectionPool.from_url(redis_url)
-    asked, [key] = Asked(pool), fresh_keys(1)
-    with contextlib.closing(RedisStore("redis://", asked, Settings())) as store:
-        value = put_one(store, key, size)
-        assert get(store, [key], [size]) == [value]
-        assert max(asked.most_bytes) <= (2 << 20) + 1
-        for wrong in (size - 1, size + 1):
-            with pytest.raises(WrongLength):
-                get(store, [key], [wrong])
-    pool.disconnect()
