@@ -29,7 +29,7 @@ VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats", "events")
 DOORS = {
     "os.environ": ["settings", "environment"],
     "threading.Thread": ["threads"],
-    "concurrent": ["threads"],
+    "concurrent": ["threads", "store.redis.cluster"],
     "multiprocessing": [],
     "ctypes": [
         *(f"native.{name}" for name in ("library", "abi", "engine", "arena")),

@@ -23,6 +23,7 @@ class ClusterOfServers:
     takes two seconds before it takes writes, however it is made.
 
     tls: options that name certificate, key and authority; then all speak TLS, nodes too.
+    binary: as RedisServer's.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ClusterOfServers:
         replicas: int = 1,
         node_timeout_ms: int = 15_000,
         tls: Sequence[str] = (),
+        binary: str | None = None,
     ) -> None:
         num = num_masters * (1 + replicas)
         ports, buses = ([free_port() for _ in range(num)] for _ in range(2))
@@ -64,6 +66,7 @@ class ClusterOfServers:
                     *(("--tls-port", str(ports[i]), "--tls-cluster", "yes", *tls) if tls else ()),
                     *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
                     port=ports[i],
+                    binary=binary,
                 )
             )
         self.masters, self.has_replicas = self.nodes[:num_masters], replicas > 0

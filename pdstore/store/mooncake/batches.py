@@ -1,31 +1,52 @@
-"""Batches: values are moved by calls of Mooncake's library that end within a lease.
+"""Batches: values are moved by calls of Mooncake's library that end within a lease, on lanes.
 
 A put of a full pool is tried again here, since the master evicts after a put that found no room.
+
+The library gives up some calls while their transfers go on; late bytes would land in another block.
+So a lane holds a failed call back until nothing reads or writes its memory any more.
+
+Shared memory: the library's own calls to `mooncake_client` end after 30 s, which no variable
+changes. A `mooncake_client` that was stopped during a request resumes it later. It holds a lock
+from the start to the end of such a request, and takes that lock exclusively to forget memory. So
+once it has answered that it forgot all memory of a connection, that connection's requests are over,
+or will be refused.
+
+TCP and RDMA: the library waits 60 s for a transfer, a constant, and then reports a failure without
+cancelling the transfer. A failure before that is reported only when the socket or the NIC is done
+with the memory. Closing the connection ends the other transfers.
 """
 
+# Decision: docs/decisions/029-mooncake-late-bytes.md
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import Answer, Barrier
-from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.client import Client, Server, State
 from pdstore.store.mooncake.library import (
     INVALID,
     LEASE_OVER,
     NO_ROOM,
     TRANSFER_FAILED,
+    Raw,
+    is_outage,
 )
 from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory
 
 log = logging.getLogger(__name__)
 
+KEPT = "memory kept until nobody uses it"
+"""The name under which `codes()` counts the calls that were held back."""
+
+_GIVEN_UP_S = 55.0  # a little before the library's 60 s: its clock is another one
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
@@ -36,31 +57,109 @@ _PRESSURE_S = 1.0
 _QUICK_S = 1.0
 
 
-class _Call(NamedTuple):
-    """A batch to move: the config of a put, or None for a get."""
+class Answer(NamedTuple):
+    """The result of a call that moved values: the library's object, its codes, the seconds."""
 
-    keys: Sequence[BlockKey]
-    slots: Slots
-    config: object | None
+    raw: Raw
+    codes: list[int]
+    seconds: float
 
 
-class Lane(NamedTuple):
-    """A connection that moves values, and what holds back its calls that fail."""
+class Lane:
+    """A connection that moves values, and waits for transfers that its failed calls left under way.
 
-    client: Client
-    barrier: Barrier
+    label: of the store, for messages.
+    sharer: the process that shares our memory; None when this process moves the bytes itself.
+    pause_s: between two attempts to end what is under way.
+    """
 
-    def move(self, call: _Call, base: int, starts: Sequence[int]) -> Answer:
-        """Moves values between the pool and memory, each at its start behind the base address."""
-        keys, sizes, begin = list(call.keys), list(call.slots.sizes), time.monotonic()
-        addresses = [base + start for start in starts]
+    def __init__(
+        self,
+        label: str,
+        client: Client,
+        memory: Memory,
+        sharer: Server | None,
+        *,
+        pause_s: float = 0.2,
+    ) -> None:
+        self.client = client
+        self._label = label
+        self._memory = memory
+        self._sharer = sharer
+        self._pause_s = pause_s
+        self._trying = threading.Lock()
+        self._num_answers = 0  # in a row: a process that is being killed may still give one
+
+    def move(
+        self, keys: Sequence[BlockKey], slots: Slots, config: object | None, addresses: list[int]
+    ) -> Answer:
+        """Moves values between the pool and memory: puts by a config, or gets by None."""
+        sizes, begin = list(slots.sizes), time.monotonic()
         with self.client.call() as raw:
-            if call.config is None:
-                codes = raw.batch_get_into(keys, addresses, sizes)
+            if config is None:
+                codes = raw.batch_get_into(list(keys), addresses, sizes)
             else:
-                codes = raw.batch_put_from(keys, addresses, sizes, call.config)
+                codes = raw.batch_put_from(list(keys), addresses, sizes, config)
         self.client.count_codes(codes)
         return Answer(raw, codes, time.monotonic() - begin)
+
+    def is_under_way(self, answer: Answer) -> bool:
+        """True if the call's transfers may still go on."""
+        if self._sharer is not None:
+            return any(is_outage(code) for code in answer.codes)
+        return answer.seconds > _GIVEN_UP_S and any(code < 0 for code in answer.codes)
+
+    def wait_after(self, answer: Answer) -> None:
+        """Returns when nothing can use the call's memory any more: at once after most calls.
+
+        Otherwise blocks for as long as that takes, even if the store is closed meanwhile, and
+        other calls are refused. The job's deadline ends the job, but its slots stay lent until
+        this returns.
+        """
+        if not self.is_under_way(answer):
+            return
+        log.warning(
+            "%s: a call was given up after %.0f s and may still be under way;"
+            " its memory is kept until that is over",
+            self._label,
+            answer.seconds,
+        )
+        self.client.codes[KEPT] += 1
+        self.client.suspend(answer.raw)
+        start = time.monotonic()
+        while self.client.is_suspended(answer.raw):
+            with self._trying:
+                if self.client.is_suspended(answer.raw):
+                    self._try_to_end(answer.raw)
+            if self.client.is_suspended(answer.raw):
+                time.sleep(self._pause_s)
+        waited = time.monotonic() - start
+        log.warning("%s: that call is over; its memory was kept for %.1f s", self._label, waited)
+
+    def _try_to_end(self, raw: Raw) -> None:
+        """Ends the suspension if nothing can be under way any more.
+
+        The library maps all memory again while its own ping fails. So the other process has
+        certainly forgotten our memory only if the connection is healthy before and after.
+        """
+        if self._sharer is None:
+            if not self.client.num_running:
+                self._memory.detach(raw)
+                self.client.replace(raw)
+            return
+        state = self._sharer.ask()
+        self._num_answers = self._num_answers + 1 if state is State.ANSWERS else 0
+        if state is State.GONE:
+            self.client.restore(raw)  # the library finds the successor by itself
+        elif (
+            self._num_answers > 1
+            and not self.client.num_running
+            and raw.health_check() == 0
+            and self._memory.detach(raw)
+            and raw.health_check() == 0
+        ):
+            self._num_answers = 0
+            self.client.replace(raw)  # late requests of the old connection find no memory mapped
 
 
 class Batches:
@@ -107,8 +206,13 @@ class Batches:
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Reads one batch; returns for each value its number of bytes, or a code."""
         start = time.monotonic()
-        codes = self._move(_Call(keys, slots, None))
-        self._learn_rate(codes, slots.sizes, max(time.monotonic() - start, 1e-6))
+        codes = self._move(keys, slots, None)
+        seconds = max(time.monotonic() - start, 1e-6)
+        num_bytes = sum(code for code in codes if code > 0)
+        if LEASE_OVER in codes:  # all was moved, and too late: at this rate no batch succeeds
+            self._rate = min(self._rate, sum(slots.sizes) / seconds)
+        elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
+            self._rate += (num_bytes / seconds - self._rate) / 4
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
@@ -136,18 +240,11 @@ class Batches:
         which = [i for i, each in enumerate(codes) if each == code]
         numbers = [slots.numbers[i] for i in which]
         part = replace(slots, numbers=numbers, sizes=[slots.sizes[i] for i in which])
-        answers = self._move(_Call([keys[i] for i in which], part, config))
+        answers = self._move([keys[i] for i in which], part, config)
         for i, answer in zip(which, answers, strict=True):
             codes[i] = answer
 
-    def _learn_rate(self, codes: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
-        num_bytes = sum(code for code in codes if code > 0)
-        if LEASE_OVER in codes:  # all was moved, and too late: at this rate no such batch succeeds
-            self._rate = min(self._rate, sum(sizes) / seconds)
-        elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
-            self._rate += (num_bytes / seconds - self._rate) / 4
-
-    def _move(self, call: _Call) -> list[int]:
+    def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
         """Moves a batch from or to where its slots are, or through the bounce.
 
         The process that shares our memory refuses memory that it does not know. It knows none of
@@ -155,19 +252,19 @@ class Batches:
         silent clients; the library notices neither. It learns of memory that is allocated now, so
         a refused batch is moved once more, through a new bounce.
         """
-        slots, lane = call.slots, min(self._lanes, key=lambda lane: lane.client.num_running)
+        lane = min(self._lanes, key=lambda lane: lane.client.num_running)
         base = address_of(slots.view)
         if self._any_memory or self._memory.holds(slots, base):
-            starts = [number * slots.slot_bytes for number in slots.numbers]
-            answer = lane.move(call, base, starts)
-            lane.barrier.wait_after(answer)
+            addresses = [base + number * slots.slot_bytes for number in slots.numbers]
+            answer = lane.move(keys, slots, config, addresses)
+            lane.wait_after(answer)
+            codes = answer.codes
         else:
-            answer = self._copy(lane, call)
-        refused = answer.codes.count(INVALID)
+            codes = self._copy(lane, keys, slots, config)
+        refused = codes.count(INVALID)
         if self._any_memory or not refused:
-            return answer.codes
-        self._memory.drop_bounce()
-        codes = self._copy(lane, call).codes
+            return codes
+        codes = self._copy(lane, keys, slots, config, by_new_bounce=True)
         if codes.count(INVALID) < refused:
             log.warning(
                 "mooncake: values are copied from now on: the process that shares our memory was"
@@ -176,25 +273,31 @@ class Batches:
             self._memory.forget_slabs()
         return codes
 
-    def _copy(self, lane: Lane, call: _Call) -> Answer:
+    def _copy(
+        self,
+        lane: Lane,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        config: object | None,
+        *,
+        by_new_bounce: bool = False,
+    ) -> list[int]:
         """Moves a batch through the bounce.
 
         Gives up a bounce that late bytes may reach; waits only after too many were given up.
         """
-        slots, starts = call.slots, [0]
-        for size in slots.sizes:
-            starts.append(starts[-1] + -(-size // 64) * 64)
+        ends = list(accumulate(-(-size // 64) * 64 for size in slots.sizes))
         with self._memory.bounce_lock:
-            bounce = self._memory.bounce(starts[-1])
-            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=False)]
-            if call.config is not None:
-                for i, value in enumerate(values):
-                    value[:] = slots.value(i)
-            answer = lane.move(call, address_of(bounce), starts[:-1])
-            if call.config is None:
-                for i, value in enumerate(values):
-                    if answer.codes[i] == len(value):
-                        slots.value(i)[:] = value
-            if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
-                lane.barrier.wait_after(answer)
-            return answer
+            bounce = self._memory.bounce(ends[-1], is_new=by_new_bounce)
+            starts = [0, *ends[:-1]]
+            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=True)]
+            for i, value in enumerate(values if config is not None else ()):
+                value[:] = slots.value(i)
+            base = address_of(bounce)
+            answer = lane.move(keys, slots, config, [base + start for start in starts])
+            for i, value in enumerate(values if config is None else ()):
+                if answer.codes[i] == len(value):
+                    slots.value(i)[:] = value
+            if lane.is_under_way(answer) and not self._memory.abandon_bounce():
+                lane.wait_after(answer)
+            return answer.codes

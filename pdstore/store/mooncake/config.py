@@ -30,9 +30,7 @@ _NAMES_OF_OTHERS = {
     "tenant": ("tenant_id", "MOONCAKE_TENANT_ID"),
 }
 """Mooncake's own names of fields, in its JSON file and in the environment."""
-_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"
-"""The master's variable in FastDeploy's scripts; MOONCAKE_MASTER wins."""
-
+_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"  # FastDeploy's; MOONCAKE_MASTER wins
 _POWERS = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -46,12 +44,10 @@ def parse_size(value: object) -> int:
     return int(float(match[1]) * 1024 ** _POWERS[match[2]])
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 _Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
-_Topology: TypeAlias = Annotated[Literal["holder", "embedded", "shared"], BeforeValidator(_lower)]
+_Topology: TypeAlias = Annotated[
+    Literal["holder", "embedded", "shared"], BeforeValidator(str.lower)
+]
 _NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto-discovery", ""))]
 
 
@@ -126,22 +122,25 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
     def _check(self, url: StoreURL) -> None:
-        lends, problem = self.topology == "embedded", ""
-        if not self.master:
-            problem = "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER"
-        elif lends and not self.segment:
-            problem = "topology=embedded needs the size of the memory that it lends: segment=4GB"
-        elif self.segment and self.origins.get("segment") == "URL" and not lends:
-            problem = (
-                f"topology={self.topology} lends no memory: write topology=embedded, or no segment"
-            )
-        elif self.connections > 1 and (self.topology == "shared" or self.protocol != "tcp"):
-            problem = (
-                f"connections={self.connections} needs protocol=tcp and a topology other than"
-                " shared: shared or registered memory belongs to one connection"
-            )
-        if problem:
-            raise ConfigError(f"{url.label}: {problem}")
+        lends, is_tcp = self.topology == "embedded", self.protocol == "tcp"
+        problems = {
+            "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER": (
+                not self.master
+            ),
+            "topology=embedded needs the size of the memory that it lends: segment=4GB": (
+                lends and not self.segment
+            ),
+            f"topology={self.topology} lends no memory: write topology=embedded, or no segment": (
+                self.segment and self.origins.get("segment") == "URL" and not lends
+            ),
+            f"connections={self.connections} needs protocol=tcp and a topology other than shared:"
+            " shared or registered memory belongs to one connection": (
+                self.connections > 1 and (self.topology == "shared" or not is_tcp)
+            ),
+        }
+        for problem, is_so in problems.items():
+            if is_so:
+                raise ConfigError(f"{url.label}: {problem}")
 
 
 _Layer: TypeAlias = Iterator[tuple[str, object, str]]

@@ -35,7 +35,7 @@ VARIABLES = {
 }
 """Values of the library's own variables that the user did not set: its defaults wait 30 s.
 
-None of them affects its calls to the process that shares our memory: see `barrier`.
+None of them affects its calls to the process that shares our memory: see `batches`.
 """
 
 INTERNAL = -1
@@ -72,24 +72,21 @@ MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER
 """Codes of a read whose value cannot be had now: a miss, not an error."""
 
 _SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")
-_INSTALL_SYSTEM = "apt-get install libibverbs1 libcurl4 libnuma1"
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
 
+Allocator: TypeAlias = Any
 Raw: TypeAlias = Any
 """The library's MooncakeDistributedStore, a connection. It has no types of its own.
 
 A negative result is a code. All its calls but `close` let other Python threads run.
 """
-Allocator: TypeAlias = Any
-"""The library's MooncakeHostMemAllocator: `alloc` gives addresses of zeroed memory, 0 for none."""
 
 
 def name_of(code: int) -> str:
     """Returns the meaning of a code, followed by the code."""
-    words, _ = _CODES.get(code, ("error", StoreError))
-    return f"{words} ({code})"
+    return f"{_CODES.get(code, ('error', StoreError))[0]} ({code})"
 
 
 def is_outage(code: int) -> bool:
@@ -143,10 +140,12 @@ class Library:
         return self._set_up(0, 0, "rpc_only", "")
 
     def allocator(self) -> Allocator | None:
-        """Returns the allocator of movable memory; None if any memory will do."""
-        if self._config.topology != "shared":
-            return None
-        return self._module.MooncakeHostMemAllocator()
+        """Returns the allocator of movable memory; None if any memory will do.
+
+        Its `alloc` gives addresses of zeroed memory, 0 for none.
+        """
+        is_shared = self._config.topology == "shared"
+        return self._module.MooncakeHostMemAllocator() if is_shared else None
 
     def put_config(self, *, is_pinned: bool) -> object:
         """Returns the library's description of how to keep values; pinned ones are not evicted."""
@@ -188,7 +187,7 @@ def _load() -> ModuleType:
     except ImportError as error:  # a shared library that it needs
         remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
         if any(name in str(error) for name in _SYSTEM_LIBRARIES):
-            remedy = f"as root: {_INSTALL_SYSTEM}"
+            remedy = "as root: apt-get install libibverbs1 libcurl4 libnuma1"
         raise MissingExtra(f"Mooncake's library cannot be loaded ({error}); {remedy}") from error
 
 

@@ -39,9 +39,6 @@ class _Slab(NamedTuple):
     address: int
     size: int
 
-    def holds(self, address: int, size: int) -> bool:
-        return self.address <= address and address + size <= self.address + self.size
-
 
 class Memory:
     """The slabs of one client.
@@ -128,19 +125,18 @@ class Memory:
 
     def holds(self, slots: Slots, address: int) -> bool:
         """True if one slab holds the buffer at this address whose slots these are."""
-        return any(slab.holds(address, len(slots.view)) for slab in list(self._slabs))
+        end = address + len(slots.view)
+        return any(
+            slab.address <= address and end <= slab.address + slab.size
+            for slab in list(self._slabs)
+        )
 
-    def bounce(self, num_bytes: int) -> memoryview:
+    def bounce(self, num_bytes: int, *, is_new: bool = False) -> memoryview:
         """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
-        if self._bounce is None or len(self._bounce) < num_bytes:
+        if is_new or self._bounce is None or len(self._bounce) < num_bytes:
             self._bounce = None
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
         return self._bounce
-
-    def drop_bounce(self) -> None:
-        """Makes the next bounce a new slab."""
-        with self.bounce_lock:
-            self._bounce = None
 
     def abandon_bounce(self) -> bool:
         """Gives up the bounce, which late bytes may still reach; the next one is a new slab.
@@ -158,7 +154,7 @@ class Memory:
         """Forgets all slabs but the bounce: their values go through it from now on."""
         bounce = 0 if self._bounce is None else address_of(self._bounce)
         with self._lock:
-            self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
+            self._slabs = [slab for slab in self._slabs if slab.address == bounce]
 
     def _register(self, raw: Raw, slab: _Slab) -> None:
         code = raw.register_buffer(slab.address, slab.size)
@@ -187,17 +183,14 @@ class Memory:
     def _free_dropped(self) -> None:
         for _ in range(len(self._dropped)):
             slab = self._dropped.popleft()
-            with self._lock:
-                if self._raw is not None and not self._unregister(self._raw, slab):
-                    self._dropped.append(slab)  # else the next slab at its address is not mapped
-                    continue
-                self._slabs = [each for each in self._slabs if each != slab]
-            if self._allocator is None:
-                continue
-            if _is_library_healthy():
-                self._allocator.free(slab.address)
-            else:
+            with self._lock:  # the next slab at its address would be taken for it
+                is_unknown = self._raw is None or self._unregister(self._raw, slab)
+                if is_unknown:
+                    self._slabs = [each for each in self._slabs if each != slab]
+            if not is_unknown or (self._allocator is not None and not _is_library_healthy()):
                 self._dropped.append(slab)
+            elif self._allocator is not None:
+                self._allocator.free(slab.address)
 
 
 _sharing: weakref.WeakSet[Memory] = weakref.WeakSet()

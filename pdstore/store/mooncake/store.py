@@ -19,7 +19,6 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
-from pdstore.store.mooncake.barrier import Barrier
 from pdstore.store.mooncake.batches import Batches, Lane
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.config import MooncakeConfig
@@ -64,7 +63,7 @@ class MooncakeStore(Store):
     A value that is evicted, half-written, or in the memory of a process that died is a miss. A
     master that does not answer is StoreUnavailable or StoreTimeout; until it answers again, nothing
     calls the library, because each such call would hang for seconds. A call that the library gives
-    up before its transfers are over returns only when they are (see `barrier`).
+    up before its transfers are over returns only when they are (see `batches`).
 
     library, server: Mooncake's library and the servers that it talks to; others are for tests.
 
@@ -87,10 +86,10 @@ class MooncakeStore(Store):
         sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
         self._data = Client(label, sharer or master, self._connect_data)
-        self._lanes = [Lane(self._data, Barrier(label, self._data, self._memory, sharer))]
+        self._lanes = [Lane(label, self._data, self._memory, sharer)]
         for _ in range(1, config.connections):
             more = Client(label, master, partial(library.connect_data, is_first=False))
-            self._lanes.append(Lane(more, Barrier(label, more, Memory(None), None)))
+            self._lanes.append(Lane(label, more, Memory(None), None))
         any_memory = config.topology != "shared" and config.protocol == "tcp"
         self._batches = Batches(self._lanes, self._memory, config.lease, any_memory=any_memory)
         self._put_config = library.put_config(is_pinned=False)
@@ -138,26 +137,10 @@ class MooncakeStore(Store):
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
-        for start, end in self._batches.split(keys, slots.sizes):
-            with counted_from(start):
-                n = self._get_batch(keys[start:end], slots.part(start, end))
-            if start + n < end:
-                return start + n
-        return len(keys)
+        return self._in_batches(keys, slots, self._get_batch)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
-        for start, end in self._batches.split(keys, slots.sizes):
-            batch = keys[start:end]
-            config = self._pin_config if POOL_ID_KEY in batch else self._put_config
-            with counted_from(start):
-                n = self._put_batch(batch, slots.part(start, end), config)
-            if start + n < end:
-                return start + n
-        return len(keys)
+        return self._in_batches(keys, slots, self._put_batch)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
@@ -253,6 +236,22 @@ class MooncakeStore(Store):
             self._memory.connect(raw)
         return raw
 
+    def _in_batches(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        move: Callable[[Sequence[BlockKey], Slots], int],
+    ) -> int:
+        """Moves one batch after the other, up to one of which not all values were moved."""
+        self._lifecycle.check()
+        check_call(keys, slots)
+        for start, end in self._batches.split(keys, slots.sizes):
+            with counted_from(start):
+                n = move(keys[start:end], slots.part(start, end))
+            if start + n < end:
+                return start + n
+        return len(keys)
+
     def _get_batch(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         begin = time.monotonic()
         codes = self._batches.get(keys, slots)
@@ -276,7 +275,7 @@ class MooncakeStore(Store):
             raise error_of(code, what, num_done=i)
         return len(keys)
 
-    def _put_batch(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> int:
+    def _put_batch(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Puts a batch; returns how many of its first keys can be read now. Raises StoreError.
 
         Mooncake reports success for a put of a taken key and drops the bytes, even if the writer
@@ -284,6 +283,7 @@ class MooncakeStore(Store):
         keys, and counts only what can be read. The search also leases them, so that a long prompt
         does not evict its own beginning.
         """
+        config = self._pin_config if POOL_ID_KEY in keys else self._put_config
         codes = self._batches.put(keys, slots, config)
         num_put = next((i for i, code in enumerate(codes) if code < 0), len(keys))
         for key, code in zip(keys, codes, strict=True):

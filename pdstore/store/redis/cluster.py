@@ -23,11 +23,11 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 _ROUNDS = 3
 """Sends of a command at most: to the node that had its slot, and to those that have it now."""
 
-_MOST_NODES = 32
-"""Nodes that are asked at once."""
-
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
 """Replies after which another node may have the key. A time-out is not one: it has cost enough."""
+
+PROBLEMS = (RedisError, TypeError, ValueError, LookupError, AttributeError)
+"""Exceptions of redis-py, also those of a reply that it cannot read."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
 """Replies after which another node may have the slot by the next call, or one at all."""
@@ -78,7 +78,7 @@ class Cluster:
         self._open_pool = open_pool
         self._clients: dict[Address, redis.Redis] = {}
         self._map: list[Address | None] | None = None
-        self._threads = ThreadPoolExecutor(_MOST_NODES, "pdstore-redis")
+        self._threads = ThreadPoolExecutor(32, "pdstore-redis")  # nodes asked at once
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
         """Returns a reply for each command, and a RedisError for one that was not answered.
@@ -136,11 +136,10 @@ class Cluster:
         def ask_node(node: tuple[Address, bool]) -> None:
             address, is_asking = node
             sent = [commands[i] for i in parts[node]]
-            found: list[object]
             try:
                 found = _ask(self._client(address), sent, asking=is_asking)
-            except RedisError as error:
-                found = [error] * len(sent)
+            except PROBLEMS as error:  # all nodes are waited for: nothing is sent late
+                found = [error for _ in sent]
             for i, reply in zip(parts[node], found, strict=True):
                 replies[i] = reply
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdstore.errors import StoreUnavailable
 from pdstore.native.library import address_of
-from pdstore.store.mooncake.barrier import KEPT, Answer, Barrier
+from pdstore.store.mooncake.batches import KEPT, Answer, Lane
 from pdstore.store.mooncake.client import Client, State
 from pdstore.store.mooncake.memory import Memory
 from pdstore.testing import fresh_keys
@@ -21,7 +21,7 @@ from tests.support.mooncake_double import RawDouble
 
 
 class Case:
-    """A barrier, what it stands between, and the objects that its client makes in turn."""
+    """A lane, what it stands between, and the objects that its client makes in turn."""
 
     def __init__(self, server, *, shares: bool) -> None:
         self.raw, self.other, self.server = RawDouble(), RawDouble(), server
@@ -29,7 +29,7 @@ class Case:
         self.memory = Memory(None)
         self.client = Client("x", server, lambda: left.pop(0))
         sharer = server if shares else None
-        self.barrier = Barrier("x", self.client, self.memory, sharer, pause_s=0.001)
+        self.lane = Lane("x", self.client, self.memory, sharer, pause_s=0.001)
         with self.client.call():
             self.memory.connect(self.raw)
         self.view = self.memory.allocate(1 << 20)
@@ -42,7 +42,7 @@ class Case:
         over = threading.Event()
 
         def wait():
-            self.barrier.wait_after(self.answer(code, seconds))
+            self.lane.wait_after(self.answer(code, seconds))
             over.set()
 
         join = start_background(wait)
@@ -50,7 +50,7 @@ class Case:
         return SimpleNamespace(join=join, has_ended=over.is_set)
 
     def attempts(self) -> None:
-        """Returns when the barrier has tried twice more."""
+        """Returns when the lane has tried twice more."""
         asked = self.server.num_asked
         eventually(lambda: self.server.num_asked > asked + 1)
 
@@ -103,7 +103,7 @@ def test_an_answer_is_no_proof_before_the_memory_is_forgotten(shared, fault):
 
 def test_a_process_that_ended_writes_no_more_and_the_connection_stays(shared):
     shared.server.state = State.GONE
-    shared.barrier.wait_after(shared.answer(-900))
+    shared.lane.wait_after(shared.answer(-900))
     shared.server.state = State.ANSWERS
     with shared.client.call() as raw:
         assert raw is shared.raw, "it finds the successor by itself"
@@ -133,7 +133,7 @@ def test_a_call_waits_on_when_the_store_is_closed_meanwhile(shared):
 
 
 def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(direct):
-    direct.barrier.wait_after(direct.answer(-800, 61.0))
+    direct.lane.wait_after(direct.answer(-800, 61.0))
     assert direct.raw.is_closed
     assert direct.client.codes[KEPT] == 1
     with direct.client.call() as raw:

@@ -16,7 +16,7 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import KEPT
+from pdstore.store.mooncake.batches import KEPT
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import start_background
 from pdstore.testing.values import get, put

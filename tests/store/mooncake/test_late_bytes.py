@@ -14,7 +14,7 @@ import pytest
 
 from pdstore.errors import StoreError
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import KEPT
+from pdstore.store.mooncake.batches import KEPT
 from pdstore.testing import fresh_keys
 from pdstore.testing.threads import start_background
 from tests.support.kv import eventually
