@@ -44,8 +44,8 @@ def guarded_server(redis_server):
     return redis_server("--user", "default", "off", *admin, *itertools.chain(*users))
 
 
-def as_user(server, user: str, password: str = "p%40ss%2Fw") -> str:
-    return f"redis://{user}:{password}@127.0.0.1:{server.port}"
+def as_user(server, user: str) -> str:
+    return f"redis://{user}:p%40ss%2Fw@127.0.0.1:{server.port}"
 
 
 def test_the_listed_commands_are_enough_and_no_other_is_tried(guarded_server):
@@ -81,13 +81,8 @@ def test_a_user_without_the_right_is_denied_at_the_key(guarded_server):
             store.clear(keys[0].split(":")[1])
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    return make_certificate(tmp_path)
-
-
-def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, certificate):
-    cert, key = certificate
+def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, tmp_path):
+    cert, key = make_certificate(tmp_path)
     port = str(free_port())
     files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
     user = ["--user", "pdstore", "on", ">p@ss/w", "~pds1:*", "-@all", *ACL.split()]
