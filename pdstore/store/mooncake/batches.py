@@ -22,10 +22,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
@@ -46,23 +45,10 @@ log = logging.getLogger(__name__)
 KEPT = "memory kept until nobody uses it"
 """The name under which `codes()` counts the calls that were held back."""
 
-_GIVEN_UP_S = 55.0  # a little before the library's 60 s: its clock is another one
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
-_FIRST_RATE = 1e9  # bytes per second, until there is a measurement
-_MEASURABLE_BYTES = 1 << 20
 _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
-_PRESSURE_S = 1.0
-_QUICK_S = 1.0
-
-
-class Answer(NamedTuple):
-    """The result of a call that moved values: the library's object, its codes, the seconds."""
-
-    raw: Raw
-    codes: list[int]
-    seconds: float
 
 
 class Lane:
@@ -91,47 +77,61 @@ class Lane:
         self._num_answers = 0  # in a row: a process that is being killed may still give one
 
     def move(
-        self, keys: Sequence[BlockKey], slots: Slots, config: object | None, addresses: list[int]
-    ) -> Answer:
-        """Moves values between the pool and memory: puts by a config, or gets by None."""
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        config: object | None,
+        addresses: list[int],
+        can_leave: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Moves values between the pool and memory, and waits; returns the codes.
+
+        config: of a put; None for a get.
+        """
         sizes, begin = list(slots.sizes), time.monotonic()
         with self.client.call() as raw:
+            codes: list[int]
             if config is None:
                 codes = raw.batch_get_into(list(keys), addresses, sizes)
             else:
                 codes = raw.batch_put_from(list(keys), addresses, sizes, config)
         self.client.count_codes(codes)
-        return Answer(raw, codes, time.monotonic() - begin)
+        self.wait_after(raw, codes, time.monotonic() - begin, can_leave)
+        return codes
 
-    def is_under_way(self, answer: Answer) -> bool:
-        """True if the call's transfers may still go on."""
-        if self._sharer is not None:
-            return any(is_outage(code) for code in answer.codes)
-        return answer.seconds > _GIVEN_UP_S and any(code < 0 for code in answer.codes)
-
-    def wait_after(self, answer: Answer) -> None:
+    def wait_after(
+        self, raw: Raw, codes: Sequence[int], seconds: float, can_leave: Callable[[], bool]
+    ) -> None:
         """Returns when nothing can use the call's memory any more: at once after most calls.
 
         Otherwise blocks for as long as that takes, even if the store is closed meanwhile, and
         other calls are refused. The job's deadline ends the job, but its slots stay lent until
         this returns.
+
+        seconds: that the call took.
+        can_leave: is asked if its transfers may go on; true gives the memory up in place of a wait.
         """
-        if not self.is_under_way(answer):
+        if self._sharer is not None:
+            is_over = not any(is_outage(code) for code in codes)
+        else:
+            # a little less than the library's 60 s: its clock is another one
+            is_over = seconds <= 55.0 or all(code >= 0 for code in codes)
+        if is_over or can_leave():
             return
         log.warning(
             "%s: a call was given up after %.0f s and may still be under way;"
             " its memory is kept until that is over",
             self._label,
-            answer.seconds,
+            seconds,
         )
         self.client.codes[KEPT] += 1
-        self.client.suspend(answer.raw)
+        self.client.suspend(raw)
         start = time.monotonic()
-        while self.client.is_suspended(answer.raw):
+        while self.client.is_suspended(raw):
             with self._trying:
-                if self.client.is_suspended(answer.raw):
-                    self._try_to_end(answer.raw)
-            if self.client.is_suspended(answer.raw):
+                if self.client.is_suspended(raw):
+                    self._try_to_end(raw)
+            if self.client.is_suspended(raw):
                 time.sleep(self._pause_s)
         waited = time.monotonic() - start
         log.warning("%s: that call is over; its memory was kept for %.1f s", self._label, waited)
@@ -180,7 +180,7 @@ class Batches:
         self._memory = memory
         self._lease_s = lease_s
         self._any_memory = any_memory
-        self._rate = _FIRST_RATE
+        self._rate = 1e9  # bytes per second, until there is a measurement
         self._pressure_until = 0.0
 
     @property
@@ -211,7 +211,7 @@ class Batches:
         num_bytes = sum(code for code in codes if code > 0)
         if LEASE_OVER in codes:  # all was moved, and too late: at this rate no batch succeeds
             self._rate = min(self._rate, sum(slots.sizes) / seconds)
-        elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
+        elif num_bytes >= min(1 << 20, self.most_bytes // 2):
             self._rate += (num_bytes / seconds - self._rate) / 4
         return codes
 
@@ -226,11 +226,11 @@ class Batches:
             time.sleep(pause)
             start = time.monotonic()
             self._put_those_with(NO_ROOM, codes, keys, slots, config)
-            if TRANSFER_FAILED in codes and time.monotonic() - start < _QUICK_S:
+            if TRANSFER_FAILED in codes and time.monotonic() - start < 1.0:
                 self._put_those_with(TRANSFER_FAILED, codes, keys, slots, config)
             if NO_ROOM not in codes:
                 return codes
-        self._pressure_until = time.monotonic() + _PRESSURE_S
+        self._pressure_until = time.monotonic() + 1.0
         return codes
 
     def _put_those_with(
@@ -256,9 +256,7 @@ class Batches:
         base = address_of(slots.view)
         if self._any_memory or self._memory.holds(slots, base):
             addresses = [base + number * slots.slot_bytes for number in slots.numbers]
-            answer = lane.move(keys, slots, config, addresses)
-            lane.wait_after(answer)
-            codes = answer.codes
+            codes = lane.move(keys, slots, config, addresses)
         else:
             codes = self._copy(lane, keys, slots, config)
         refused = codes.count(INVALID)
@@ -293,11 +291,10 @@ class Batches:
             values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=True)]
             for i, value in enumerate(values if config is not None else ()):
                 value[:] = slots.value(i)
-            base = address_of(bounce)
-            answer = lane.move(keys, slots, config, [base + start for start in starts])
+            addresses = [address_of(bounce) + start for start in starts]
+            leave = self._memory.abandon_bounce
+            codes = lane.move(keys, slots, config, addresses, leave)
             for i, value in enumerate(values if config is None else ()):
-                if answer.codes[i] == len(value):
+                if codes[i] == len(value):
                     slots.value(i)[:] = value
-            if lane.is_under_way(answer) and not self._memory.abandon_bounce():
-                lane.wait_after(answer)
-            return answer.codes
+            return codes

@@ -33,11 +33,6 @@ log = logging.getLogger(__name__)
 PROBE_S = 0.5
 DRAIN_S = 0.5
 CLOSE_S = 2.0
-_DRAIN_AT_EXIT_S = 1.0
-_CLOSE_AT_EXIT_S = 10.0  # to give much lent memory back takes seconds
-_SET_UP_S = 30.0  # how long a call waits for another thread's `setup`
-_SLOW_CALL_S = 1.0
-_JUNK = bytes(20)  # as long as the shortest request but not one, so a server hangs up
 
 
 class State(enum.Enum):
@@ -77,15 +72,15 @@ class Server:
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
 
-        Sends 20 junk bytes, at which a live server closes the connection. A stopped process still
-        accepts connections, so being connected says nothing.
+        Sends 20 junk bytes, as long as the shortest request but not one, at which a live server
+        closes the connection. A stopped process still accepts connections.
         """
         if self._address is None:
             return
         try:
             with socket.create_connection(self._address, self._timeout_s) as connection:
                 connection.settimeout(self._timeout_s)
-                connection.sendall(_JUNK)
+                connection.sendall(bytes(20))
                 connection.recv(1)
         except TimeoutError as error:
             said = f"{self._where} did not answer within {self._timeout_s} s"
@@ -133,7 +128,7 @@ class Client:
         oldest = min(self._began, default=None)
         if self._raw is None:
             self._connect()
-        elif self._is_suspect or (oldest and time.monotonic() - oldest > _SLOW_CALL_S):
+        elif self._is_suspect or (oldest and time.monotonic() - oldest > 1.0):
             self._server.require()  # the library might hang
             self._is_suspect = False
         with self._changed:
@@ -179,10 +174,10 @@ class Client:
         """Lets calls use a suspended object again."""
         with self._changed:
             self._suspended = None
-            if not self.lifecycle.is_closed:
+            if self.lifecycle.is_closed:
+                _aside.append(raw)
+            else:
                 self._raw = raw
-                return
-        _aside.append(raw)
 
     def replace(self, raw: Raw) -> None:
         """Closes a suspended object that nobody calls; the next call makes another."""
@@ -205,17 +200,15 @@ class Client:
                 lambda: not self._began or self._suspended is not None, drain_s
             )
             raw, self._raw = self._raw, None
-        if raw is None:
-            return
-        if is_idle and self._server.ask() is not State.HANGS:
+        if raw is not None and is_idle and self._server.ask() is not State.HANGS:
             _close_in_time(raw, self._label, closed.remaining_s())
-            return
-        why = "the server hangs" if is_idle else "calls still run at close"
-        log.warning("%s: %s; the connection is left open", self._label, why)
-        _aside.append(raw)
+        elif raw is not None:
+            why = "the server hangs" if is_idle else "calls still run at close"
+            log.warning("%s: %s; the connection is left open", self._label, why)
+            _aside.append(raw)
 
     def _connect(self) -> None:
-        if not self._setting_up.acquire(timeout=_SET_UP_S):
+        if not self._setting_up.acquire(timeout=30.0):
             raise StoreTimeout(f"{self._label}: another thread is still connecting")
         try:
             if self._suspended is not None or self._raw is not None:
@@ -292,7 +285,7 @@ def _set_hooks() -> None:
 
 
 def _close_all() -> None:
-    close_together(list(_clients), _DRAIN_AT_EXIT_S, _CLOSE_AT_EXIT_S)
+    close_together(list(_clients), 1.0, 10.0)  # much lent memory takes seconds
 
 
 def _end(number: int, frame: object) -> None:

@@ -17,8 +17,6 @@ from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT = 50051
-MOST_CONNECTIONS = 64
 _NAMES_OF_OTHERS = {
     "master": ("master_server_address", "MOONCAKE_MASTER"),
     "metadata": ("metadata_server", "MOONCAKE_TE_META_DATA_SERVER"),
@@ -83,7 +81,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: str = ""
     tenant: str = "default"
     ssd_path: str = ""
-    connections: int = Field(1, gt=0, le=MOST_CONNECTIONS)
+    connections: int = Field(1, gt=0, le=64)
     lease: float = Field(5.0, gt=0, lt=1e6)
     origins: Mapping[str, str] = Field({}, exclude=True, repr=False)
 
@@ -143,8 +141,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
                 raise ConfigError(f"{url.label}: {problem}")
 
 
-_Layer: TypeAlias = Iterator[tuple[str, object, str]]
-"""Names of fields, their values and where these come from."""
+_Layer: TypeAlias = Iterator[tuple[str, object, str]]  # fields, values, where these come from
 
 
 def _from_url(url: StoreURL) -> _Layer:
@@ -157,7 +154,7 @@ def _from_url(url: StoreURL) -> _Layer:
         raise ConfigError(f"{url.label}: a mooncake URL has no path, and one host")
     if url.host:
         host = f"[{url.host}]" if ":" in url.host else url.host
-        yield "master", f"{host}:{url.port or DEFAULT_PORT}", "URL"
+        yield "master", f"{host}:{url.port or 50051}", "URL"
     for option, text in url.options.items():
         yield option, text, "URL"
     url.options.clear()

@@ -38,18 +38,15 @@ VARIABLES = {
 None of them affects its calls to the process that shares our memory: see `batches`.
 """
 
-INTERNAL = -1
 NO_ROOM = -200
 INVALID = -600
 HALF_WRITTEN = -703
 ABSENT = -704
 LEASE_OVER = -707
 TRANSFER_FAILED = -800
-RPC_FAILED = -900
-RPC_TIMED_OUT = -901
 
 _CODES: dict[int, tuple[str, type[StoreError]]] = {
-    INTERNAL: ("internal error", StoreUnavailable),  # also: whoever shares our memory is gone
+    -1: ("internal error", StoreUnavailable),  # also: whoever shares our memory is gone
     NO_ROOM: ("no room", StoreFull),
     INVALID: ("invalid arguments", StoreError),
     -601: ("another client replaced it", StoreError),
@@ -60,8 +57,8 @@ _CODES: dict[int, tuple[str, type[StoreError]]] = {
     ABSENT: ("not stored", StoreError),
     LEASE_OVER: ("the lease ended during the read", StoreError),
     TRANSFER_FAILED: ("the process that holds the memory does not answer", StoreUnavailable),
-    RPC_FAILED: ("the master does not answer", StoreUnavailable),
-    RPC_TIMED_OUT: ("the master did not answer in time", StoreTimeout),
+    -900: ("the master does not answer", StoreUnavailable),
+    -901: ("the master did not answer in time", StoreTimeout),
     -1700: ("the tenant's quota is used up", StoreFull),
     -1701: ("the tenant is not registered at the master", StoreDenied),
     -1702: ("the tenant is not empty", StoreDenied),
@@ -71,7 +68,6 @@ _CODES: dict[int, tuple[str, type[StoreError]]] = {
 MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER_FAILED})
 """Codes of a read whose value cannot be had now: a miss, not an error."""
 
-_SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
@@ -91,7 +87,7 @@ def name_of(code: int) -> str:
 
 def is_outage(code: int) -> bool:
     """True if the master, or the process that shares our memory, does not answer."""
-    return code in (INTERNAL, RPC_FAILED, RPC_TIMED_OUT) or -1012 <= code <= -1000
+    return code in (-1, -900, -901) or -1012 <= code <= -1000
 
 
 def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
@@ -186,7 +182,7 @@ def _load() -> ModuleType:
         raise MissingExtra(_MISSING) from error
     except ImportError as error:  # a shared library that it needs
         remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
-        if any(name in str(error) for name in _SYSTEM_LIBRARIES):
+        if any(name in str(error) for name in ("libibverbs", "libcurl", "libnuma")):
             remedy = "as root: apt-get install libibverbs1 libcurl4 libnuma1"
         raise MissingExtra(f"Mooncake's library cannot be loaded ({error}); {remedy}") from error
 

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 MOST_ABANDONED = 4
-_RECONNECTION_S = 1.0  # how long an allocation waits for the library's reconnection
 _PAUSE_S = 0.02
 
 
@@ -47,7 +46,7 @@ class Memory:
     wait_s: how long an allocation waits for the end of a reconnection.
     """
 
-    def __init__(self, allocator: Allocator | None, *, wait_s: float = _RECONNECTION_S) -> None:
+    def __init__(self, allocator: Allocator | None, *, wait_s: float = 1.0) -> None:
         self.bounce_lock = threading.Lock()
         self._allocator = allocator
         self._wait_s = wait_s
@@ -99,12 +98,11 @@ class Memory:
     def connect(self, raw: Raw) -> None:
         """Registers the slabs with a new connection, unless the store was closed meanwhile."""
         with self._lock:
-            if self._is_over:
-                return
-            self._raw = raw
-            self._registered.clear()
-            for slab in self._slabs:
-                self._register(raw, slab)
+            if not self._is_over:
+                self._raw = raw
+                self._registered.clear()
+                for slab in self._slabs:
+                    self._register(raw, slab)
 
     def disconnect(self) -> None:
         """Stops registering for good: the store is being closed."""
@@ -118,10 +116,9 @@ class Memory:
         May be called again after a failure. The next connection registers them all.
         """
         with self._lock:
-            if not all([self._unregister(raw, slab) for slab in list(self._registered)]):
-                return False
-            self._raw = None
-            return True
+            is_unknown = all([self._unregister(raw, slab) for slab in list(self._registered)])
+            self._raw = None if is_unknown else self._raw
+            return is_unknown
 
     def holds(self, slots: Slots, address: int) -> bool:
         """True if one slab holds the buffer at this address whose slots these are."""

@@ -45,7 +45,6 @@ _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
 _WRITER_S = 1.0  # how long to wait for another writer of the same key
 _MOST_EVICTIONS = 3
-_HTTP_S = 5.0
 _MOST_BYTES = 4 << 20  # of an answer; the master's /metrics has a hundredth of it
 _MOST_KEY_BYTES = 1 << 30  # 14 million keys
 _ASKED_AT_ONCE = 64
@@ -334,7 +333,7 @@ class MooncakeStore(Store):
         address, problem = self._config.master_http, f"more than {most_bytes} bytes"
         try:  # the environment's proxies are for other networks
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"http://{address}{path}", timeout=_HTTP_S) as answer:
+            with opener.open(f"http://{address}{path}", timeout=5.0) as answer:
                 body: bytes = answer.read(most_bytes + 1)
                 if answer.length and len(body) <= most_bytes:
                     problem = "an answer that was cut"

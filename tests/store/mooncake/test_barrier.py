@@ -10,7 +10,7 @@ import pytest
 
 from pdstore.errors import StoreUnavailable
 from pdstore.native.library import address_of
-from pdstore.store.mooncake.batches import KEPT, Answer, Lane
+from pdstore.store.mooncake.batches import KEPT, Lane
 from pdstore.store.mooncake.client import Client, State
 from pdstore.store.mooncake.memory import Memory
 from pdstore.testing import fresh_keys
@@ -34,15 +34,15 @@ class Case:
             self.memory.connect(self.raw)
         self.view = self.memory.allocate(1 << 20)
 
-    def answer(self, code, seconds=1.0) -> Answer:
-        return Answer(self.raw, [code], seconds)
+    def wait_after(self, code=-900, seconds=1.0) -> None:
+        self.lane.wait_after(self.raw, [code], seconds, lambda: False)
 
     def start_waiting(self, code=-900, seconds=1.0) -> SimpleNamespace:
         """Waits after such an answer, on a thread; `has_ended` says whether that is over."""
         over = threading.Event()
 
         def wait():
-            self.lane.wait_after(self.answer(code, seconds))
+            self.wait_after(code, seconds)
             over.set()
 
         join = start_background(wait)
@@ -103,7 +103,7 @@ def test_an_answer_is_no_proof_before_the_memory_is_forgotten(shared, fault):
 
 def test_a_process_that_ended_writes_no_more_and_the_connection_stays(shared):
     shared.server.state = State.GONE
-    shared.lane.wait_after(shared.answer(-900))
+    shared.wait_after()
     shared.server.state = State.ANSWERS
     with shared.client.call() as raw:
         assert raw is shared.raw, "it finds the successor by itself"
@@ -133,7 +133,7 @@ def test_a_call_waits_on_when_the_store_is_closed_meanwhile(shared):
 
 
 def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(direct):
-    direct.lane.wait_after(direct.answer(-800, 61.0))
+    direct.wait_after(-800, 61.0)
     assert direct.raw.is_closed
     assert direct.client.codes[KEPT] == 1
     with direct.client.call() as raw:

@@ -113,12 +113,6 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with contextlib.closing(Cluster(tmp_path_factory.mktemp("mooncake"))) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def one_pair(cluster):
     with contextlib.closing(Pair(cluster)) as pair:
         yield pair
@@ -303,6 +297,7 @@ def test_a_writer_killed_in_the_middle_of_a_put_blocks_its_keys_for_a_bounded_ti
         start = time.monotonic()
         assert put(store, keys, values) == 1
         assert time.monotonic() - start < LATEST_S
+        assert store.match(keys) == 1
         assert get(store, keys, [size] * 3) == values[:1]
         eventually(lambda: put(store, keys, values) == 3, DISCARD_S + 5)
         assert get(store, keys, [size] * 3) == values

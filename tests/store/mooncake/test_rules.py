@@ -42,12 +42,6 @@ SIZE = 4096
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with contextlib.closing(Cluster(tmp_path_factory.mktemp("mooncake"))) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def stores(cluster):
     """Two, each with connections of its own."""
     with cluster.open() as store, cluster.open() as peer:
@@ -86,20 +80,6 @@ def test_the_first_of_two_writers_wins_and_both_succeed(store, peer):
         assert value in (values[0][i], values[1][i])
 
 
-def test_a_key_left_half_written_is_free_again_after_the_masters_time(store, peer):
-    """Rule 4: no success before, and then as if nothing had been."""
-    keys = fresh_keys(3)
-    values = [content(key, SIZE) for key in keys]
-    half_write(peer, keys[1:2], SIZE)
-    start = time.monotonic()
-    assert put(store, keys, values) == 1
-    assert time.monotonic() - start < 8.0, "a second for the writer, and no more"
-    assert store.match(keys) == 1
-    assert get(store, keys, [SIZE] * 3) == values[:1]
-    eventually(lambda: put(store, keys, values) == 3, DISCARD_S + 5)
-    assert get(peer, keys, [SIZE] * 3) == values
-
-
 def test_a_writer_that_is_still_at_work_is_waited_for(cluster, store, peer):
     """Rule 4."""
     [key] = fresh_keys(1)
@@ -115,14 +95,6 @@ def test_a_writer_that_is_still_at_work_is_waited_for(cluster, store, peer):
         run_together(lambda: results.append(put(peer, [key], [value])), write_late)
     assert results == [1, 1]
     assert get(store, [key], [len(value)]) == [value]
-
-
-def test_what_was_put_is_leased(store):
-    """Rule 4: else a long prompt evicts its own beginning."""
-    keys = fresh_keys(1)
-    put(store, keys, [b"x"])
-    with master_of(store) as raw:
-        assert raw.batch_remove(keys, False) == [-706]
 
 
 def test_a_match_leases_what_it_found_and_one_window_behind_the_gap_at_most(store, peer):
@@ -250,13 +222,17 @@ def test_a_forked_child_of_a_real_client_is_refused_and_ends(store):
     assert store.match(fresh_keys(1)) == 0
 
 
-def test_the_master_says_the_lease_that_the_url_promises(store):
-    """Rule 3: `lease=` must be the master's --default_kv_lease_ttl, or less."""
+def test_what_was_put_is_leased_and_a_match_leases_it_for_as_long_as_the_url_promises(store):
+    """Rule 4: else a long prompt evicts its own beginning.
+
+    Rule 3: `lease=` must be the master's --default_kv_lease_ttl, or less.
+    """
     keys = fresh_keys(1)
     put(store, keys, [b"x"])
-    start = time.monotonic()
-    store.match(keys)
     with master_of(store) as raw:
+        assert raw.batch_remove(keys, False) == [-706]
+        start = time.monotonic()
+        store.match(keys)
         eventually(lambda: raw.batch_remove(keys, False) == [0], LEASE_S + 5)
     assert time.monotonic() - start > LEASE_S - 0.5
     assert store.lease_s == LEASE_S
