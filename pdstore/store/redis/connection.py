@@ -34,7 +34,7 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.store.redis.cluster import PROBLEMS, Address, Cluster, OneServer
+from pdstore.store.redis.cluster import Address, Cluster, OneServer
 from pdstore.store.url import StoreURL
 
 _CONNECT_S = 1.0
@@ -205,7 +205,7 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
     """Turns redis-py's errors inside into the store's, also those of a reply it cannot read."""
     try:
         yield
-    except PROBLEMS as error:
+    except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise error_of(label, error, key, num_done) from error
 
 

@@ -1,4 +1,4 @@
-"""Memory: the slabs of a Mooncake connection, registered with the library once.
+"""Memory: slabs of a connection, registered once. Lane: moves values, keeps late bytes out of them.
 
 RDMA moves only registered memory, and shared memory must come from the library's own allocator.
 Values in other buffers are then copied through a slab of ours, the bounce.
@@ -7,8 +7,21 @@ The library keeps one list of all shared memory of the process. Its ping threads
 without its lock when they connect again after a fault, for as long as the other process takes to
 answer; memory that is allocated or freed meanwhile crashes the process. So ours is allocated and
 freed only while every connection is healthy; until then dropped slabs stay allocated.
+
+The library gives up some calls while their transfers go on; late bytes would land in another block.
+
+Shared memory: the library's own calls to `mooncake_client` end after 30 s, which no variable
+changes. A `mooncake_client` that was stopped during a request resumes it later. It holds a lock
+from the start to the end of such a request, and takes that lock exclusively to forget memory. So
+once it has answered that it forgot all memory of a connection, that connection's requests are over,
+or will be refused.
+
+TCP and RDMA: the library waits 60 s for a transfer, a constant, and then reports a failure without
+cancelling the transfer. A failure before that is reported only when the socket or the NIC is done
+with the memory. Closing the connection ends the other transfers.
 """
 
+# Decision: docs/decisions/029-mooncake-late-bytes.md
 from __future__ import annotations
 
 import ctypes
@@ -19,18 +32,24 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.library import INVALID, Allocator, Raw
+from pdstore.store.mooncake.client import Client, Server, State
+from pdstore.store.mooncake.library import INVALID, Allocator, Raw, is_outage
 
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 MOST_ABANDONED = 4
+KEPT = "memory kept until nobody uses it"
+"""The name under which `codes()` counts the calls that were held back."""
+
 _PAUSE_S = 0.02
 
 
@@ -196,3 +215,114 @@ os.register_at_fork(after_in_child=_sharing.clear)  # no child may call its pare
 
 def _is_library_healthy() -> bool:
     return all(memory.is_healthy for memory in list(_sharing))
+
+
+class Lane:
+    """A connection that moves values, and waits for transfers that its failed calls left under way.
+
+    label: of the store, for messages.
+    sharer: the process that shares our memory; None when this process moves the bytes itself.
+    pause_s: between two attempts to end what is under way.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        client: Client,
+        memory: Memory,
+        sharer: Server | None,
+        *,
+        pause_s: float = 0.2,
+    ) -> None:
+        self.client = client
+        self._label = label
+        self._memory = memory
+        self._sharer = sharer
+        self._pause_s = pause_s
+        self._trying = threading.Lock()
+        self._num_answers = 0  # in a row: a process that is being killed may still give one
+
+    def move(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        config: object | None,
+        addresses: list[int],
+        can_leave: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Moves values between the pool and memory, and waits; returns the codes.
+
+        config: of a put; None for a get.
+        """
+        sizes, begin = list(slots.sizes), time.monotonic()
+        with self.client.call() as raw:
+            codes: list[int]
+            if config is None:
+                codes = raw.batch_get_into(list(keys), addresses, sizes)
+            else:
+                codes = raw.batch_put_from(list(keys), addresses, sizes, config)
+        self.client.count_codes(codes)
+        self.wait_after(raw, codes, time.monotonic() - begin, can_leave)
+        return codes
+
+    def wait_after(
+        self, raw: Raw, codes: Sequence[int], seconds: float, can_leave: Callable[[], bool]
+    ) -> None:
+        """Returns when nothing can use the call's memory any more: at once after most calls.
+
+        Otherwise blocks for as long as that takes, even if the store is closed meanwhile, and
+        other calls are refused. The job's deadline ends the job, but its slots stay lent until
+        this returns.
+
+        seconds: that the call took.
+        can_leave: is asked if its transfers may go on; true gives the memory up in place of a wait.
+        """
+        if self._sharer is not None:
+            is_over = not any(is_outage(code) for code in codes)
+        else:
+            # a little less than the library's 60 s: its clock is another one
+            is_over = seconds <= 55.0 or all(code >= 0 for code in codes)
+        if is_over or can_leave():
+            return
+        log.warning(
+            "%s: a call was given up after %.0f s and may still be under way;"
+            " its memory is kept until that is over",
+            self._label,
+            seconds,
+        )
+        self.client.codes[KEPT] += 1
+        self.client.suspend(raw)
+        start = time.monotonic()
+        while self.client.is_suspended(raw):
+            with self._trying:
+                if self.client.is_suspended(raw):
+                    self._try_to_end(raw)
+            if self.client.is_suspended(raw):
+                time.sleep(self._pause_s)
+        waited = time.monotonic() - start
+        log.warning("%s: that call is over; its memory was kept for %.1f s", self._label, waited)
+
+    def _try_to_end(self, raw: Raw) -> None:
+        """Ends the suspension if nothing can be under way any more.
+
+        The library maps all memory again while its own ping fails. So the other process has
+        certainly forgotten our memory only if the connection is healthy before and after.
+        """
+        if self._sharer is None:
+            if not self.client.num_running:
+                self._memory.detach(raw)
+                self.client.replace(raw)
+            return
+        state = self._sharer.ask()
+        self._num_answers = self._num_answers + 1 if state is State.ANSWERS else 0
+        if state is State.GONE:
+            self.client.restore(raw)  # the library finds the successor by itself
+        elif (
+            self._num_answers > 1
+            and not self.client.num_running
+            and raw.health_check() == 0
+            and self._memory.detach(raw)
+            and raw.health_check() == 0
+        ):
+            self._num_answers = 0
+            self.client.replace(raw)  # late requests of the old connection find no memory mapped
