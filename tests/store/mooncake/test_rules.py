@@ -40,21 +40,15 @@ SIZE = 4096
 
 
 @pytest.fixture(scope="module")
-def stores(cluster):
-    """Two, each with connections of its own."""
-    with cluster.open() as store, cluster.open() as peer:
-        wait_until_it_serves(store)
-        yield store, peer
+def store(cluster):
+    with cluster.open() as store:
+        yield store
 
 
-@pytest.fixture
-def store(stores):
-    return stores[0]
-
-
-@pytest.fixture
-def peer(stores):
-    return stores[1]
+@pytest.fixture(scope="module")
+def peer(cluster):
+    with cluster.open() as peer:
+        yield peer
 
 
 def test_a_value_is_one_object_of_exactly_its_size(store):
@@ -157,9 +151,8 @@ def test_the_pools_id_is_the_same_for_all_and_cannot_be_evicted(store, peer):
 
 def test_a_preferred_segment_is_what_puts_ask_for(cluster):
     """Rule 9."""
-    config = Library(MooncakeConfig(master="m:1", prefer="10.0.0.9:1234")).put_config(
-        is_pinned=False
-    )
+    library = Library(MooncakeConfig(master="m:1", prefer="10.0.0.9:1234"))
+    config = library.put_config(is_pinned=False)
     assert (config.preferred_segment, config.replica_num) == ("10.0.0.9:1234", 1)
     with cluster.open(f"{cluster.url}&prefer=10.0.0.9:1234") as store:
         assert put(store, fresh_keys(1), [b"x"]) == 1, "and no error when it is not there"

@@ -30,7 +30,7 @@ def small_cluster(tmp_path_factory):
     directory = tmp_path_factory.mktemp("small")
     with contextlib.closing(Cluster(directory, segment=16 << 20, flags=SMALL_FLAGS)) as cluster:
         with cluster.open() as store:
-            take_13_mib(store)
+            fill_13_mib(store)
         yield cluster
 
 
@@ -41,11 +41,11 @@ def small_lonely_store(tmp_path_factory):
         contextlib.closing(Cluster(directory, segment=0, flags=SMALL_FLAGS)) as cluster,
         cluster.open(f"{cluster.url}&topology=embedded&segment=16MB") as store,
     ):
-        take_13_mib(store)
+        fill_13_mib(store)
         yield store
 
 
-def take_13_mib(store):
+def fill_13_mib(store):
     wait_until_it_serves(store)
     slots = filled_slots([bytes(1 << 20)] * len(BALLAST))
     put_bare(store, BALLAST, slots, is_pinned=True)
