@@ -168,8 +168,7 @@ def _from_url(url: StoreURL) -> _Layer:
     if url.host:
         host = f"[{url.host}]" if ":" in url.host else url.host
         yield "master", f"{host}:{url.port or 50051}", "URL"
-    for option, text in url.options.items():
-        yield option, text, "URL"
+    yield from ((option, text, "URL") for option, text in url.options.items())
     url.options.clear()
 
 
@@ -178,8 +177,7 @@ def _from_environment(variables: Mapping[str, str]) -> _Layer:
     _refuse_slips("variable", variables, [*known, "MOONCAKE_CONFIG_PATH", _MASTER_OF_SCRIPTS])
     if not variables.get("MOONCAKE_MASTER"):
         yield "master", variables.get(_MASTER_OF_SCRIPTS, ""), _MASTER_OF_SCRIPTS
-    for variable, name in known.items():
-        yield name, variables.get(variable, ""), variable
+    yield from ((name, variables.get(variable, ""), variable) for variable, name in known.items())
 
 
 def _from_file(sources: MooncakeSources) -> _Layer:
@@ -195,8 +193,7 @@ def _from_file(sources: MooncakeSources) -> _Layer:
     _refuse_slips(f"key in {sources.path}:", document, known)
     if others := sorted(document.keys() - known):
         log.info("%s: pdstore does not read %s", sources.path, ", ".join(others))
-    for key in document.keys() & known:
-        yield known[key], document[key], str(sources.path)
+    yield from ((known[key], document[key], str(sources.path)) for key in document.keys() & known)
 
 
 def _refuse_slips(what: str, names: Iterable[str], known: Iterable[str]) -> None:

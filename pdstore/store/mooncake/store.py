@@ -83,8 +83,8 @@ class MooncakeStore(Store):
         master = server(label, config.master)
         sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
-        self._data = Client(label, sharer or master, self._connect_data)
-        self._lanes = [Lane(label, self._data, self._memory, sharer)]
+        data = Client(label, sharer or master, self._connect_data)
+        self._lanes = [Lane(label, data, self._memory, sharer)]
         for _ in range(1, config.connections):
             more = Client(label, master, partial(library.connect_data, is_first=False))
             self._lanes.append(Lane(label, more, Memory(None), None))
@@ -117,8 +117,7 @@ class MooncakeStore(Store):
         found, windows = 0, iter(_WINDOWS)
         while found < len(keys):
             window = keys[found : found + next(windows, _WINDOWS[-1])]
-            with counted_from(found):
-                num_stored = self._num_stored(window)
+            num_stored = self._num_stored(window, found)
             found += num_stored
             if num_stored < len(window):
                 break
@@ -221,7 +220,7 @@ class MooncakeStore(Store):
     @property
     def connections(self) -> tuple[Client, Client]:
         """The connection to the master and the first that moves values, for measurements."""
-        return self._lookup, self._data
+        return self._lookup, self._lanes[0].client
 
     def close(self) -> None:
         if self._lifecycle.end():
@@ -303,20 +302,22 @@ class MooncakeStore(Store):
                 num_evictions += 1
                 others = slots.part(stored, len(keys))
                 codes[stored:] = self._batches.put(keys[stored:], others, config)
-            with counted_from(stored):
-                stored += self._num_stored(keys[stored:])
+            stored += self._num_stored(keys[stored:], stored)
         if stored < len(keys):
             what = f"{self.label}: put of {keys[stored]}"
             raise error_of(codes[stored], what, num_done=stored)
         return stored
 
-    def _num_stored(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many of the first keys are there; one call, which leases all that are."""
+    def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
+        """Returns how many of the first keys are there; one call, which leases all that are.
+
+        num_done: keys of the store's call before these, for errors.
+        """
         for i, code in enumerate(self._exist(keys)):
             if code == 0:
                 return i
             if code < 0:
-                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=i)
+                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=num_done + i)
         return len(keys)
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
