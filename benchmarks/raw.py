@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pdstore.environment import mooncake_sources
 from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
+from pdstore.settings import mooncake_sources
 from pdstore.store.base import Slots, Store
-from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.library import Library
+from pdstore.store.mooncake.library import Library, MooncakeConfig
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.store.url import StoreURL
 

@@ -21,7 +21,7 @@ from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.store.seal import Encrypted
-from pdstore.testing.threads import run_together
+from pdstore.testing.values import run_together
 
 _SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
 _THREADS = (1, 4)

@@ -29,7 +29,7 @@ from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_engine_settings, read_settings
-from pdstore.status.reporting import Reporting
+from pdstore.status.server import Reporting
 from pdstore.store import open_store
 from pdstore.store.base import Store
 from pdstore.store.connect import check_store

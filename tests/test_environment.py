@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.environment import (
+from pdstore.errors import ConfigError
+from pdstore.settings import (
     default_pool_directory,
     mooncake_sources,
     native_cache_directory,
     weights_cache_file,
 )
-from pdstore.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

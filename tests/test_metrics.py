@@ -7,9 +7,8 @@ import re
 import pytest
 
 from pdstore.errors import StoreFull, StoreUnavailable
-from pdstore.metrics import Metrics, known_labels
+from pdstore.metrics import METRICS, Kind, Metrics, known_labels
 from pdstore.outcome import Direction, Reason
-from pdstore.telemetry.metric_table import METRICS, Kind
 
 
 @pytest.fixture

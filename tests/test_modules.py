@@ -15,7 +15,7 @@ LMCACHE = PACKAGE.parent / "integrations" / "lmcache" / "pdstore_lmcache"
 """LMCache's adapter: a distribution of its own, and a room like any for these rules."""
 FLOORS = (
     ("errors",),
-    ("outcome", "settings", "environment", "device_pin", "threads", "sizing"),
+    ("outcome", "settings", "threads", "sizing"),
     ("telemetry",),
     ("metrics", "async_runner"),
     ("format", "native"),
@@ -27,19 +27,19 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats", "events")
 DOORS = {
-    "os.environ": ["settings", "environment"],
+    "os.environ": ["settings"],
     "threading.Thread": ["threads"],
     "concurrent": ["threads"],
     "multiprocessing": [],
     "ctypes": [
-        *(f"native.{name}" for name in ("library", "abi", "engine", "arena")),
-        "store.mooncake.memory",
+        *(f"native.{name}" for name in ("library", "engine", "arena")),
+        "store.mooncake.barrier",
     ],
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "cluster")],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
     "lmcache": ["pdstore_lmcache.l2_adapter"],
-    "sglang": [f"adapters.sglang.{name}" for name in ("backend", "server")],
+    "sglang": [f"adapters.sglang.{name}" for name in ("backend", "pages")],
     "pickle": [],
     "marshal": [],
     "torch.load": [],

@@ -8,10 +8,9 @@ from collections import deque
 import pytest
 import torch
 
-from pdstore.async_runner import AsyncRunner
-from pdstore.device_pin import DevicePin
+from pdstore.async_runner import AsyncRunner, DevicePin
 from pdstore.errors import DeviceError
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 from pdstore.threads import Ticker, Worker
 from tests.support.device_api import FakeApi
 from tests.support.forked import exit_code_of

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
-from pdstore.native.abi import CopyPath
+from pdstore.native.library import CopyPath
 from pdstore.outcome import Direction
 from pdstore.threads import Worker
 from pdstore.worker.swap.native import NativeSwap, Packed

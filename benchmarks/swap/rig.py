@@ -15,8 +15,7 @@ from benchmarks.swap.library import BenchLibrary
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.native.abi import CopyPath
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.outcome import Direction
 from pdstore.worker.staging import SPAN_BYTES, PinnedMemory, slot_bytes_for, spans_of
 from pdstore.worker.swap.base import BlockCopy

@@ -17,7 +17,7 @@ from benchmarks.swap.bench import SHAPES, speed_of
 from benchmarks.swap.beside import keep_busy, pump, readback
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
-from pdstore.native.abi import CopyPath
+from pdstore.native.library import CopyPath
 
 MIB = 1 << 20
 COPIES: dict[str, dict[str, int]] = {

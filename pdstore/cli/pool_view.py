@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pdstore.environment import default_pool_directory
 from pdstore.errors import BadValue, ConfigError
 from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of
 from pdstore.format.namespace import Part
 from pdstore.outcome import Reason, reason_of
-from pdstore.settings import Settings, read_settings
+from pdstore.settings import Settings, default_pool_directory, read_settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import DEFAULT_DIRECTORY
 from pdstore.store.base import Slots, Store

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from pdstore.environment import weights_cache_file
 from pdstore.errors import ConfigError
-from pdstore.settings import Settings
+from pdstore.settings import Settings, weights_cache_file
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SCHEME = 2

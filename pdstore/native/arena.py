@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pdstore import errors
 from pdstore.errors import StoreError
-from pdstore.native import abi
+from pdstore.native import library as abi
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library
 

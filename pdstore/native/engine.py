@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int32, c_int64, c_void_p
 
 from pdstore.errors import LayoutError, SwapError
-from pdstore.native import abi
+from pdstore.native import library as abi
 from pdstore.native.library import Library, joined
 
 log = logging.getLogger(__name__)

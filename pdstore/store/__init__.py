@@ -2,6 +2,7 @@
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.connect import open_store
 from pdstore.store.optional import (
     FindsKeys,
     ListsValues,
@@ -10,7 +11,6 @@ from pdstore.store.optional import (
     TellsChanges,
     TellsRoom,
 )
-from pdstore.store.registry import open_store
 from pdstore.store.url import StoreURL
 
 __all__ = [

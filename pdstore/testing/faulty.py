@@ -13,7 +13,7 @@ from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.registry import check_url, open_store
+from pdstore.store.connect import check_url, open_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
 

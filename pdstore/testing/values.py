@@ -1,10 +1,12 @@
-"""Keys and values for tests: each value follows from its key, so any process can check it."""
+"""Keys and values that any process can check, and threads with a deadline, for tests."""
 
 from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, Store, is_count
@@ -63,3 +65,37 @@ def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:
             )
     if len(found) != len(expected):
         raise AssertionError(f"{len(found)} values, {len(expected)} expected")
+
+
+def run_together(*functions: Callable[[], None], deadline_s: float = 30.0) -> None:
+    """Runs functions at once; raises the first error, AssertionError for one that does not end."""
+    start_background(*functions)(deadline_s)
+
+
+def start_background(*functions: Callable[[], None]) -> Callable[[float], None]:
+    """Starts functions at once. The result waits for their end as `run_together` does."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=guarded, args=(f,), daemon=True)  # noqa: TID251 - no torch here
+        for f in functions
+    ]
+    for thread in threads:
+        thread.start()
+
+    def join(deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if errors:
+            raise errors[0]
+        alive = sum(thread.is_alive() for thread in threads)
+        assert not alive, f"{alive} of {len(threads)} still run after {deadline_s} s"
+
+    return join

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 
 from prometheus_client import Gauge
 
-from pdstore.device_pin import DevicePin
+from pdstore.async_runner import DevicePin
 from pdstore.errors import JobDeadline, JobError, PoolClosed, QueueFull, StoreError, StoreTimeout
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason

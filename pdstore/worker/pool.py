@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdstore.device_pin import DevicePin
+from pdstore.async_runner import DevicePin
 from pdstore.errors import LayoutError, ReadOnly, SwapError
 from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId

@@ -16,7 +16,7 @@ from prometheus_client import start_http_server
 from pdstore.cli.answer import Level
 from pdstore.cli.peers import check_peers
 from pdstore.metrics import Metrics
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 
 FIELDS = {"dtype": '"bfloat16"', "block_tokens": "64", "salt": "null"}
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from examples.router.counts import Counts
-from pdstore.telemetry.metric_table import METRICS, Kind
+from pdstore.metrics import METRICS, Kind
 from tests.support.mini_engine_kit import decode, hand_over, pd_of, prompt_of, until
 from tests.support.monitoring import monitoring
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
+from pdstore.metrics import METRICS, REASONS, Kind
 from pdstore.settings import Settings, variable_of
-from pdstore.telemetry.metric_table import METRICS, REASONS, Kind
 from pdstore.telemetry.reasons import ADVICE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore.format.handoff import HandoffId
-from pdstore.telemetry.metric_table import METRICS, Kind
+from pdstore.metrics import METRICS, Kind
 from tests.support import redis_gate
 from tests.support.mini_engine_kit import PULL, Gate, ask, hand_over, pd_of, prompt_of, until
 

@@ -18,8 +18,7 @@ from pdstore.outcome import JobResult, Reason
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import ReadyEvent, TorchSwap
 from pdstore.worker.values import RANGE_BYTES
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually
 

@@ -20,7 +20,7 @@ from pdstore.settings import LOOKUP_WAIT_S, read_settings
 from pdstore.store.connect import connect_store
 from pdstore.store.url import without_secret
 from pdstore.store.wrappers import OPEN_S
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 from tests.support.kv import BLOCK_BYTES, Instance, eventually
 
 BLOCKS, PROMPT, MANY = list(range(20)), range(100), range(320)

@@ -31,7 +31,7 @@ from pdstore.worker.reading import Ends
 from pdstore.worker.save import SaveWork
 from pdstore.worker.staging import Staging
 from pdstore.worker.store_ends import StagedEnd
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.values import PromptBlocks, Split
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.watch import STALL_S, Rules, Watch

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pdstore.errors import ConfigError, DeviceError, LayoutError, NativeError, SwapError
-from pdstore.native import abi
+from pdstore.native import library as abi
 from pdstore.native.build import build_library, find_built
 from pdstore.native.library import Library, LibraryLoader, address_of
 from tests.support import native_kit

@@ -12,13 +12,12 @@ import torch
 
 from pdstore.errors import DeviceError, LayoutError, SwapError
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.native import abi
-from pdstore.native.abi import CopyPath
+from pdstore.native import library as abi
 from pdstore.native.engine import Engine
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.outcome import Direction
+from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
 from tests.support.kv import caches_of, eventually
 from tests.support.swap_case import (

@@ -10,8 +10,7 @@ import mmap
 import pytest
 
 from pdstore.errors import SwapError
-from pdstore.native.abi import CopyPath
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.native import DEFAULT_STREAM, FOLLOW_NOTHING
 from tests.support import native_kit

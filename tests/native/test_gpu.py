@@ -10,15 +10,14 @@ import torch
 from pdstore.errors import LayoutError, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.native.abi import CopyPath
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.outcome import Direction, Reason
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.worker.staging import Staging
 from pdstore.worker.swap import open_swap
+from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.swap.native import DEFAULT_STREAM, NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
 from tests.support import kv, native_kit
 from tests.support.arena_kit import place_of
 from tests.support.gpu_kit import gpu_instance, rig, spin

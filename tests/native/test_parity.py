@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES, checksum
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.native.abi import CopyPath
 from pdstore.native.arena import ValueBatch
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import fresh_keys
+from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
 from tests.support import native_kit
 from tests.support.arena_kit import place_of
 from tests.support.native_kit import DEVICES

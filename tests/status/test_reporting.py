@@ -12,7 +12,7 @@ from pdstore.errors import ConfigError
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
-from pdstore.status.reporting import Reporting
+from pdstore.status.server import Reporting
 from tests.status.test_snapshot import CACHE
 from tests.support.kv import eventually
 

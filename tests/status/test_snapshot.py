@@ -9,7 +9,7 @@ from pdstore.format.namespace import Namespace, Part
 from pdstore.metrics import Metrics
 from pdstore.outcome import Reason
 from pdstore.settings import read_settings
-from pdstore.status.reporting import settings_of, snapshot
+from pdstore.status.server import settings_of, snapshot
 from pdstore.telemetry.request_record import Journal
 from tests.telemetry.test_request_record import RECORD
 

@@ -9,7 +9,7 @@ import pytest
 from pdstore.errors import ConfigError
 from pdstore.settings import Settings
 from pdstore.store import StoreURL, open_store
-from pdstore.store.registry import check_url
+from pdstore.store.connect import check_url
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdstore.format.layout import LayerSpec
-from pdstore.native.abi import CopyPath
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.worker.swap.native import NativeSwap
 from tests.support import kv
 from tests.support.swap_case import PLAIN, Case, host_memory, layout_of, view_of

@@ -18,16 +18,14 @@ from pathlib import Path
 import pytest
 
 from examples.ports import free_ports
-from pdstore.environment import set_missing_variables
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
-from pdstore.settings import Settings
+from pdstore.settings import Settings, set_missing_variables
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.library import Library, Raw
-from pdstore.store.mooncake.memory import SLAB_BYTES
+from pdstore.store.mooncake.barrier import SLAB_BYTES
+from pdstore.store.mooncake.library import Library, MooncakeConfig, Raw
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put

@@ -6,7 +6,7 @@ import threading
 
 from pdstore.errors import StoreUnavailable
 from pdstore.store.mooncake.client import State
-from pdstore.store.mooncake.config import MooncakeConfig
+from pdstore.store.mooncake.library import MooncakeConfig
 from pdstore.store.mooncake.store import MooncakeStore
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.native.abi import CopyPath
-from pdstore.native.library import address_of
+from pdstore.native.library import CopyPath, address_of
 from pdstore.outcome import Direction
-from pdstore.worker.swap.base import BlockCopy
+from pdstore.worker.swap.base import BlockCopy, TorchSwap
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
 
 POISON = 0xA5
 SIZES = ("copy_out_bytes", "copy_in_bytes", "stage_out_bytes", "stage_in_bytes")

@@ -10,7 +10,7 @@ import pytest
 
 from pdstore.errors import JobError, StoreUnavailable
 from pdstore.outcome import JobResult, Reason
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 from pdstore.threads import Worker
 from tests.support.jobs import Shares, job_of
 

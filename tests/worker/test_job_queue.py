@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from pdstore.device_pin import CPU, DevicePin
+from pdstore.async_runner import CPU, DevicePin
 from pdstore.errors import DeviceError, QueueFull
 from pdstore.metrics import Metrics
 from pdstore.outcome import Direction, Reason
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 from pdstore.worker.job import Urgency
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from tests.support.device_api import FakeApi

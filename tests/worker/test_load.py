@@ -15,7 +15,7 @@ from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.values import RANGE_BYTES
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 

@@ -16,7 +16,7 @@ from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.pool import behind_caller
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import TorchSwap
 from tests.support.kv import LAYERS, POISON, Instance, caches_of, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 

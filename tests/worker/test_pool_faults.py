@@ -18,7 +18,7 @@ from pdstore.errors import ConfigError, PoolClosed, StoreUnavailable
 from pdstore.outcome import Reason
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 from tests.support.kv import (
     LAYERS,
     POISON,

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstore.errors import SwapError
-from pdstore.native.abi import CopyPath
+from pdstore.native.library import CopyPath
 from pdstore.outcome import Direction
 from pdstore.store.memory import MemoryStore
 from pdstore.worker import staging as staging_module
 from pdstore.worker.staging import PinnedMemory, spans_of
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import TorchSwap
 from tests.support import native_kit
 from tests.support.gpu_kit import gpu_instance, rig, spin
 from tests.support.kv import BLOCK_BYTES, Instance

@@ -18,7 +18,7 @@ from pdstore.store.file.store import FileStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.threads import Deadline
 from pdstore.worker.staging import Staging
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import TorchSwap
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
 

@@ -14,7 +14,7 @@ from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, fresh_keys
 from pdstore.testing.state_machine import play_random_calls
-from pdstore.testing.threads import run_together
+from pdstore.testing.values import run_together
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from pdstore.errors import ConfigError, StoreTimeout
 from pdstore.format import block
 from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
-from pdstore.testing.threads import start_background
-from pdstore.testing.values import fresh_keys, put
+from pdstore.testing.values import fresh_keys, put, start_background
 from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover
 from pdstore_lmcache.chunk_names import ChunkName, ChunkNames, shape_of
 from pdstore_lmcache.chunk_task import ChunkTask, Ended

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from pdstore.adapters.sglang.pages import HostPages, PagePool
-from pdstore.adapters.sglang.server import (
+from pdstore.adapters.sglang.pages import (
     VERSIONS,
+    HostPages,
+    PagePool,
     refuse_unsupported,
     served_model,
     server_arguments,

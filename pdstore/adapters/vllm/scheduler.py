@@ -33,7 +33,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
-from pdstore.status.reporting import Reporting
+from pdstore.status.server import Reporting
 from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")

@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pdstore.metrics import M, Metrics, known_labels
-from pdstore.telemetry.metric_table import METRICS, SECONDS, Across, Kind, Metric
+from pdstore.metrics import METRICS, SECONDS, Across, Kind, M, Metric, Metrics, known_labels
 
 _GAUGES_EVERY_S = 0.1
 _TYPES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}

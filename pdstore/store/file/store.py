@@ -13,14 +13,13 @@ from pathlib import Path
 
 from pydantic import ByteSize
 
-from pdstore.environment import default_pool_directory
 from pdstore.errors import ConfigError, StoreError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.format.namespace import prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
-from pdstore.settings import Settings
+from pdstore.settings import Settings, default_pool_directory
 from pdstore.store.base import Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor

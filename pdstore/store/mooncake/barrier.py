@@ -1,4 +1,12 @@
-"""Barrier: holds a failed call back until nothing reads or writes its memory any more.
+"""Memory: slabs of a connection, registered once; Barrier: keeps them until nothing writes there.
+
+RDMA moves only registered memory, and shared memory must come from the library's own allocator.
+Values in other buffers are then copied through a slab of ours, the bounce.
+
+The library keeps one list of all shared memory of the process. Its ping threads walk that list
+without its lock when they connect again after a fault, for as long as the other process takes to
+answer; memory that is allocated or freed meanwhile crashes the process. So ours is allocated and
+freed only while every connection is healthy; until then dropped slabs stay allocated.
 
 The library gives up some calls while their transfers go on; late bytes would land in another block.
 
@@ -16,16 +24,203 @@ with the memory. Closing the connection ends the other transfers.
 # Decision: docs/decisions/029-mooncake-late-bytes.md
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
+import os
 import threading
 import time
+import weakref
+from collections import deque
 from typing import NamedTuple
 
+from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.native.library import address_of
+from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import Client, Server, State
-from pdstore.store.mooncake.library import Raw, is_outage
-from pdstore.store.mooncake.memory import Memory
+from pdstore.store.mooncake.library import INVALID, Allocator, Raw, is_outage
 
 log = logging.getLogger(__name__)
+
+SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
+BOUNCE_BYTES = 64 << 20
+MOST_ABANDONED = 4
+_RECONNECTION_S = 1.0  # how long an allocation waits for the library's reconnection
+_PAUSE_S = 0.02
+
+
+class _Slab(NamedTuple):
+    address: int
+    size: int
+
+    def holds(self, address: int, size: int) -> bool:
+        return self.address <= address and address + size <= self.address + self.size
+
+
+class Memory:
+    """The slabs of one client.
+
+    allocator: the library's, if only its memory can be moved; None if any mapping will do.
+    wait_s: how long an allocation waits for the end of a reconnection.
+    """
+
+    def __init__(self, allocator: Allocator | None, *, wait_s: float = _RECONNECTION_S) -> None:
+        self.bounce_lock = threading.Lock()
+        self._allocator = allocator
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._slabs: list[_Slab] = []
+        self._registered: set[_Slab] = set()
+        self._dropped: deque[_Slab] = deque()  # filled by finalizers, which may run anywhere
+        self._raw: Raw | None = None
+        self._is_over = False
+        self._bounce: memoryview | None = None
+        self._abandoned: list[memoryview] = []
+        if allocator is not None:
+            _sharing.add(self)
+
+    @property
+    def is_healthy(self) -> bool:
+        """True unless the library is reconnecting, or may be."""
+        if not self._lock.acquire(timeout=_PAUSE_S):  # a registration holds it, and waits
+            return False
+        try:
+            return self._raw is None or self._raw.health_check() == 0
+        finally:
+            self._lock.release()
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Returns a slab, registered now or when the client connects; its last view frees it.
+
+        Raises StoreUnavailable when shared memory cannot be allocated now, and StoreError when
+        there is too little of it.
+        """
+        self._free_dropped()
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if num_bytes < SLAB_BYTES:
+            return memoryview(mmap.mmap(-1, num_bytes))
+        if self._allocator is None:
+            owner: mmap.mmap | ctypes.Array[ctypes.c_ubyte] = mmap.mmap(-1, num_bytes)
+        else:
+            address = self._allocate_shared(self._allocator, num_bytes)
+            owner = (ctypes.c_ubyte * num_bytes).from_address(address)
+        view = memoryview(owner).cast("B")
+        slab = _Slab(address_of(view), num_bytes)
+        weakref.finalize(owner, self._dropped.append, slab)
+        with self._lock:
+            self._slabs.append(slab)
+            if self._raw is not None:
+                self._register(self._raw, slab)
+        return view
+
+    def connect(self, raw: Raw) -> None:
+        """Registers the slabs with a new connection, unless the store was closed meanwhile."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._raw = raw
+            self._registered.clear()
+            for slab in self._slabs:
+                self._register(raw, slab)
+
+    def disconnect(self) -> None:
+        """Stops registering for good: the store is being closed."""
+        with self._lock:
+            self._raw = None
+            self._is_over = True
+
+    def detach(self, raw: Raw) -> bool:
+        """Unregisters every slab. Returns True if the other side knows none of them any more.
+
+        May be called again after a failure. The next connection registers them all.
+        """
+        with self._lock:
+            if not all([self._unregister(raw, slab) for slab in list(self._registered)]):
+                return False
+            self._raw = None
+            return True
+
+    def holds(self, slots: Slots, address: int) -> bool:
+        """True if one slab holds the buffer at this address whose slots these are."""
+        return any(slab.holds(address, len(slots.view)) for slab in list(self._slabs))
+
+    def bounce(self, num_bytes: int) -> memoryview:
+        """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
+        if self._bounce is None or len(self._bounce) < num_bytes:
+            self._bounce = None
+            self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
+        return self._bounce
+
+    def drop_bounce(self) -> None:
+        """Makes the next bounce a new slab."""
+        with self.bounce_lock:
+            self._bounce = None
+
+    def abandon_bounce(self) -> bool:
+        """Gives up the bounce, which late bytes may still reach; the next one is a new slab.
+
+        Returns False if too many were given up before. They stay allocated, so that their
+        addresses are not used again. The caller holds `bounce_lock`.
+        """
+        if self._bounce is None or len(self._abandoned) == MOST_ABANDONED:
+            return False
+        self._abandoned.append(self._bounce)
+        self._bounce = None
+        return True
+
+    def forget_slabs(self) -> None:
+        """Forgets all slabs but the bounce: their values go through it from now on."""
+        bounce = 0 if self._bounce is None else address_of(self._bounce)
+        with self._lock:
+            self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
+
+    def _register(self, raw: Raw, slab: _Slab) -> None:
+        code = raw.register_buffer(slab.address, slab.size)
+        if code:
+            log.warning("mooncake: %d bytes could not be registered (%d)", slab.size, code)
+        else:
+            self._registered.add(slab)
+
+    def _unregister(self, raw: Raw, slab: _Slab) -> bool:
+        """Unregisters a slab. Returns True if the other side does not know it any more."""
+        if slab in self._registered and raw.unregister_buffer(slab.address) in (0, INVALID):
+            self._registered.discard(slab)
+        return slab not in self._registered
+
+    def _allocate_shared(self, allocator: Allocator, num_bytes: int) -> int:
+        deadline = time.monotonic() + self._wait_s
+        while not _is_library_healthy():
+            if time.monotonic() > deadline:
+                raise StoreUnavailable("mooncake: no shared memory until the library reconnects")
+            time.sleep(_PAUSE_S)
+        address: int = allocator.alloc(num_bytes)
+        if not address:
+            raise StoreError(f"mooncake: cannot get {num_bytes} bytes of shared memory")
+        return address
+
+    def _free_dropped(self) -> None:
+        for _ in range(len(self._dropped)):
+            slab = self._dropped.popleft()
+            with self._lock:
+                if self._raw is not None and not self._unregister(self._raw, slab):
+                    self._dropped.append(slab)  # else the next slab at its address is not mapped
+                    continue
+                self._slabs = [each for each in self._slabs if each != slab]
+            if self._allocator is None:
+                continue
+            if _is_library_healthy():
+                self._allocator.free(slab.address)
+            else:
+                self._dropped.append(slab)
+
+
+_sharing: weakref.WeakSet[Memory] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_sharing.clear)  # no child may call its parent's connections
+
+
+def _is_library_healthy() -> bool:
+    return all(memory.is_healthy for memory in list(_sharing))
+
 
 GIVEN_UP_S = 55.0  # a little before the library's 60 s: its clock is another one
 KEPT = "memory kept until nobody uses it"

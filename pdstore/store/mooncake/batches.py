@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import Answer, Barrier
+from pdstore.store.mooncake.barrier import BOUNCE_BYTES, Answer, Barrier, Memory
 from pdstore.store.mooncake.client import Client
 from pdstore.store.mooncake.library import (
     INVALID,
@@ -22,7 +22,6 @@ from pdstore.store.mooncake.library import (
     NO_ROOM,
     TRANSFER_FAILED,
 )
-from pdstore.store.mooncake.memory import BOUNCE_BYTES, Memory
 
 log = logging.getLogger(__name__)
 

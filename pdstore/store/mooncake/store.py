@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from urllib.parse import quote
 
-from pdstore.environment import mooncake_sources
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
-from pdstore.settings import Settings
+from pdstore.settings import Settings, mooncake_sources
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
-from pdstore.store.mooncake.barrier import Barrier
+from pdstore.store.mooncake.barrier import Barrier, Memory
 from pdstore.store.mooncake.batches import Batches, Lane
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
-from pdstore.store.mooncake.config import MooncakeConfig
 from pdstore.store.mooncake.library import (
     ABSENT,
     INVALID,
@@ -30,13 +28,13 @@ from pdstore.store.mooncake.library import (
     MISSES,
     TRANSFER_FAILED,
     Library,
+    MooncakeConfig,
     Raw,
     check_installed,
     counted_from,
     error_of,
     is_outage,
 )
-from pdstore.store.mooncake.memory import Memory
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 

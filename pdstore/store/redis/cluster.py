@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import redis
@@ -22,9 +21,6 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 
 _ROUNDS = 3
 """Sends of a command at most: to the node that had its slot, and to those that have it now."""
-
-_MOST_NODES = 32
-"""Nodes that are asked at once."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
 """Replies after which another node may have the key. A time-out is not one: it has cost enough."""
@@ -62,7 +58,7 @@ class OneServer:
 
 
 class Cluster:
-    """Sends each command to the master of its key's slot, and to all masters of a call at once.
+    """Sends each command to the master of its key's slot, all of a master's in one go.
 
     seeds: some nodes, of which one must answer to begin with.
     open_pool: returns connections to a node, none of them made yet.
@@ -78,7 +74,6 @@ class Cluster:
         self._open_pool = open_pool
         self._clients: dict[Address, redis.Redis] = {}
         self._map: list[Address | None] | None = None
-        self._threads = ThreadPoolExecutor(_MOST_NODES, "pdstore-redis")
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
         """Returns a reply for each command, and a RedisError for one that was not answered.
@@ -110,8 +105,7 @@ class Cluster:
         return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
 
     def disconnect(self) -> None:
-        """Closes idle connections, and ends the threads that have nothing to ask."""
-        self._threads.shutdown(wait=False)
+        """Closes idle connections."""
         for client in list(self._clients.values()):
             client.connection_pool.disconnect(inuse_connections=False)
 
@@ -122,7 +116,7 @@ class Cluster:
         replies: list[object],
         slots: Sequence[Address | None],
     ) -> None:
-        """Asks all nodes at once, and fills in the replies."""
+        """Asks one node after the other, and fills in the replies."""
         parts: dict[tuple[Address, bool], list[int]] = {}
         for i in waiting:
             before, slot = replies[i], key_slot(str(commands[i][1]).encode())
@@ -132,22 +126,15 @@ class Cluster:
                 parts.setdefault((address, False), []).append(i)
             else:
                 replies[i] = ClusterDownError(f"no node serves slot {slot}")
-
-        def ask_node(node: tuple[Address, bool]) -> None:
-            address, is_asking = node
-            sent = [commands[i] for i in parts[node]]
+        for (address, is_asking), part in parts.items():
+            sent = [commands[i] for i in part]
             found: list[object]
             try:
                 found = _ask(self._client(address), sent, asking=is_asking)
             except RedisError as error:
                 found = [error] * len(sent)
-            for i, reply in zip(parts[node], found, strict=True):
+            for i, reply in zip(part, found, strict=True):
                 replies[i] = reply
-
-        try:
-            list(self._threads.map(ask_node, parts))
-        except RuntimeError as error:  # the threads have ended
-            raise redis.ConnectionError("the store is closed") from error
 
     def _client(self, address: Address) -> redis.Redis:
         client = self._clients.get(address)

@@ -34,8 +34,8 @@ _SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
 class RedisStore(Store):
     """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
 
-    `valkey://` is the same. A cluster spreads a prompt's values over its nodes, and a call asks all
-    of them at once.
+    `valkey://` is the same. A cluster spreads a prompt's values over its nodes, and a call asks
+    each node once.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
     `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match is a lease only where the server does not

@@ -13,8 +13,7 @@ import pytest
 from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.base import Store
-from pdstore.testing.threads import run_together
-from pdstore.testing.values import assert_values, content, get, put
+from pdstore.testing.values import assert_values, content, get, put, run_together
 
 SIZE = 256
 

@@ -15,8 +15,15 @@ from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 from pdstore.testing.suite.calls import Verb, every_verb
-from pdstore.testing.threads import run_together, start_background
-from pdstore.testing.values import assert_values, content, fresh_keys, get, put
+from pdstore.testing.values import (
+    assert_values,
+    content,
+    fresh_keys,
+    get,
+    put,
+    run_together,
+    start_background,
+)
 
 SIZE = 64 << 10
 SMALL = 4096

@@ -14,11 +14,11 @@ from pdstore.worker.swap.base import (
     ReadyEvent,
     Registrar,
     Swap,
+    TorchSwap,
     caches_as_bytes,
     pages_as_cells,
 )
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
 
 __all__ = ["BlockCopy", "BlockCopyPlan", "ReadyEvent", "Registrar", "Swap", "open_swap"]
 

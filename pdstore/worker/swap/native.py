@@ -13,13 +13,12 @@ from typing import TypeAlias
 
 import torch
 
-from pdstore.device_pin import CudaApi
+from pdstore.async_runner import CudaApi
 from pdstore.errors import LayoutError
 from pdstore.format.layout import Layout
 from pdstore.format.namespace import Part
-from pdstore.native.abi import CPU, RELAXED, CopyPath, PartShape, Region
 from pdstore.native.engine import Engine, Ticket
-from pdstore.native.library import Library, address_of
+from pdstore.native.library import CPU, RELAXED, CopyPath, Library, PartShape, Region, address_of
 from pdstore.outcome import Direction
 from pdstore.worker.swap.base import (
     BlockCopy,

@@ -16,8 +16,7 @@ from tests.support import sglang_wheel as wheel
 from tests.support.kv import eventually, settings_of
 
 # isort: split
-from pdstore.adapters.sglang.pages import HostPages, PagePool
-from pdstore.adapters.sglang.server import ServedModel
+from pdstore.adapters.sglang.pages import HostPages, PagePool, ServedModel
 
 HASHES = kit.page_hashes(3)
 

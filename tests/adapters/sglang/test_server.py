@@ -10,7 +10,7 @@ from tests.support import sglang_server as kit
 from tests.support.kv import settings_of as settings
 
 # isort: split
-from pdstore.adapters.sglang import server
+from pdstore.adapters.sglang import pages as server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

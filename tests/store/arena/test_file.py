@@ -11,7 +11,7 @@ import pytest
 from pdstore.errors import ConfigError, StoreDenied, StoreUnavailable
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.arena.store import ArenaStore
-from pdstore.testing.threads import run_together
+from pdstore.testing.values import run_together
 
 MIB = 1 << 20
 

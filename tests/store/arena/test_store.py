@@ -19,8 +19,7 @@ from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.state_machine import PLAY, play_random_calls
-from pdstore.testing.threads import run_together
-from pdstore.testing.values import put
+from pdstore.testing.values import put, run_together
 
 MIB = 1 << 20
 SIZE = 64 << 10

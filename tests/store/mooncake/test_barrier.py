@@ -10,12 +10,10 @@ import pytest
 
 from pdstore.errors import StoreUnavailable
 from pdstore.native.library import address_of
-from pdstore.store.mooncake.barrier import KEPT, Answer, Barrier
+from pdstore.store.mooncake.barrier import KEPT, Answer, Barrier, Memory
 from pdstore.store.mooncake.client import Client, State
-from pdstore.store.mooncake.memory import Memory
 from pdstore.testing import fresh_keys
-from pdstore.testing.threads import start_background
-from pdstore.testing.values import put
+from pdstore.testing.values import put, start_background
 from tests.support.kv import eventually
 from tests.support.mooncake_double import RawDouble
 

@@ -18,8 +18,7 @@ from pdstore.errors import (
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.barrier import KEPT
 from pdstore.testing import fresh_keys
-from pdstore.testing.threads import start_background
-from pdstore.testing.values import get, put
+from pdstore.testing.values import get, put, start_background
 from tests.support.kv import eventually
 from tests.support.mooncake_double import LibraryDouble, RawDouble, double_store
 

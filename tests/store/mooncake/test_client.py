@@ -13,8 +13,7 @@ import pytest
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
 from pdstore.store.mooncake.client import Client, Server, State, close_together
 from pdstore.testing import fresh_keys
-from pdstore.testing.threads import run_together, start_background
-from pdstore.testing.values import get
+from pdstore.testing.values import get, run_together, start_background
 from tests.support.kv import eventually
 from tests.support.mooncake_double import RawDouble
 

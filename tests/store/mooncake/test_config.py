@@ -14,15 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from examples.ports import free_ports
-from pdstore.environment import MooncakeSources
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
-from pdstore.settings import Settings
+from pdstore.settings import MooncakeSources, Settings
 from pdstore.store import open_store
+from pdstore.store.connect import check_url
 from pdstore.store.mooncake import library as mooncake_library
-from pdstore.store.mooncake.config import MooncakeConfig, parse_size
-from pdstore.store.registry import check_url
+from pdstore.store.mooncake.library import MooncakeConfig, parse_size
 from pdstore.store.url import StoreURL
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 
 
 def config(url="mooncake://m:1", *, file=None, path="m.json", **variables):
@@ -149,7 +148,7 @@ def test_the_librarys_settings_are_made_before_it_is_imported_and_the_users_kept
     code = (
         "import os, sys\n"
         "from pdstore.store.mooncake import library\n"
-        "from pdstore.store.mooncake.config import MooncakeConfig\n"
+        "from pdstore.store.mooncake.library import MooncakeConfig\n"
         "def load():\n"
         "    print({n: v for n, v in os.environ.items() if n.startswith('MC_')})\n"
         "library._load = load\n"

@@ -16,7 +16,7 @@ from pdstore.errors import StoreError
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.barrier import KEPT
 from pdstore.testing import fresh_keys
-from pdstore.testing.threads import start_background
+from pdstore.testing.values import start_background
 from tests.support.kv import eventually
 from tests.support.mooncake_cluster import Cluster, kill, stopped, wait_until_it_serves
 

@@ -19,11 +19,9 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots
 from pdstore.store.connect import read_pool_id
-from pdstore.store.mooncake.config import MooncakeConfig
-from pdstore.store.mooncake.library import ABSENT, HALF_WRITTEN, Library
+from pdstore.store.mooncake.library import ABSENT, HALF_WRITTEN, Library, MooncakeConfig
 from pdstore.testing import content, fresh_keys
-from pdstore.testing.threads import run_together
-from pdstore.testing.values import get, put
+from pdstore.testing.values import get, put, run_together
 from tests.support.kv import eventually
 from tests.support.mooncake_cluster import (
     DISCARD_S,

@@ -18,8 +18,7 @@ from pdstore.outcome import Reason, reason_of
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import fresh_keys
-from pdstore.testing.threads import run_together, start_background
-from pdstore.testing.values import empty_slots, get, put
+from pdstore.testing.values import empty_slots, get, put, run_together, start_background
 from tests.support.redis_server import make_certificate
 from tests.support.redis_store import SIZE, fails_to_put, opened, put_one
 

@@ -6,9 +6,8 @@ import pytest
 
 from pdstore.errors import LayoutError
 from pdstore.worker.swap import open_swap
-from pdstore.worker.swap.base import caches_as_bytes, pages_as_cells
+from pdstore.worker.swap.base import TorchSwap, caches_as_bytes, pages_as_cells
 from pdstore.worker.swap.native import NativeSwap
-from pdstore.worker.swap.torch import TorchSwap
 from tests.support.kv import caches_of, settings_of
 from tests.worker.swap.test_torch import layout_of
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pdstore.errors import LayoutError
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.format.namespace import Part
-from pdstore.worker.swap.base import BlockCopy
-from pdstore.worker.swap.torch import TorchSwap
+from pdstore.worker.swap.base import BlockCopy, TorchSwap
 from tests.support.kv import POISON, caches_of
 
 MLA = LayerSpec(1, 24, value_dim=0, kind="mla")
