@@ -26,15 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm_instance import Answer, Instance
-from benchmarks.vllm_session import (
-    LLAMA_8B,
-    Kind,
-    Session,
-    add_options,
-    distance,
-    loaded,
-    medians,
-)
+from benchmarks.vllm_session import LLAMA_8B, Kind, Session, add_options, distance, loaded, medians
 
 ROOT = Path(__file__).parent.parent
 MLA = {

@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.vllm_instance import Answer, Instance
-from benchmarks.vllm_session import (
-    LLAMA_8B,
-    Kind,
-    Session,
-    add_options,
-    distance,
-    loaded,
-    medians,
-)
+from benchmarks.vllm_session import LLAMA_8B, Kind, Session, add_options, distance, loaded, medians
 
 ROOT = Path(__file__).parent.parent
 EIGHT_LAYERS = {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32000}

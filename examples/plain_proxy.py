@@ -9,6 +9,7 @@ do that relays P's `kv_transfer_params` to D. For more than that, take `examples
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import AsyncIterator
 
 import httpx
@@ -33,6 +34,11 @@ def make_app(prefill: str, decode: str) -> Starlette:
     limits = httpx.Limits(keepalive_expiry=2.0)  # instances drop idle connections after 5 s
     client = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
 
+    @contextlib.asynccontextmanager
+    async def running(app: Starlette) -> AsyncIterator[None]:
+        async with client:
+            yield
+
     async def complete(request: Request) -> Response:
         body, path = await request.json(), request.url.path
         ask_p = {name: body[name] for name in body if name not in ("stream_options", "min_tokens")}
@@ -51,7 +57,7 @@ def make_app(prefill: str, decode: str) -> Starlette:
 
     paths = ("/v1/completions", "/v1/chat/completions")
     posts = [Route(path, complete, methods=["POST"]) for path in paths]
-    return Starlette(routes=[*posts, Route("/health", health)])
+    return Starlette(routes=[*posts, Route("/health", health)], lifespan=running)
 
 
 async def _pass_on(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -19,11 +19,7 @@ from tests.support.house import native_sources, python_files
 from tests.test_modules import FLOORS
 
 ROOT = Path(__file__).parent.parent
-
-
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-
-
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("deploy/*.md")])
 
 
@@ -31,8 +27,6 @@ DOCUMENTS += DECISIONS
 
 
 MAX_README_LINES = 130
-
-
 MAX_SETTINGS = 25
 
 
@@ -139,7 +133,6 @@ def test_the_architecture_names_every_thread():
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
-
 ALLOWED = {
     "attempt": {"csrc/arena": "one try of several to read what others write"},
     "backend": {"pdstore/adapters/vllm/describe.py": "vLLM's attention backends"},
@@ -154,8 +147,6 @@ ALLOWED = {
     "object": {"integrations/lmcache": "LMCache's ObjectKey and object groups"},
     "req": {"pdstore/adapters/vllm": "vLLM's finished_req_ids"},
 }
-
-
 """Banned words that a library, or another meaning, needs in one place."""
 
 

@@ -14,13 +14,8 @@ import pytest
 from tests.support.secret import KEY, PASSWORD, SecretSearch
 
 ROOT = Path(__file__).parent.parent
-
-
 RUFF = Path(sys.executable).with_name("ruff")
-
-
 LMCACHE = "integrations/lmcache/pdstore_lmcache"
-
 
 REFUSED = {
     "import pickle\n\npickle.loads(b'')\n": "S301",
@@ -61,33 +56,24 @@ def test_no_tensor_file_is_loaded_that_may_be_a_pickle():
                     assert ast.unparse(node) != "torch.load", path
 
 
-@pytest.fixture
-def log():
-    """A logger that only a search listens to, and the search."""
+@pytest.mark.parametrize("form", [PASSWORD, quote(PASSWORD, safe=""), KEY, str(bytes.fromhex(KEY))])
+def test_a_line_or_a_traceback_with_a_secret_is_found(form):
     log, search = logging.Logger("apart"), SecretSearch()
     log.addHandler(search)
-    return log, search
-
-
-@pytest.mark.parametrize("form", [PASSWORD, quote(PASSWORD, safe=""), KEY, str(bytes.fromhex(KEY))])
-def test_a_line_with_a_secret_is_found(log, form):
-    logger, search = log
-    logger.debug("connect to %s", f"redis://u:{form}@host")
-    logger.debug("connect to %s", "redis://u:***@host")
-    assert [line.startswith("apart: connect") for line in search.found] == [True]
-
-
-def test_a_traceback_with_a_secret_is_found(log):
-    logger, search = log
+    log.debug("connect to %s", f"redis://u:{form}@host")
+    log.debug("connect to %s", "redis://u:***@host")
     try:
-        raise ValueError(PASSWORD)
+        raise ValueError(form)
     except ValueError:
-        logger.exception("failed")
-    assert len(search.found) == 1
+        log.exception("failed")
+    assert [line.partition("\n")[0][:14] for line in search.found] == [
+        "apart: connect",
+        "apart: failed",
+    ]
 
 
-def test_a_file_with_a_secret_is_found(log, tmp_path):
-    _, search = log
+def test_a_file_with_a_secret_is_found(tmp_path):
+    search = SecretSearch()
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.write_bytes(b"\xff all is well")
     bad.write_text(f"--user u >{PASSWORD}")

@@ -21,11 +21,7 @@ from benchmarks.chaos.wall_clock import WallClock
 from examples.ports import free_ports
 
 _READY_S = 60.0
-_LINKS = (
-    ("client-router", "router"),
-    ("router-prefill", "prefill"),
-    ("router-decode", "decode"),
-)
+_LINKS = (("client-router", "router"), ("router-prefill", "prefill"), ("router-decode", "decode"))
 _ENVIRONMENT = {
     "PD_TRANSFER_VIA_STORAGE": "1",
     "PDSTORE_WEIGHTS": "chaos",

@@ -184,7 +184,4 @@ class VllmSetup(Setup):
         }
 
 
-ENGINES: dict[str, Callable[[Path, argparse.Namespace], Setup]] = {
-    "mini": Setup,
-    "vllm": VllmSetup,
-}
+ENGINES: dict[str, Callable[[Path, argparse.Namespace], Setup]] = {"mini": Setup, "vllm": VllmSetup}

@@ -11,10 +11,7 @@ from benchmarks.handoff.measure import MODES, Sample
 HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16} {'ttft':>8}"
 _EXPOSED = "exposed: from P's answer to D's first token, less a decode step; so it may be below 0"
 
-_CONTROLS = {
-    "control": "a second one",
-    "idle_connector": "one whose connector does nothing",
-}
+_CONTROLS = {"control": "a second one", "idle_connector": "one whose connector does nothing"}
 
 
 def rows_of(samples: list[Sample]) -> list[dict[str, Any]]:

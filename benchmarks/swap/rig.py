@@ -74,10 +74,7 @@ class Rig:
         self._pinned.ready(60)
 
     def swap(
-        self,
-        path: CopyPath = CopyPath.AUTO,
-        *,
-        sizes: dict[str, int] | None = None,
+        self, path: CopyPath = CopyPath.AUTO, *, sizes: dict[str, int] | None = None
     ) -> NativeSwap:
         """Returns another swap over the same memory."""
         caches = list(self.cache)

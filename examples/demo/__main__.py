@@ -17,14 +17,7 @@ from examples.demo import report
 from examples.demo.engines import ENGINES
 from examples.demo.fleet import Fleet
 from examples.demo.pools import choose, open_pool
-from examples.demo.processes import (
-    LOGS,
-    ROOT,
-    DemoError,
-    Processes,
-    stop_on_signals,
-    tail_of,
-)
+from examples.demo.processes import LOGS, ROOT, DemoError, Processes, stop_on_signals, tail_of
 from examples.demo.prompts import make_prompts
 from examples.demo.row import Json
 from examples.demo.status import say

@@ -56,9 +56,6 @@ def _check_installed() -> None:
 
 
 def _accepts(port: int) -> bool:
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(("127.0.0.1", port), _CONNECT_S),
-    ):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _CONNECT_S):
         return True
     return False

@@ -48,8 +48,6 @@ def test_what_a_benchmark_lacks_is_one_line(command, said):
 
 
 JITTER = 0.02
-
-
 WORST = 1.05
 
 

@@ -41,12 +41,8 @@ def test_mooncakes_flags_are_those_of_the_example_script(program):
         assert all(f"{option}=" in script for option in options_of(arguments))
         for fixed in (a for a in arguments if re.fullmatch(r"--[a-z_]+=[\d.]+", a)):
             assert fixed in script or options_of([fixed]) <= {
-                "--rpc_address",
-                "--host",
-                "--rpc_port",
-                "--port",
-                "--metrics_port",
-                "--rpc_thread_num",
+                *("--rpc_address", "--host", "--rpc_port", "--port"),
+                *("--metrics_port", "--rpc_thread_num"),
             }
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from examples.router.counts import Counts
 from pdstore.metrics import METRICS, Kind
-from tests.support.mini_engine_kit import ask, prompt_of, until
-from tests.support.monitoring import Monitoring
+from tests.support.mini_engine_kit import decode, hand_over, pd_of, prompt_of, until
+from tests.support.monitoring import monitoring
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "pdstore.rules.yaml"
@@ -83,30 +83,22 @@ def test_every_alert_fires_for_its_cause():
 def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_server, tmp_path):
     redis = redis_server()
     url = f"redis://127.0.0.1:{redis.port}/0?timeout=0.5"
-    pd = {"pd_transfer_via_storage": True, "store": url, "staging": "8MiB"}
-    p = open_engine("llama", {**pd, "role": "prefill"})
-    d = open_engine("llama", {**pd, "role": "decode"})
+    p, d = (open_engine("llama", pd_of(role, url)) for role in ("prefill", "decode"))
 
-    def hand_over(seed):
+    def handed_over(seed):
         prompt = prompt_of(100, seed)
-        params = {"do_remote_decode": True}
-        asked = ask(p, prompt, max_tokens=1, kv_transfer_params=params).wait()
-        ask(d, prompt, max_tokens=2, kv_transfer_params=asked.request.answer_params).wait()
+        decode(d, prompt, hand_over(p, prompt))
 
     router = Counts()
-    registries = {
-        "p": p.counters.registry,
-        "d": d.counters.registry,
-        "router": router.registry,
-    }
-    with Monitoring(tmp_path, RULES, registries) as seen:
-        hand_over(0)
+    registries = {"p": p.counters.registry, "d": d.counters.registry, "router": router.registry}
+    with monitoring(tmp_path, RULES, registries) as seen:
+        handed_over(0)
         until(lambda: seen.query("pdstore_info"))
         waiting = set(QUERIES)
         seeds = iter(range(1, 1000))
 
         def have_data():
-            hand_over(next(seeds))
+            handed_over(next(seeds))
             router.requests.labels("200").inc()
             router.failures.labels("prefill", "status").inc()
             router.first_byte.observe(0.1)
@@ -116,4 +108,4 @@ def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_se
         until(have_data)
         assert len(seen.query("pdstore_info")) == 2
         redis.stop()
-        until(lambda: hand_over(next(seeds)) or "PdstoreStoreDown" in seen.alerts())
+        until(lambda: handed_over(next(seeds)) or "PdstoreStoreDown" in seen.alerts())

@@ -17,6 +17,11 @@ WITHOUT_COMMANDS = {"DESIGN.md"}  # its indented block is the stored format
 
 GPU = "a GPU"
 TESTED_HERE = "tests/docs/test_commands.py"
+_EXAMPLES, _SCRIPTS = "tests/examples", "tests/examples/test_scripts.py"
+_PLUGIN = f"{_EXAMPLES}/test_store_plugin.py::test_it_passes_its_own_tests"
+_KNOWS_ITS_OPTIONS = f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
+_MOONCAKES = f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
+_OF_SGLANG = "tests/adapters/sglang/test_documented.py::test_the_flags_of_the"
 
 RUN_BY = {
     # pattern of the command: the test or the file that runs it, or GPU
@@ -28,59 +33,39 @@ RUN_BY = {
     "make demo": ".ci/run",
     "make chaos*": ".ci/run",
     "pip install *pdstore[[]*": f"{TESTED_HERE}::test_an_extra_of_a_page_is_one",
-    "pip install examples/store_plugin": (
-        "tests/examples/test_store_plugin.py::test_it_passes_its_own_tests"
-    ),
-    "pytest examples/store_plugin/tests": (
-        "tests/examples/test_store_plugin.py::test_it_passes_its_own_tests"
-    ),
+    "pip install examples/store_plugin": _PLUGIN,
+    "pytest examples/store_plugin/tests": _PLUGIN,
     "python -m pdstore doctor --store sqlite:*": (
-        "tests/examples/test_store_plugin.py::test_doctor_tries_it_by_its_url"
+        f"{_EXAMPLES}/test_store_plugin.py::test_doctor_tries_it_by_its_url"
     ),
     "python -m pdstore.sizing *": "tests/cli/test_documented.py::test_a_pages_sizes_are_computed",
     "pdstore *": "tests/cli/test_documented.py::test_a_command_of_a_page_runs",
     "export *": f"{TESTED_HERE}::test_a_variable_of_a_page_is_one",
-    "(umask 077; openssl rand -hex 32 > seal.key)": (
-        f"{TESTED_HERE}::test_the_key_of_a_page_is_one"
-    ),
+    "(umask 077; openssl rand -hex 32 > seal.key)": f"{TESTED_HERE}::test_the_key_of_a_page_is_one",
     "curl http://127.0.0.1:8000/v1/completions *": (
-        "tests/examples/test_mini_server.py::test_the_request_of_the_quickstart_is_answered"
+        f"{_EXAMPLES}/test_mini_server.py::test_the_request_of_the_quickstart_is_answered"
     ),
-    "examples/run_prefill.sh": (
-        "tests/examples/test_scripts.py::test_an_engine_is_started_with_the_switch_on"
-    ),
-    "examples/run_decode.sh": (
-        "tests/examples/test_scripts.py::test_an_engine_is_started_with_the_switch_on"
-    ),
-    "examples/run_*.sh --engine sglang *": (
-        "tests/adapters/sglang/test_documented.py::test_the_flags_of_the_scripts_are_sglangs"
-    ),
-    "examples/run_router.sh": (
-        "tests/examples/test_scripts.py::test_the_router_finds_p_and_d_and_says_how_to_ask"
-    ),
+    "examples/run_prefill.sh": f"{_SCRIPTS}::test_an_engine_is_started_with_the_switch_on",
+    "examples/run_decode.sh": f"{_SCRIPTS}::test_an_engine_is_started_with_the_switch_on",
+    "examples/run_*.sh --engine sglang *": f"{_OF_SGLANG}_scripts_are_sglangs",
+    "examples/run_router.sh": f"{_SCRIPTS}::test_the_router_finds_p_and_d_and_says_how_to_ask",
     "examples/run_router.sh --prefill * --decode *": (
-        "tests/examples/test_scripts.py::test_the_router_takes_many_instances"
+        f"{_SCRIPTS}::test_the_router_takes_many_instances"
     ),
     "examples/run_mooncake.sh *": (
-        "tests/examples/test_demo_mooncake.py"
+        f"{_EXAMPLES}/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"
     ),
     "vllm-router *": (
         "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
     ),
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
-    "sglang serve *": (
-        "tests/adapters/sglang/test_documented.py::test_the_flags_of_the_page_are_sglangs"
-    ),
+    "sglang serve *": f"{_OF_SGLANG}_page_are_sglangs",
     "lmcache *": (
         "integrations/lmcache/tests/test_documented.py::test_the_flags_of_the_page_are_lmcaches"
     ),
-    "mooncake_master *": (
-        f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
-    ),
-    "GLIBC_TUNABLES=* mooncake_client *": (
-        f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
-    ),
+    "mooncake_master *": _MOONCAKES,
+    "GLIBC_TUNABLES=* mooncake_client *": _MOONCAKES,
     "docker build *": (
         "tests/deploy/test_deploy.py::test_every_image_is_a_target_of_the_dockerfile_or_a_known_one"
     ),
@@ -88,15 +73,9 @@ RUN_BY = {
     "kubectl apply -k *": "scripts/check_deploy.sh",
     "benchmarks/device_*": GPU,
     "NAME=* benchmarks/device_*": GPU,
-    "*python -m benchmarks.vllm_cpu *": (
-        f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
-    ),
-    "python -m benchmarks.mooncake_link": (
-        f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
-    ),
-    "python -m benchmarks.stores --store redis+cluster:*": (
-        f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
-    ),
+    "*python -m benchmarks.vllm_cpu *": _KNOWS_ITS_OPTIONS,
+    "python -m benchmarks.mooncake_link": _KNOWS_ITS_OPTIONS,
+    "python -m benchmarks.stores --store redis+cluster:*": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.*": f"{TESTED_HERE}::test_a_benchmark_of_a_page_runs",
 }
 """The first pattern that fits counts."""

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from examples.make_checkpoint import make_checkpoint
+from tests.support.mini_engine_kit import pd_of
 
 _numbers = itertools.count()
 
@@ -33,15 +34,7 @@ def open_instance(open_engine, url):
     """Makes P and D engines on one pool."""
 
     def open_one(role, shape="llama", *, wait_s=5.0, pd=None, **options):
-        settings = {
-            "pd_transfer_via_storage": True,
-            "role": role,
-            "store": url,
-            "staging": "8MiB",
-            "handoff_wait_s": wait_s,
-            "drain_s": 5.0,
-            "layer_ranges": 1,
-        }
-        return open_engine(shape, settings | (pd or {}), **options)
+        settings = {"handoff_wait_s": wait_s, "drain_s": 5.0, "layer_ranges": 1} | (pd or {})
+        return open_engine(shape, pd_of(role, url, **settings), **options)
 
     return open_one

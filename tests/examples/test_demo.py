@@ -6,19 +6,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from examples.demo import pools, processes
+from examples.demo import processes
 from examples.demo.conversation import Conversation
-from examples.demo.pools import choose, open_pool
+from examples.demo.pools import choose
 from examples.demo.processes import DemoError, Processes
 from examples.demo.report import Run, Runs, problems_of, verdict
 from examples.demo.row import Row
-from tests.support.redis_server import need_redis_server
 
 DEADLINE_S = 20
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -32,22 +31,6 @@ TURNS = Conversation([GOOD, GOOD], known=350, loaded_on_p=320)
 
 def runs_of(on: Run = ON, plain: Run = PLAIN, off: Run = OFF, turns: Conversation = TURNS) -> Runs:
     return Runs(on, plain, off, turns)
-
-
-def eventually(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_so()
-
-
-def is_alive(pid: int) -> bool:
-    """True if a process runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # the second if it ends during the read
-        return False
-    return state != "Z"
 
 
 @pytest.fixture(autouse=True)
@@ -121,11 +104,7 @@ URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
     [
         (None, {}, "file, a fresh one (neither --store nor PDSTORE_STORE)"),
         ("redis", {"PDSTORE_STORE": URL}, "redis, a fresh one (--store)"),
-        (
-            None,
-            {"PDSTORE_STORE": URL, "MOONCAKE_MASTER": "h:2"},
-            URL_LINE,
-        ),
+        (None, {"PDSTORE_STORE": URL, "MOONCAKE_MASTER": "h:2"}, URL_LINE),
         (None, {"MOONCAKE_MASTER": "h:2"}, "mooncake:// (MOONCAKE_MASTER=h:2)"),
         (
             None,
@@ -140,14 +119,3 @@ def test_the_pool_is_the_users_unless_another_is_asked_for(
     given: str | None, variables: dict[str, str], line: str
 ) -> None:
     assert str(choose(given, variables)) == line
-
-
-@pytest.mark.redis
-def test_a_redis_pool_answers_and_goes_away() -> None:
-    need_redis_server()
-    with Processes() as children, open_pool("redis", children) as url:
-        children.wait_ready(DEADLINE_S, lambda text: None)
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        assert pools.answers_ping(port)
-        children.stop(*children.running)
-        assert not pools.answers_ping(port)

@@ -9,9 +9,8 @@ import re
 import pytest
 
 from examples.mini_engine.request import Request
-from tests.support.mini_engine_kit import ask, prompt_of, until
+from tests.support.mini_engine_kit import PULL, ask, pd_of, prompt_of, until
 
-PULL = {"do_remote_decode": True}
 _numbers = itertools.count()
 
 
@@ -19,11 +18,7 @@ _numbers = itertools.count()
 def open_one(open_engine):
     url = f"memory://explained{next(_numbers)}"
 
-    def open_one(role, **changes):
-        pd = {"pd_transfer_via_storage": True, "role": role, "store": url, "staging": "8MiB"}
-        return open_engine("llama", {**pd, **changes})
-
-    return open_one
+    return lambda role, store=url: open_engine("llama", pd_of(role, store))
 
 
 @pytest.fixture

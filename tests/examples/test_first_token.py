@@ -10,28 +10,22 @@ import pytest
 
 from tests.examples.test_mini_chat import TEMPLATE
 from tests.examples.test_mini_server import PROMPT, Serving
+from tests.support.mini_engine_kit import pd_of
 from tests.support.router_kit import metric, routed
 
 pytestmark = pytest.mark.anyio
-
-PD = {"pd_transfer_via_storage": True, "store": "memory://spliced", "staging": "8MiB"}
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoint):
     """One that works alone, P and D, over one pool."""
-    made = [
-        Serving(checkpoint, pd) for pd in ({}, PD | {"role": "prefill"}, PD | {"role": "decode"})
-    ]
+    pds = ({}, *(pd_of(role, "memory://spliced") for role in ("prefill", "decode")))
+    made = [Serving(checkpoint, pd) for pd in pds]
     for each in made:
         each.engine.model.tokenizer.chat_template = TEMPLATE
     yield made
     for engine in made:
         engine.close()
-
-
-def url_of(serving: Serving) -> str:
-    return str(serving.client.base_url).rstrip("/")
 
 
 class Answers:
@@ -99,7 +93,7 @@ async def ask(engines, **body: Any) -> Answers:
     if "messages" not in body:
         body = {"prompt": PROMPT} | body
     expected = await anyio.to_thread.run_sync(lambda: alone.client.post(path, json=body).text)
-    async with routed([url_of(p)], [url_of(d)], first_token="prefill") as client:
+    async with routed([p.url], [d.url], first_token="prefill") as client:
         got = await client.post(path, json=body)
         num_spliced = await metric(client, "router_spliced_total")
     return Answers(expected, got.text, num_spliced)

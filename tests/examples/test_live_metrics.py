@@ -7,48 +7,34 @@ import pytest
 from pdstore.format.handoff import HandoffId
 from pdstore.metrics import METRICS, Kind
 from tests.support import redis_gate
-from tests.support.mini_engine_kit import (
-    Gate,
-    ask,
-    hand_over,
-    prompt_of,
-    until,
-)
+from tests.support.mini_engine_kit import PULL, Gate, ask, hand_over, pd_of, prompt_of, until
 
 LONG = 300
 
 
 class Seen:
-    """The greatest value that each metric had in any scrape of some engines."""
+    """The metrics that were not 0 in any scrape of some engines; `dead` are the others."""
 
     def __init__(self, *engines):
         self._engines = engines
-        self._most = dict.fromkeys(METRICS, 0.0)
+        self._alive = set()
 
-    def scrape(self):
+    @property
+    def dead(self):
         for engine in self._engines:
             for family in engine.counters.registry.collect():
                 metric = METRICS.get(family.name.removeprefix("pdstore_"))
                 if metric is not None:
                     end = "_count" if metric.kind is Kind.HISTOGRAM else ""
-                    for sample in family.samples:
-                        if sample.name == metric.shown_name + end:
-                            self._most[metric.name] = max(self._most[metric.name], sample.value)
-
-    def has(self, *names):
-        self.scrape()
-        return all(self._most[name] for name in names)
+                    shown = [s.value for s in family.samples if s.name == metric.shown_name + end]
+                    self._alive |= {metric.name} if any(shown) else set()
+        return METRICS.keys() - self._alive
 
     def until(self, *names):
         try:
-            until(lambda: self.has(*names))
+            until(lambda: not self.dead & set(names))
         except AssertionError:
             raise AssertionError(f"never seen: {set(names) & self.dead}") from None
-
-    @property
-    def dead(self):
-        self.scrape()
-        return {name for name, most in self._most.items() if not most}
 
 
 def published(p, prompt):
@@ -62,8 +48,7 @@ def published(p, prompt):
 @pytest.fixture
 def open_one(open_engine):
     def open_one(role, store, **changes):
-        pd = {"pd_transfer_via_storage": True, "role": role, "store": store, "staging": "8MiB"}
-        pd |= {"deadline_s": 1.0, "workers": 2, **changes}
+        pd = pd_of(role, store, deadline_s=1.0, workers=2, **changes)
         return open_engine("llama", pd, num_blocks=256)
 
     return open_one
@@ -85,7 +70,7 @@ def test_p_and_d_move_every_metric(open_one, redis_server, monkeypatch):
     gate = Gate(p, monkeypatch)
     params = {"pdstore": {"attempt": HandoffId.new().hex}}
     prompt = prompt_of(LONG, 99)
-    first = ask(p, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True, **params})
+    first = ask(p, prompt, max_tokens=1, kv_transfer_params=PULL | params)
     second = ask(d, prompt, kv_transfer_params=params)
     gate.wait_for_step()
     for _ in range(4):
@@ -101,5 +86,5 @@ def test_p_and_d_move_every_metric(open_one, redis_server, monkeypatch):
     redis.stop()
     for one in asked:
         one.wait()
-    until(lambda: ask(d, prompt_of(40, 300)).wait() and seen.has("breaker_open"))
+    until(lambda: ask(d, prompt_of(40, 300)).wait() and "breaker_open" not in seen.dead)
     assert seen.dead == {"store_evictions"}, "asked for every 15 s: tests/store/test_room_watch.py"

@@ -17,7 +17,7 @@ from examples.make_checkpoint import ROOT
 from examples.ports import free_port
 from tests.examples.test_mini_server import Serving
 from tests.support.child import child
-from tests.support.mini_engine_kit import prompt_of, until
+from tests.support.mini_engine_kit import pd_of, prompt_of, until
 from tests.support.redis_gate import LOAD, SAVE, Gate
 from tests.support.redis_server import RedisServer
 from tests.support.router_kit import metric, routed
@@ -50,14 +50,8 @@ def open_instance(gates, checkpoints):
     opened = []
 
     def open_one(role: str, wait_s: float = PATIENT_S) -> Serving:
-        settings = {
-            "pd_transfer_via_storage": True,
-            "role": role,
-            "store": gates[role == "decode"].url,
-            "staging": "8MiB",
-            "handoff_wait_s": wait_s,
-            "on_miss": "fail",
-        }
+        url = gates[role == "decode"].url
+        settings = pd_of(role, url, handoff_wait_s=wait_s, on_miss="fail")
         opened.append(Serving(checkpoints["llama"], settings))
         return opened[-1]
 
@@ -66,10 +60,6 @@ def open_instance(gates, checkpoints):
         gate.release()
     for each in opened:
         each.close()  # every block must have come back
-
-
-def url_of(serving: Serving) -> str:
-    return str(serving.client.base_url).rstrip("/")
 
 
 def body_of(prompt: list[int]) -> dict[str, Any]:
@@ -95,7 +85,7 @@ async def test_a_killed_p_is_a_502_within_seconds(gates, checkpoints, open_insta
     with child(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as p:
         assert any(line.startswith("ready") for line in p.stderr)
         gates[0].hold(SAVE)
-        async with routed([f"http://127.0.0.1:{port}"], [url_of(d)]) as client:
+        async with routed([f"http://127.0.0.1:{port}"], [d.url]) as client:
 
             async def ask() -> None:
                 got.append(await client.post("/v1/completions", json=body_of(prompt_of(150))))
@@ -120,7 +110,7 @@ async def test_a_block_that_is_lost_is_a_502_or_made_again(redis, gates, open_in
     prompt = prompt_of(150, seed=retries)
     got: list[httpx.Response] = []
     gates[1].hold(LOAD)
-    async with routed([url_of(p)], [url_of(d)], retries=retries) as client:
+    async with routed([p.url], [d.url], retries=retries) as client:
 
         async def ask() -> None:
             got.append(await client.post("/v1/completions", json=body_of(prompt)))
@@ -144,7 +134,7 @@ async def test_a_block_that_is_lost_is_a_502_or_made_again(redis, gates, open_in
 async def test_a_marker_that_is_late_is_a_502(gates, open_instance):
     p, d = open_instance("prefill"), open_instance("decode", HASTY_S)
     gates[0].hold(SAVE)
-    async with routed([url_of(p)], [url_of(d)]) as client:
+    async with routed([p.url], [d.url]) as client:
         got = await client.post("/v1/completions", json=body_of(prompt_of(150, seed=3)))
     assert got.status_code == 502
     assert got.json()["error"]["message"] == "the hand-off fell short: handoff_late"

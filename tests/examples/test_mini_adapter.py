@@ -1,4 +1,7 @@
-"""D loads what P saved, computes one token and answers as P would, whatever the pool does."""
+"""D loads what P saved, computes one token and answers as P would, whatever the pool does.
+
+Then the next turn, of which P loads what D decoded, and PDSTORE_LOAD.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import random
 import pytest
 import torch
 
+from examples.mini_engine.answer import Answer
+from examples.mini_engine.protocol import Body
 from examples.mini_engine.request import Finish, State
 from pdstore import HandoffId, Reason, open_store, read_settings
 from pdstore.store import Slots
@@ -23,10 +28,16 @@ from tests.support.mini_engine_kit import (
     decode,
     expect,
     hand_over,
+    pd_of,
     prompt_of,
     until,
     until_stored,
 )
+
+BLOCK = 64
+SAVING = {"save_decoded": True}
+SLOW = "bytes_per_s=100KB&error_rate=0&miss_rate=0&corrupt_rate=0"
+TOKENS = 200  # 100 KB of KV: a second of that store, and a few hundredths of computing
 
 
 def stored(engine, prompt):
@@ -225,3 +236,64 @@ def test_answers_are_right_whatever_the_store_does(open_instance, held, checkpoi
             assert_same(one, *expected[i])
     assert {one.finish.reason for _, one in asked} <= {"length", "abort"}
     assert any(one.request.num_loaded for _, one in asked)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_answer"), [(200, 150), (64, 65), (10, 54), (63, 2)])
+def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
+    open_instance, checkpoints, num_prompt, num_answer
+):
+    p, d = open_instance("prefill"), open_instance("decode", pd=SAVING)
+    prompt = prompt_of(num_prompt)
+    first = ask(d, prompt, num_answer, kv_transfer_params=hand_over(p, prompt)).wait()
+    assert_same(first, *expect(checkpoints["llama"], prompt, num_answer))
+    until_stored(d)
+    turn = prompt + first.ids + prompt_of(3)
+    asked = ask(p, turn, max_tokens=1, kv_transfer_params=PULL).wait()
+    # The last token of an answer is never computed in its own turn.
+    whole_blocks = (num_prompt + num_answer - 1) // BLOCK * BLOCK
+    assert asked.request.num_loaded == whole_blocks
+    assert asked.request.num_fed == len(turn) - whole_blocks
+    second = decode(d, turn, asked.request.answer_params)
+    assert_same(second, *expect(checkpoints["llama"], turn))
+    assert second.request.num_fed == 1
+
+
+def test_what_d_had_to_compute_is_saved_with_the_answer(open_instance):
+    d, p = open_instance("decode", pd=SAVING), open_instance("prefill")
+    prompt = prompt_of(100)
+    first = ask(d, prompt, 100).wait()
+    assert first.request.num_loaded == 0
+    until_stored(d)
+    asked = ask(p, prompt + first.ids, max_tokens=1).wait()
+    assert asked.request.num_loaded == 192
+
+
+def decided(p, d, first):
+    """Hands a prompt from P to D and returns D's request."""
+    prompt = [first, *prompt_of(TOKENS)[1:]]
+    asked = decode(d, prompt, hand_over(p, prompt))
+    assert asked.ids == ask(p, prompt).wait().ids
+    return asked.request
+
+
+@pytest.mark.parametrize(("load", "num_loaded"), [("always", TOKENS - 1), ("never", 0)])
+def test_always_loads_and_never_computes(open_engine, load, num_loaded):
+    p = open_engine(pd=pd_of("prefill", f"memory://decide-{load}"))
+    d = open_engine(pd=pd_of("decode", f"memory://decide-{load}", load=load))
+    request = decided(p, d, 1)
+    assert request.num_loaded == num_loaded
+    assert request.decided.get("decision") == (None if load == "always" else "compute")
+
+
+def test_auto_computes_once_it_knows_that_the_store_is_slow(open_engine):
+    p = open_engine(pd=pd_of("prefill", "memory://decide-slow"))
+    url = f"faulty+memory://decide-slow?{SLOW}"
+    d = open_engine(pd=pd_of("decode", url, load="auto", deadline_s=30.0))
+    requests = [decided(p, d, first) for first in range(1, 7)]
+    said = [request.decided["decision"] for request in requests]
+    assert said[:3] == ["load", "load", "both"]
+    assert (said[-1], requests[-1].num_loaded) == ("compute", 0)
+    answer = Answer(d.model.tokenizer, "m", Body(prompt=requests[-1].prompt), requests[-1])
+    assert answer.end("length")[-1].usage.pdstore["decision"] == "compute"
+    value = d.counters.registry.get_sample_value
+    assert value("pdstore_decisions_total", {"way": "compute"}) >= 1

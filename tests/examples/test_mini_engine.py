@@ -8,16 +8,7 @@ import torch
 from examples.mini_engine.attention import Chunk
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Finish, Request
-from tests.support.mini_engine_kit import (
-    SHAPES,
-    Gate,
-    ask,
-    assert_same,
-    expect,
-    prompt_of,
-)
-
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+from tests.support.mini_engine_kit import SHAPES, Gate, ask, assert_same, expect, prompt_of
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 400])

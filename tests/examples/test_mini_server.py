@@ -47,7 +47,8 @@ class Serving:
         self._thread.start()
         until(lambda: self._server.started)
         port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S)
 
     def close(self):
         self.client.close()
@@ -194,27 +195,6 @@ def test_a_failed_step_is_told_with_its_reason(serving, monkeypatch, num_steps):
             assert response.status_code == 500
             assert "out of luck" in response.json()["error"]["message"]
     assert serving.client.get("/health").status_code == 200
-
-
-def test_a_hand_off_goes_through_the_answer(checkpoint):
-    pd = {"pd_transfer_via_storage": True, "store": "memory://over-http", "staging": "8MiB"}
-    p, d = (
-        Serving(checkpoint, {**pd, "role": "prefill"}),
-        Serving(checkpoint, {**pd, "role": "decode"}),
-    )
-    expected = p.ask(max_tokens=9)["choices"]
-    params = p.ask(max_tokens=1)["kv_transfer_params"]
-    answer = d.ask(max_tokens=9, kv_transfer_params=params)
-    assert answer["choices"] == expected
-    num_prompt = answer["usage"]["prompt_tokens"]
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_prompt - 1
-    assert answer["usage"]["pdstore"]["computed_tokens"] == 1
-    assert p.stream(max_tokens=1)[-1]["kv_transfer_params"]["pdstore"]["attempt"]
-    assert 'pdstore_tokens_total{verb="loaded"}' in d.client.get("/metrics").text
-    response = d.post(kv_transfer_params={"pdstore": {"attempt": "x"}})
-    assert response.status_code == 400
-    p.close()
-    d.close()
 
 
 @pytest.mark.parametrize(

@@ -4,102 +4,23 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from examples import plain_proxy
+from examples.plain_proxy import ASK_P, make_app
 from tests.examples.test_mini_chat import TEMPLATE
 from tests.examples.test_mini_server import Serving
-from tests.support.mini_engine_kit import until
-
-PARAMS = {"pdstore": {"attempt": "a1"}}
-
-
-BODY = {"prompt": "Hello", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}}
-
-
-async def stream() -> AsyncIterator[bytes]:
-    yield b"data: 1\n\n"
-
-
-class Instances:
-    """P and D: what they were asked, by host."""
-
-    def __init__(self, params: object) -> None:
-        self.params = params
-        self.asked: dict[str, dict] = {}
-
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked[request.url.host] = json.loads(await request.aread())
-        if request.url.host == "p":
-            return httpx.Response(200, json={"kv_transfer_params": self.params})
-        headers = {"content-type": "text/event-stream"}
-        return httpx.Response(201, content=stream(), headers=headers)
-
-
-@pytest.fixture
-def make_client(monkeypatch: pytest.MonkeyPatch):
-    def make(instances: Instances) -> TestClient:
-        client = httpx.AsyncClient(transport=httpx.MockTransport(instances.answer))
-        monkeypatch.setattr(plain_proxy.httpx, "AsyncClient", lambda **_: client)
-        return TestClient(plain_proxy.make_app("http://p", "http://d"))
-
-    return make
-
-
-def test_d_gets_what_p_said(make_client) -> None:
-    instances = Instances(PARAMS)
-    answer = make_client(instances).post("/v1/completions", json=BODY)
-    assert (answer.status_code, answer.text) == (201, "data: 1\n\n")
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert instances.asked["p"] == {
-        "prompt": "Hello",
-        "max_tokens": 1,
-        "stream": False,
-        "kv_transfer_params": plain_proxy.ASK_P,
-    }
-    assert instances.asked["d"] == {**BODY, "kv_transfer_params": PARAMS}
-
-
-def test_d_gets_the_request_as_it_is_when_p_said_nothing(make_client) -> None:
-    instances = Instances(None)
-    make_client(instances).post("/v1/completions", json=BODY)
-    assert instances.asked["d"] == BODY
-
-
-ASK_P = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
+from tests.support.mini_engine_kit import pd_of, until
 
 PROMPT = "A block is stored under its key, and " * 5
 
-
-FIELDS = {
-    "no_stop_trim": False,
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "return_hidden_states": False,
-}
-
-
+FIELDS = dict.fromkeys(("no_stop_trim", "ignore_eos", "return_hidden_states"), False)
+FIELDS |= {"skip_special_tokens": True}
 FIELDS_OF_CHATS = {
-    "logprobs": False,
-    "continue_final_message": False,
-    "separate_reasoning": True,
-    "stream_reasoning": True,
-    "include_reasoning": True,
+    **dict.fromkeys(("logprobs", "continue_final_message"), False),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning", "include_reasoning"), True),
 }
-
-
 """vllm-router's own, of every request and of chats."""
 
 
@@ -157,12 +78,8 @@ class Router:
 
 @pytest.fixture(scope="module")
 def pair(checkpoints, tmp_path_factory):
-    pd = {
-        "pd_transfer_via_storage": True,
-        "store": f"file://{tmp_path_factory.mktemp('pool')}",
-        "staging": "8MiB",
-    }
-    p, d = (Serving(checkpoints["llama"], {**pd, "role": role}) for role in ("prefill", "decode"))
+    url = f"file://{tmp_path_factory.mktemp('pool')}"
+    p, d = (Serving(checkpoints["llama"], pd_of(role, url)) for role in ("prefill", "decode"))
     for one in (p, d):
         one.engine.model.tokenizer.chat_template = TEMPLATE
     yield p, d
@@ -196,9 +113,21 @@ def test_d_loads_the_prompt_behind_any_proxy(pair, proxy, is_chat, is_stream):
         ask_d = proxy.ask_d(body, answered)
         usage = said(d.client.post(path, json=ask_d, headers=headers))["usage"]
         assert usage["completion_tokens"] == 5
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached == usage["prompt_tokens"] - usage["pdstore"]["computed_tokens"]
         return usage["pdstore"]["computed_tokens"]
 
     if proxy.waits:
         assert computed_by_d() == 1
     else:
         until(lambda: computed_by_d() == 1)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_d_loads_the_prompt_behind_the_plain_proxy(pair, is_stream):
+    body = {"prompt": f"plain {is_stream}: {PROMPT}", "max_tokens": 5, "stream": is_stream}
+    body |= {"stream_options": {"include_usage": True}} if is_stream else {}
+    with TestClient(make_app(*(one.url for one in pair))) as client:
+        answer = client.post("/v1/completions", json=body)
+    assert said(answer)["usage"]["pdstore"]["computed_tokens"] == 1
+    assert answer.headers["content-type"].startswith("text/event-stream") == is_stream

@@ -49,12 +49,10 @@ def python(tmp_path: Path) -> Path:
     return stub
 
 
-def run(
-    script: str, *arguments: object, root: Path = ROOT, **env: object
-) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: object, **env: object) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in OURS}
     return subprocess.run(
-        [str(root / "examples" / script), *map(str, arguments)],
+        [str(ROOT / "examples" / script), *map(str, arguments)],
         env=clean | {name: str(value) for name, value in env.items()},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -74,25 +72,21 @@ def test_help_says_how_and_starts_nothing(script: str, option: str) -> None:
     assert "set -e" not in done.stdout
 
 
+WRONG = {
+    "--bogus": "unknown option '--bogus'",
+    "--port": "--port needs a value",
+    "--dry-run": "--dry-run is for --engine sglang",
+    "--engine sglang": "--model DIR",
+}
+
+
 @pytest.mark.parametrize("script", SCRIPTS[:3])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--bogus"], "unknown option '--bogus'"), (["--port"], "--port needs a value")],
-)
-def test_a_wrong_option_is_said(script: str, arguments: list[str], message: str) -> None:
-    done = run(script, *arguments)
+@pytest.mark.parametrize("options", WRONG)
+def test_a_wrong_option_is_said(script: str, options: str) -> None:
+    done = run(script, *options.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [(["--dry-run"], "--dry-run is for --engine sglang"), (["--engine", "sglang"], "--model DIR")],
-)
-def test_what_only_one_engine_can_is_said(arguments: list[str], why: str) -> None:
-    done = run("run_decode.sh", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert why in done.stderr
+    router_has_none = script == "run_router.sh" and options not in ("--bogus", "--port")
+    assert (WRONG["--bogus"][:14] if router_has_none else WRONG[options]) in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:3])
@@ -123,12 +117,8 @@ def test_vllm_gets_options_for_a_tiny_checkpoint_only_with_the_tiny_one(
     assert "--tiny" in tiny
 
 
-@pytest.mark.parametrize(
-    ("script", "role"), [("run_prefill.sh", "prefill"), ("run_decode.sh", "decode")]
-)
-def test_an_engine_is_started_with_the_switch_on(
-    script: str, role: str, python: Path, model: Path
-) -> None:
+@pytest.mark.parametrize("script", ENGINES)
+def test_an_engine_is_started_with_the_switch_on(script: str, python: Path, model: Path) -> None:
     port = free_port()
     arguments = ["--port", port, "--store", "redis://h:1/0", "--model", model]
     done = run(script, *arguments, "--", "--threads", "2", PYTHON=python)
@@ -137,22 +127,20 @@ def test_an_engine_is_started_with_the_switch_on(
     assert seen["env"]["PDSTORE_STORE"] == "redis://h:1/0"
     assert seen["arguments"][:2] == ["-m", "examples.mini_engine"]
     options = seen["arguments"][2:]
-    assert options[:6] == ["--role", role, "--port", str(port), "--model", str(model)]
+    assert options[:6] == ["--role", script[4:-3], "--port", str(port), "--model", str(model)]
     assert options[-2:] == ["--threads", "2"]
     assert "PD_TRANSFER_VIA_STORAGE=1" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("script", "variable"), [("run_prefill.sh", "PREFILL_PORT"), ("run_decode.sh", "DECODE_PORT")]
-)
+@pytest.mark.parametrize("script", ENGINES)
 def test_ports_store_and_model_come_from_the_environment_too(
-    script: str, variable: str, python: Path, model: Path
+    script: str, python: Path, model: Path
 ) -> None:
-    port = free_port()
-    given = {"PYTHON": python, "MODEL": model, variable: port, "PDSTORE_STORE": "file:///x"}
-    seen = json.loads(run(script, **given).stdout)
-    assert str(port) in seen["arguments"]
-    assert str(model) in seen["arguments"]
+    ports = {name: str(port) for name, port in free_ports().items()}
+    seen = json.loads(
+        run(script, PYTHON=python, MODEL=model, PDSTORE_STORE="file:///x", **ports).stdout
+    )
+    assert {ports[f"{script[4:-3].upper()}_PORT"], str(model)} <= set(seen["arguments"])
     assert seen["env"]["PDSTORE_STORE"] == "file:///x"
 
 
@@ -183,14 +171,10 @@ def test_mooncakes_variables_name_the_pool_as_they_do_for_the_demo(
     assert f"pool {chosen}" in done.stderr
 
 
-@pytest.mark.parametrize("name", MOONCAKE_VARIABLES)
-def test_a_store_that_is_named_wins_over_mooncakes_variables(
-    name: str, python: Path, model: Path
-) -> None:
-    given = {"PYTHON": python, "MODEL": model, name: "h:2"}
+def test_a_store_that_is_named_wins_over_mooncakes_variables(python: Path, model: Path) -> None:
+    given = {"PYTHON": python, "MODEL": model, **dict.fromkeys(MOONCAKE_VARIABLES, "h:2")}
     by_option = run("run_decode.sh", "--port", free_port(), "--store", "file:///x", **given)
-    given["PDSTORE_STORE"] = "file:///x"
-    by_variable = run("run_decode.sh", "--port", free_port(), **given)
+    by_variable = run("run_decode.sh", "--port", free_port(), PDSTORE_STORE="file:///x", **given)
     for done in (by_option, by_variable):
         assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == "file:///x"
         assert "mooncake" not in done.stderr
@@ -226,18 +210,8 @@ def test_make_explains_itself() -> None:
     done = subprocess.run(
         ["make", "-s"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     )
-    targets = (
-        "setup",
-        "setup-vllm",
-        "demo",
-        "test",
-        "test-vllm",
-        "nightly",
-        "check",
-        "bench",
-        "release",
-    )
-    for target in targets:
+    tested = ("demo", "test", "test-vllm", "nightly", "check", "bench")
+    for target in ("setup", "setup-vllm", *tested, "release"):
         assert f"make {target} " in done.stdout
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import io
 import logging
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
 
-from examples.mini_engine.config import Config
-from examples.mini_engine.engine import Engine
-from pdstore import Reason, read_settings
+from pdstore import Reason
 from tests.support.listeners import addresses_of
-from tests.support.mini_engine_kit import Asked, ask, close, until
+from tests.support.mini_engine_kit import Asked, ask, opening_engines, until
 from tests.support.mini_process import MiniProcess
 from tests.support.seal_key import write_seal_key
 from tests.support.secret import (
@@ -35,8 +33,7 @@ pytestmark = pytest.mark.redis
 PROMPT = "A block is stored under its key. " * 6
 
 
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """The answers, the addresses that P and D listen at, and every text that came out.
 
     stranger: the finished request of the D that has another key.
@@ -50,15 +47,10 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = redis_with_password(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def seen(server, checkpoints, tmp_path_factory):
+def seen(checkpoints, tmp_path_factory):
+    """P and D are in the middle of a rotation of keys: D has P's as its second."""
     directory = tmp_path_factory.mktemp("instances")
+    server = redis_with_password(directory)
     checkpoint = checkpoints["llama"]
     pd = {
         "PD_TRANSFER_VIA_STORAGE": "1",
@@ -67,14 +59,16 @@ def seen(server, checkpoints, tmp_path_factory):
         "PDSTORE_STAGING": "8MiB",
         "PDSTORE_HANDOFF_WAIT_S": "3",
     }
-    keys = {"prefill": [KEY], "decode": [OTHER_KEY, KEY]}  # D is in the middle of a rotation
+
+    def key_file(name, *keys):
+        return {"PDSTORE_SEAL_KEY_FILE": str(write_seal_key(directory / f"{name}.key", *keys))}
+
     with ExitStack() as stack:
-        for name in keys:
-            pd["PDSTORE_SEAL_KEY_FILE"] = str(
-                write_seal_key(directory / f"{name}.key", *keys[name])
-            )
-            keys[name] = MiniProcess(stack, directory, name, checkpoint, **pd)
-        p, d = keys.values()
+        stack.callback(server.stop)
+        p, d = (
+            MiniProcess(stack, directory, role, checkpoint, **pd, **key_file(role, *keys))
+            for role, keys in (("prefill", [KEY]), ("decode", [OTHER_KEY, KEY]))
+        )
         until(p.is_ready)
         until(d.is_ready)
         addresses = [address for one in (p, d) for address in addresses_of(one.port)]
@@ -82,42 +76,29 @@ def seen(server, checkpoints, tmp_path_factory):
         params = p.ask(prompt=PROMPT, max_tokens=1).json()["kv_transfer_params"]
         answer = d.ask(prompt=PROMPT, kv_transfer_params=params)
         ids = alone["choices"][0]["prompt_token_ids"]
-        log = stack.enter_context(logged())
-        stranger = ask_stranger(pd, directory, checkpoint, ids, params)
+        log, text = logging.getLogger("pdstore"), io.StringIO()
+        log.addHandler(handler := logging.StreamHandler(text))
+        stack.callback(log.removeHandler, handler)
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.DEBUG)
+        pd |= key_file("stranger", OTHER_KEY)
+        stranger = ask_stranger(pd, checkpoint, ids, params)
         server.stop()
         failed = [one.ask(prompt=PROMPT[::-1]) for one in (p, d)]
         refused = p.ask(prompt=PROMPT, kv_transfer_params={"pdstore": {"attempt": PASSWORD[::-1]}})
         texts = [response.text for response in (answer, *failed, refused)]
-        texts += [str(params), log.getvalue(), p.metrics, d.metrics]
+        texts += [str(params), text.getvalue(), p.metrics, d.metrics]
         for one in (p, d):
             one.stop()
             texts.append(one.log)
         yield Seen(alone, answer.json(), stranger, addresses, texts)
 
 
-@contextmanager
-def logged():
-    """All that pdstore logs in this process, down to what is for its developers."""
-    log, text = logging.getLogger("pdstore"), io.StringIO()
-    handler, level = logging.StreamHandler(text), log.level
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
-    yield text
-    log.removeHandler(handler)
-    log.setLevel(level)
-
-
-def ask_stranger(pd, directory, checkpoint, ids, params):
+def ask_stranger(pd, checkpoint, ids, params):
     settings = {name.removeprefix("PDSTORE_").lower(): value for name, value in pd.items()}
-    settings["seal_key_file"] = write_seal_key(directory / "stranger.key", OTHER_KEY)
-    config = Config(
-        model=checkpoint, settings=read_settings(**settings, role="decode"), num_blocks=64
-    )
-    engine = Engine(config)
-    try:
-        return ask(engine, ids, max_tokens=6, kv_transfer_params=params).wait()
-    finally:
-        close(engine)
+    with opening_engines({"llama": checkpoint}) as open_engine:
+        d = open_engine(pd=settings | {"role": "decode"})
+        return ask(d, ids, max_tokens=6, kv_transfer_params=params).wait()
 
 
 def test_d_with_ps_key_loads_the_prompt(seen):

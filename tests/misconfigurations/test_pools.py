@@ -221,9 +221,7 @@ def test_proxies_in_the_environment_are_not_asked_for_a_pool(over, redis_server,
     assert saved(over(redis_server().url))[0].reason is None
 
 
-def test_a_d_that_starts_before_p_and_before_the_pool_takes_the_next_hand_off(
-    over, tmp_path, redis_server
-):
+def test_a_d_that_starts_before_p_and_before_the_pool_takes_the_next_hand_off(over, redis_server):
     server = redis_server()
     server.stop()
     d = over(server.url, handoff_wait_s=SOON_S, open_s=0.05)
@@ -315,9 +313,7 @@ def stack():
 
 
 @pytest.mark.parametrize("kind", [_replica, _full_redis, _too_many_clients, _no_inodes])
-def test_a_store_that_takes_no_writes_costs_d_one_wait(
-    stack, over, redis_server, tmp_path, kind, caplog
-):
+def test_a_store_that_takes_no_writes_costs_d_one_wait(stack, over, redis_server, tmp_path, kind):
     url, turn = kind(redis_server, tmp_path, stack)
     p, d = over(url, role="prefill"), over(url, role="decode", handoff_wait_s=30.0)
     eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)

@@ -34,8 +34,7 @@ from pdstore.worker.store_ends import StagedEnd
 from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.values import PromptBlocks, Split
 from tests.model.replay import Body, Meanwhile, ReplayStore
-from tests.model.rules import Rules
-from tests.model.watch import STALL_S, Watch
+from tests.model.watch import STALL_S, Rules, Watch
 from tests.support.kv import POISON, settings_of
 
 Act = Callable[[set[BlockKey]], None]
@@ -195,11 +194,7 @@ class Actors:
             block_tokens=2, kv_shards=shape.num_ranks, layer_ranges=shape.num_ranges
         )
         one = Layout.of(
-            settings,
-            dtype="float32",
-            layers=[LayerSpec(2, 1)] * 2,
-            engine_block_tokens=1,
-            rope="",
+            settings, dtype="float32", layers=[LayerSpec(2, 1)] * 2, engine_block_tokens=1, rope=""
         )
         self.namespace = one.namespace(settings, weights="w")
         self._handoff = HandoffId("1" * 32, INSTANCE if shape.num_beats else None)
@@ -307,22 +302,10 @@ class Actors:
         assert result is not None
         return result
 
-    def _follow(
-        self,
-        store: ReplayStore,
-        job: Job,
-        work: LoadWork,
-        handoff: HandoffId,
-    ) -> None:
+    def _follow(self, store: ReplayStore, job: Job, work: LoadWork, handoff: HandoffId) -> None:
         watch = Watch(store, self.rules)
         follow = Follow(
-            store,
-            job,
-            work,
-            handoff,
-            stall_s=STALL_S,
-            wake=lambda: None,
-            clock=watch.clock,
+            store, job, work, handoff, stall_s=STALL_S, wake=lambda: None, clock=watch.clock
         )
 
         def act(stored: set[BlockKey]) -> None:

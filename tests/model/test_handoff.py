@@ -12,7 +12,7 @@ import pytest
 
 from pdstore.format.keys import BlockKey
 from tests.model.actors import Shape
-from tests.model.rules import Rules
+from tests.model.watch import Rules
 from tests.model.world import World, WrongState
 
 WAITS, FOLLOWS = Shape(), Shape(follows=True)

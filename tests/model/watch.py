@@ -1,18 +1,37 @@
-"""Watch: D's looks for what P stores, and the time that passes between them."""
+"""Rules of the hand-off that a test can take away; Watch: D's looks, and the time between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdstore.format.handoff import PERIOD_S, SILENCE_S, is_beat
 from pdstore.format.keys import BlockKey
 from tests.model.replay import Passed, ReplayStore
-from tests.model.rules import Rules
 from tests.support.clock import Clock
 
 STALL_S = 10.0
 _PAUSE_S = PERIOD_S / 2  # between two looks
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of the hand-off; a test takes one away.
+
+    beats: P beats while it saves.
+    listens: D gives up a P that does not beat.
+    asks_once: D's worker learns by one look whether its load is at its end.
+    sees: what D makes of the markers that are there.
+    """
+
+    checks_chain: bool = True
+    verifies: bool = True
+    tells_failure: bool = True
+    minds_time: bool = True
+    beats: bool = True
+    listens: bool = True
+    asks_once: bool = True
+    sees: Callable[[set[BlockKey]], set[BlockKey]] = lambda found: found
 
 
 @dataclass

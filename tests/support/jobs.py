@@ -84,11 +84,6 @@ class Gate:
             self.wait()
 
 
-def held(
-    gate: Gate,
-    direction: Direction = LOAD,
-    seconds: float = 30.0,
-    num_bytes: int = 1,
-) -> Job:
+def held(gate: Gate, direction: Direction = LOAD, seconds: float = 30.0, num_bytes: int = 1) -> Job:
     """Starts a job that stays inside its store call until the gate opens."""
     return job_of(gate.pass_through, direction, seconds, num_bytes)

@@ -40,6 +40,12 @@ SHAPES = {
 }
 
 
+def pd_of(role, store, **changes):
+    """Returns settings of an instance whose switch is on."""
+    pd = {"pd_transfer_via_storage": True, "role": role, "store": store, "staging": "8MiB"}
+    return pd | changes
+
+
 def make_checkpoints(make_directory):
     """Writes random checkpoints whose logits are far from flat; returns their paths by shape."""
     paths = {}

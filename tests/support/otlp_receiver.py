@@ -23,67 +23,49 @@ class Received:
     attributes: dict[str, str]
 
 
+@dataclass
 class OTLPReceiver:
-    """Keeps what arrives, in `spans`.
+    """A receiver at `url`, for PDSTORE_TRACES, and the spans that it has."""
 
-    url: for PDSTORE_TRACES.
-    """
-
-    def __init__(self) -> None:
-        self.spans: list[Received] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                assert self.path == "/v1/traces"
-                receiver.take(self.rfile.read(int(self.headers["content-length"])))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def take(self, body: bytes) -> None:
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-            ExportTraceServiceRequest,
-        )
-
-        for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-            service = _texts(group.resource.attributes)["service.name"]
-            for span in (span for scope in group.scope_spans for span in scope.spans):
-                self.spans.append(
-                    Received(
-                        service,
-                        span.name,
-                        span.trace_id.hex(),
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
-                        span.start_time_unix_nano,
-                        span.end_time_unix_nano,
-                        _texts(span.attributes),
-                    )
-                )
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    url: str
+    spans: list[Received]
 
 
 @contextlib.contextmanager
 def receiving() -> Iterator[OTLPReceiver]:
     """Runs a receiver."""
-    receiver = OTLPReceiver()
-    try:
-        yield receiver
-    finally:
-        receiver.close()
+    spans: list[Received] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            spans.extend(_spans_in(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield OTLPReceiver(f"http://127.0.0.1:{server.server_port}", spans)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _spans_in(body: bytes) -> Iterator[Received]:
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    for group in trace_service_pb2.ExportTraceServiceRequest.FromString(body).resource_spans:
+        service = _texts(group.resource.attributes)["service.name"]
+        for span in (span for scope in group.scope_spans for span in scope.spans):
+            ids = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
+            times = span.start_time_unix_nano, span.end_time_unix_nano
+            yield Received(service, span.name, *ids, *times, _texts(span.attributes))
 
 
 def _texts(attributes: object) -> dict[str, str]:

@@ -142,7 +142,7 @@ async def never() -> AsyncIterator[bytes]:
 
 @contextlib.asynccontextmanager
 async def routed(
-    prefills: list[Fake | str], decodes: list[Fake | str], **options: Any
+    prefills: list[Fake | str], decodes: list[Fake | str], provider: Any = None, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Yields a client of a router in front of these instances (a string is the URL of one)."""
     with contextlib.ExitStack() as stack:
@@ -154,7 +154,9 @@ async def routed(
                 return tuple(f if isinstance(f, str) else servers.start(f.app) for f in fakes)
 
             given = Options(urls(prefills), urls(decodes), **options)
-            url = servers.start(make_app(given), http=partial(TimedProtocol, given.limits))
+            url = servers.start(
+                make_app(given, provider), http=partial(TimedProtocol, given.limits)
+            )
             try:
                 async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
                     yield client

@@ -35,8 +35,6 @@ from tests.support.router_kit import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -109,13 +107,13 @@ async def test_every_answer_is_counted_but_those_of_probes() -> None:
         assert await metric(client, 'router_requests_total{status="405"}') == 1
 
 
-def page_in(log: str) -> str:
-    return re.findall(r"status on (\S+)", log)[-1]
-
-
-async def taken_from(url: str) -> dict:
+async def page_with_a_request(log: str) -> dict:
+    """Returns the status page once it shows the request, whose answer is there a moment before."""
+    [url] = re.findall(r"status on (\S+)", log)
     async with httpx.AsyncClient(trust_env=False) as client:
-        return (await client.get(f"{url}/pdstore")).json()
+        while not (page := (await client.get(f"{url}/pdstore")).json())["requests"]:
+            await anyio.sleep(0.01)
+    return page
 
 
 @pytest.mark.parametrize("mode", ["relay", "concurrent"])
@@ -124,8 +122,7 @@ async def test_requests_show_the_time_of_p_of_d_and_of_the_answer(caplog, mode: 
     p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake(says({"id": "d"}))
     async with routed([p], [d], mode=mode, status_port=0) as client:
         await client.post("/v1/completions", json=BODY, headers={"x-request-id": "r-7"})
-        while not (page := await taken_from(page_in(caplog.text)))["requests"]:
-            await anyio.sleep(0.01)  # the answer is there a moment before
+        page = await page_with_a_request(caplog.text)
     [one] = page["requests"]
     assert (one["request_id"], one["reason"]) == ("r-7", None)
     assert one["handoff"] == d.bodies[0]["kv_transfer_params"]["pdstore"]["attempt"]
@@ -140,8 +137,7 @@ async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:
     caplog.set_level(logging.INFO)
     async with routed([Fake(says({}, 503))], [Fake()], status_port=0) as client:
         await client.post("/v1/completions", json=BODY)
-        while not (page := await taken_from(page_in(caplog.text)))["requests"]:
-            await anyio.sleep(0.01)  # the answer is there a moment before
+        page = await page_with_a_request(caplog.text)
     assert [each["reason"] for each in page["requests"]] == ["no P could prefill it"]
     assert list(page["reasons"]) == ["prefill: status"]
 

@@ -9,17 +9,7 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tests.support.router_kit import (
-    BODY,
-    PARAMS,
-    Fake,
-    Reply,
-    metric,
-    never,
-    routed,
-    says,
-    streams,
-)
+from tests.support.router_kit import BODY, PARAMS, Fake, Reply, metric, never, routed, says, streams
 
 pytestmark = pytest.mark.anyio
 

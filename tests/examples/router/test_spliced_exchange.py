@@ -10,44 +10,18 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.support.router_kit import (
-    BODY,
-    PARAMS,
-    Fake,
-    Reply,
-    metric,
-    nobody,
-    routed,
-    says,
-    streams,
-)
+from tests.support.router_kit import BODY, PARAMS, Fake, Reply, nobody, routed, says, streams
 
 pytestmark = pytest.mark.anyio
 
 
-def answer(text: str = " a", finish_reason: str = "length", **more: Any) -> dict[str, Any]:
+def answer(text: str = " a", finish_reason: str = "length") -> dict[str, Any]:
     """P's, to a prompt of three tokens."""
     ids = {"token_ids": [7], "prompt_token_ids": [1, 2, 3]}
     choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None, **ids}
     usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
     head = {"id": "p", "created": 1, "kv_transfer_params": {"pdstore": {}}}
-    return {**head, "choices": [choice | more], "usage": usage}
-
-
-def chat_answer(content: str | None = " a", finish_reason: str = "length", **more: Any) -> Any:
-    """P's, to a prompt of three tokens; `more` goes into the message."""
-    message = {"role": "assistant", "content": content, "refusal": None} | more
-    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
-    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-    return {
-        "id": "p",
-        "created": 1,
-        "object": "chat.completion",
-        "choices": [choice | {"logprobs": None, "token_ids": [7]}],
-        "usage": usage,
-        "prompt_token_ids": [1, 2, 3],
-        "kv_transfer_params": {"pdstore": {}},
-    }
+    return {**head, "choices": [choice], "usage": usage}
 
 
 FIRST = answer() | {"kv_transfer_params": PARAMS}
@@ -62,19 +36,6 @@ def event(text: str, **more: Any) -> bytes:
 
 def spliced(p: Fake | str, d: Fake | str, **options: Any) -> Any:
     return routed([p], [d], first_token="prefill", **options)
-
-
-async def test_d_answers_behind_ps_token() -> None:
-    d = answer(text=" b", finish_reason="stop")
-    p, d = Fake(says(FIRST)), Fake(says(d))
-    async with spliced(p, d) as client:
-        got = await client.post("/v1/completions", json=BODY)
-        assert await metric(client, "router_spliced_total") == 1
-    assert got.json()["choices"][0]["text"] == " a b"
-    assert got.json()["id"] == "p"
-    assert p.bodies[0]["max_tokens"] == 1
-    assert p.bodies[0]["return_token_ids"] is True
-    assert d.bodies == [REST | {"kv_transfer_params": PARAMS}]
 
 
 async def test_ps_token_is_streamed_before_d_answers() -> None:
@@ -176,35 +137,3 @@ async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:
     assert got.json()["choices"][0]["text"] == " a b"
     assert [body["prompt"] for body in p.bodies] == ["Hello", [1, 2, 3, 7]]
     assert d.bodies == [REST | {"kv_transfer_params": PARAMS}] * 2
-
-
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}
-IDS = [1, 2, 3, 7]
-
-
-def chatting(takes_ids: bool) -> Fake:
-    """A D that takes token ids in chats, or does not know them."""
-
-    async def reply(body: dict[str, Any]) -> Response:
-        ids = body["kv_transfer_params"].get("prompt_token_ids") if takes_ids else None
-        said = chat_answer(content=" b" if ids else " a b", finish_reason="stop")
-        return JSONResponse(said | {"id": "d", "prompt_token_ids": ids or [1, 2, 3]})
-
-    return Fake(reply)
-
-
-async def chat(client: Any) -> dict[str, Any]:
-    answered: dict[str, Any] = (await client.post("/v1/chat/completions", json=CHAT)).json()
-    assert answered["choices"][0]["message"]["content"] == " a b"
-    return answered
-
-
-async def test_a_chat_is_continued_in_token_ids_which_d_is_asked_for_once() -> None:
-    p, d = Fake(says(chat_answer() | {"kv_transfer_params": PARAMS})), chatting(takes_ids=True)
-    async with spliced(p, d) as client:
-        for _ in range(2):
-            assert (await chat(client))["id"] == "p"
-        assert await metric(client, "router_spliced_total") == 2
-    asked = [(body["max_tokens"], body["kv_transfer_params"]) for body in d.bodies]
-    given = PARAMS | {"prompt_token_ids": IDS}
-    assert asked == [(1, given), (8, given), (8, given)]
