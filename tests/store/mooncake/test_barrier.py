@@ -58,11 +58,6 @@ def shared(server):
     return Case(server, shares=True)
 
 
-@pytest.fixture
-def direct(server):
-    return Case(server, shares=False)
-
-
 @pytest.mark.parametrize(
     ("code", "state"),
     [(-1, State.HANGS), (-900, State.HANGS), (-901, State.HANGS), (-900, State.UNREACHABLE)],
@@ -130,7 +125,8 @@ def test_a_call_waits_on_when_the_store_is_closed_meanwhile(shared):
     assert shared.raw.is_closed
 
 
-def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(direct):
+def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(server):
+    direct = Case(server, shares=False)
     direct.wait_after(-800, 61.0)
     assert direct.raw.is_closed
     assert direct.client.codes[KEPT] == 1

@@ -6,10 +6,8 @@ import contextlib
 import time
 
 import pytest
-import redis
 from redis.crc import key_slot
 
-from examples.ports import free_port
 from pdstore.errors import ConfigError, StoreTimeout, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
@@ -170,13 +168,6 @@ def test_a_cluster_over_tls_is_checked_by_its_authority(tmp_path):
             assert store.match(keys) == 30
         with opened(url) as stranger, pytest.raises(StoreUnavailable, match=r"ca=/path/ca\.pem"):
             stranger.match(keys)
-
-
-def test_no_node_at_all_is_unavailable():
-    url = f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
-    with opened(url) as store, pytest.raises(StoreUnavailable) as caught:
-        store.match(fresh_keys(1))
-    assert isinstance(caught.value.__cause__, redis.ConnectionError)
 
 
 def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):
