@@ -40,8 +40,7 @@ class State(enum.Enum):
 
     ANSWERS = "answers"
     HANGS = "hangs"
-    GONE = "gone"
-    """Nobody listens at its address: the process has ended, and its memory with it."""
+    GONE = "gone"  # nobody listens: the process has ended, and its memory with it
     UNREACHABLE = "unreachable"
 
 
