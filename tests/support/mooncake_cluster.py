@@ -68,8 +68,7 @@ class Cluster:
         self._directory, self._segment, self._flags = directory, segment, tuple(flags)
         self.port, self.metrics_port, self.holder_port = free_ports(3)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.master = self.start_master()
-        self.holder: subprocess.Popen[bytes] | None = None
+        self.start_master()
         if segment:
             self.start_holder()
 
@@ -82,7 +81,7 @@ class Cluster:
     def shared_url(self) -> str:
         return f"{self.url}&topology=shared&client=127.0.0.1:{self.holder_port}"
 
-    def start_master(self) -> subprocess.Popen[bytes]:
+    def start_master(self) -> None:
         """Starts a master, always at the same port and always empty."""
         self.master = self._start(
             "mooncake_master",
@@ -95,10 +94,9 @@ class Cluster:
             f"--put_start_discard_timeout_sec={DISCARD_S}",
             *self._flags,
         )
-        self._wait_for_port(self.port)
-        return self.master
+        eventually(lambda: _accepts(self.port))
 
-    def start_holder(self) -> subprocess.Popen[bytes]:
+    def start_holder(self) -> None:
         """Starts a process that lends memory; returns when the pool takes values."""
         self.holder = self._start(
             "mooncake_client",
@@ -109,8 +107,7 @@ class Cluster:
             "--metadata_server=P2PHANDSHAKE",
             "--protocol=tcp",
         )
-        self._wait_for_port(self.holder_port)
-        return self.holder
+        eventually(lambda: _accepts(self.holder_port))
 
     def connect(self, url: str | None = None) -> MooncakeStore:
         return open_store(url or self.url, Settings())
@@ -137,9 +134,6 @@ class Cluster:
             )
         self._processes.append(process)
         return process
-
-    def _wait_for_port(self, port: int) -> None:
-        eventually(lambda: _accepts(port))
 
 
 @contextlib.contextmanager
@@ -193,15 +187,9 @@ def put_bare(
     store: MooncakeStore, keys: Sequence[BlockKey], slots: Slots, *, is_pinned: bool = False
 ) -> None:
     """Puts values from slots of any memory, without a look afterwards and so without a lease."""
-    own = Slots(
-        store.allocate(max(len(slots.view), SLAB_BYTES)),
-        slots.slot_bytes,
-        slots.numbers,
-        slots.sizes,
-    )
-    own.view[: len(slots.view)] = slots.view
-    base = address_of(own.view)
-    addresses = [base + number * own.slot_bytes for number in own.numbers]
+    view = store.allocate(max(len(slots.view), SLAB_BYTES))
+    view[: len(slots.view)] = slots.view
+    addresses = [address_of(view) + number * slots.slot_bytes for number in slots.numbers]
     config = Library(MooncakeConfig(master="127.0.0.1:1")).put_config(is_pinned=is_pinned)
     with mover_of(store) as raw:
         codes = raw.batch_put_from(list(keys), addresses, list(slots.sizes), config)

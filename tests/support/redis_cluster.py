@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import redis
 
 from examples.ports import free_port
+from tests.support.kv import eventually
 from tests.support.redis_server import RedisServer
 
 NUM_SLOTS = 16384
@@ -23,6 +23,7 @@ class ClusterOfServers:
     takes two seconds before it takes writes, however it is made.
 
     tls: options that name certificate, key and authority; then all speak TLS, nodes too.
+    binary: as RedisServer's.
     """
 
     def __init__(
@@ -32,30 +33,26 @@ class ClusterOfServers:
         replicas: int = 1,
         node_timeout_ms: int = 15_000,
         tls: Sequence[str] = (),
+        binary: str | None = None,
     ) -> None:
         num = num_masters * (1 + replicas)
         ports, buses = ([free_port() for _ in range(num)] for _ in range(2))
         names = [hashlib.sha1(f"{directory}{i}".encode()).hexdigest() for i in range(num)]
-        masters = range(num_masters)
         slots = [NUM_SLOTS * i // num_masters for i in range(num_masters + 1)]
-        lines = [
-            f"{names[i]} 127.0.0.1:{ports[i]}@{buses[i]} "
-            + (
-                f"master - 0 0 {i + 1} connected {slots[i]}-{slots[i + 1] - 1}"
-                if i in masters
-                else f"slave {names[i % num_masters]} 0 0 {i % num_masters + 1} connected"
-            )
+        roles = [
+            f"master - 0 0 {i + 1} connected {slots[i]}-{slots[i + 1] - 1}"
+            if i < num_masters
+            else f"slave {names[i % num_masters]} 0 0 {i % num_masters + 1} connected"
             for i in range(num)
         ]
+        places = [f"{names[i]} 127.0.0.1:{ports[i]}@{buses[i]} " for i in range(num)]
         self.nodes: list[RedisServer] = []
         for i in range(num):
             home = directory / f"node-{i}"
             home.mkdir()
-            own = (
-                lines[i].replace(" master ", " myself,master ").replace(" slave ", " myself,slave ")
-            )
-            text = "\n".join([own, *lines[:i], *lines[i + 1 :]])
-            (home / "nodes.conf").write_text(f"{text}\nvars currentEpoch {num} lastVoteEpoch 0\n")
+            lines = [f"{places[j]}{'myself,' * (i == j)}{roles[j]}\n" for j in range(num)]
+            end = f"vars currentEpoch {num} lastVoteEpoch 0\n"
+            (home / "nodes.conf").write_text("".join([*lines, end]))
             self.nodes.append(
                 RedisServer(
                     home,
@@ -64,6 +61,7 @@ class ClusterOfServers:
                     *(("--tls-port", str(ports[i]), "--tls-cluster", "yes", *tls) if tls else ()),
                     *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
                     port=ports[i],
+                    binary=binary,
                 )
             )
         self.masters, self.has_replicas = self.nodes[:num_masters], replicas > 0
@@ -78,7 +76,7 @@ class ClusterOfServers:
                 _until(lambda c=client: c.cluster("INFO")["cluster_state"] == "ok")
         for node in self.masters if self.has_replicas else ():
             with node.client() as client:
-                _until(lambda c=client: is_fed(c))
+                _until(lambda c=client: _is_fed(c))
 
     def flush(self) -> None:
         for node in self.masters:
@@ -102,7 +100,7 @@ def master_with_sentinel(directory: Path) -> Iterator[tuple[RedisServer, str]]:
         replica = RedisServer(directory / "replica", *of)
         stack.callback(replica.stop)
         with master.client() as client:
-            _until(lambda: is_fed(client))
+            _until(lambda: _is_fed(client))
         settings = directory / "sentinel" / "sentinel.conf"
         settings.write_text(
             f"sentinel monitor pool 127.0.0.1 {master.port} 1\n"
@@ -113,16 +111,14 @@ def master_with_sentinel(directory: Path) -> Iterator[tuple[RedisServer, str]]:
         yield master, f"redis+sentinel://127.0.0.1:{sentinel.port}/pool"
 
 
-def is_fed(client: redis.Redis) -> bool:
+def _is_fed(client: redis.Redis) -> bool:
     """True if a master's first replica follows it."""
     return client.info("replication").get("slave0", {}).get("state") == "online"
 
 
-def _until(is_so, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while True:
+def _until(is_so) -> None:
+    def is_so_now():
         with contextlib.suppress(redis.RedisError):
-            if is_so():
-                return
-        assert time.monotonic() < end, f"the condition did not come true within {seconds} s"
-        time.sleep(0.01)
+            return is_so()
+
+    eventually(is_so_now, 20.0)

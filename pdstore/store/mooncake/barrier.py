@@ -1,4 +1,4 @@
-"""Memory: slabs of a connection, registered once; Barrier: keeps them until nothing writes there.
+"""Memory: slabs of a connection, registered once. Lane: moves values, keeps late bytes out of them.
 
 RDMA moves only registered memory, and shared memory must come from the library's own allocator.
 Values in other buffers are then copied through a slab of ours, the bounce.
@@ -32,9 +32,11 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import Client, Server, State
@@ -45,16 +47,15 @@ log = logging.getLogger(__name__)
 SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 MOST_ABANDONED = 4
-_RECONNECTION_S = 1.0  # how long an allocation waits for the library's reconnection
+KEPT = "memory kept until nobody uses it"
+"""The name under which `codes()` counts the calls that were held back."""
+
 _PAUSE_S = 0.02
 
 
 class _Slab(NamedTuple):
     address: int
     size: int
-
-    def holds(self, address: int, size: int) -> bool:
-        return self.address <= address and address + size <= self.address + self.size
 
 
 class Memory:
@@ -64,7 +65,7 @@ class Memory:
     wait_s: how long an allocation waits for the end of a reconnection.
     """
 
-    def __init__(self, allocator: Allocator | None, *, wait_s: float = _RECONNECTION_S) -> None:
+    def __init__(self, allocator: Allocator | None, *, wait_s: float = 1.0) -> None:
         self.bounce_lock = threading.Lock()
         self._allocator = allocator
         self._wait_s = wait_s
@@ -116,12 +117,11 @@ class Memory:
     def connect(self, raw: Raw) -> None:
         """Registers the slabs with a new connection, unless the store was closed meanwhile."""
         with self._lock:
-            if self._is_over:
-                return
-            self._raw = raw
-            self._registered.clear()
-            for slab in self._slabs:
-                self._register(raw, slab)
+            if not self._is_over:
+                self._raw = raw
+                self._registered.clear()
+                for slab in self._slabs:
+                    self._register(raw, slab)
 
     def disconnect(self) -> None:
         """Stops registering for good: the store is being closed."""
@@ -135,26 +135,24 @@ class Memory:
         May be called again after a failure. The next connection registers them all.
         """
         with self._lock:
-            if not all([self._unregister(raw, slab) for slab in list(self._registered)]):
-                return False
-            self._raw = None
-            return True
+            is_unknown = all([self._unregister(raw, slab) for slab in list(self._registered)])
+            self._raw = None if is_unknown else self._raw
+            return is_unknown
 
     def holds(self, slots: Slots, address: int) -> bool:
         """True if one slab holds the buffer at this address whose slots these are."""
-        return any(slab.holds(address, len(slots.view)) for slab in list(self._slabs))
+        end = address + len(slots.view)
+        return any(
+            slab.address <= address and end <= slab.address + slab.size
+            for slab in list(self._slabs)
+        )
 
-    def bounce(self, num_bytes: int) -> memoryview:
+    def bounce(self, num_bytes: int, *, is_new: bool = False) -> memoryview:
         """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
-        if self._bounce is None or len(self._bounce) < num_bytes:
+        if is_new or self._bounce is None or len(self._bounce) < num_bytes:
             self._bounce = None
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
         return self._bounce
-
-    def drop_bounce(self) -> None:
-        """Makes the next bounce a new slab."""
-        with self.bounce_lock:
-            self._bounce = None
 
     def abandon_bounce(self) -> bool:
         """Gives up the bounce, which late bytes may still reach; the next one is a new slab.
@@ -172,7 +170,7 @@ class Memory:
         """Forgets all slabs but the bounce: their values go through it from now on."""
         bounce = 0 if self._bounce is None else address_of(self._bounce)
         with self._lock:
-            self._slabs = [slab for slab in self._slabs if slab.holds(bounce, 1)]
+            self._slabs = [slab for slab in self._slabs if slab.address == bounce]
 
     def _register(self, raw: Raw, slab: _Slab) -> None:
         code = raw.register_buffer(slab.address, slab.size)
@@ -201,17 +199,14 @@ class Memory:
     def _free_dropped(self) -> None:
         for _ in range(len(self._dropped)):
             slab = self._dropped.popleft()
-            with self._lock:
-                if self._raw is not None and not self._unregister(self._raw, slab):
-                    self._dropped.append(slab)  # else the next slab at its address is not mapped
-                    continue
-                self._slabs = [each for each in self._slabs if each != slab]
-            if self._allocator is None:
-                continue
-            if _is_library_healthy():
-                self._allocator.free(slab.address)
-            else:
+            with self._lock:  # the next slab at its address would be taken for it
+                is_unknown = self._raw is None or self._unregister(self._raw, slab)
+                if is_unknown:
+                    self._slabs = [each for each in self._slabs if each != slab]
+            if not is_unknown or (self._allocator is not None and not _is_library_healthy()):
                 self._dropped.append(slab)
+            elif self._allocator is not None:
+                self._allocator.free(slab.address)
 
 
 _sharing: weakref.WeakSet[Memory] = weakref.WeakSet()
@@ -222,26 +217,12 @@ def _is_library_healthy() -> bool:
     return all(memory.is_healthy for memory in list(_sharing))
 
 
-GIVEN_UP_S = 55.0  # a little before the library's 60 s: its clock is another one
-KEPT = "memory kept until nobody uses it"
-"""The name under which `codes()` counts the calls that waited here."""
-
-
-class Answer(NamedTuple):
-    """The result of a call that moved values: the library's object, its codes, the seconds."""
-
-    raw: Raw
-    codes: list[int]
-    seconds: float
-
-
-class Barrier:
-    """Waits until the transfers that failed calls of one client left under way are over.
+class Lane:
+    """A connection that moves values, and waits for transfers that its failed calls left under way.
 
     label: of the store, for messages.
     sharer: the process that shares our memory; None when this process moves the bytes itself.
-    pause_s: between two attempts.
-    given_up_s: a call that fails after this long may be one that the library gave up.
+    pause_s: between two attempts to end what is under way.
     """
 
     def __init__(
@@ -252,69 +233,96 @@ class Barrier:
         sharer: Server | None,
         *,
         pause_s: float = 0.2,
-        given_up_s: float = GIVEN_UP_S,
     ) -> None:
+        self.client = client
         self._label = label
-        self._client = client
         self._memory = memory
         self._sharer = sharer
         self._pause_s = pause_s
-        self._given_up_s = given_up_s
         self._trying = threading.Lock()
         self._num_answers = 0  # in a row: a process that is being killed may still give one
 
-    def is_needed(self, answer: Answer) -> bool:
-        """True if the call's transfers may still go on."""
-        if self._sharer is not None:
-            return any(is_outage(code) for code in answer.codes)
-        return answer.seconds > self._given_up_s and any(code < 0 for code in answer.codes)
+    def move(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        config: object | None,
+        addresses: list[int],
+        can_leave: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Moves values between the pool and memory, and waits; returns the codes.
 
-    def wait_after(self, answer: Answer) -> None:
+        config: of a put; None for a get.
+        """
+        sizes, begin = list(slots.sizes), time.monotonic()
+        with self.client.call() as raw:
+            codes: list[int]
+            if config is None:
+                codes = raw.batch_get_into(list(keys), addresses, sizes)
+            else:
+                codes = raw.batch_put_from(list(keys), addresses, sizes, config)
+        self.client.count_codes(codes)
+        self.wait_after(raw, codes, time.monotonic() - begin, can_leave)
+        return codes
+
+    def wait_after(
+        self, raw: Raw, codes: Sequence[int], seconds: float, can_leave: Callable[[], bool]
+    ) -> None:
         """Returns when nothing can use the call's memory any more: at once after most calls.
 
         Otherwise blocks for as long as that takes, even if the store is closed meanwhile, and
         other calls are refused. The job's deadline ends the job, but its slots stay lent until
         this returns.
+
+        seconds: that the call took.
+        can_leave: is asked if its transfers may go on; true gives the memory up in place of a wait.
         """
-        if not self.is_needed(answer):
+        if self._sharer is not None:
+            is_over = not any(is_outage(code) for code in codes)
+        else:
+            # a little less than the library's 60 s: its clock is another one
+            is_over = seconds <= 55.0 or all(code >= 0 for code in codes)
+        if is_over or can_leave():
             return
         log.warning(
             "%s: a call was given up after %.0f s and may still be under way;"
             " its memory is kept until that is over",
             self._label,
-            answer.seconds,
+            seconds,
         )
-        self._client.codes[KEPT] += 1
-        self._client.suspend(answer.raw)
+        self.client.codes[KEPT] += 1
+        self.client.suspend(raw)
         start = time.monotonic()
-        while self._client.is_suspended(answer.raw):
+        while self.client.is_suspended(raw):
             with self._trying:
-                if self._client.is_suspended(answer.raw):
-                    self._try(answer.raw)
-            if self._client.is_suspended(answer.raw):
+                if self.client.is_suspended(raw):
+                    self._try_to_end(raw)
+            if self.client.is_suspended(raw):
                 time.sleep(self._pause_s)
         waited = time.monotonic() - start
         log.warning("%s: that call is over; its memory was kept for %.1f s", self._label, waited)
 
-    def _try(self, raw: Raw) -> None:
-        """Ends the suspension if nothing can be under way any more."""
+    def _try_to_end(self, raw: Raw) -> None:
+        """Ends the suspension if nothing can be under way any more.
+
+        The library maps all memory again while its own ping fails. So the other process has
+        certainly forgotten our memory only if the connection is healthy before and after.
+        """
         if self._sharer is None:
-            if not self._client.num_running:
+            if not self.client.num_running:
                 self._memory.detach(raw)
-                self._client.replace(raw)
+                self.client.replace(raw)
             return
         state = self._sharer.ask()
         self._num_answers = self._num_answers + 1 if state is State.ANSWERS else 0
         if state is State.GONE:
-            self._client.restore(raw)  # the library finds the successor by itself
-        elif self._num_answers > 1 and not self._client.num_running and self._is_forgotten(raw):
+            self.client.restore(raw)  # the library finds the successor by itself
+        elif (
+            self._num_answers > 1
+            and not self.client.num_running
+            and raw.health_check() == 0
+            and self._memory.detach(raw)
+            and raw.health_check() == 0
+        ):
             self._num_answers = 0
-            self._client.replace(raw)  # late requests of the old connection find no memory mapped
-
-    def _is_forgotten(self, raw: Raw) -> bool:
-        """True if the other process has certainly forgotten all our memory.
-
-        The library maps all memory again while its own ping fails. So the connection must be
-        healthy before and after the call.
-        """
-        return raw.health_check() == 0 and self._memory.detach(raw) and raw.health_check() == 0
+            self.client.replace(raw)  # late requests of the old connection find no memory mapped

@@ -9,57 +9,20 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import accumulate
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import BOUNCE_BYTES, Answer, Barrier, Memory
-from pdstore.store.mooncake.client import Client
-from pdstore.store.mooncake.library import (
-    INVALID,
-    LEASE_OVER,
-    NO_ROOM,
-    TRANSFER_FAILED,
-)
+from pdstore.store.mooncake.barrier import BOUNCE_BYTES, Lane, Memory
+from pdstore.store.mooncake.library import INVALID, LEASE_OVER, NO_ROOM, TRANSFER_FAILED
 
 log = logging.getLogger(__name__)
 
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
-_FIRST_RATE = 1e9  # bytes per second, until there is a measurement
-_MEASURABLE_BYTES = 1 << 20
 _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
-_PRESSURE_S = 1.0
-_QUICK_S = 1.0
-
-
-class _Call(NamedTuple):
-    """A batch to move: the config of a put, or None for a get."""
-
-    keys: Sequence[BlockKey]
-    slots: Slots
-    config: object | None
-
-
-class Lane(NamedTuple):
-    """A connection that moves values, and what holds back its calls that fail."""
-
-    client: Client
-    barrier: Barrier
-
-    def move(self, call: _Call, base: int, starts: Sequence[int]) -> Answer:
-        """Moves values between the pool and memory, each at its start behind the base address."""
-        keys, sizes, begin = list(call.keys), list(call.slots.sizes), time.monotonic()
-        addresses = [base + start for start in starts]
-        with self.client.call() as raw:
-            if call.config is None:
-                codes = raw.batch_get_into(keys, addresses, sizes)
-            else:
-                codes = raw.batch_put_from(keys, addresses, sizes, call.config)
-        self.client.count_codes(codes)
-        return Answer(raw, codes, time.monotonic() - begin)
 
 
 class Batches:
@@ -80,7 +43,7 @@ class Batches:
         self._memory = memory
         self._lease_s = lease_s
         self._any_memory = any_memory
-        self._rate = _FIRST_RATE
+        self._rate = 1e9  # bytes per second, until there is a measurement
         self._pressure_until = 0.0
 
     @property
@@ -106,8 +69,13 @@ class Batches:
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Reads one batch; returns for each value its number of bytes, or a code."""
         start = time.monotonic()
-        codes = self._move(_Call(keys, slots, None))
-        self._learn_rate(codes, slots.sizes, max(time.monotonic() - start, 1e-6))
+        codes = self._move(keys, slots, None)
+        seconds = max(time.monotonic() - start, 1e-6)
+        num_bytes = sum(code for code in codes if code > 0)
+        if LEASE_OVER in codes:  # all was moved, and too late: at this rate no batch succeeds
+            self._rate = min(self._rate, sum(slots.sizes) / seconds)
+        elif num_bytes >= min(1 << 20, self.most_bytes // 2):
+            self._rate += (num_bytes / seconds - self._rate) / 4
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
@@ -121,11 +89,11 @@ class Batches:
             time.sleep(pause)
             start = time.monotonic()
             self._put_those_with(NO_ROOM, codes, keys, slots, config)
-            if TRANSFER_FAILED in codes and time.monotonic() - start < _QUICK_S:
+            if TRANSFER_FAILED in codes and time.monotonic() - start < 1.0:
                 self._put_those_with(TRANSFER_FAILED, codes, keys, slots, config)
             if NO_ROOM not in codes:
                 return codes
-        self._pressure_until = time.monotonic() + _PRESSURE_S
+        self._pressure_until = time.monotonic() + 1.0
         return codes
 
     def _put_those_with(
@@ -135,18 +103,11 @@ class Batches:
         which = [i for i, each in enumerate(codes) if each == code]
         numbers = [slots.numbers[i] for i in which]
         part = replace(slots, numbers=numbers, sizes=[slots.sizes[i] for i in which])
-        answers = self._move(_Call([keys[i] for i in which], part, config))
+        answers = self._move([keys[i] for i in which], part, config)
         for i, answer in zip(which, answers, strict=True):
             codes[i] = answer
 
-    def _learn_rate(self, codes: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
-        num_bytes = sum(code for code in codes if code > 0)
-        if LEASE_OVER in codes:  # all was moved, and too late: at this rate no such batch succeeds
-            self._rate = min(self._rate, sum(sizes) / seconds)
-        elif num_bytes >= min(_MEASURABLE_BYTES, self.most_bytes // 2):
-            self._rate += (num_bytes / seconds - self._rate) / 4
-
-    def _move(self, call: _Call) -> list[int]:
+    def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
         """Moves a batch from or to where its slots are, or through the bounce.
 
         The process that shares our memory refuses memory that it does not know. It knows none of
@@ -154,19 +115,17 @@ class Batches:
         silent clients; the library notices neither. It learns of memory that is allocated now, so
         a refused batch is moved once more, through a new bounce.
         """
-        slots, lane = call.slots, min(self._lanes, key=lambda lane: lane.client.num_running)
+        lane = min(self._lanes, key=lambda lane: lane.client.num_running)
         base = address_of(slots.view)
         if self._any_memory or self._memory.holds(slots, base):
-            starts = [number * slots.slot_bytes for number in slots.numbers]
-            answer = lane.move(call, base, starts)
-            lane.barrier.wait_after(answer)
+            addresses = [base + number * slots.slot_bytes for number in slots.numbers]
+            codes = lane.move(keys, slots, config, addresses)
         else:
-            answer = self._copy(lane, call)
-        refused = answer.codes.count(INVALID)
+            codes = self._copy(lane, keys, slots, config)
+        refused = codes.count(INVALID)
         if self._any_memory or not refused:
-            return answer.codes
-        self._memory.drop_bounce()
-        codes = self._copy(lane, call).codes
+            return codes
+        codes = self._copy(lane, keys, slots, config, by_new_bounce=True)
         if codes.count(INVALID) < refused:
             log.warning(
                 "mooncake: values are copied from now on: the process that shares our memory was"
@@ -175,25 +134,30 @@ class Batches:
             self._memory.forget_slabs()
         return codes
 
-    def _copy(self, lane: Lane, call: _Call) -> Answer:
+    def _copy(
+        self,
+        lane: Lane,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        config: object | None,
+        *,
+        by_new_bounce: bool = False,
+    ) -> list[int]:
         """Moves a batch through the bounce.
 
         Gives up a bounce that late bytes may reach; waits only after too many were given up.
         """
-        slots, starts = call.slots, [0]
-        for size in slots.sizes:
-            starts.append(starts[-1] + -(-size // 64) * 64)
+        ends = list(accumulate(-(-size // 64) * 64 for size in slots.sizes))
         with self._memory.bounce_lock:
-            bounce = self._memory.bounce(starts[-1])
-            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=False)]
-            if call.config is not None:
-                for i, value in enumerate(values):
-                    value[:] = slots.value(i)
-            answer = lane.move(call, address_of(bounce), starts[:-1])
-            if call.config is None:
-                for i, value in enumerate(values):
-                    if answer.codes[i] == len(value):
-                        slots.value(i)[:] = value
-            if lane.barrier.is_needed(answer) and not self._memory.abandon_bounce():
-                lane.barrier.wait_after(answer)
-            return answer
+            bounce = self._memory.bounce(ends[-1], is_new=by_new_bounce)
+            starts = [0, *ends[:-1]]
+            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=True)]
+            for i, value in enumerate(values if config is not None else ()):
+                value[:] = slots.value(i)
+            addresses = [address_of(bounce) + start for start in starts]
+            leave = self._memory.abandon_bounce
+            codes = lane.move(keys, slots, config, addresses, leave)
+            for i, value in enumerate(values if config is None else ()):
+                if codes[i] == len(value):
+                    slots.value(i)[:] = value
+            return codes

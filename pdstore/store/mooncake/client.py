@@ -21,10 +21,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 
 from pdstore.async_runner import AsyncRunner
-from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
+from pdstore.errors import StoreTimeout, StoreUnavailable
 from pdstore.store.base import Lifecycle
 from pdstore.store.mooncake.library import Raw, is_outage, name_of
 from pdstore.threads import Deadline
@@ -34,11 +33,6 @@ log = logging.getLogger(__name__)
 PROBE_S = 0.5
 DRAIN_S = 0.5
 CLOSE_S = 2.0
-_DRAIN_AT_EXIT_S = 1.0
-_CLOSE_AT_EXIT_S = 10.0  # to give much lent memory back takes seconds
-_SET_UP_S = 30.0  # how long a call waits for another thread's `setup`
-_SLOW_CALL_S = 1.0
-_JUNK = bytes(20)  # as long as the shortest request but not one, so a server hangs up
 
 
 class State(enum.Enum):
@@ -78,15 +72,15 @@ class Server:
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
 
-        Sends 20 junk bytes, at which a live server closes the connection. A stopped process still
-        accepts connections, so being connected says nothing.
+        Sends 20 junk bytes, as long as the shortest request but not one, at which a live server
+        closes the connection. A stopped process still accepts connections.
         """
         if self._address is None:
             return
         try:
             with socket.create_connection(self._address, self._timeout_s) as connection:
                 connection.settimeout(self._timeout_s)
-                connection.sendall(_JUNK)
+                connection.sendall(bytes(20))
                 connection.recv(1)
         except TimeoutError as error:
             said = f"{self._where} did not answer within {self._timeout_s} s"
@@ -111,7 +105,7 @@ class Client:
         self._label = label
         self._server = server
         self._set_up = set_up
-        self._lifecycle = Lifecycle(label)
+        self.lifecycle = Lifecycle(label)
         self._setting_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
         self._raw: Raw | None = None
@@ -121,7 +115,6 @@ class Client:
 
     @property
     def num_running(self) -> int:
-        """Returns how many calls of the library are running."""
         return len(self._began)
 
     @contextlib.contextmanager
@@ -131,11 +124,20 @@ class Client:
         Raises StoreClosed; StoreUnavailable or StoreTimeout, within a second, when the server does
         not answer, and StoreUnavailable while the connection is suspended.
         """
-        self._make_ready()
+        self.lifecycle.check()
+        oldest = min(self._began, default=None)
+        if self._raw is None:
+            self._connect()
+        elif self._is_suspect or (oldest and time.monotonic() - oldest > 1.0):
+            self._server.require()  # the library might hang
+            self._is_suspect = False
         with self._changed:
-            self._lifecycle.check()
+            self.lifecycle.check()
             if self._raw is None:
-                raise self._refusal()
+                raise StoreUnavailable(
+                    f"{self._label}: an earlier call may still be under way; calls are refused"
+                    " until then"
+                )
             raw, began = self._raw, time.monotonic()
             self._began.append(began)
         try:
@@ -172,20 +174,16 @@ class Client:
         """Lets calls use a suspended object again."""
         with self._changed:
             self._suspended = None
-            if not self._lifecycle.is_closed:
+            if self.lifecycle.is_closed:
+                _aside.append(raw)
+            else:
                 self._raw = raw
-                return
-        _aside.append(raw)
 
     def replace(self, raw: Raw) -> None:
         """Closes a suspended object that nobody calls; the next call makes another."""
         _close_in_time(raw, self._label)
         with self._changed:
             self._suspended = None
-
-    def refuse(self) -> None:
-        """Refuses calls from now on; those that run go on, and `close` waits for them."""
-        self._lifecycle.refuse()
 
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine.
@@ -194,7 +192,7 @@ class Client:
         aside where closing it would hang: calls still run, or the server does not answer. A
         suspended object is left to the call that suspended it.
         """
-        if not self._lifecycle.end():
+        if not self.lifecycle.end():
             return
         closed = Deadline(close_s)
         with self._changed:
@@ -202,39 +200,18 @@ class Client:
                 lambda: not self._began or self._suspended is not None, drain_s
             )
             raw, self._raw = self._raw, None
-        if raw is None:
-            return
-        if is_idle and self._server.ask() is not State.HANGS:
+        if raw is not None and is_idle and self._server.ask() is not State.HANGS:
             _close_in_time(raw, self._label, closed.remaining_s())
-            return
-        why = "the server hangs" if is_idle else "calls still run at close"
-        log.warning("%s: %s; the connection is left open", self._label, why)
-        _aside.append(raw)
-
-    def set_aside(self) -> None:
-        """Keeps the object, untouched, until this forked child ends."""
-        _aside.extend(raw for raw in (self._raw, self._suspended) if raw is not None)
-
-    def _make_ready(self) -> None:
-        """Connects at the first call; asks the server where this call might hang.
-
-        It might after an outage, and while another call has run for long.
-        """
-        self._lifecycle.check()
-        oldest = min(self._began, default=None)
-        if self._raw is None:
-            self._connect()
-        elif self._is_suspect or (oldest and time.monotonic() - oldest > _SLOW_CALL_S):
-            self._server.require()
-            self._is_suspect = False
+        elif raw is not None:
+            why = "the server hangs" if is_idle else "calls still run at close"
+            log.warning("%s: %s; the connection is left open", self._label, why)
+            _aside.append(raw)
 
     def _connect(self) -> None:
-        if not self._setting_up.acquire(timeout=_SET_UP_S):
+        if not self._setting_up.acquire(timeout=30.0):
             raise StoreTimeout(f"{self._label}: another thread is still connecting")
         try:
-            if self._suspended is not None:
-                raise self._refusal()
-            if self._raw is not None:
+            if self._suspended is not None or self._raw is not None:
                 return
             self._server.require()
             _clients.add(self)
@@ -244,22 +221,17 @@ class Client:
                 raise StoreUnavailable(f"{self._label}: setup failed: {name_of(raw)}")
             self._is_suspect = False
             with self._changed:
-                if not self._lifecycle.is_closed:
+                if not self.lifecycle.is_closed:
                     self._raw = raw
                     return
             _close_in_time(raw, self._label)
         finally:
             self._setting_up.release()
 
-    def _refusal(self) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self._label}: an earlier call may still be under way; calls are refused until then"
-        )
-
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
-_aside: list[Raw] = []
-"""Objects that could not be closed: destroying one would crash or hang the process."""
+_aside: list[Raw | Client] = []
+"""Objects that must not be closed: destroying one would crash or hang the process."""
 
 
 def close_together(
@@ -271,11 +243,10 @@ def close_together(
     work until no time is left to wait for theirs.
     """
     for client in clients:
-        client.refuse()
+        client.lifecycle.refuse()
     drained, closed = Deadline(drain_s), Deadline(close_s)
     for client in clients:
-        with contextlib.suppress(StoreError):
-            client.close(drained.remaining_s(), closed.remaining_s())
+        client.close(drained.remaining_s(), closed.remaining_s())
 
 
 def close_on_sigterm() -> None:
@@ -310,19 +281,14 @@ def _close_in_time(raw: Raw, label: str, timeout_s: float = CLOSE_S) -> None:
 def _set_hooks() -> None:
     """Closes all clients before the interpreter ends, and so before the library's own ending."""
     atexit.register(_close_all)
-    os.register_at_fork(after_in_child=_set_all_aside)
+    os.register_at_fork(after_in_child=lambda: _aside.extend(list(_clients)))
 
 
 def _close_all() -> None:
-    close_together(list(_clients), _DRAIN_AT_EXIT_S, _CLOSE_AT_EXIT_S)
+    close_together(list(_clients), 1.0, 10.0)  # much lent memory takes seconds
 
 
-def _set_all_aside() -> None:
-    for client in list(_clients):
-        client.set_aside()
-
-
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)
     start = time.monotonic()
     _close_all()

@@ -30,8 +30,6 @@ from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT = 50051
-MOST_CONNECTIONS = 64
 _NAMES_OF_OTHERS = {
     "master": ("master_server_address", "MOONCAKE_MASTER"),
     "metadata": ("metadata_server", "MOONCAKE_TE_META_DATA_SERVER"),
@@ -43,9 +41,7 @@ _NAMES_OF_OTHERS = {
     "tenant": ("tenant_id", "MOONCAKE_TENANT_ID"),
 }
 """Mooncake's own names of fields, in its JSON file and in the environment."""
-_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"
-"""The master's variable in FastDeploy's scripts; MOONCAKE_MASTER wins."""
-
+_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"  # FastDeploy's; MOONCAKE_MASTER wins
 _POWERS = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -59,12 +55,10 @@ def parse_size(value: object) -> int:
     return int(float(match[1]) * 1024 ** _POWERS[match[2]])
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 _Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
-_Topology: TypeAlias = Annotated[Literal["holder", "embedded", "shared"], BeforeValidator(_lower)]
+_Topology: TypeAlias = Annotated[
+    Literal["holder", "embedded", "shared"], BeforeValidator(str.lower)
+]
 _NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto-discovery", ""))]
 
 
@@ -100,7 +94,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: str = ""
     tenant: str = "default"
     ssd_path: str = ""
-    connections: int = Field(1, gt=0, le=MOST_CONNECTIONS)
+    connections: int = Field(1, gt=0, le=64)
     lease: float = Field(5.0, gt=0, lt=1e6)
     origins: Mapping[str, str] = Field({}, exclude=True, repr=False)
 
@@ -139,26 +133,28 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
     def _check(self, url: StoreURL) -> None:
-        lends, problem = self.topology == "embedded", ""
-        if not self.master:
-            problem = "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER"
-        elif lends and not self.segment:
-            problem = "topology=embedded needs the size of the memory that it lends: segment=4GB"
-        elif self.segment and self.origins.get("segment") == "URL" and not lends:
-            problem = (
-                f"topology={self.topology} lends no memory: write topology=embedded, or no segment"
-            )
-        elif self.connections > 1 and (self.topology == "shared" or self.protocol != "tcp"):
-            problem = (
-                f"connections={self.connections} needs protocol=tcp and a topology other than"
-                " shared: shared or registered memory belongs to one connection"
-            )
-        if problem:
-            raise ConfigError(f"{url.label}: {problem}")
+        lends, is_tcp = self.topology == "embedded", self.protocol == "tcp"
+        problems = {
+            "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER": (
+                not self.master
+            ),
+            "topology=embedded needs the size of the memory that it lends: segment=4GB": (
+                lends and not self.segment
+            ),
+            f"topology={self.topology} lends no memory: write topology=embedded, or no segment": (
+                self.segment and self.origins.get("segment") == "URL" and not lends
+            ),
+            f"connections={self.connections} needs protocol=tcp and a topology other than shared:"
+            " shared or registered memory belongs to one connection": (
+                self.connections > 1 and (self.topology == "shared" or not is_tcp)
+            ),
+        }
+        for problem, is_so in problems.items():
+            if is_so:
+                raise ConfigError(f"{url.label}: {problem}")
 
 
-_Layer: TypeAlias = Iterator[tuple[str, object, str]]
-"""Names of fields, their values and where these come from."""
+_Layer: TypeAlias = Iterator[tuple[str, object, str]]  # fields, values, where these come from
 
 
 def _from_url(url: StoreURL) -> _Layer:
@@ -171,9 +167,8 @@ def _from_url(url: StoreURL) -> _Layer:
         raise ConfigError(f"{url.label}: a mooncake URL has no path, and one host")
     if url.host:
         host = f"[{url.host}]" if ":" in url.host else url.host
-        yield "master", f"{host}:{url.port or DEFAULT_PORT}", "URL"
-    for option, text in url.options.items():
-        yield option, text, "URL"
+        yield "master", f"{host}:{url.port or 50051}", "URL"
+    yield from ((option, text, "URL") for option, text in url.options.items())
     url.options.clear()
 
 
@@ -182,8 +177,7 @@ def _from_environment(variables: Mapping[str, str]) -> _Layer:
     _refuse_slips("variable", variables, [*known, "MOONCAKE_CONFIG_PATH", _MASTER_OF_SCRIPTS])
     if not variables.get("MOONCAKE_MASTER"):
         yield "master", variables.get(_MASTER_OF_SCRIPTS, ""), _MASTER_OF_SCRIPTS
-    for variable, name in known.items():
-        yield name, variables.get(variable, ""), variable
+    yield from ((name, variables.get(variable, ""), variable) for variable, name in known.items())
 
 
 def _from_file(sources: MooncakeSources) -> _Layer:
@@ -199,8 +193,7 @@ def _from_file(sources: MooncakeSources) -> _Layer:
     _refuse_slips(f"key in {sources.path}:", document, known)
     if others := sorted(document.keys() - known):
         log.info("%s: pdstore does not read %s", sources.path, ", ".join(others))
-    for key in document.keys() & known:
-        yield known[key], document[key], str(sources.path)
+    yield from ((known[key], document[key], str(sources.path)) for key in document.keys() & known)
 
 
 def _refuse_slips(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -225,18 +218,15 @@ VARIABLES = {
 None of them affects its calls to the process that shares our memory: see `barrier`.
 """
 
-INTERNAL = -1
 NO_ROOM = -200
 INVALID = -600
 HALF_WRITTEN = -703
 ABSENT = -704
 LEASE_OVER = -707
 TRANSFER_FAILED = -800
-RPC_FAILED = -900
-RPC_TIMED_OUT = -901
 
 _CODES: dict[int, tuple[str, type[StoreError]]] = {
-    INTERNAL: ("internal error", StoreUnavailable),  # also: whoever shares our memory is gone
+    -1: ("internal error", StoreUnavailable),  # also: whoever shares our memory is gone
     NO_ROOM: ("no room", StoreFull),
     INVALID: ("invalid arguments", StoreError),
     -601: ("another client replaced it", StoreError),
@@ -247,8 +237,8 @@ _CODES: dict[int, tuple[str, type[StoreError]]] = {
     ABSENT: ("not stored", StoreError),
     LEASE_OVER: ("the lease ended during the read", StoreError),
     TRANSFER_FAILED: ("the process that holds the memory does not answer", StoreUnavailable),
-    RPC_FAILED: ("the master does not answer", StoreUnavailable),
-    RPC_TIMED_OUT: ("the master did not answer in time", StoreTimeout),
+    -900: ("the master does not answer", StoreUnavailable),
+    -901: ("the master did not answer in time", StoreTimeout),
     -1700: ("the tenant's quota is used up", StoreFull),
     -1701: ("the tenant is not registered at the master", StoreDenied),
     -1702: ("the tenant is not empty", StoreDenied),
@@ -258,30 +248,26 @@ _CODES: dict[int, tuple[str, type[StoreError]]] = {
 MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER_FAILED})
 """Codes of a read whose value cannot be had now: a miss, not an error."""
 
-_SYSTEM_LIBRARIES = ("libibverbs", "libcurl", "libnuma")
-_INSTALL_SYSTEM = "apt-get install libibverbs1 libcurl4 libnuma1"
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
 
+Allocator: TypeAlias = Any
 Raw: TypeAlias = Any
 """The library's MooncakeDistributedStore, a connection. It has no types of its own.
 
 A negative result is a code. All its calls but `close` let other Python threads run.
 """
-Allocator: TypeAlias = Any
-"""The library's MooncakeHostMemAllocator: `alloc` gives addresses of zeroed memory, 0 for none."""
 
 
 def name_of(code: int) -> str:
     """Returns the meaning of a code, followed by the code."""
-    words, _ = _CODES.get(code, ("error", StoreError))
-    return f"{words} ({code})"
+    return f"{_CODES.get(code, ('error', StoreError))[0]} ({code})"
 
 
 def is_outage(code: int) -> bool:
     """True if the master, or the process that shares our memory, does not answer."""
-    return code in (INTERNAL, RPC_FAILED, RPC_TIMED_OUT) or -1012 <= code <= -1000
+    return code in (-1, -900, -901) or -1012 <= code <= -1000
 
 
 def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
@@ -330,10 +316,12 @@ class Library:
         return self._set_up(0, 0, "rpc_only", "")
 
     def allocator(self) -> Allocator | None:
-        """Returns the allocator of movable memory; None if any memory will do."""
-        if self._config.topology != "shared":
-            return None
-        return self._module.MooncakeHostMemAllocator()
+        """Returns the allocator of movable memory; None if any memory will do.
+
+        Its `alloc` gives addresses of zeroed memory, 0 for none.
+        """
+        is_shared = self._config.topology == "shared"
+        return self._module.MooncakeHostMemAllocator() if is_shared else None
 
     def put_config(self, *, is_pinned: bool) -> object:
         """Returns the library's description of how to keep values; pinned ones are not evicted."""
@@ -374,8 +362,8 @@ def _load() -> ModuleType:
         raise MissingExtra(_MISSING) from error
     except ImportError as error:  # a shared library that it needs
         remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
-        if any(name in str(error) for name in _SYSTEM_LIBRARIES):
-            remedy = f"as root: {_INSTALL_SYSTEM}"
+        if any(name in str(error) for name in ("libibverbs", "libcurl", "libnuma")):
+            remedy = "as root: apt-get install libibverbs1 libcurl4 libnuma1"
         raise MissingExtra(f"Mooncake's library cannot be loaded ({error}); {remedy}") from error
 
 

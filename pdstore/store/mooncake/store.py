@@ -18,8 +18,8 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.format.namespace import prefix_of
 from pdstore.settings import Settings, mooncake_sources
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
-from pdstore.store.mooncake.barrier import Barrier, Memory
-from pdstore.store.mooncake.batches import Batches, Lane
+from pdstore.store.mooncake.barrier import Lane, Memory
+from pdstore.store.mooncake.batches import Batches
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.library import (
     ABSENT,
@@ -44,7 +44,6 @@ _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
 _WRITER_S = 1.0  # how long to wait for another writer of the same key
 _MOST_EVICTIONS = 3
-_HTTP_S = 5.0
 _MOST_BYTES = 4 << 20  # of an answer; the master's /metrics has a hundredth of it
 _MOST_KEY_BYTES = 1 << 30  # 14 million keys
 _ASKED_AT_ONCE = 64
@@ -84,11 +83,11 @@ class MooncakeStore(Store):
         master = server(label, config.master)
         sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
-        self._data = Client(label, sharer or master, self._connect_data)
-        self._lanes = [Lane(self._data, Barrier(label, self._data, self._memory, sharer))]
+        data = Client(label, sharer or master, self._connect_data)
+        self._lanes = [Lane(label, data, self._memory, sharer)]
         for _ in range(1, config.connections):
             more = Client(label, master, partial(library.connect_data, is_first=False))
-            self._lanes.append(Lane(more, Barrier(label, more, Memory(None), None)))
+            self._lanes.append(Lane(label, more, Memory(None), None))
         any_memory = config.topology != "shared" and config.protocol == "tcp"
         self._batches = Batches(self._lanes, self._memory, config.lease, any_memory=any_memory)
         self._put_config = library.put_config(is_pinned=False)
@@ -118,8 +117,7 @@ class MooncakeStore(Store):
         found, windows = 0, iter(_WINDOWS)
         while found < len(keys):
             window = keys[found : found + next(windows, _WINDOWS[-1])]
-            with counted_from(found):
-                num_stored = self._num_stored(window)
+            num_stored = self._num_stored(window, found)
             found += num_stored
             if num_stored < len(window):
                 break
@@ -136,26 +134,10 @@ class MooncakeStore(Store):
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
-        for start, end in self._batches.split(keys, slots.sizes):
-            with counted_from(start):
-                n = self._get_batch(keys[start:end], slots.part(start, end))
-            if start + n < end:
-                return start + n
-        return len(keys)
+        return self._in_batches(keys, slots, self._get_batch)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
-        for start, end in self._batches.split(keys, slots.sizes):
-            batch = keys[start:end]
-            config = self._pin_config if POOL_ID_KEY in batch else self._put_config
-            with counted_from(start):
-                n = self._put_batch(batch, slots.part(start, end), config)
-            if start + n < end:
-                return start + n
-        return len(keys)
+        return self._in_batches(keys, slots, self._put_batch)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.check()
@@ -238,7 +220,7 @@ class MooncakeStore(Store):
     @property
     def connections(self) -> tuple[Client, Client]:
         """The connection to the master and the first that moves values, for measurements."""
-        return self._lookup, self._data
+        return self._lookup, self._lanes[0].client
 
     def close(self) -> None:
         if self._lifecycle.end():
@@ -250,6 +232,22 @@ class MooncakeStore(Store):
         if not isinstance(raw, int):
             self._memory.connect(raw)
         return raw
+
+    def _in_batches(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        move: Callable[[Sequence[BlockKey], Slots], int],
+    ) -> int:
+        """Moves one batch after the other, up to one of which not all values were moved."""
+        self._lifecycle.check()
+        check_call(keys, slots)
+        for start, end in self._batches.split(keys, slots.sizes):
+            with counted_from(start):
+                n = move(keys[start:end], slots.part(start, end))
+            if start + n < end:
+                return start + n
+        return len(keys)
 
     def _get_batch(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         begin = time.monotonic()
@@ -274,7 +272,7 @@ class MooncakeStore(Store):
             raise error_of(code, what, num_done=i)
         return len(keys)
 
-    def _put_batch(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> int:
+    def _put_batch(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Puts a batch; returns how many of its first keys can be read now. Raises StoreError.
 
         Mooncake reports success for a put of a taken key and drops the bytes, even if the writer
@@ -282,6 +280,7 @@ class MooncakeStore(Store):
         keys, and counts only what can be read. The search also leases them, so that a long prompt
         does not evict its own beginning.
         """
+        config = self._pin_config if POOL_ID_KEY in keys else self._put_config
         codes = self._batches.put(keys, slots, config)
         num_put = next((i for i, code in enumerate(codes) if code < 0), len(keys))
         for key, code in zip(keys, codes, strict=True):
@@ -303,20 +302,22 @@ class MooncakeStore(Store):
                 num_evictions += 1
                 others = slots.part(stored, len(keys))
                 codes[stored:] = self._batches.put(keys[stored:], others, config)
-            with counted_from(stored):
-                stored += self._num_stored(keys[stored:])
+            stored += self._num_stored(keys[stored:], stored)
         if stored < len(keys):
             what = f"{self.label}: put of {keys[stored]}"
             raise error_of(codes[stored], what, num_done=stored)
         return stored
 
-    def _num_stored(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many of the first keys are there; one call, which leases all that are."""
+    def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
+        """Returns how many of the first keys are there; one call, which leases all that are.
+
+        num_done: keys of the store's call before these, for errors.
+        """
         for i, code in enumerate(self._exist(keys)):
             if code == 0:
                 return i
             if code < 0:
-                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=i)
+                raise error_of(code, f"{self.label}: match of {keys[i]}", num_done=num_done + i)
         return len(keys)
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -332,7 +333,7 @@ class MooncakeStore(Store):
         address, problem = self._config.master_http, f"more than {most_bytes} bytes"
         try:  # the environment's proxies are for other networks
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"http://{address}{path}", timeout=_HTTP_S) as answer:
+            with opener.open(f"http://{address}{path}", timeout=5.0) as answer:
                 body: bytes = answer.read(most_bytes + 1)
                 if answer.length and len(body) <= most_bytes:
                     problem = "an answer that was cut"

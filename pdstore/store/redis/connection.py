@@ -37,8 +37,6 @@ from pdstore.errors import (
 from pdstore.store.redis.cluster import Address, Cluster, OneServer
 from pdstore.store.url import StoreURL
 
-CHUNK = 256 << 10
-"""Redis moves values in pieces of this size faster than whole ones."""
 _CONNECT_S = 1.0
 _TIMEOUT_S = 5.0
 _PORT, _SENTINEL_PORT = 6379, 26379
@@ -115,7 +113,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
         "redis_connect_func": _connect_and_ping,
         "max_connections": 4096,
         # hiredis, where it is installed, reads twice as fast, but copies what it sends
-        "command_packer": PythonRespSerializer(CHUNK, _encode),
+        "command_packer": PythonRespSerializer(256 << 10, _encode),
         **driver,
     }
 
@@ -133,9 +131,8 @@ def _tls(url: StoreURL) -> dict[str, Any]:
 
 def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
     database = _database(url, url.path.strip("/") or "0")
-    address = Address(url.host or "localhost", url.port or _PORT)
-    pool = redis.ConnectionPool(host=address.host, port=address.port, db=database, **options)
-    return OneServer(pool)
+    options |= {"host": url.host or "localhost", "port": url.port or _PORT, "db": database}
+    return OneServer(redis.ConnectionPool(**options))
 
 
 def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -197,7 +194,9 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
     kinds = (ours for theirs, ours in _ERRORS.items() if isinstance(error, theirs))
     remedy = _remedy(label, error)
     about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    said = f"{label}: {_said(error)}{about}"
+    words = str(error).partition(" : <")[0].rstrip(". ")  # without redis-py's objects
+    words = re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", words)
+    said = f"{label}: {words}{about}"
     return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)
 
 
@@ -208,12 +207,6 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
         yield
     except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise error_of(label, error, key, num_done) from error
-
-
-def _said(error: RedisError) -> str:
-    """Returns redis-py's words without its objects and the numbers of errors."""
-    said = str(error).partition(" : <")[0].rstrip(". ")
-    return re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", said)
 
 
 def _remedy(label: str, error: RedisError) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from pdstore.errors import StoreError, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of
@@ -77,13 +77,12 @@ class RedisStore(Store):
         check_call(keys)
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
-            part = range(n, min(n + window, len(keys)))
-            ttls_s = [self._ttl_s[kind_of(keys[i])] for i in part]
+            part = keys[n : n + window]
             renewals: list[Command] = [
-                ("EXISTS", keys[i]) if ttl_s is None else ("EXPIRE", keys[i], ttl_s)
-                for i, ttl_s in zip(part, ttls_s, strict=True)
+                ("EXISTS", key) if ttl_s is None else ("EXPIRE", key, ttl_s)
+                for key, ttl_s in ((key, self._ttl_s[kind_of(key)]) for key in part)
             ]
-            replies = self._replies(renewals, part)
+            replies = self._replies(renewals, n)
             found = next((i for i, reply in enumerate(replies) if not reply), len(part))
             n += found
             if found < len(part):
@@ -103,9 +102,14 @@ class RedisStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         for part in _batches(slots.sizes, _READ_BATCH):
-            n = self._get_part(keys, slots, part)
-            if n < part.stop:
-                return n
+            replies = self._replies([("GET", keys[i]) for i in part], part.start)
+            for i, data in enumerate(replies, part.start):
+                if data is None:
+                    return i
+                size = slots.sizes[i]
+                if len(data) != size:
+                    raise WrongLength(f"{self.label}: {keys[i]} has not {size} bytes", num_done=i)
+                slots.value(i)[:] = data
         return len(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
@@ -117,7 +121,7 @@ class RedisStore(Store):
                 ttl_s = self._ttl_s[kind_of(keys[i])]
                 life = () if ttl_s is None else ("EX", ttl_s)
                 commands.append(("SET", keys[i], slots.value(i), *life, "NX"))
-            list(self._replies(commands, part))
+            list(self._replies(commands, part.start))
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
@@ -146,7 +150,7 @@ class RedisStore(Store):
     def length_of(self, key: BlockKey) -> int | None:
         check_call([key])
         [length] = self._replies([("STRLEN", key)])
-        return length if isinstance(length, int) and length else None  # no value is empty
+        return length or None  # no value is empty
 
     def room(self) -> Room:
         """Adds up the room of all servers; no limit is known unless each has one."""
@@ -168,18 +172,6 @@ class RedisStore(Store):
         if self._lifecycle.end():
             self._servers.disconnect()
 
-    def _get_part(self, keys: Sequence[BlockKey], slots: Slots, part: range) -> int:
-        """Fills some slots; returns the number of the first key that was not there."""
-        replies = self._replies([("GET", keys[i]) for i in part], part)
-        for i, data in zip(part, replies, strict=True):
-            if data is None:
-                return i
-            size = slots.sizes[i]
-            if len(data) != size:
-                raise WrongLength(f"{self.label}: {keys[i]} has not {size} bytes", num_done=i)
-            slots.value(i)[:] = data
-        return part.stop
-
     def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
         """Yields some keys with a prefix at a time; one of an earlier page may come again."""
         self._lifecycle.check()
@@ -196,24 +188,19 @@ class RedisStore(Store):
                 if names:
                     yield [BlockKey(name.decode("ascii", "replace")) for name in names]
 
-    def _replies(
-        self, commands: Sequence[Command], owners: Sequence[int] | None = None
-    ) -> Iterator[Any]:
-        """Sends commands, the i-th about key `owners[i]` of the call; yields their replies.
+    def _replies(self, commands: Sequence[Command], num_done: int = 0) -> Iterator[Any]:
+        """Sends a command for each key from number `num_done` on; yields their replies.
 
         Raises StoreError, each in its turn, so whoever stops at a missing key meets none of a later
-        one. By default each key has one command.
+        one.
         """
         if not commands:
             return
-        owners = range(len(commands)) if owners is None else owners
         kind = _REPLIES.get(commands[0][0], object)  # the commands of a call are alike
-        replies = self._ask(commands, owners[0])
-        for command, reply, owner in zip(commands, replies, owners, strict=True):
-            if isinstance(reply, RedisError):
-                raise error_of(self.label, reply, command[1], owner) from reply
-            if not isinstance(reply, kind):
-                raise error_of(self.label, repr(reply), command[1], owner)
+        for i, reply in enumerate(self._ask(commands, num_done)):
+            cause = reply if isinstance(reply, Exception) else None
+            if cause is not None or not isinstance(reply, kind):
+                raise error_of(self.label, reply, commands[i][1], num_done + i) from cause
             yield reply
 
     def _ask(self, commands: Sequence[Command], num_done: int = 0) -> list[object]:

@@ -1,4 +1,4 @@
-"""A store on doubles of Mooncake's library and servers."""
+"""A real Mooncake, and a store on doubles of its library and servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import contextlib
 
 import pytest
 
+from tests.support.mooncake_cluster import Cluster, wait_until_it_serves
 from tests.support.mooncake_double import LibraryDouble, RawDouble, ServerDouble, double_store
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with contextlib.closing(Cluster(tmp_path_factory.mktemp("mooncake"))) as cluster:
+        with cluster.open() as store:
+            wait_until_it_serves(store)
+        yield cluster
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from pdstore.errors import StoreUnavailable
 from pdstore.native.library import address_of
-from pdstore.store.mooncake.barrier import KEPT, Answer, Barrier, Memory
+from pdstore.store.mooncake.barrier import KEPT, Lane, Memory
 from pdstore.store.mooncake.client import Client, State
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import put, start_background
@@ -19,7 +19,7 @@ from tests.support.mooncake_double import RawDouble
 
 
 class Case:
-    """A barrier, what it stands between, and the objects that its client makes in turn."""
+    """A lane, what it stands between, and the objects that its client makes in turn."""
 
     def __init__(self, server, *, shares: bool) -> None:
         self.raw, self.other, self.server = RawDouble(), RawDouble(), server
@@ -27,20 +27,20 @@ class Case:
         self.memory = Memory(None)
         self.client = Client("x", server, lambda: left.pop(0))
         sharer = server if shares else None
-        self.barrier = Barrier("x", self.client, self.memory, sharer, pause_s=0.001)
+        self.lane = Lane("x", self.client, self.memory, sharer, pause_s=0.001)
         with self.client.call():
             self.memory.connect(self.raw)
         self.view = self.memory.allocate(1 << 20)
 
-    def answer(self, code, seconds=1.0) -> Answer:
-        return Answer(self.raw, [code], seconds)
+    def wait_after(self, code=-900, seconds=1.0) -> None:
+        self.lane.wait_after(self.raw, [code], seconds, lambda: False)
 
     def start_waiting(self, code=-900, seconds=1.0) -> SimpleNamespace:
         """Waits after such an answer, on a thread; `has_ended` says whether that is over."""
         over = threading.Event()
 
         def wait():
-            self.barrier.wait_after(self.answer(code, seconds))
+            self.wait_after(code, seconds)
             over.set()
 
         join = start_background(wait)
@@ -48,7 +48,7 @@ class Case:
         return SimpleNamespace(join=join, has_ended=over.is_set)
 
     def attempts(self) -> None:
-        """Returns when the barrier has tried twice more."""
+        """Returns when the lane has tried twice more."""
         asked = self.server.num_asked
         eventually(lambda: self.server.num_asked > asked + 1)
 
@@ -56,11 +56,6 @@ class Case:
 @pytest.fixture
 def shared(server):
     return Case(server, shares=True)
-
-
-@pytest.fixture
-def direct(server):
-    return Case(server, shares=False)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ def test_an_answer_is_no_proof_before_the_memory_is_forgotten(shared, fault):
 
 def test_a_process_that_ended_writes_no_more_and_the_connection_stays(shared):
     shared.server.state = State.GONE
-    shared.barrier.wait_after(shared.answer(-900))
+    shared.wait_after()
     shared.server.state = State.ANSWERS
     with shared.client.call() as raw:
         assert raw is shared.raw, "it finds the successor by itself"
@@ -130,8 +125,9 @@ def test_a_call_waits_on_when_the_store_is_closed_meanwhile(shared):
     assert shared.raw.is_closed
 
 
-def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(direct):
-    direct.barrier.wait_after(direct.answer(-800, 61.0))
+def test_a_direct_transfer_that_the_library_gave_up_ends_with_its_connection(server):
+    direct = Case(server, shares=False)
+    direct.wait_after(-800, 61.0)
     assert direct.raw.is_closed
     assert direct.client.codes[KEPT] == 1
     with direct.client.call() as raw:

@@ -40,27 +40,15 @@ SIZE = 4096
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with contextlib.closing(Cluster(tmp_path_factory.mktemp("mooncake"))) as cluster:
-        yield cluster
+def store(cluster):
+    with cluster.open() as store:
+        yield store
 
 
 @pytest.fixture(scope="module")
-def stores(cluster):
-    """Two, each with connections of its own."""
-    with cluster.open() as store, cluster.open() as peer:
-        wait_until_it_serves(store)
-        yield store, peer
-
-
-@pytest.fixture
-def store(stores):
-    return stores[0]
-
-
-@pytest.fixture
-def peer(stores):
-    return stores[1]
+def peer(cluster):
+    with cluster.open() as peer:
+        yield peer
 
 
 def test_a_value_is_one_object_of_exactly_its_size(store):
@@ -84,20 +72,6 @@ def test_the_first_of_two_writers_wins_and_both_succeed(store, peer):
         assert value in (values[0][i], values[1][i])
 
 
-def test_a_key_left_half_written_is_free_again_after_the_masters_time(store, peer):
-    """Rule 4: no success before, and then as if nothing had been."""
-    keys = fresh_keys(3)
-    values = [content(key, SIZE) for key in keys]
-    half_write(peer, keys[1:2], SIZE)
-    start = time.monotonic()
-    assert put(store, keys, values) == 1
-    assert time.monotonic() - start < 8.0, "a second for the writer, and no more"
-    assert store.match(keys) == 1
-    assert get(store, keys, [SIZE] * 3) == values[:1]
-    eventually(lambda: put(store, keys, values) == 3, DISCARD_S + 5)
-    assert get(peer, keys, [SIZE] * 3) == values
-
-
 def test_a_writer_that_is_still_at_work_is_waited_for(cluster, store, peer):
     """Rule 4."""
     [key] = fresh_keys(1)
@@ -113,14 +87,6 @@ def test_a_writer_that_is_still_at_work_is_waited_for(cluster, store, peer):
         run_together(lambda: results.append(put(peer, [key], [value])), write_late)
     assert results == [1, 1]
     assert get(store, [key], [len(value)]) == [value]
-
-
-def test_what_was_put_is_leased(store):
-    """Rule 4: else a long prompt evicts its own beginning."""
-    keys = fresh_keys(1)
-    put(store, keys, [b"x"])
-    with master_of(store) as raw:
-        assert raw.batch_remove(keys, False) == [-706]
 
 
 def test_a_match_leases_what_it_found_and_one_window_behind_the_gap_at_most(store, peer):
@@ -185,9 +151,8 @@ def test_the_pools_id_is_the_same_for_all_and_cannot_be_evicted(store, peer):
 
 def test_a_preferred_segment_is_what_puts_ask_for(cluster):
     """Rule 9."""
-    config = Library(MooncakeConfig(master="m:1", prefer="10.0.0.9:1234")).put_config(
-        is_pinned=False
-    )
+    library = Library(MooncakeConfig(master="m:1", prefer="10.0.0.9:1234"))
+    config = library.put_config(is_pinned=False)
     assert (config.preferred_segment, config.replica_num) == ("10.0.0.9:1234", 1)
     with cluster.open(f"{cluster.url}&prefer=10.0.0.9:1234") as store:
         assert put(store, fresh_keys(1), [b"x"]) == 1, "and no error when it is not there"
@@ -248,13 +213,17 @@ def test_a_forked_child_of_a_real_client_is_refused_and_ends(store):
     assert store.match(fresh_keys(1)) == 0
 
 
-def test_the_master_says_the_lease_that_the_url_promises(store):
-    """Rule 3: `lease=` must be the master's --default_kv_lease_ttl, or less."""
+def test_what_was_put_is_leased_and_a_match_leases_it_for_as_long_as_the_url_promises(store):
+    """Rule 4: else a long prompt evicts its own beginning.
+
+    Rule 3: `lease=` must be the master's --default_kv_lease_ttl, or less.
+    """
     keys = fresh_keys(1)
     put(store, keys, [b"x"])
-    start = time.monotonic()
-    store.match(keys)
     with master_of(store) as raw:
+        assert raw.batch_remove(keys, False) == [-706]
+        start = time.monotonic()
+        store.match(keys)
         eventually(lambda: raw.batch_remove(keys, False) == [0], LEASE_S + 5)
     assert time.monotonic() - start > LEASE_S - 0.5
     assert store.lease_s == LEASE_S

@@ -25,20 +25,12 @@ SMALL_FLAGS = ["--eviction_high_watermark_ratio=0.95", "--eviction_ratio=0.02"]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with contextlib.closing(Cluster(tmp_path_factory.mktemp("mooncake"))) as cluster:
-        with cluster.open() as store:
-            wait_until_it_serves(store)
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def small_cluster(tmp_path_factory):
     """A pool of 16 MiB, the least there is, of which 13 are taken for good."""
     directory = tmp_path_factory.mktemp("small")
     with contextlib.closing(Cluster(directory, segment=16 << 20, flags=SMALL_FLAGS)) as cluster:
         with cluster.open() as store:
-            take_13_mib(store)
+            fill_13_mib(store)
         yield cluster
 
 
@@ -49,11 +41,11 @@ def small_lonely_store(tmp_path_factory):
         contextlib.closing(Cluster(directory, segment=0, flags=SMALL_FLAGS)) as cluster,
         cluster.open(f"{cluster.url}&topology=embedded&segment=16MB") as store,
     ):
-        take_13_mib(store)
+        fill_13_mib(store)
         yield store
 
 
-def take_13_mib(store):
+def fill_13_mib(store):
     wait_until_it_serves(store)
     slots = filled_slots([bytes(1 << 20)] * len(BALLAST))
     put_bare(store, BALLAST, slots, is_pinned=True)
@@ -72,35 +64,21 @@ def lonely_master(tmp_path_factory):
         yield cluster
 
 
-def is_closed(store) -> bool:
-    try:
-        store.match([])
-    except StoreClosed:
-        return True
-    return False
+@pytest.fixture(scope="module")
+def opened(cluster, small_cluster, lonely_master):
+    """Opens stores: a test gets one that the tests before it used, unless they closed it."""
+    stores = {}
 
-
-class Stores:
-    """Open stores by URL: a test gets one that the tests before it used, unless they closed it."""
-
-    def __init__(self) -> None:
-        self._open = {}
-
-    def get(self, cluster, url, name="store"):
-        store = self._open.get((url, name))
-        if store is None or is_closed(store):
-            store = self._open[url, name] = cluster.connect(url)
+    def get(cluster, url, name="store"):
+        with contextlib.suppress(KeyError, StoreClosed):
+            stores[url, name].match([])
+            return stores[url, name]
+        store = stores[url, name] = cluster.connect(url)
         return store
 
-    def close(self) -> None:
-        for store in self._open.values():
-            store.close()
-
-
-@pytest.fixture(scope="module")
-def stores(cluster, small_cluster, lonely_master):
-    with contextlib.closing(Stores()) as stores:
-        yield stores
+    yield get
+    for store in stores.values():
+        store.close()
 
 
 class Topology(StoreTests):
@@ -119,29 +97,29 @@ class TestHolder(Topology):
     """The memory belongs to a process of its own: production."""
 
     @pytest.fixture
-    def store(self, cluster, stores):
-        return stores.get(cluster, f"{cluster.url}&connections=2")
+    def store(self, cluster, opened):
+        return opened(cluster, f"{cluster.url}&connections=2")
 
     @pytest.fixture
-    def peer(self, cluster, stores):
-        return stores.get(cluster, cluster.url, "peer")
+    def peer(self, cluster, opened):
+        return opened(cluster, cluster.url, "peer")
 
     @pytest.fixture
-    def small_store(self, small_cluster, stores):
-        return emptied(stores.get(small_cluster, small_cluster.url))
+    def small_store(self, small_cluster, opened):
+        return emptied(opened(small_cluster, small_cluster.url))
 
 
 class TestEmbedded(Topology):
     """This process lends the memory."""
 
     @pytest.fixture
-    def store(self, lonely_master, stores):
+    def store(self, lonely_master, opened):
         url = f"{lonely_master.url}&topology=embedded&segment={SEGMENT}"
-        return stores.get(lonely_master, url)
+        return opened(lonely_master, url)
 
     @pytest.fixture
-    def peer(self, lonely_master, stores):
-        return stores.get(lonely_master, lonely_master.url)
+    def peer(self, lonely_master, opened):
+        return opened(lonely_master, lonely_master.url)
 
     @pytest.fixture
     def small_store(self, small_lonely_store):
@@ -152,13 +130,13 @@ class TestShared(Topology):
     """The memory belongs to another process of this host, and is shared with it."""
 
     @pytest.fixture
-    def store(self, cluster, stores):
-        return stores.get(cluster, cluster.shared_url)
+    def store(self, cluster, opened):
+        return opened(cluster, cluster.shared_url)
 
     @pytest.fixture
-    def peer(self, cluster, stores):
-        return stores.get(cluster, cluster.url)
+    def peer(self, cluster, opened):
+        return opened(cluster, cluster.url)
 
     @pytest.fixture
-    def small_store(self, small_cluster, stores):
-        return emptied(stores.get(small_cluster, small_cluster.shared_url))
+    def small_store(self, small_cluster, opened):
+        return emptied(opened(small_cluster, small_cluster.shared_url))

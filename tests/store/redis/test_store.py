@@ -103,11 +103,9 @@ def test_a_match_renews_what_it_found_and_no_more(redis_url, raw, kinds):
         for key in keys[:3]:
             raw.expire(key, 10)
         assert store.match(keys[:2]) == 2
-        assert (raw.ttl(keys[0]) > 990, raw.ttl(keys[1]) > 90, raw.ttl(keys[2]) > 10) == (
-            True,
-            True,
-            False,
-        )
+        assert raw.ttl(keys[0]) > 990
+        assert raw.ttl(keys[1]) > 90
+        assert raw.ttl(keys[2]) <= 10
         assert store.match(keys) == 4
         assert (raw.ttl(keys[2]) > 90, raw.ttl(keys[3])) == (True, -1)
 
