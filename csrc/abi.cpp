@@ -23,9 +23,7 @@ int32_t on_device(int32_t index, const char *call, pds_error *error, Body body) 
 }  // namespace
 
 extern "C" int32_t pds_info(pds_info_t *info) {
-  pds_live live;
-  const bool has_faults = pds_test_live(&live) == PDS_OK;
-  *info = {PDS_ABI, pds::built_with_cuda(), pds::count_cuda_devices(), has_faults};
+  *info = {PDS_ABI, pds::built_with_cuda(), pds::count_cuda_devices()};
   return PDS_OK;
 }
 

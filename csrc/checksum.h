@@ -39,21 +39,17 @@ class Sum {
  public:
   Sum() { XXH3_64bits_reset(&state_); }
 
-  // Adds the bytes [begin, end) of a value, in order.
-  void add(const char *value, int64_t begin, int64_t end) {
-    const int64_t header_end = std::min(end, kSummedOfHeader);
-    if (begin < header_end) XXH3_64bits_update(&state_, value + begin, header_end - begin);
-    begin = std::max(begin, kHeaderBytes);
-    payload_bytes_ += std::max<int64_t>(0, end - begin);
-    while (begin < end) {
-      const int64_t bytes = std::min(end - begin, kChunkBytes - num_held_);
-      if (bytes == kChunkBytes) {
-        add_digest(digest_of_chunk(value + begin));
-      } else {
-        hold(value + begin, bytes);
-      }
-      begin += bytes;
+  void add_header(const char *value) { XXH3_64bits_update(&state_, value, kSummedOfHeader); }
+  // Adds bytes of a payload, in order: whole chunks, but for the last of all.
+  void add(const char *payload, int64_t bytes) {
+    payload_bytes_ += bytes;
+    for (; bytes >= kChunkBytes; payload += kChunkBytes, bytes -= kChunkBytes) {
+      add_digest(digest_of_chunk(payload));
     }
+    if (bytes == 0) return;
+    char last[kChunkBytes] = {};
+    std::memcpy(last, payload, bytes);
+    add_digest(digest_of_chunk(last));
   }
   // Adds a payload by the digests of its chunks.
   void add_payload(const uint64_t *digests, int64_t bytes) {
@@ -62,33 +58,21 @@ class Sum {
   }
   // After it nothing can be added.
   uint64_t digest() {
-    if (num_held_ > 0) {
-      std::memset(held_ + num_held_, 0, kChunkBytes - num_held_);
-      add_digest(digest_of_chunk(held_));
-      num_held_ = 0;
-    }
     if (payload_bytes_ > 0) add_digest(payload_bytes_);
     return XXH3_64bits_digest(&state_);
   }
 
  private:
   void add_digest(uint64_t digest) { XXH3_64bits_update(&state_, &digest, sizeof digest); }
-  void hold(const char *bytes, int64_t count) {
-    std::memcpy(held_ + num_held_, bytes, count);
-    num_held_ += count;
-    if (num_held_ < kChunkBytes) return;
-    add_digest(digest_of_chunk(held_));
-    num_held_ = 0;
-  }
 
   XXH3_state_t state_;
-  int64_t num_held_ = 0, payload_bytes_ = 0;
-  char held_[kChunkBytes];  // the beginning of a chunk
+  int64_t payload_bytes_ = 0;
 };
 
 inline uint64_t sum_of(const char *value, int64_t bytes) {
   Sum sum;
-  sum.add(value, 0, bytes);
+  sum.add_header(value);
+  sum.add(value + kHeaderBytes, bytes - kHeaderBytes);
   return sum.digest();
 }
 

@@ -9,9 +9,9 @@ namespace pds {
 
 constexpr int32_t kMostThreads = 15;
 
-int32_t Crew::suited_threads() {
+Crew::Crew(int32_t num_threads) : num_threads_(num_threads) {
   const auto processors = static_cast<int32_t>(std::thread::hardware_concurrency());
-  return std::clamp(processors / 2, 1, kMostThreads);
+  if (num_threads == 0) num_threads_ = std::clamp(processors / 2, 1, kMostThreads);
 }
 
 Crew::~Crew() {

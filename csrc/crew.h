@@ -17,14 +17,12 @@ namespace pds {
 
 class Crew {
  public:
-  // Threads are started when they are first wanted.
-  explicit Crew(int32_t num_threads = suited_threads()) : num_threads_(num_threads) {}
+  // Threads are started when they are first wanted. 0: half the processors, for the other instance
+  // and the engine need some; at most 15.
+  explicit Crew(int32_t num_threads = 0);
   ~Crew();
   Crew(const Crew &) = delete;
   Crew &operator=(const Crew &) = delete;
-
-  // Half the processors, for the other instance and the engine need some; at most 15.
-  static int32_t suited_threads();
 
   // Calls piece(0) to piece(count - 1), each once, on the caller's thread and the crew's, and
   // returns when all have returned. Any number of threads may call; `piece` throws nothing.
@@ -47,7 +45,7 @@ class Crew {
   void loop();
   Task *oldest();
 
-  const int32_t num_threads_;
+  int32_t num_threads_;
   std::mutex mutex_;  // guards all below
   std::condition_variable has_task_, has_left_;
   std::deque<Task *> tasks_;

@@ -19,9 +19,7 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;
-constexpr int64_t kAwakeNs = 60'000;  // nobody stays awake for longer than this after it was due
-constexpr int64_t kEarlyNs = 15'000, kEarlyAwakeNs = 80'000;
+constexpr int64_t kEarlyNs = 15'000;
 constexpr int64_t kShortestNs = 12'000, kLongestNs = 100'000;
 constexpr int64_t kPatienceNs = 5'000'000;
 
@@ -124,7 +122,7 @@ class CudaDevice final : public Device {
     *over = code != cudaErrorNotReady;
     return *over ? checked(code) : 0;
   }
-  int synchronize(Event event, int64_t expected_ns, bool awake) override;
+  int synchronize(Event event, int64_t expected_ns) override;
   int drain(Stream stream) override { return checked(cudaStreamSynchronize(of(stream))); }
   int is_capturing(Stream stream, bool *capturing) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -144,16 +142,13 @@ class CudaDevice final : public Device {
     return checked(static_cast<cudaError_t>(launch_sum(stream, params, digests)));
   }
 
-  int recover(Stream stream) override {
-    cudaGetLastError();
-    const cudaError_t code = cudaStreamQuery(of(stream));
-    return code == cudaErrorNotReady ? 0 : checked(code);
-  }
   const char *describe(int code) const override {
     return cudaGetErrorString(static_cast<cudaError_t>(code));
   }
 
-  int register_host(uint64_t address, size_t bytes) override;
+  int register_host(uint64_t address, size_t bytes) override {
+    return checked(cudaHostRegister(pointer(address), bytes, cudaHostRegisterPortable));
+  }
   int unregister_host(uint64_t address) override {
     return checked(cudaHostUnregister(pointer(address)));
   }
@@ -169,19 +164,16 @@ class CudaDevice final : public Device {
 
 // Sleeps until the event is nearly due, then looks at it often, and less and less often. An
 // interrupt wakes this thread 0.2 ms late in a virtual machine, which is more than a slice takes.
-int CudaDevice::synchronize(Event event, int64_t expected_ns, bool awake) {
+int CudaDevice::synchronize(Event event, int64_t expected_ns) {
   using std::chrono::nanoseconds;
   const auto due = std::chrono::steady_clock::now() + nanoseconds(expected_ns);
-  const int64_t early = awake ? kEarlyAwakeNs : kEarlyNs;
-  if (expected_ns > early) std::this_thread::sleep_for(nanoseconds(expected_ns - early));
+  if (expected_ns > kEarlyNs) std::this_thread::sleep_for(nanoseconds(expected_ns - kEarlyNs));
   for (;;) {
     const cudaError_t code = cudaEventQuery(event_of(event));
     if (code != cudaErrorNotReady) return checked(code);
     const int64_t late = nanoseconds(std::chrono::steady_clock::now() - due).count();
     if (late > kPatienceNs) return checked(cudaEventSynchronize(event_of(event)));
-    if (!awake || late > kAwakeNs) {
-      std::this_thread::sleep_for(nanoseconds(std::clamp(late / 8, kShortestNs, kLongestNs)));
-    }
+    std::this_thread::sleep_for(nanoseconds(std::clamp(late / 8, kShortestNs, kLongestNs)));
   }
 }
 
@@ -227,16 +219,6 @@ int CudaDevice::copy_strided(Stream stream, Direction direction, const Strided &
   copy.extent = make_cudaExtent(s.bytes, 1, s.layers);
   copy.kind = kind;
   return checked(cudaMemcpy3DAsync(&copy, of(stream)));
-}
-
-int CudaDevice::register_host(uint64_t address, size_t bytes) {
-  const cudaError_t code = cudaHostRegister(pointer(address), bytes, cudaHostRegisterPortable);
-  if (code != cudaSuccess) return checked(code);
-  void *seen = nullptr;
-  const cudaError_t found = cudaHostGetDevicePointer(&seen, pointer(address), 0);
-  if (found == cudaSuccess && seen == pointer(address)) return 0;
-  checked(cudaHostUnregister(pointer(address)));
-  return found != cudaSuccess ? checked(found) : static_cast<int>(cudaErrorNotSupported);
 }
 
 }  // namespace

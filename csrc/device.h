@@ -2,7 +2,8 @@
 //
 // Decision: the engine is written once, over this table. The CPU form is a device whose streams do
 // everything at once; a test build puts a table in front that fails the call it was told to. Calls
-// return 0 or the device's own error code and never wait, but for synchronize and drain.
+// return 0 or the device's own error code, which is forgotten then, and never wait, but for
+// synchronize and drain.
 //
 // Decision: a copy is a nest of at most token x head rows of contiguous bytes, and rows that are
 // adjacent on both sides are joined: whole pieces where the cache's order is the payload's,
@@ -88,6 +89,8 @@ struct Copies {
   size_t size() const { return bytes.size(); }
 };
 
+constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // beyond it a 2D copy is slow, silently
+
 // One piece of each of several layers.
 struct Strided {
   uint64_t cache, host;
@@ -156,8 +159,8 @@ class Device {
   virtual int wait(Stream stream, Event event) = 0;
   // Sets `over` once all that was recorded before the event is done.
   virtual int query(Event event, bool *over) = 0;
-  // Waits for an event that is expected after this many nanoseconds; awake: not asleep at its end.
-  virtual int synchronize(Event event, int64_t expected_ns, bool awake) = 0;
+  // Waits for an event that is expected after this many nanoseconds.
+  virtual int synchronize(Event event, int64_t expected_ns) = 0;
   virtual int drain(Stream stream) = 0;
   virtual int is_capturing(Stream stream, bool *capturing) = 0;
 
@@ -169,8 +172,6 @@ class Device {
   // Writes the digests of chunks to the device's memory.
   virtual int sum(Stream stream, const SumParams &params, uint64_t *digests) = 0;
 
-  // Forgets the last error; 0 if the device still works.
-  virtual int recover(Stream stream) = 0;
   virtual const char *describe(int code) const = 0;
 
   virtual int register_host(uint64_t address, size_t bytes) = 0;

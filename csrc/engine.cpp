@@ -12,8 +12,6 @@ constexpr int64_t kCopyOut = 9 << 20;  // somebody else's copy to the host waits
 constexpr int64_t kCopyIn = 32 << 20;  // and to the device behind none
 constexpr int64_t kStageOut = 16 << 20;
 constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
-constexpr int64_t kFirst = 4 << 20;
-constexpr int64_t kLingerUs = 50'000;  // engines save and load again with their next step
 
 PumpOptions pump_options_of(const pds_options &options, Direction direction, const Layout &layout) {
   const auto or_default = [](int64_t asked, int64_t other) { return asked > 0 ? asked : other; };
@@ -24,12 +22,10 @@ PumpOptions pump_options_of(const pds_options &options, Direction direction, con
   const bool out = direction == Direction::kOut;
   const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
                             : or_default(options.stage_in_bytes, kStageIn);
-  const bool by_crew = options.device == PDS_CPU;  // there is no link to keep free or to fill
-  const int64_t copy = out ? or_default(options.copy_out_bytes, by_crew ? kCopyIn : kCopyOut)
-                           : or_default(options.copy_in_bytes, kCopyIn);
-  return {copy, in_ring(std::max(stage, layer_bytes)),
-          or_default(options.first_bytes, by_crew ? copy : kFirst),
-          or_default(options.linger_us, kLingerUs)};
+  const bool has_link = out && options.device != PDS_CPU;  // that others want to use, too
+  const int64_t copy = or_default(out ? options.copy_out_bytes : options.copy_in_bytes,
+                                  has_link ? kCopyOut : kCopyIn);
+  return {copy, in_ring(std::max(stage, layer_bytes))};
 }
 
 // Refuses a job by a sentence with numbers in it.

@@ -166,7 +166,7 @@ int64_t num_right(const pds_ticket &ticket) {
     const int64_t end = at + pds::num_chunks_of(value.payload_bytes);
     if (end > static_cast<int64_t>(digests.size())) return value.number;
     pds::Sum sum;
-    sum.add(value.header.data(), 0, kHeaderBytes);
+    sum.add_header(value.header.data());
     sum.add_payload(digests.data() + at, value.payload_bytes);
     at = end;
     const char *header = value.header.data();

@@ -9,7 +9,6 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // beyond it a 2D copy is slow, silently
 constexpr int64_t kLargePiece = 64 << 10;
 constexpr int64_t kLongPiece = 16 << 10;
 constexpr int64_t kLargeOut = 512 << 10, kLargeIn = 2 << 20;
@@ -50,13 +49,6 @@ void for_each_block(const Layout &layout, const JobItems &job, const Segment &se
 std::pair<size_t, size_t> RegionClass::range(int32_t layer0, int32_t layer1) const {
   const auto first = std::lower_bound(layers.begin(), layers.end(), layer0);
   return {first - layers.begin(), std::lower_bound(first, layers.end(), layer1) - layers.begin()};
-}
-
-bool RegionClass::is_one_run(const Block &block) const {
-  const Rows rows = rows_of(shape, block);
-  const int64_t layer = layer_bytes(shape, block.num_tokens);
-  return rows.tokens * rows.heads == 1 && rows.bytes == layer &&
-         (bases.size() == 1 || step == layer);
 }
 
 bool RegionClass::is_strided(const Block &block) const {
@@ -132,10 +124,8 @@ pds_plan Layout::plan_of(Direction direction, int32_t number, int32_t num_tokens
   bool is_strided = true;
   for (const RegionClass &regions : part.classes) {
     const Rows rows = rows_of(regions.shape, block);
-    const int64_t layers = regions.bases.size();
-    const bool one = regions.is_one_run(block);
-    plan.num_pieces += one ? 1 : static_cast<int32_t>(layers * rows.tokens * rows.heads);
-    plan.piece_bytes = std::min(plan.piece_bytes, one ? layers * rows.bytes : rows.bytes);
+    plan.num_pieces += static_cast<int32_t>(regions.bases.size()) * rows.tokens * rows.heads;
+    plan.piece_bytes = std::min(plan.piece_bytes, rows.bytes);
     is_strided = is_strided && regions.is_strided(block);
   }
   const bool has_time = direction == Direction::kOut && plan.piece_bytes >= kLongPiece;
@@ -170,7 +160,7 @@ const pds_plan &SliceWalk::plan_of(const Item &item) {
   return plan_;
 }
 
-bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
+bool SliceWalk::next(Slice *slice) {
   slice->segments.clear();
   slice->bytes = 0;
   int64_t pieces = 0;
@@ -181,8 +171,7 @@ bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
     const Part &part = layout_.parts[item.part];
     if (!slice->segments.empty() && plan.path != slice->path) break;
     slice->path = plan.path;
-    const int64_t size = plan.path == PDS_PATH_STAGE ? sizes_.stage_bytes : sizes_.copy_bytes;
-    const int64_t limit = std::min(size, most_bytes);
+    const int64_t limit = plan.path == PDS_PATH_STAGE ? sizes_.stage_bytes : sizes_.copy_bytes;
     const int64_t per_layer = part.token_bytes * item.num_tokens;
     int64_t layers =
         std::min<int64_t>(part.num_layers - layer_, (limit - slice->bytes) / per_layer);
@@ -209,11 +198,7 @@ bool SliceWalk::next(Slice *slice, int64_t most_bytes) {
 void add_pieces(const Layout &layout, const JobItems &job, const Segment &segment, Copies *copies) {
   const auto add = [&](const RegionClass &regions, size_t begin, size_t end, const Block &block) {
     const Shape &shape = regions.shape;
-    Rows rows = rows_of(shape, block);
-    if (regions.is_one_run(block)) {
-      rows.bytes *= static_cast<int64_t>(end - begin);
-      end = begin + 1;
-    }
+    const Rows rows = rows_of(shape, block);
     for (size_t i = begin; i < end; ++i) {
       for (int32_t token = 0; token < rows.tokens; ++token) {
         for (int32_t head = 0; head < rows.heads; ++head) {

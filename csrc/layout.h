@@ -30,8 +30,6 @@ struct RegionClass {
 
   // First and last + 1 of the regions in a range of layers.
   std::pair<size_t, size_t> range(int32_t layer0, int32_t layer1) const;
-  // All layers of an engine block are one run on both sides.
-  bool is_one_run(const Block &block) const;
   // The copy engines can take the layers of an engine block as one strided copy.
   bool is_strided(const Block &block) const;
 };
@@ -108,8 +106,6 @@ constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 struct PumpOptions {
   int64_t copy_bytes, stage_bytes;  // of a slice
-  int64_t first_bytes;  // where nothing runs yet: the first slice is prepared before the link works
-  int64_t linger_us;    // how long a thread that has nothing to do sleeps lightly
 };
 
 class SliceWalk {
@@ -117,8 +113,8 @@ class SliceWalk {
   SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes, bool has_batch)
       : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
 
-  // The next slice, of at most so many bytes, into `slice`; false at the end.
-  bool next(Slice *slice, int64_t most_bytes);
+  // The next slice, into `slice`; false at the end.
+  bool next(Slice *slice);
 
  private:
   const pds_plan &plan_of(const Item &item);

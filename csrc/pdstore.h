@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 18 };
+enum { PDS_ABI = 19 };
 
 enum {
   PDS_OK = 0,
@@ -51,7 +51,6 @@ typedef struct {
   int32_t abi;
   int32_t has_cuda;     // built with CUDA
   int32_t num_devices;  // that can be used; 0 also without a driver
-  int32_t has_faults;   // a test build
 } pds_info_t;
 
 // One cache tensor of one layer, at the part's first head. Strides and sizes in bytes.
@@ -79,8 +78,6 @@ typedef struct {
   int32_t path, num_parts, num_regions;
   int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths; 0: the default
   int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane
-  int64_t first_bytes;                      // the first slice of a copy that finds the lanes empty
-  int64_t linger_us;                        // after a copy its thread sleeps lightly for so long
 } pds_options;
 
 // One payload and the engine blocks that its tokens are in.
@@ -232,38 +229,6 @@ int32_t pds_arena_confirm(pds_arena *arena, const pds_ticket *ticket, int64_t *t
                           int64_t *right);
 // Waits until something was published since the count was `seen`, or for the time; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
-
-// Test builds only (has_faults).
-enum {
-  PDS_CALL_ALLOCATE,
-  PDS_CALL_STREAM,
-  PDS_CALL_EVENT,
-  PDS_CALL_RECORD,
-  PDS_CALL_WAIT,
-  PDS_CALL_SYNCHRONIZE,
-  PDS_CALL_DRAIN,
-  PDS_CALL_BATCH,
-  PDS_CALL_STRIDED,
-  PDS_CALL_STAGE,
-  PDS_CALL_ENTER,
-  PDS_CALL_CAPTURING,
-  PDS_CALL_PUSH,
-  PDS_CALL_RECOVER,
-  PDS_CALL_REGISTER,
-  PDS_CALL_UNREGISTER,
-  PDS_CALL_QUERY,
-  PDS_CALL_SUM,
-  PDS_NUM_CALLS
-};
-typedef struct {
-  int64_t allocations, streams, events;  // that live now
-} pds_live;
-// The nth call (from 0, counted from now) of this kind fails; sticky: and every later call of any
-// kind. Several kinds can be told at once; a negative call takes all of it back.
-int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code, int32_t sticky);
-// Every batch, strided or stage call takes this much longer; a way to have work queued.
-int32_t pds_test_delay(int64_t microseconds);
-int32_t pds_test_live(pds_live *live);
 
 #ifdef __cplusplus
 #pragma GCC visibility pop

@@ -1,7 +1,6 @@
 #include "pump.h"
 
 #include <pthread.h>
-#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,16 +9,12 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kAwakeBytes = 4 << 20;             // a small copy is worth waiting for awake
 constexpr std::chrono::microseconds kAskAgain{100};  // whether the model has come far enough
-constexpr std::chrono::microseconds kLightSleep{200};
 constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
 
 int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
-
-int64_t twice(int64_t number) { return number > INT64_MAX / 2 ? number : 2 * number; }
 
 int64_t duration_ns(int64_t bytes) { return bytes * 1000 / kBytesPerUs; }
 
@@ -107,27 +102,14 @@ bool Pump::is_due(Job &job) {
   return over;
 }
 
-// Waits for something to do.
-void Pump::wait_for_work(std::unique_lock<std::mutex> *lock) {
-  const auto awaited = [this] { return stopping_ || !queue_.empty(); };
-  const int64_t until = now_ns() + 1000 * options_.linger_us;
-  while (!awaited() && now_ns() < until) changed_.wait_for(*lock, kLightSleep);
-  changed_.wait(*lock, awaited);
-}
-
 // The first job that is due; null when there is none and a lane is in flight, or at the end. What
 // waits for the model stays here: in a lane it would hold up those behind it.
 JobPtr Pump::next_due() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    if (!is_busy()) wait_for_work(&lock);
-    Event waited_for = nullptr;  // by the job before: neighbours follow one event
-    const auto due = std::find_if(queue_.begin(), queue_.end(), [&](const JobPtr &job) {
-      if (waited_for != nullptr && job->ready == waited_for) return false;
-      if (is_due(*job)) return true;
-      waited_for = job->ready;
-      return false;
-    });
+    if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    const auto due = std::find_if(queue_.begin(), queue_.end(),
+                                  [this](const JobPtr &job) { return is_due(*job); });
     if (due != queue_.end()) {
       JobPtr job = std::move(*due);
       queue_.erase(due);
@@ -153,8 +135,7 @@ void Pump::loop() {
 void Pump::run(const JobPtr &job) {
   SliceWalk walk(layout_, job->work, options_, device_.has_batch());
   Slice slice;
-  int64_t most = is_busy() ? INT64_MAX : options_.first_bytes;
-  for (; job->error.code == PDS_OK && walk.next(&slice, most); most = twice(most)) {
+  while (job->error.code == PDS_OK && walk.next(&slice)) {
     Lane &lane = lanes_[turn_++ % lanes_.size()];
     settle(lane);
     if (job->error.code == PDS_OK) run_slice(lane, job, slice);
@@ -198,14 +179,8 @@ void Pump::settle(Lane &lane) {
   if (lane.owner == nullptr) return;
   const JobPtr job = std::move(lane.owner);
   lane.owner = nullptr;
-  const bool is_last = job->submitted && job->in_flight == 1;
-  const bool awake = is_last || (lane.bytes <= kAwakeBytes && job->submitted);
   const int64_t expected = std::max<int64_t>(0, lane.due_ns - now_ns());
-  if (is_last && job->num_slices > 1) {
-    using std::chrono::steady_clock;
-    job->ticket->expect(steady_clock::now() + std::chrono::nanoseconds(expected));
-  }
-  const int code = device_.synchronize(lane.done, expected, awake);
+  const int code = device_.synchronize(lane.done, expected);
   if (code != 0) {
     const int64_t slice = job->num_slices - job->in_flight;
     const pds_error cause = device_error(device_, "cudaEventSynchronize", code, slice);
@@ -246,9 +221,7 @@ void Pump::fail(Job &job, const pds_error &error) {
 // After a failure: nothing of this pump is in flight any more, or the device is known to be lost.
 void Pump::recover(const pds_error &cause) {
   for (Lane &lane : lanes_) {
-    const int first = device_.drain(lane.stream);
-    const int again = first == 0 ? 0 : device_.drain(lane.stream);
-    if (again != 0 || device_.recover(lane.stream) != 0) poisoned_ = true;
+    if (device_.drain(lane.stream) != 0 && device_.drain(lane.stream) != 0) poisoned_ = true;
   }
   if (!poisoned_) return;
   for (Lane &lane : lanes_) {

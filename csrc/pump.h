@@ -3,8 +3,8 @@
 // Decision: a lane is a stream with at most one slice in flight. A stream that never drains starves
 // every other copy of the process (a token's readback waited for a second behind it); two lanes of
 // 9 MiB reach 97 % of the link and let others in after 0.3 ms. The thread sleeps until the
-// older lane is nearly done, so it costs a few percent of a core; when there is nothing to do,
-// lightly at first: one that slept deeply begins 0.2 ms late. Only this thread touches its lanes.
+// older lane is nearly done, so it costs a few percent of a core. Only this thread touches its
+// lanes.
 // Decision: docs/decisions/023-pump.md
 #pragma once
 #include <array>
@@ -72,7 +72,6 @@ class Pump {
   void close_lanes();
   JobPtr next_due();
   bool is_due(Job &job);
-  void wait_for_work(std::unique_lock<std::mutex> *lock);
   bool is_busy() const;
   void run(const JobPtr &job);
   void run_slice(Lane &lane, const JobPtr &job, const Slice &slice);

@@ -1,19 +1,12 @@
 // Ticket: the end of a copy that was submitted. It ends once, with 0 or an error; any thread may
 // wait for it.
-//
-// Decision: who waits for a long copy is woken shortly before its end and then stays awake. A
-// thread that slept for longer than a millisecond is itself woken some 0.2 ms late in a virtual
-// machine.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
-#include <cstring>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -56,24 +49,10 @@ class Ticket {
     changed_.notify_all();
   }
 
-  // The end is expected then; not later than about a millisecond from now.
-  void expect(std::chrono::steady_clock::time_point due) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      due_ = due;
-      ends_soon_ = true;
-    }
-    changed_.notify_all();
-  }
-
   int32_t wait(int64_t timeout_us, pds_error *error) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const std::chrono::microseconds timeout{timeout_us};
     // The system clock: a condition that waits on it is one that thread checkers understand.
-    const auto until = std::chrono::system_clock::now() + timeout;
-    const auto limit = std::chrono::steady_clock::now() + timeout;
-    changed_.wait_until(lock, until, [this] { return done_ || ends_soon_; });
-    if (timeout_us > kAwakeUs && ends_soon_ && !done_) stay_awake(&lock, limit);
+    const auto until = std::chrono::system_clock::now() + std::chrono::microseconds{timeout_us};
     if (!changed_.wait_until(lock, until, [this] { return done_.load(); })) return PDS_PENDING;
     if (error != nullptr) *error = error_;
     return error_.code;
@@ -94,22 +73,9 @@ class Ticket {
   }
 
  private:
-  static constexpr int64_t kAwakeUs = 100;  // before and after the expected end
-
-  void stay_awake(std::unique_lock<std::mutex> *lock, std::chrono::steady_clock::time_point limit) {
-    const std::chrono::microseconds awake{kAwakeUs};
-    const auto due = std::min(due_, limit - awake);
-    lock->unlock();
-    std::this_thread::sleep_until(due - awake);
-    while (!done_ && std::chrono::steady_clock::now() < due + awake) std::this_thread::yield();
-    lock->lock();
-  }
-
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
-  bool ends_soon_ = false;
-  std::chrono::steady_clock::time_point due_;
   pds_error error_{};
   std::vector<uint64_t> digests_;  // as they are once done_ is set
 };

@@ -52,11 +52,12 @@ int64_t read_piece(int file, char *to, int64_t bytes) {
 
 // Reads all of an open file. False if that fails, or if it has not exactly so many bytes.
 bool read_value(int file, char *to, int64_t bytes, Sum *sum) {
-  for (int64_t at = 0; at < bytes;) {
+  if (read_piece(file, to, kHeaderBytes) != kHeaderBytes) return false;
+  sum->add_header(to);
+  for (int64_t at = kHeaderBytes; at < bytes; at += kPieceBytes) {
     const int64_t wanted = std::min(kPieceBytes, bytes - at);
     if (read_piece(file, to + at, wanted) != wanted) return false;
-    sum->add(to, at, at + wanted);
-    at += wanted;
+    sum->add(to + at, wanted);
   }
   char more;
   return read_piece(file, &more, 1) == 0;
@@ -86,12 +87,11 @@ int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
 int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
   std::memcpy(value, start, kSummedOfHeader);
   Sum sum;
-  sum.add(value, 0, kHeaderBytes);
-  int64_t at = kHeaderBytes;
-  for (int64_t end = 0; at < bytes; at = end) {
-    end = std::min(end + kPieceBytes, bytes);  // at whole pages
-    sum.add(value, at, end);
-    if (const int32_t why = write_piece(file, value + at, end - at, at)) return why;
+  sum.add_header(value);
+  for (int64_t at = kHeaderBytes; at < bytes; at += kPieceBytes) {
+    const int64_t size = std::min(kPieceBytes, bytes - at);
+    sum.add(value + at, size);
+    if (const int32_t why = write_piece(file, value + at, size, at)) return why;
   }
   pds::set_header(value, start, sum.digest());
   return write_piece(file, value, kHeaderBytes, 0);

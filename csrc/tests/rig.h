@@ -38,7 +38,7 @@ inline pds_engine *open_engine(const Cache &cache, int32_t path) {
   options.block_tokens = kTokens, options.max_tokens = kTokens * kPerBlock;
   options.path = path, options.num_parts = 1;
   options.num_regions = kLayers, options.copy_out_bytes = 4096;
-  options.copy_in_bytes = 6000, options.first_bytes = 1000;
+  options.copy_in_bytes = 6000;
   options.stage_out_bytes = 4096, options.stage_in_bytes = 8192;
   pds_engine *engine = nullptr;
   pds_error error;

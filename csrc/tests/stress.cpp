@@ -12,6 +12,7 @@
 
 #include "crew.h"
 #include "pdstore.h"
+#include "tests/faults.h"
 #include "tests/rig.h"
 
 namespace {

@@ -16,7 +16,7 @@ from pdstore.errors import ConfigError, DeviceError, LayoutError, NativeError, S
 from pdstore.native.build import find_built, find_library
 from pdstore.settings import Settings
 
-ABI = 18
+ABI = 19
 CPU = -1
 RELAXED = 2
 """The capture mode in which a thread's calls do not disturb graph captures of other threads."""
@@ -79,12 +79,11 @@ Options = _struct(
     "Options",
     "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 path:i32"
     " num_parts:i32 num_regions:i32 copy_out_bytes:i64 copy_in_bytes:i64"
-    " stage_out_bytes:i64 stage_in_bytes:i64 first_bytes:i64"
-    " linger_us:i64",
+    " stage_out_bytes:i64 stage_in_bytes:i64",
 )
 Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")
 Error = _struct("Error", "code:i32 device_code:i32 slice:i64 call:40 message:200")
-Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32 has_faults:i32")
+Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32")
 Plan = _struct("Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
 
 ArenaOptions = _struct(
@@ -184,7 +183,6 @@ class Library:
                 getattr(calls, name).argtypes = kinds
         self.has_cuda = bool(info.has_cuda)
         self.num_devices = int(info.num_devices)
-        self.has_faults = bool(info.has_faults)
 
     def register(self, device: int, address: int, num_bytes: int) -> None:
         """Pins a range of host memory for a device. Raises SwapError or DeviceError."""

@@ -17,7 +17,7 @@ from pdstore.native.library import Library, LibraryLoader, address_of
 from tests.support import native_kit
 from tests.support.kv import settings_of
 
-HEADER = native_kit.SOURCES / "pdstore.h"
+HEADER, FAULTS = native_kit.SOURCES / "pdstore.h", native_kit.SOURCES / "tests" / "faults.h"
 
 
 WIDTHS = {"int32_t": 4, "int64_t": 8, "uint64_t": 8}
@@ -42,7 +42,7 @@ STRUCTS = {
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_structs_are_those_of_the_header(name):
-    text = re.sub(r"//.*", "", HEADER.read_text())
+    text = re.sub(r"//.*", "", HEADER.read_text() + FAULTS.read_text())
     text = re.sub(r"const \w+ \*", "uint64_t *", text)  # an address, as wide
     [body] = re.findall(rf"typedef struct \{{([^}}]*)\}} {name};", text)
     expected = []
@@ -57,7 +57,7 @@ def test_structs_are_those_of_the_header(name):
 
 
 def test_the_calls_that_can_fail_are_those_of_the_header():
-    names = re.findall(r"PDS_CALL_(\w+)", HEADER.read_text())
+    names = re.findall(r"PDS_CALL_(\w+)", FAULTS.read_text())
     assert tuple(name.lower() for name in names) == native_kit.CALLS
 
 

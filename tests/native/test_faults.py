@@ -26,7 +26,7 @@ COPYING = (
 )
 ASKING = ("query",)  # in test_ready_events.py
 SUMMING = ("sum",)  # in test_sums.py
-RECOVERING = ("drain", "recover")
+RECOVERING = ("drain",)
 PINNING = ("register", "unregister")
 
 
@@ -90,10 +90,9 @@ def test_draining_that_fails_once_after_a_failure_is_tried_again(library, device
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)
-@pytest.mark.parametrize(("call", "sticky"), [("drain", True), ("recover", False)])
-def test_a_device_that_does_not_recover_poisons_the_engine(library, device, call, sticky):
+def test_a_device_that_does_not_recover_poisons_the_engine(library, device):
     bench = SwapBench(library, device, CopyPath.BATCH)
-    library.fail(call, 0, CODE, sticky=sticky)
+    library.fail("drain", 0, CODE, sticky=True)
     library.fail("batch", 1, CODE)
     with pytest.raises(SwapError):
         bench.copy(Direction.SAVE)

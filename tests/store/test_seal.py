@@ -26,7 +26,6 @@ from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import (
     FindsKeys,
-    TellsChanges,
     find_optional,
 )
 from pdstore.store.seal import Encrypted, read_seal_keys, seal_store
@@ -252,6 +251,5 @@ def test_what_came_before_an_error_of_the_store_is_decrypted(num_done, keys, val
 def test_protocols_without_values_pass_and_those_with_values_do_not(tmp_path):
     with contextlib.closing(FileStore(tmp_path / "pool")) as files:
         store = encrypted(files)
-        for protocol in (FindsKeys, TellsChanges):
-            assert find_optional(store, protocol) is files
+        assert find_optional(store, FindsKeys) is files
         assert find_optional(store, FileStore) is None

@@ -2,13 +2,13 @@
 //
 // Decision: the table is the seam, so every call of the engine can fail in a test, with or without
 // a GPU, and the engine itself knows nothing of tests. Only test builds contain this file.
+#include "tests/faults.h"
+
 #include <unistd.h>
 
 #include <atomic>
 
 #include "device.h"
-
-#ifdef PDSTORE_TESTING
 
 namespace pds {
 namespace {
@@ -69,8 +69,8 @@ class FaultyDevice final : public Device {
   int query(Event event, bool *over) override {
     return fault(PDS_CALL_QUERY) ?: device_->query(event, over);
   }
-  int synchronize(Event event, int64_t expected_ns, bool awake) override {
-    return fault(PDS_CALL_SYNCHRONIZE) ?: device_->synchronize(event, expected_ns, awake);
+  int synchronize(Event event, int64_t expected_ns) override {
+    return fault(PDS_CALL_SYNCHRONIZE) ?: device_->synchronize(event, expected_ns);
   }
   int drain(Stream stream) override { return fault(PDS_CALL_DRAIN) ?: device_->drain(stream); }
   int is_capturing(Stream stream, bool *capturing) override {
@@ -92,10 +92,6 @@ class FaultyDevice final : public Device {
   }
   int sum(Stream stream, const SumParams &params, uint64_t *digests) override {
     return fault(PDS_CALL_SUM) ?: device_->sum(stream, params, digests);
-  }
-  int recover(Stream stream) override {
-    const int injected = fault(PDS_CALL_RECOVER), code = device_->recover(stream);
-    return injected ?: code;
   }
   const char *describe(int code) const override { return device_->describe(code); }
   int register_host(uint64_t address, size_t bytes) override {
@@ -143,12 +139,3 @@ extern "C" int32_t pds_test_live(pds_live *live) {
   *live = {pds::allocations, pds::streams, pds::events};
   return PDS_OK;
 }
-
-#else
-
-std::unique_ptr<pds::Device> pds::with_faults(std::unique_ptr<Device> device) { return device; }
-extern "C" int32_t pds_test_fail(int32_t, int64_t, int32_t, int32_t) { return PDS_ERR_ARGUMENT; }
-extern "C" int32_t pds_test_delay(int64_t) { return PDS_ERR_ARGUMENT; }
-extern "C" int32_t pds_test_live(pds_live *) { return PDS_ERR_ARGUMENT; }
-
-#endif
