@@ -10,14 +10,15 @@ import redis
 from redis.crc import key_slot
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from pdstore.errors import ConfigError, StoreTimeout, StoreUnavailable
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import get, put
+from tests.support.kv import eventually
 from tests.support.redis_cluster import ClusterOfServers, master_with_sentinel
 from tests.support.redis_server import RedisServer, make_certificate, need_valkey_server
-from tests.support.redis_store import SIZE, deadline, opened
+from tests.support.redis_store import SIZE, opened, wait_until_found
 
 pytestmark = pytest.mark.redis
 
@@ -118,10 +119,7 @@ def test_a_node_that_hangs_costs_a_call_one_time_out(cluster, store):
         assert time.monotonic() - start < 5, "not a time-out for each of twenty keys"
     finally:
         cluster.masters[1].resume()
-    for _ in deadline():
-        with contextlib.suppress(StoreError):
-            if store.match(keys) == 60:
-                break
+    wait_until_found(store, keys)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
@@ -141,9 +139,7 @@ def test_a_slot_that_moves_or_has_moved_is_followed(cluster, store, is_moved):
         assert store.match([key]) == 1
         store.remove([key])
         give(cluster, slot, here)
-    for _ in deadline():
-        if put(store, [key], [b"two"]) == 1 and get(store, [key], [3]) == [b"two"]:
-            break
+    eventually(lambda: put(store, [key], [b"two"]) == 1 and get(store, [key], [3]) == [b"two"])
 
 
 def give(cluster, slot: int, number: int) -> None:
@@ -192,10 +188,7 @@ def test_a_replica_takes_over_from_a_master_that_dies(tmp_path):
         cluster.masters[2].stop()
         with pytest.raises(StoreUnavailable):
             store.match(keys)
-        for _ in deadline(60):
-            with contextlib.suppress(StoreError):
-                if store.match(keys) == 30:
-                    break
+        wait_until_found(store, keys)
         assert put(store, fresh_keys(30), [b"x"] * 30) == 30
         idle_store.clear(keys[0].split(":")[1])
         assert not any(store.which_stored(keys)), "it looked for the masters of now"
@@ -254,10 +247,7 @@ def test_a_sentinel_names_the_master_and_the_next_one(tmp_path):
         master.stop()
         with pytest.raises(StoreUnavailable):
             store.match(keys)
-        for _ in deadline(60):
-            with contextlib.suppress(StoreError):
-                if store.match(keys) == 3:
-                    break
+        wait_until_found(store, keys)
         put(store, fresh_keys(1), [b"x"])
 
 
