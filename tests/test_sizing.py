@@ -80,9 +80,6 @@ def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path, capsys):
     assert "between 0 and 1\npdstore.sizing: --hit-rate needs a trace" in capsys.readouterr().err
 
 
-SHAPE = ModelShape("hand", 2, 4, 100, 8, 8, 1e9, "bfloat16", 1, is_mla=False)
-
-
 @pytest.mark.parametrize(
     ("name", "kib", "billions"),
     [

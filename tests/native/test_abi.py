@@ -142,10 +142,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_the_library(tmp_path):
         build_library(sources_in(tmp_path / "csrc"), directory=cache)
 
 
-def missing(*, with_cuda):
-    raise NativeError("there is no cmake")
-
-
 def test_a_library_that_cannot_be_had_is_looked_for_once_and_its_reason_is_kept(caplog):
     """Each look may be a build that fails, and a store asks at every call."""
     looks = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import redis
 
 from examples.ports import free_port
-from tests.support.kv import eventually
 from tests.support.redis_server import RedisServer
 
 NUM_SLOTS = 16384
@@ -118,9 +118,11 @@ def is_fed(client: redis.Redis) -> bool:
     return client.info("replication").get("slave0", {}).get("state") == "online"
 
 
-def _until(is_so) -> None:
-    def is_so_at_last():
+def _until(is_so, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
         with contextlib.suppress(redis.RedisError):
-            return is_so()
-
-    eventually(is_so_at_last, 20.0)
+            if is_so():
+                return
+        assert time.monotonic() < end, f"the condition did not come true within {seconds} s"
+        time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
@@ -10,7 +11,6 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import put
-from tests.support.kv import eventually
 
 SIZE = 64 << 10
 
@@ -41,9 +41,9 @@ def fails_to_put(store) -> bool:
     return False
 
 
-def wait_until_found(store, keys: list[BlockKey]) -> None:
-    def is_found():
-        with contextlib.suppress(StoreError):
-            return store.match(keys) == len(keys)
-
-    eventually(is_found, 60.0)
+def deadline(seconds: float = 10.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.005)
+    raise AssertionError(f"the condition did not come true within {seconds} s")
