@@ -28,14 +28,8 @@ from pdstore.format.keys import (
 from pdstore.format.namespace import Namespace, Part
 
 ROOT = Path(__file__).parents[2]
-
-
 VECTORS = Path(__file__).parent / "vectors" / "keys.json"
-
-
 PARTS = (Part(0, 0), Part(0, 1), Part(1, 0))
-
-
 NAMESPACE = Namespace({"format": 1, "weights": "w"}, PARTS, block_tokens=4)
 
 

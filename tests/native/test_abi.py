@@ -18,10 +18,7 @@ from tests.support import native_kit
 from tests.support.kv import settings_of
 
 HEADER, FAULTS = native_kit.SOURCES / "pdstore.h", native_kit.SOURCES / "tests" / "faults.h"
-
-
 WIDTHS = {"int32_t": 4, "int64_t": 8, "uint64_t": 8}
-
 
 STRUCTS = {
     "pds_region": abi.Region,
