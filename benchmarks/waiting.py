@@ -3,8 +3,8 @@
     python -m benchmarks.waiting --json benchmarks/results/waiting.json
 
 D waits for hand-offs that do not come, and asks for stored prompts meanwhile: that is `lookup`. Now
-and then P publishes one of the hand-offs: `marker` counts from its `done` to D's answer. The
-arena is listened to; files and the slow store, whose every call takes 2 ms, are polled.
+and then P publishes one of the hand-offs: `marker` counts from its `done` to D's answer. Stores
+that tell of changes are listened to; the slow one, whose every call takes 2 ms, is polled.
 """
 
 from __future__ import annotations

@@ -80,15 +80,8 @@ def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path, capsys):
     assert "between 0 and 1\npdstore.sizing: --hit-rate needs a trace" in capsys.readouterr().err
 
 
-SHAPE = ModelShape("hand", 2, 4, 100, 8, 8, 1e9, "bfloat16", 1, is_mla=False)
-
-
 @pytest.mark.parametrize(
-    ("name", "kib", "billions"),
-    [
-        ("Llama-3.1-8B", 128, 7.5),
-        ("DeepSeek-V3", 68.625, 36.6),
-    ],
+    ("name", "kib", "billions"), [("Llama-3.1-8B", 128, 7.5), ("DeepSeek-V3", 68.625, 36.6)]
 )
 def test_kv_and_parameters(name, kib, billions, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))

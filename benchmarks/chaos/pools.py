@@ -130,6 +130,9 @@ class FilePool(Pool):
         unfinished = [path for each in scratches for path in each.glob("*") if path.name != "lock"]
         found = [f"value {path.name}" for path in values]
         found += [f"temporary file {path}" for path in unfinished]
+        num_bells = len(list((self._root / "bells").glob("*")))
+        if num_bells > num_stores:
+            found.append(f"{num_bells} bells of {num_stores} open stores")
         if len(scratches) > num_stores:
             found.append(f"{len(scratches)} scratch directories of {num_stores} open stores")
         return found

@@ -77,8 +77,6 @@ class Store(ABC):
 
     label: str
     """The store's URL without secrets, for messages."""
-    look_s: float = 0.02
-    """The longest pause between two looks for keys that somebody waits for."""
 
     @property
     def lease_s(self) -> float:

@@ -100,7 +100,7 @@ class KeyWatch:
 
     A look is one call of the store if that can look for many keys (`FindsKeys`), else a call for
     each key. Looks follow each change if the store tells of changes (`TellsChanges`); else the
-    store is polled, by at most four calls in its `look_s` on average.
+    store is polled, by at most 200 calls a second on average.
 
     A store that errs is told to every waiter; whatever else it raises, to those whose keys make it
     do so.
@@ -121,9 +121,8 @@ class KeyWatch:
         self._store = store
         self._finder = find_optional(store, FindsKeys)
         self._teller = find_optional(store, TellsChanges)
-        if pace is None and self._teller is not None:
-            pace = Pace(_TOLD_LAST_S, calls_per_s=None, share=2)
-        self._pace = pace or Pace(store.look_s, calls_per_s=4 / store.look_s)
+        told = Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
+        self._pace = pace or (told if self._teller is not None else Pace())
         self._patience_s = patience_s
         self._call_deadline: Deadline | None = None  # while a call runs
         self._closed = False

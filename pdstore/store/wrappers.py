@@ -43,7 +43,6 @@ class WrapperStore(Store):
     def __init__(self, store: Store) -> None:
         self._store = store
         self.label = store.label
-        self.look_s = store.look_s
 
     @property
     def wrapped(self) -> Store:

@@ -34,7 +34,7 @@ def mooncake(tmp_path_factory):
 
 @pytest.fixture
 def file_url(tmp_path):
-    """An empty pool; `tests/cli/test_open_pool.py` has the missing one."""
+    """An empty pool."""
     (tmp_path / "pool").mkdir()
     return f"file://{tmp_path}/pool"
 

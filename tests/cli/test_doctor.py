@@ -38,9 +38,7 @@ def test_a_redis_of_1500_kb_is_red(redis_server):
 
 def test_every_finding_that_is_red_or_yellow_has_a_remedy():
     document = run_json(
-        *("doctor", "--store", "memory://"),
-        PDSTORE_STAGING="4TiB",
-        PDSTORE_BLOCK_TOKENS="24",
+        *("doctor", "--store", "memory://"), PDSTORE_STAGING="4TiB", PDSTORE_BLOCK_TOKENS="24"
     )
     assert {"place", "staging", "block size"} <= set(found(document, "bad"))
     assert all(f["remedy"] for f in document["findings"] if f["level"] in ("warn", "bad"))

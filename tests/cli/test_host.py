@@ -9,12 +9,7 @@ import pytest
 
 from pdstore.cli.answer import Level
 from pdstore.cli.doctor import doctor
-from pdstore.cli.host import (
-    check_limits,
-    check_memory,
-    check_pages,
-    check_settings,
-)
+from pdstore.cli.host import check_limits, check_memory, check_pages, check_settings
 from pdstore.settings import read_settings
 
 ON = {"pd_transfer_via_storage": True}
@@ -118,8 +113,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("staging", "level"),
-    [("40GiB", Level.BAD), ("13GiB", Level.WARN), ("1GiB", Level.OK)],
+    ("staging", "level"), [("40GiB", Level.BAD), ("13GiB", Level.WARN), ("1GiB", Level.OK)]
 )
 def test_staging_is_compared_with_the_free_memory(staging, level):
     [finding] = check_memory(read_settings(staging=staging), 24 * GIB)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socketserver
 import threading
-import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -136,9 +135,7 @@ def test_what_is_no_url_says_how_one_begins(url):
     assert finding.said.startswith("a URL begins with http://")
 
 
-MOST_BYTES = 4 << 20
 HEAD = b"HTTP/1.1 200 OK\r\n"
-SOON_S = 30.0  # on a busy machine; unbounded, a read would take for ever
 
 
 @pytest.fixture
@@ -168,16 +165,6 @@ def endless():
     yield HEAD + b"\r\n"
     while True:
         yield b"# more\n" * 8192
-
-
-def slow(first: bytes, piece: bytes):
-    def pieces():
-        yield first
-        while True:
-            time.sleep(0.02)
-            yield piece
-
-    return pieces
 
 
 def test_the_doctor_ends_at_a_server_that_sends_for_ever(serve):

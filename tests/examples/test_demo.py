@@ -29,10 +29,6 @@ OFF = Run([replace(GOOD, loaded_tokens=0, computed_tokens=130)] * 2, 0, 0, 0, 26
 TURNS = Conversation([GOOD, GOOD], known=350, loaded_on_p=320)
 
 
-def runs_of(on: Run = ON, plain: Run = PLAIN, off: Run = OFF, turns: Conversation = TURNS) -> Runs:
-    return Runs(on, plain, off, turns)
-
-
 @pytest.fixture(autouse=True)
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(processes, "LOGS", tmp_path / "logs")
@@ -61,11 +57,11 @@ def signal_handlers() -> Iterator[None]:
     ],
 )
 def test_whatever_breaks_the_promise_is_said(on: Run, problem: str) -> None:
-    (found,) = problems_of(runs_of(on, PLAIN, OFF))
+    (found,) = problems_of(Runs(on, PLAIN, OFF, TURNS))
     assert problem in found
     assert verdict(on, [found]).startswith("FAILED: 1 ")
     assert problem in verdict(on, [found])
-    (found_behind_proxy,) = problems_of(runs_of(ON, on, OFF))
+    (found_behind_proxy,) = problems_of(Runs(ON, on, OFF, TURNS))
     assert found_behind_proxy == f"plain proxy: {found}"
 
 
@@ -106,11 +102,7 @@ URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
         ("redis", {"PDSTORE_STORE": URL}, "redis, a fresh one (--store)"),
         (None, {"PDSTORE_STORE": URL, "MOONCAKE_MASTER": "h:2"}, URL_LINE),
         (None, {"MOONCAKE_MASTER": "h:2"}, "mooncake:// (MOONCAKE_MASTER=h:2)"),
-        (
-            None,
-            {"MOONCAKE_MASTER_SERVER_ADDR": "h:2"},
-            "mooncake:// (MOONCAKE_MASTER_SERVER_ADDR=h:2)",
-        ),
+        (None, {(name := "MOONCAKE_MASTER_SERVER_ADDR"): "h:2"}, f"mooncake:// ({name}=h:2)"),
         (None, {"PDSTORE_STORE": URL, "MOONCAKE_CONFIG_PATH": "/x"}, URL_LINE),
         (None, {"MOONCAKE_CONFIG_PATH": "/x"}, "mooncake:// (MOONCAKE_CONFIG_PATH=/x)"),
     ],

@@ -8,8 +8,7 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
-from tests.examples.test_mini_chat import TEMPLATE
-from tests.examples.test_mini_server import PROMPT, Serving
+from tests.examples.test_mini_server import PROMPT, TEMPLATE, Serving
 from tests.support.mini_engine_kit import pd_of
 from tests.support.router_kit import metric, routed
 

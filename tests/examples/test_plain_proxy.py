@@ -9,8 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from examples.plain_proxy import ASK_P, make_app
-from tests.examples.test_mini_chat import TEMPLATE
-from tests.examples.test_mini_server import Serving
+from tests.examples.test_mini_server import TEMPLATE, Serving
 from tests.support.mini_engine_kit import pd_of, until
 
 PROMPT = "A block is stored under its key, and " * 5

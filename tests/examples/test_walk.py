@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.mini_engine_kit import decode, hand_over, prompt_of, until_stored
+from tests.support.mini_engine_kit import decode, hand_over, pd_of, prompt_of, until_stored
 from tests.support.walk import Tracer
 
 PROMPT = prompt_of(128)
@@ -22,13 +22,7 @@ def open_traced(open_engine, tmp_path):
 
     def open_one(role):
         engine = open_engine(
-            pd={
-                "pd_transfer_via_storage": True,
-                "role": role,
-                "store": f"shm://p?size=8MiB&dir={tmp_path}",
-                "staging": "8MiB",
-                "layer_ranges": 1,
-            },
+            pd=pd_of(role, f"shm://p?size=8MiB&dir={tmp_path}", layer_ranges=1),
             max_num_batched_tokens=256,
         )
         free = engine.cache.allocate(engine.cache.num_blocks)

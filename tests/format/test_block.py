@@ -89,14 +89,8 @@ def test_any_bytes_are_refused_and_never_raise(data):
 
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
-
-
 RUN = bytes(range(100, 116))
-
-
 NAME = BlockKey("pds1:" + "ab" * 16 + ":0:0:" + "cd" * 16)
-
-
 VALUE = bytes(range(256)) * 3
 
 

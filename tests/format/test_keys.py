@@ -28,14 +28,8 @@ from pdstore.format.keys import (
 from pdstore.format.namespace import Namespace, Part
 
 ROOT = Path(__file__).parents[2]
-
-
 VECTORS = Path(__file__).parent / "vectors" / "keys.json"
-
-
 PARTS = (Part(0, 0), Part(0, 1), Part(1, 0))
-
-
 NAMESPACE = Namespace({"format": 1, "weights": "w"}, PARTS, block_tokens=4)
 
 
@@ -252,24 +246,3 @@ def test_every_block_has_the_items_that_touch_it_in_the_order_given(items, num_t
             extras = extras_of(items, 4 * block, size)
             previous = hashlib.sha256(previous + tokens + extras).digest()[:16]
             assert keys.hash_of(block) == previous
-
-
-def num_lines(num_blocks: int, num_items: int) -> int:
-    """Lines and comprehension steps that Python runs for a prompt; a time that no load disturbs."""
-    items = [MultimodalItem(8 * i, 4, b"h") for i in range(num_items)]
-    keys = PromptKeys(Namespace({"n": 1}, (Part(0, 0),), block_tokens=16), items=items)
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += 1
-        frame.f_trace_opcodes = True
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        keys.extend(range(16 * num_blocks))
-    finally:
-        sys.settrace(before)
-    return count

@@ -65,7 +65,8 @@ def check_answers(num_examples: int, app: object, allowed: set[int]) -> None:
 def test_the_router_refuses_or_passes_on(num_examples: int, mode: str) -> None:
     """Nobody listens behind it: what it passes on is a 503."""
     with nobody() as gone:
-        app = make_app(Options((gone,), (gone,), mode=mode))
+        two = (gone, gone)  # the router connects once more to a D that is alone, after 0.5 s
+        app = make_app(Options((gone,), two, mode=mode))
         check_answers(num_examples // 2, app, {400, 503})
 
 

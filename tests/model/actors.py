@@ -35,9 +35,9 @@ from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.values import PromptBlocks, Split
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.watch import STALL_S, Rules, Watch
+from tests.support.clock import Clock
 from tests.support.kv import POISON, settings_of
 
-Act = Callable[[set[BlockKey]], None]
 INSTANCE = "2" * 32
 BLOCK_IDS = [2, 0, 1]
 SHARED = {"_waiting", "_released", "_are_all", "_cut", "_gaps", "num_ready", "is_at_end"}
@@ -161,19 +161,16 @@ class TornLoad(SteppedLoad):
 
 
 class Steps:
-    """The steps of D's worker behind a `get`, before one of which its follower acts, once.
+    """The steps of D's worker behind a `get`, before one of which its follower acts, once."""
 
-    act: makes the follower take note of a look.
-    """
-
-    def __init__(self, store: ReplayStore, wanted: Callable[[], list[BlockKey]], act: Act) -> None:
-        self._store, self._wanted, self._act = store, wanted, act
+    def __init__(self, store: ReplayStore, follow: Follow, clock: Clock) -> None:
+        self._store, self._follow, self._clock = store, follow, clock
         self._left: Meanwhile | None = None
         self._is_used = False
 
     def __call__(self) -> None:
         if self._store.asked == "get" and not self._is_used:
-            self._left = self._store.pause(self._wanted())
+            self._left = self._store.pause(self._follow.wanted())
         if self._left is None:
             return
         step, looked = self._left
@@ -181,7 +178,7 @@ class Steps:
         if step == 0:
             self._is_used = True
             with contextlib.suppress(StoreError):
-                self._act(set(looked.found))
+                self._follow.look_ended(set(looked.found), self._clock.now)
 
 
 class Actors:
@@ -308,10 +305,7 @@ class Actors:
             store, job, work, handoff, stall_s=STALL_S, wake=lambda: None, clock=watch.clock
         )
 
-        def act(stored: set[BlockKey]) -> None:
-            follow.look_ended(stored, watch.clock.now)
-
-        steps = Steps(store, follow.wanted, act) if self.shape.num_steps else None
+        steps = Steps(store, follow, watch.clock) if self.shape.num_steps else None
         while not follow.is_over:
             wanted = follow.wanted()
             with contextlib.suppress(StoreError):

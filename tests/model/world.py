@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from pdstore.format.handoff import is_beat
@@ -18,23 +19,23 @@ class State(NamedTuple):
     """A moment.
 
     actors: their states, as `Replays` numbers them: what each was answered, its only input.
+    faults: those that may still happen.
     stored: the values that others can see, and whether they are whole.
     in_flight: what a put has taken and nobody sees yet; it becomes visible in any order, or when
       its writer is dead.
     leased: keys that the store has promised to keep.
-    faults: those that may still happen.
     is_harmed: some fault happened, so that D may get less than all.
     is_mute: a beat was lost, so that D may take P for dead.
     """
 
     actors: tuple[int, ...]
-    stored: frozenset[tuple[BlockKey, str]]
-    in_flight: frozenset[BlockKey]
-    leased: frozenset[BlockKey]
     faults: int
-    is_harmed: bool
-    is_crashed: bool
-    is_mute: bool
+    stored: frozenset[tuple[BlockKey, str]] = frozenset()
+    in_flight: frozenset[BlockKey] = frozenset()
+    leased: frozenset[BlockKey] = frozenset()
+    is_harmed: bool = False
+    is_crashed: bool = False
+    is_mute: bool = False
 
 
 class WrongState(AssertionError):
@@ -60,17 +61,7 @@ class World:
 
     def explore(self) -> int:
         """Visits every state that can be reached. Returns how many; raises WrongState."""
-        nothing: frozenset[Any] = frozenset()
-        first = State(
-            self._replays.first,
-            nothing,
-            nothing,
-            nothing,
-            self._num_faults,
-            is_harmed=False,
-            is_crashed=False,
-            is_mute=False,
-        )
+        first = State(self._replays.first, self._num_faults)
         seen, rest = {first}, [first]
         while rest:
             state = rest.pop()
@@ -127,7 +118,7 @@ class World:
     def _answers(self, state: State, number: int, call: Call) -> Iterator[State]:
         """Everything that the store may answer to an actor's call."""
         conditions = dict(state.stored)
-        leading = [conditions[key] for key in _leading(call.keys, conditions)]
+        leading = [conditions[key] for key in takewhile(conditions.__contains__, call.keys)]
         if call.is_look:
             for looked in self._looks(state, call):
                 yield self._answered(state, number, looked)
@@ -153,7 +144,8 @@ class World:
 
     def _failed(self, state: State, number: int, call: Call) -> State:
         """A call that raises. P that cannot store a block has to say so, if a marker can be put."""
-        is_harm = number == len(self._names) - 1 or _has_markers(call.keys)
+        has_markers = any(kind_of(key) is Kind.HANDOFF for key in call.keys)
+        is_harm = number == len(self._names) - 1 or has_markers
         harmed = state._replace(
             faults=state.faults - 1,
             is_harmed=state.is_harmed or is_harm,
@@ -227,7 +219,8 @@ class World:
             raise WrongState(f"D gives up a P that lives: {state}")
         answers = self._replays.answers_of(state.actors[-1])
         was_late = any(isinstance(a, Looked) and a.passed is Passed.ALL for a in answers)
-        has_failed = self._is_known(state, self._actors.failed)
+        failed = self._actors.failed
+        has_failed = failed in state.in_flight or failed in dict(state.stored)
         if not (
             state.is_harmed or was_late or has_failed or result.num_tokens == self._shape.num_tokens
         ):
@@ -254,15 +247,3 @@ class World:
         missing = self._actors.blocks_of(number) - dict(state.stored).keys()
         if missing:
             raise WrongState(f"P says done and {missing} cannot be seen: {state}")
-
-    def _is_known(self, state: State, key: BlockKey) -> bool:
-        return key in state.in_flight or key in dict(state.stored)
-
-
-def _leading(keys: tuple[BlockKey, ...], stored: dict[BlockKey, str]) -> list[BlockKey]:
-    count = next((i for i, key in enumerate(keys) if key not in stored), len(keys))
-    return list(keys[:count])
-
-
-def _has_markers(keys: tuple[BlockKey, ...]) -> bool:
-    return any(kind_of(key) is Kind.HANDOFF for key in keys)

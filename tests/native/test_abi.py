@@ -18,10 +18,7 @@ from tests.support import native_kit
 from tests.support.kv import settings_of
 
 HEADER, FAULTS = native_kit.SOURCES / "pdstore.h", native_kit.SOURCES / "tests" / "faults.h"
-
-
 WIDTHS = {"int32_t": 4, "int64_t": 8, "uint64_t": 8}
-
 
 STRUCTS = {
     "pds_region": abi.Region,
@@ -140,10 +137,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_the_library(tmp_path):
     cache.write_text("a file, in which even root makes no directory")
     with pytest.raises(NativeError, match=f"cannot be kept in {cache}"):
         build_library(sources_in(tmp_path / "csrc"), directory=cache)
-
-
-def missing(*, with_cuda):
-    raise NativeError("there is no cmake")
 
 
 def test_a_library_that_cannot_be_had_is_looked_for_once_and_its_reason_is_kept(caplog):

@@ -172,11 +172,7 @@ swap.gather([copy_of(layout, Part(0, 0), [1, 2], 8)])
 @pytest.mark.parametrize("device", [-2, 99, 2**31 - 1])
 def test_a_missing_device_fails_the_constructor(device):
     layout = Layout(
-        dtype="uint8",
-        rope="",
-        layers=(LayerSpec(1, 4),),
-        block_tokens=1,
-        engine_block_tokens=1,
+        dtype="uint8", rope="", layers=(LayerSpec(1, 4),), block_tokens=1, engine_block_tokens=1
     )
     with pytest.raises(DeviceError, match="no CUDA device"):
         NativeSwap(

@@ -158,8 +158,6 @@ def test_every_byte_of_pieces_of_every_small_length_is_copied(library, device, p
 
 
 NUM_BLOCKS = 24
-
-
 PATHS = list(CopyPath)
 
 

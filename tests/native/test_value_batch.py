@@ -25,8 +25,6 @@ from tests.support.native_kit import addresses_and_sizes
 from tests.support.swap_case import SwapBench
 
 TOKENS = 16
-
-
 STARTS = bytes([3]) * 56 + bytes([5]) * 56
 
 

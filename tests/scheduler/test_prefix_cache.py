@@ -86,27 +86,6 @@ def test_a_store_that_is_down_is_a_miss_at_once(instance, store):
     assert d.cache.match(d.cache.keys(range(100))).reason is Reason.STORE_DOWN
 
 
-def test_another_namespace_is_said_at_once_by_field(instance, caplog):
-    p, d = instance(weights="v1"), instance(weights="v2", block_tokens=32, handoff_wait_s=30.0)
-    _, params = publish(p, range(100))
-    lookup = d.cache.lookup(d.cache.keys(range(100)), params)
-    assert lookup.poll().reason is Reason.NAMESPACE
-    d.cache.lookup(d.cache.keys(range(100)), params)
-    assert 'weights: "v1" there, "v2" here' in caplog.text
-    assert "block_tokens" in caplog.text
-    assert caplog.text.count("does not fit") == 1
-
-
-def test_another_pool_is_said_at_once(instance, caplog):
-    other = open_store("memory://", settings_of())
-    p, d = instance(), instance(over=other, handoff_wait_s=30.0)
-    eventually(lambda: p.cache.pool_id)
-    eventually(lambda: d.cache.pool_id)
-    _, params = publish(p, range(100))
-    assert find(d, range(100), params, 5).reason is Reason.OTHER_POOL
-    assert "PDSTORE_STORE" in caplog.text
-
-
 def test_memory_of_another_process_is_called_what_it_is(instance, caplog):
     other = open_store("memory://", settings_of())
     p, d = instance(), instance(over=other)
@@ -115,13 +94,6 @@ def test_memory_of_another_process_is_called_what_it_is(instance, caplog):
     _, params = publish(p, range(100))
     find(d, range(100), params, 5)
     eventually(lambda: "memory:// is a pool of one process alone" in caplog.text)
-
-
-def test_a_decode_instance_tells_of_a_request_that_came_without_a_handoff(instance, caplog):
-    d = instance(role="decode")
-    assert find(d, range(100)).reason is Reason.ABSENT
-    eventually(lambda: "relay the kv_transfer_params" in caplog.text)
-    assert "PD_TRANSFER_VIA_STORAGE=1" in caplog.text
 
 
 def test_blocks_that_went_after_p_published_them_are_told(instance, caplog):

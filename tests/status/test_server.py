@@ -16,7 +16,7 @@ from pdstore.cli.peers import check_peers
 from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
 from tests.support.browser import needs_browser, shown
-from tests.support.mini_engine_kit import ask, prompt_of, until
+from tests.support.mini_engine_kit import ask, hand_over, pd_of, prompt_of, until
 
 
 @pytest.fixture
@@ -104,25 +104,18 @@ def test_a_client_that_goes_is_no_error(serve, connect, capfd, caplog):
 @needs_browser
 def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis_server, tmp_path):
     redis = redis_server()
-    pd = {
-        "pd_transfer_via_storage": True,
-        "store": f"redis://:secret-word@127.0.0.1:{redis.port}/0?timeout=0.5",
-        "staging": "8MiB",
-    }
+    store = f"redis://:secret-word@127.0.0.1:{redis.port}/0?timeout=0.5"
     with redis.client() as client:
         client.config_set("requirepass", "secret-word")
-    p = open_engine("llama", {**pd, "role": "prefill"})
-    d = open_engine("llama", {**pd, "role": "decode", "status_port": 0})
+    p = open_engine(pd=pd_of("prefill", store))
+    d = open_engine(pd=pd_of("decode", store, status_port=0))
 
-    def hand_over(seed):
+    def handed_over(seed):
         prompt = prompt_of(100, seed)
-        params = {"do_remote_decode": True}
-        asked = ask(p, prompt, max_tokens=1, kv_transfer_params=params).wait()
-        params = asked.request.answer_params
-        ask(d, prompt, max_tokens=2, kv_transfer_params=params, id=f"req-{seed}").wait()
+        ask(d, prompt, kv_transfer_params=hand_over(p, prompt), id=f"req-{seed}").wait()
 
     for seed in range(5):
-        hand_over(seed)
+        handed_over(seed)
     url = d.adapter.reporting.url
     page = shown(url, tmp_path)
     assert "all is well" in page
@@ -130,7 +123,7 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
     assert "var(--load)" in page
     redis.stop()
     for seed in range(5, 8):
-        hand_over(seed)
+        handed_over(seed)
     until(lambda: d.problem)
     page = shown(url, tmp_path)
     assert "degraded: " in page
@@ -139,11 +132,10 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
 
 
 def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_path):
-    pd = {"pd_transfer_via_storage": True, "store": f"file://{tmp_path}/pool", "status_port": 0}
-    alike = [open_engine("llama", {**pd, "role": role}) for role in ("prefill", "decode")]
-    other = open_engine("llama", {**pd, "salt": "another-tenant"})
-    apart = open_engine("llama", {**pd, "store": f"file://{tmp_path}/apart"})
-    engines = (*alike, other, apart)
+    store = f"file://{tmp_path}/pool"
+    pds = [pd_of(role, store, status_port=0) for role in ("prefill", "decode", "both", "both")]
+    pds[2]["salt"], pds[3]["store"] = "another-tenant", f"file://{tmp_path}/apart"
+    engines = [open_engine(pd=pd) for pd in pds]
     for engine in engines:
         until(lambda cache=engine.adapter.cache: cache.pool_id)
     p, d, *others = [engine.adapter.reporting.url for engine in engines]
@@ -155,9 +147,8 @@ def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_
 
 
 def test_doctor_compares_the_leases_of_instances(open_engine, tmp_path):
-    pd = {"pd_transfer_via_storage": True, "status_port": 0}
     stores = [f"file://{tmp_path}/pool?lease={seconds}" for seconds in (1, 60)]
-    engines = [open_engine("llama", {**pd, "store": store}) for store in stores]
+    engines = [open_engine(pd=pd_of("both", store, status_port=0)) for store in stores]
     for engine in engines:
         until(lambda cache=engine.adapter.cache: cache.pool_id)
     found = check_peers([engine.adapter.reporting.url for engine in engines])
@@ -169,8 +160,8 @@ def test_doctor_compares_the_leases_of_instances(open_engine, tmp_path):
 def test_the_engine_tells_at_its_start_of_blocks_that_none_of_its_prompts_fills(
     open_engine, tmp_path, caplog
 ):
-    pd = {"pd_transfer_via_storage": True, "store": f"file://{tmp_path}/pool"}
-    open_engine("llama", {**pd, "block_tokens": 1024, "staging": "64MiB"})
+    changes = {"block_tokens": 1024, "staging": "64MiB"}
+    open_engine(pd=pd_of("both", f"file://{tmp_path}/pool", **changes))
     assert "PDSTORE_BLOCK_TOKENS=1024, and no prompt has over 512: " in caplog.text
 
 

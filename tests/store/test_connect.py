@@ -21,13 +21,6 @@ NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 NOWHERE = "redis+unix:///nowhere/redis.sock"
 
 
-class Forgetful(MemoryStore):
-    """Takes every value and keeps none."""
-
-    def put(self, keys, slots):
-        return len(keys)
-
-
 def test_a_store_that_is_away_is_a_warning(caplog):
     caplog.set_level(logging.WARNING)
     settings = read_settings(store=NOWHERE)

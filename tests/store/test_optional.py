@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from pdstore.errors import StoreClosed
@@ -59,3 +62,36 @@ def test_the_wrappers_of_an_engine_let_a_search_through(store):
     wrapped = GuardedStore(store, Metrics())
     put(store, KEYS[:1])
     assert find_optional(wrapped, FindsKeys).which_stored(KEYS[:2]) == [True, False]
+
+
+@pytest.fixture
+def files(tmp_path):
+    stores = [open_store(f"file://{tmp_path}/pool", SETTINGS) for _ in range(2)]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def test_files_wake_who_waits_within_milliseconds(files):
+    writer, listener = files
+    delays = []
+    for key in KEYS:
+        seen, woken = listener.wait_for_change(None, 0.0), []
+        thread = threading.Thread(
+            target=lambda seen=seen, woken=woken: (
+                listener.wait_for_change(seen, 10.0),
+                woken.append(time.monotonic()),
+            )
+        )
+        thread.start()
+        put(writer, [key])
+        stored = time.monotonic()
+        thread.join(20)
+        delays.append(woken[0] - stored)
+    assert sorted(delays)[len(delays) // 2] < 0.010
+
+
+def test_a_closed_store_tells_nothing(files):
+    files[0].close()
+    with pytest.raises(StoreClosed):
+        files[0].wait_for_change(None, 0.0)

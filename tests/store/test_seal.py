@@ -24,10 +24,7 @@ from pdstore.settings import read_settings
 from pdstore.store.connect import connect_store, read_pool_id
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import (
-    FindsKeys,
-    find_optional,
-)
+from pdstore.store.optional import FindsKeys, find_optional
 from pdstore.store.seal import Encrypted, read_seal_keys, seal_store
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import assert_values, empty_slots, get, put
@@ -114,11 +111,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
-
-
 BATCH_BYTES = 256 << 10
-
-
 SIZE = 100
 
 

@@ -82,8 +82,7 @@ def test_a_password_with_a_bare_slash_is_refused_and_never_shown(url):
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["file:///a%00b", "file:///a%FFb", "redis://u:hush%00@h", "shm://a?dir=/%FF"],
+    "url", ["file:///a%00b", "file:///a%FFb", "redis://u:hush%00@h", "shm://a?dir=/%FF"]
 )
 def test_what_is_no_text_is_refused(url):
     """A path would end at the zero, and other bytes would be another directory."""

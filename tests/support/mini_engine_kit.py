@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,6 +16,7 @@ from examples.mini_engine.engine import Engine
 from examples.mini_engine.request import Finish, Request, Token
 from examples.train_checkpoint import train_tokenizer
 from pdstore import read_settings
+from tests.support.kv import eventually
 
 DEADLINE_S = 30
 PULL = {"do_remote_decode": True}
@@ -92,10 +92,7 @@ def close(engine):
 
 def until(condition):
     """Waits for something to become true, with a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.001)
+    eventually(condition, DEADLINE_S)
 
 
 def until_stored(engine):

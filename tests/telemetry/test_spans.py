@@ -21,9 +21,7 @@ from tests.telemetry.test_request_record import RECORD
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = dataclasses.replace(
-    RECORD,
-    in_store=(Phase("load", 0.3, 0.4),),
-    traceparent=f"00-{TRACE}-{PARENT}-01",
+    RECORD, in_store=(Phase("load", 0.3, 0.4),), traceparent=f"00-{TRACE}-{PARENT}-01"
 )
 
 

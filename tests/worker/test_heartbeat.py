@@ -24,11 +24,7 @@ from tests.support.pool_kit import P_BLOCKS
 from tests.support.redis_server import RedisServer
 
 PERIOD_S = 0.02
-
-
 INSTANCE = "cd" * 16
-
-
 ONE, OTHER = HandoffId.new(INSTANCE), HandoffId.new(INSTANCE)
 
 
@@ -141,19 +137,11 @@ def test_an_instance_that_does_not_publish_tells_nobody(instance, arena):
 
 
 ROOT = Path(__file__).parents[2]
-
-
 DEADLINE_S = 60.0
-
-
 ALIVE_S = 2.5
-
-
 """For so long D waits for a P that only beats; without beats it would not."""
 
-
 NUM_TOKENS = 200
-
 
 P = """
 import json, sys, time

@@ -20,7 +20,6 @@ from tests.support.kv import BLOCK_BYTES, POISON, Instance, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 SIZE = BLOCK_BYTES + HEADER_BYTES
-AT_ONCE = "pdstore.worker.values.RANGES_AT_ONCE"
 
 
 @pytest.fixture

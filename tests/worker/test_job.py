@@ -47,13 +47,6 @@ def carry(job, goes_on=lambda job: True) -> None:
     assert worker.join(10)
 
 
-def raising(error):
-    def share(child):
-        raise error
-
-    return share
-
-
 def test_many_workers_do_each_share_and_the_end_once():
     for _ in range(50):
         done: list = []

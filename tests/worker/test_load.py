@@ -154,20 +154,3 @@ def test_nothing_counts_behind_a_copy_that_failed(instance):
     assert p.pool.save(keys, blocks).wait(10).reason is None
     result = d.pool.load(keys, blocks).wait(10)
     assert (result.num_tokens, result.reason) == (14 * 64, Reason.FAULT)
-
-
-class Copies:
-    """A mover, its way and its ends; it notes the blocks that are asked for."""
-
-    def __init__(self):
-        self.way = self.ends = self.swap = self
-        self.blocks: set[int] = set()
-
-    def to_follow(self, ready):
-        return ready
-
-    def load_window(self, child, move, loaded):
-        values = move.values
-        self.blocks |= set(values.numbers)
-        loaded(values, None)
-        return None, []

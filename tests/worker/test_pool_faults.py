@@ -19,13 +19,7 @@ from pdstore.outcome import Reason
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import start_background
-from tests.support.kv import (
-    LAYERS,
-    POISON,
-    caches_of,
-    eventually,
-    settings_of,
-)
+from tests.support.kv import LAYERS, POISON, caches_of, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 

@@ -16,7 +16,6 @@ from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put
-from pdstore.worker.values import Split
 from tests.support.jobs import job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
@@ -241,24 +240,3 @@ def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
 
     p = instance()
     assert cost(1 << 20) < 2e-3
-
-
-class Keeps:
-    """A mover, its way and its ends, that stores every value."""
-
-    split = Split(1)
-
-    def __init__(self):
-        self.way = self.ends = self.swap = self
-        self.stored: set[str] = set()
-
-    def to_follow(self, ready):
-        return ready
-
-    def num_matched(self, child, keys):
-        return next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
-
-    def save(self, child, moves, gathered):
-        for move in moves:
-            self.stored |= set(move.values.keys)
-            gathered()

@@ -69,10 +69,6 @@ def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
     return open_mover(settings, layout, swap, store, metrics or Metrics(), 1 << 20, undo)
 
 
-def slots(metrics) -> float:
-    return metrics.registry.get_sample_value("pdstore_slots")
-
-
 def test_staging_that_cannot_hold_all_parts_of_a_block_is_refused(undo):
     layers = tuple(LayerSpec(2, 8, window=64 + n, kind="sliding") for n in range(12))
     with pytest.raises(LayoutError, match="12 parts on this rank"):

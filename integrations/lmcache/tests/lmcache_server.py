@@ -24,11 +24,7 @@ from lmcache_wheel import (
 from lmcache_wheel import storage_manager as lmcache
 from tests.support.kv import eventually
 
-PLUGIN = {
-    "type": "plugin",
-    "module_path": "pdstore_lmcache",
-    "class_name": "PDStoreL2Adapter",
-}
+PLUGIN = {"type": "plugin", "module_path": "pdstore_lmcache", "class_name": "PDStoreL2Adapter"}
 SHAPE = (2, 3, 16, 32)  # K and V, layers, tokens, hidden size
 EVENT_S = 60.0
 

@@ -19,7 +19,6 @@ from tests.support.kv import eventually, settings_of
 
 SIZES = (100, 5000, 4096, 1, 9000)
 
-
 NAMES = [
     ChunkName(key, bytes.fromhex(key.split(":")[1]), bytes.fromhex(key[-32:]))
     for key in fresh_keys(len(SIZES))

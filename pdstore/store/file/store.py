@@ -21,6 +21,7 @@ from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings, default_pool_directory
 from pdstore.store.base import Lifecycle, Slots, Store, check_call, log_once
+from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.files import (
@@ -62,8 +63,6 @@ class FileStore(Store):
     Constructing makes the directory. Raises ConfigError or StoreDenied for one that cannot be used.
     """
 
-    look_s = 0.003  # Decision: docs/decisions/027-files-are-polled.md
-
     def __init__(
         self,
         root: Path,
@@ -80,6 +79,7 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
+        self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
@@ -125,6 +125,12 @@ class FileStore(Store):
         if library is not None:
             return library.find_files(paths)
         return [os.access(path, os.F_OK) for path in paths]
+
+    def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
+        """Waits for puts of this host's processes; those of other hosts are not heard."""
+        self._lifecycle.check()
+        with named_error(self.label, "cannot hear of changes"):
+            return self._bell.wait_for_ring(seen, timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.check()
@@ -204,6 +210,7 @@ class FileStore(Store):
 
     def close(self) -> None:
         if self._lifecycle.end():
+            self._bell.close()
             self._evictor.close()
             self._directory.close()
 
@@ -222,6 +229,7 @@ class FileStore(Store):
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
                 self._evictor.settle(sizes[n:stop])
+                self._bell.ring()
             n = stop
         return n
 

@@ -41,8 +41,7 @@ def test_pages_reach_another_server_through_every_store(serve, store_url, layout
 def test_latents_are_saved_once_for_all_ranks(serve, layout):
     ranks = [
         serve(
-            wheel.mla_pool(layout=layout),
-            config={"tp_rank": n, "tp_size": 2, "is_mla_model": True},
+            wheel.mla_pool(layout=layout), config={"tp_rank": n, "tp_size": 2, "is_mla_model": True}
         )
         for n in range(2)
     ]

@@ -19,8 +19,6 @@ from tests.support.kv import eventually, settings_of
 from pdstore.adapters.sglang.pages import HostPages, PagePool, ServedModel
 
 HASHES = kit.page_hashes(3)
-
-
 SERVED = ServedModel("float16", "w", "", None)
 
 
@@ -90,8 +88,7 @@ def test_a_host_pool_of_another_kind_or_layout_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("indices", "count"),
-    [(torch.arange(64), 2), (torch.arange(100), 2), (torch.arange(32, 96), 1)],
+    ("indices", "count"), [(torch.arange(64), 2), (torch.arange(100), 2), (torch.arange(32, 96), 1)]
 )
 def test_tokens_that_are_no_whole_pages_are_refused(indices, count):
     with pytest.raises(LayoutError, match=f"not {count} pages of 64"):

@@ -104,12 +104,7 @@ NAMES = ["layer.0", "layer.1"]
 
 @pytest.mark.parametrize(
     ("parallel", "draft_layers", "expected"),
-    [
-        ({}, 0, NAMES),
-        ({"use_ubatching": True}, 0, []),
-        ({"enable_dbo": True}, 0, []),
-        ({}, 1, []),
-    ],
+    [({}, 0, NAMES), ({"use_ubatching": True}, 0, []), ({"enable_dbo": True}, 0, []), ({}, 1, [])],
 )
 def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
     parallel, draft_layers, expected

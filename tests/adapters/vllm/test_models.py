@@ -22,10 +22,7 @@ MLA = ("--block-size=16", "--num-gpu-blocks-override=512", "--attention-backend=
 
 
 # Ranks wait for each other awake: with more of them than cores everything takes seconds.
-PATIENT = {
-    "PDSTORE_HANDOFF_WAIT_S": "40",
-    "PDSTORE_DEADLINE_S": "40",
-}
+PATIENT = {"PDSTORE_HANDOFF_WAIT_S": "40", "PDSTORE_DEADLINE_S": "40"}
 
 
 @pytest.fixture
@@ -117,8 +114,6 @@ def test_mla_is_handed_over(instances):
 
 
 ROOT = Path(__file__).parents[3]
-
-
 MAX_LOGPROB_DIFF = 1e-4
 
 

@@ -25,11 +25,7 @@ from tests.support.kv import eventually
 from tests.support.redis_gate import SAVE
 
 LONG = 300
-
-
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
 SECONDS = r"[\d.]+ s"
 
 
@@ -131,8 +127,6 @@ NEVER = {
     "decisions": "nothing is decided where all is loaded",
     "hung_store_calls": "the gate holds the connection, which is closed at its time",
 }
-
-
 """Metrics that this pair does not move, whatever is done to it."""
 
 

@@ -20,8 +20,6 @@ from tests.support.instances import instance as instance
 from tests.support.kv import eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
-
-
 TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
 
 

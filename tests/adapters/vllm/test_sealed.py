@@ -9,13 +9,7 @@ import redis
 from pdstore.format.keys import POOL_ID_KEY
 from tests.adapters.vllm.asking import ask, new_prompt, post, prefill
 from tests.support.seal_key import write_seal_key
-from tests.support.secret import (
-    KEY,
-    PASSWORD,
-    redis_with_password,
-    secrets_in,
-    url_with_password,
-)
+from tests.support.secret import KEY, PASSWORD, redis_with_password, secrets_in, url_with_password
 
 pytestmark = pytest.mark.nightly  # two vLLM of its own
 

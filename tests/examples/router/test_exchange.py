@@ -9,6 +9,7 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from examples.plain_proxy import ASK_P
 from tests.support.router_kit import BODY, PARAMS, Fake, Reply, metric, never, routed, says, streams
 
 pytestmark = pytest.mark.anyio
@@ -33,14 +34,7 @@ async def test_relay_asks_p_for_one_token_and_gives_d_what_p_said() -> None:
             "max_tokens": 1,
             "min_tokens": 1,
             "max_completion_tokens": 1,
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "remote_host": None,
-                "remote_port": None,
-            },
+            "kv_transfer_params": ASK_P,
         }
     ]
     assert d.bodies == [body | {"kv_transfer_params": PARAMS}]

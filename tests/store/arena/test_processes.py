@@ -23,8 +23,6 @@ from tests.store.arena import actors
 from tests.support.kv import LAYERS, POISON, Instance, caches_of, eventually, settings_of
 
 REPOSITORY = Path(__file__).parents[3]
-
-
 DEADLINE_S = 100.0
 
 
@@ -159,8 +157,6 @@ def test_a_killed_holder_of_the_lock_is_none(stopped_holder):
 
 
 MIB = 1 << 20
-
-
 PROMPT, BLOCKS = range(600), range(1, 39)
 
 

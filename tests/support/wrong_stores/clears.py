@@ -38,10 +38,7 @@ class ClearsNothing(ClearsSome):
 
 
 class ClearsEverything(ClearsSome):
-    caught_by = (
-        "test_clear_leaves_all_other_keys",
-        "test_clear_leaves_the_pools_id",
-    )
+    caught_by = ("test_clear_leaves_all_other_keys", "test_clear_leaves_the_pools_id")
 
     def _is_meant(self, key: BlockKey, namespace: str) -> bool:
         return True

@@ -17,10 +17,7 @@ class ListsThePage(WrongStore):
 
 
 class ListsTwice(WrongStore):
-    caught_by = (
-        "test_a_listing_has_every_value_once",
-        "test_a_removed_value_is_not_listed",
-    )
+    caught_by = ("test_a_listing_has_every_value_once", "test_a_removed_value_is_not_listed")
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return iter([*super().stored_values(prefix), *super().stored_values(prefix)])

@@ -31,10 +31,7 @@ class KeepsTheCallersMemory(WrongStore):
 
 
 class Overwrites(WrongStore):
-    caught_by = (
-        "test_a_stored_key_keeps_its_bytes",
-        "test_two_writers_of_one_key_are_not_mixed",
-    )
+    caught_by = ("test_a_stored_key_keeps_its_bytes", "test_two_writers_of_one_key_are_not_mixed")
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         super().remove(keys)

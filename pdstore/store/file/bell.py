@@ -1,0 +1,163 @@
+"""Bell: wakes the processes of this host when something is put into a pool's directory.
+
+<root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
+
+A put writes a byte into every pipe; each listener polls its own. The next ring removes a pipe
+without a reader. A pipe of another boot may be another host's: it is removed when nobody has
+touched it for long. So a listener touches its pipe now and then, and makes another if it is gone.
+"""
+
+# Decision: docs/decisions/027-file-bells.md
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import select
+import stat
+import threading
+import time
+from pathlib import Path
+
+from pdstore.threads import Deadline
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OPEN = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_BYTES = 64 << 10
+
+
+class Bell:
+    """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
+
+    touch_s: how often a process that waits touches its pipe.
+    abandoned_s: how long ago a pipe of another boot was touched when it may be removed.
+    """
+
+    def __init__(self, root: Path, touch_s: float = 60.0, abandoned_s: float = 86_400.0) -> None:
+        self._folder = root / "bells"
+        self._touch_s = touch_s
+        self._abandoned_s = abandoned_s
+        self._touch_deadline = Deadline(0.0)
+        self._boot = _boot_id()
+        self._number = 0  # of the times that a ring was read
+        self._pipe: int | None = None
+        self._path: Path | None = None
+        self._polling = threading.Lock()
+        self._is_closed = False
+
+    def ring(self) -> None:
+        """Wakes all who listen.
+
+        A directory that is gone or cannot be read has nobody listening.
+        """
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                self._ring(name)
+
+    def wait_for_ring(self, seen: int | None, timeout_s: float) -> int:
+        """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
+        if seen is None or self._touch_deadline.is_over():
+            self._listen()
+        if seen is None:
+            return self._number
+        limit = Deadline(timeout_s)
+        while self._number == seen and not limit.is_over():
+            if self._polling.acquire(timeout=limit.remaining_s()):
+                try:
+                    if self._number == seen:
+                        self._poll(limit.remaining_s())
+                finally:
+                    self._polling.release()
+        return self._number
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._is_closed = True
+        with self._polling:
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+                self._path = None
+            if self._pipe is not None:
+                os.close(self._pipe)
+                self._pipe = None
+
+    def _listen(self) -> None:
+        """Touches this process's pipe; makes one, if it is not there (any more)."""
+        with self._polling:
+            self._touch_deadline = Deadline(self._touch_s)
+            if self._is_closed or (self._path is not None and _touch(self._path)):
+                return
+            if self._pipe is not None:
+                os.close(self._pipe)
+                self._pipe = None
+                self._number += 1  # it may have been rung meanwhile
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            path = self._folder / f"{self._boot}-{os.getpid()}-{secrets.token_hex(4)}"
+            unseen = path.with_name(f".{path.name}")
+            os.mkfifo(unseen, 0o600)
+            try:
+                # also for writing, so that the last writer's end is no end of file
+                self._pipe = os.open(unseen, os.O_RDWR | _OPEN)
+                unseen.rename(path)  # now that it has a reader
+            except OSError:
+                unseen.unlink()
+                raise
+            self._path = path
+
+    def _poll(self, timeout_s: float) -> None:
+        if self._pipe is None:
+            return
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        if poll.poll(timeout_s * 1e3):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._pipe, _READ_BYTES)
+            self._number += 1
+
+    def _ring(self, name: str) -> None:
+        path = self._folder / name
+        if name.startswith("."):  # soon a listener's, or one was killed as it began
+            self._remove_abandoned(path)
+            return
+        try:
+            pipe = os.open(path, os.O_WRONLY | _OPEN)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                self._remove_abandoned(path)
+            return
+        try:
+            if stat.S_ISFIFO(os.fstat(pipe).st_mode):
+                # full, as its reader will see, or its reader has just gone
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    os.write(pipe, b"!")
+        finally:
+            os.close(pipe)
+
+    def _remove_abandoned(self, path: Path) -> None:
+        """Removes a pipe without a reader in this kernel, unless another one's may listen at it."""
+        with contextlib.suppress(OSError):  # another ring was faster
+            found = path.lstat()
+            # this kernel's have a reader before they have their name
+            is_ended = path.name.startswith(f"{self._boot}-")
+            is_old = time.time() - found.st_mtime > self._abandoned_s
+            if stat.S_ISFIFO(found.st_mode) and (is_ended or is_old):
+                path.unlink()
+
+
+def _touch(path: Path) -> bool:
+    """Sets a file's time to now. Returns False if the file is gone."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _boot_id() -> str:
+    """Returns this kernel's id since its start; other hosts and later boots have another one."""
+    try:
+        return _BOOT_ID.read_text().strip().replace("-", "")
+    except OSError:
+        return "unknown"
