@@ -138,26 +138,6 @@ def test_a_ticker_that_has_nothing_to_do_waits_to_be_woken():
     assert len(turns) <= 3
 
 
-def test_turns_exclude_each_other_and_a_ticker_is_not_stopped_in_the_middle_of_one():
-    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
-
-    def step():
-        begun.release()
-        go_on.acquire(timeout=20)
-
-    ticker = Ticker("t", step)
-    assert begun.acquire(timeout=5)
-    other = threading.Thread(target=ticker.turn)
-    other.start()
-    assert not begun.acquire(timeout=0.1)
-    go_on.release()
-    assert begun.acquire(timeout=5)
-    assert not ticker.stop(0.1), "somebody else's turn"
-    go_on.release()
-    other.join(5)
-    assert ticker.stop(5)
-
-
 def test_in_the_child_of_a_fork_a_ticker_is_nothing():
     ticker = Ticker("t", lambda: None)
 

@@ -58,19 +58,6 @@ def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
     assert empty.document["why"] == "this pool is empty"
 
 
-def test_a_pool_of_many_namespaces_is_not_tried_whole_but_for_the_one_that_is_meant(file_url):
-    names = [namespace_of(str(number)) for number in range(40)]
-    store = open_store(file_url, read_settings())
-    for number, namespace in enumerate(names):
-        save(store, PromptKeys(namespace).extend(range(16 if number == 39 else 40)))
-    store.close()
-    ran = run("explain", "--ids", IDS, "--store", file_url)
-    assert "→ 32 of 40 namespaces were tried" in ran.out
-    meant = names[39].hex
-    found = explain(file_url, Question(ids=IDS, namespace=meant)).document
-    assert (found["namespace"], found["found_tokens"]) == (meant, 16)
-
-
 @pytest.mark.parametrize(
     "question",
     [

@@ -147,14 +147,6 @@ def test_few_open_files_are_yellow():
     assert (finding.subject, finding.level) == ("open files", Level.WARN)
 
 
-def test_an_arena_is_recommended_where_there_are_gpus():
-    def subjects(store, num_gpus):
-        return {f.subject for f in check_limits(read_settings(store=store), num_gpus)}
-
-    assert "arena" in subjects("file://", 2)
-    assert "arena" not in subjects("file://", 0) | subjects("shm://a", 2)
-
-
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 25 22 0:23 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,inode64

@@ -13,7 +13,6 @@ import pdstore
 from pdstore.cli.answer import Answer, Output, heading, muted, table
 from pdstore.cli.app import app
 from pdstore.cli.main import main
-from pdstore.errors import ConfigError
 from pdstore.format.namespace import FORMAT_VERSION
 from tests.support.command import run
 
@@ -63,14 +62,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(filled_file):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("options", ["", "--json -"])
-def test_output_that_cannot_be_written_is_one_line(options, filled_file):
-    command = f"'{sys.executable}' -m pdstore ls --store '{filled_file}' {options} >/dev/full"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "pdstore: cannot write standard output: No space left on device\n"
-
-
 def test_every_command_has_a_line_of_help_and_json(capsys):
     commands = typer.main.get_command(app).commands
     assert set(commands) == {"ls", "du", "inspect", "purge", "doctor", "explain"}
@@ -105,8 +96,3 @@ def test_text_that_others_chose_is_no_instruction(capsys):
     Output(None).emit(Answer({}, [table([""], [[chosen]]), chosen]))
     shown = "[/] [red]a[/red] ?]0;title? ?"
     assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [shown, shown]
-
-
-def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
-        Output(str(tmp_path / "nowhere" / "x"))

@@ -165,10 +165,3 @@ def endless():
     yield HEAD + b"\r\n"
     while True:
         yield b"# more\n" * 8192
-
-
-def test_the_doctor_ends_at_a_server_that_sends_for_ever(serve):
-    url = serve(endless)
-    [finding] = check_peers([url])
-    assert finding.level is Level.WARN
-    assert "longer than 4 MiB" in finding.said

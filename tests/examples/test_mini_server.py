@@ -183,30 +183,6 @@ def test_a_client_that_goes_ends_its_request(serving, monkeypatch):
         assert len(request.output_ids) == 1
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_a_failed_step_is_told_with_its_reason(serving, monkeypatch, num_steps):
-    """A 500 as long as nothing was streamed, else the stream's last part."""
-    forward, calls = serving.engine.model.forward, []
-
-    def fail_later(chunks, cache):
-        calls.append(1)
-        if len(calls) > num_steps:
-            raise RuntimeError("out of luck")
-        return forward(chunks, cache)
-
-    monkeypatch.setattr(serving.engine.model, "forward", fail_later)
-    if num_steps:
-        parts = serving.stream()
-        assert len(parts) == num_steps + 1
-        assert "out of luck" in parts[-1]["error"]["message"]
-    else:
-        for stream in (False, True):
-            response = serving.post(stream=stream)
-            assert response.status_code == 500
-            assert "out of luck" in response.json()["error"]["message"]
-    assert serving.client.get("/health").status_code == 200
-
-
 @pytest.fixture
 def chat(serving):
     """Asks with the template; without it where a test takes it away."""

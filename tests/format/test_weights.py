@@ -91,14 +91,6 @@ def test_one_changed_tensor_of_a_file_of_2_gib_is_another_digest(tmp_path, name)
     assert file_digest(path) != before
 
 
-def test_one_changed_tensor_of_thousands_is_another_digest(tmp_path):
-    path = tmp_path / "experts.safetensors"
-    begins = write_safetensors(path, {f"e{i}": 64 << 10 for i in range(4000)})
-    before = file_digest(path, whole_up_to=0)
-    fill(path, begins["e2345"], 64 << 10)
-    assert file_digest(path, whole_up_to=0) != before
-
-
 @pytest.mark.parametrize(
     "begin",
     [

@@ -52,13 +52,6 @@ def test_always_and_never_ask_no_estimate(open_break_even, mode, way):
         assert decision[1:] == (way, None, None)
 
 
-def test_of_many_requests_at_once_some_load_while_others_are_computed(open_break_even):
-    break_even = open_break_even(20_000, 20_000)
-    ways = [ask(break_even, name).way for name in range(16)]
-    assert 5 <= ways.count("load") <= 11
-    assert ways.count("compute") >= 4
-
-
 def test_the_prefill_is_learned_by_one_prompt_at_a_time(clock):
     break_even = PromptTimes("auto", 64, clock=clock)
     for name in ("warm-up", "first"):

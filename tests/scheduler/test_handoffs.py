@@ -137,23 +137,6 @@ def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(rig):
     assert early.wait(10).follow
 
 
-@pytest.mark.parametrize(("ending", "reason"), [("done", None), ("failed", Reason.HANDOFF_FAILED)])
-def test_a_lookup_that_follows_is_matched_when_nothing_more_will_come(rig, ending, reason):
-    one, handoff = rig(), HandoffId.new()
-    one.put(*one.keys.store_keys(NAMESPACE.parts)[: None if ending == "done" else -2])
-    lookup = one.lookup(handoff, follows=True)
-    one.put_done(handoff) if ending == "done" else one.put(handoff.failed(NAMESPACE))
-    found = lookup.wait(10)
-    assert (found.reason, found.follow) == (reason, None)
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_a_p_that_has_answered_is_followed_when_one_rank_is_done_and_another_is_not(rig, store):
-    one, handoff = rig(store()), HandoffId.new()
-    one.put(handoff.done(NAMESPACE, 0))
-    assert one.lookup(handoff, follows=True, num_tokens=10).wait(10).follow == handoff
-
-
 @pytest.mark.parametrize("store", STORES)
 def test_a_p_whose_last_save_fell_short_and_shows_no_sign_is_waited_for_30_ms(rig, store):
     one, start = rig(store()), time.monotonic()

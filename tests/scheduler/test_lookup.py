@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from pdstore.errors import StoreError
@@ -34,23 +32,6 @@ def test_the_first_answer_counts_and_is_counted_once():
     lookup.cancel()
     assert lookup.poll() is lookup.wait(0.0) is first
     assert counted == [first]
-
-
-def test_of_many_threads_one_ends_the_lookup():
-    for _ in range(200):
-        counted: list[Match] = []
-        lookup, start = lookup_of(counted=counted), threading.Barrier(4)
-
-        def end(lookup=lookup, start=start):
-            start.wait(10)
-            lookup.finish(Match.miss(KEYS, Reason.FAULT))
-
-        threads = [threading.Thread(target=end) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        assert counted == [lookup.poll()]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +91,6 @@ def test_gaps_in_ever_earlier_windows_are_followed_a_few_times_then_a_prefix_cou
     keys = keys_of(SLIDING, 400)
     odd = [(b, 0) for b in range(1, 100, 2)]
     assert num_usable(store_with(keys, odd), keys) == 1
-
-
-def test_why_a_prompt_is_not_whole_is_told_if_it_is_known():
-    keys = keys_of(FULL)
-    store = store_with(keys, [(3, 0)])
-    assert find(store, keys, Reason.HANDOFF_LATE).reason is Reason.HANDOFF_LATE
-    assert find(store_with(keys), keys, Reason.HANDOFF_LATE).reason is None
 
 
 class Answering(WrapperStore):

@@ -46,17 +46,6 @@ def test_the_id_before_a_store_came_back_empty_counts_for_a_while(store):
     assert identity.is_same(before)
 
 
-def test_an_id_between_two_losses_that_was_never_seen_here_is_no_other_pool(store):
-    """P looked between them, and looks again within `age_s`: D would compute until then."""
-    d, p = PoolIdentity(store, age_s=60.0), PoolIdentity(store, age_s=60.0)
-    d.refresh()
-    store.remove([POOL_ID_KEY])
-    p.refresh()
-    store.remove([POOL_ID_KEY])
-    assert d.is_same(p.current.hex())
-    assert p.current != read_pool_id(store)
-
-
 def test_in_the_end_the_former_id_is_another_pool(store):
     identity = PoolIdentity(store, age_s=0.0)
     identity.refresh()

@@ -95,18 +95,6 @@ def test_root_or_sudo_without_a_password_installs_it(system: System, root: str) 
     assert (install.split()[0], install.split()[-1]) == ("install", "redis-server")
 
 
-@pytest.mark.parametrize("number", ["1000", "0"])
-def test_what_is_only_wanted_is_asked_of_apt_where_that_may_be_and_stops_nothing(
-    system: System, number: str
-) -> None:
-    system.complete()
-    system.program("id", f"echo {number}")
-    assert system.check("redis", "--wanted", "browser", "monitoring").returncode == 0
-    wanted = [line.split()[-3:] for line in system.installed() if line.startswith("install")]
-    packages = ["prometheus", "prometheus-alertmanager", "chromium"]
-    assert wanted == ([packages] if number == "0" else [])
-
-
 @pytest.mark.parametrize(
     ("goal", "packages"),
     [

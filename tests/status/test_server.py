@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
-import struct
 import threading
 
 import httpx
@@ -84,19 +82,6 @@ def test_a_client_that_sends_for_ever_keeps_it_from_nobody_for_long(serve, conne
     finally:
         stopped.set()
         thread.join()
-
-
-def test_a_client_that_goes_is_no_error(serve, connect, capfd, caplog):
-    taken = threading.Event()
-    server = serve(lambda: {"taken": taken.set(), "much": "x" * (1 << 20)})
-    gone = connect(server.url)
-    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    gone.sendall(b"GET /pdstore HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert taken.wait(10)
-    gone.close()
-    assert get(server.url).status_code == 200
-    assert capfd.readouterr().err == ""
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.slow

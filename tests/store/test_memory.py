@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import tracemalloc
 
 import hypothesis
 import pytest
@@ -63,16 +62,3 @@ def test_stores_of_one_name_share_values_until_the_last_one_closes():
 @pytest.fixture
 def clock():
     return Clock()
-
-
-def test_a_closed_store_gives_its_memory_back():
-    store = MemoryStore()
-    tracemalloc.start()
-    try:
-        put(store, [KEY], [b"x" * (8 << 20)])
-        held, _ = tracemalloc.get_traced_memory()
-        store.close()
-        left, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held - left > 8_000_000

@@ -244,18 +244,6 @@ def test_pauses_grow_up_to_the_longest_and_news_make_them_short_again(clock):
     assert pace.after(1, 0.0) == 0.002
 
 
-def test_on_average_there_are_no_more_calls_than_the_rate_whatever_the_news(clock):
-    pace = Pace(calls_per_s=200.0, clock=clock)
-    num_calls = 0
-    while clock.now < 110.0:
-        pace.hurry()  # somebody has news all the time
-        if not pace.blocked_s():
-            pace.after(1, 0.0)
-            num_calls += 1
-        clock.now += 0.0005
-    assert 1990 <= num_calls <= 2021
-
-
 @pytest.mark.parametrize(("share", "rest_s"), [(4, 0.3), (2, 0.1)])
 def test_slow_calls_take_a_share_of_the_time_at_most(clock, share, rest_s):
     pace = Pace(calls_per_s=None, share=share, clock=clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pdstore.errors import MissingExtra
 from pdstore.telemetry.request_record import Phase
-from pdstore.telemetry.spans import Spans, open_provider
+from pdstore.telemetry.spans import Spans
 from tests.support.otlp_receiver import receiving
 from tests.telemetry.test_request_record import RECORD
 
@@ -91,16 +90,3 @@ def test_nothing_of_it_is_loaded_without_the_setting():
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
-
-
-def test_a_seed_that_two_processes_share_gives_their_spans_no_common_id():
-    """Seeds `random` twice alike, which vLLM does in P and in D."""
-    state, ids = random.getstate(), []
-    for _ in range(2):
-        random.seed(0)
-        provider = open_provider("http://127.0.0.1:9", "test")
-        context = provider.get_tracer("test").start_span("never ended").get_span_context()
-        ids += [context.span_id, context.trace_id]
-        provider.shutdown()
-    random.setstate(state)
-    assert len(set(ids)) == 4

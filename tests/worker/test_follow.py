@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -13,10 +11,6 @@ from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
-from pdstore.worker.follow import Follow
-from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks, Split
-from tests.support.jobs import job_of
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
 
@@ -49,13 +43,6 @@ def follow(d, num_tokens, **more):
 def is_loaded(p, d, num_tokens, layer) -> bool:
     got, want = d.tokens(D_BLOCKS, layer), p.tokens(P_BLOCKS, layer)
     return torch.equal(got[:num_tokens], want[:num_tokens])
-
-
-@pytest.mark.parametrize("num_tokens", [5, 64, 200, 320])
-def test_what_is_stored_already_is_loaded(p, d, num_tokens):
-    assert p.pool.save(p.cache.keys(range(num_tokens)), P_BLOCKS).wait(10).reason is None
-    assert follow(d, num_tokens).wait(10) == JobResult(num_tokens)
-    assert_loaded(p, d, num_tokens)
 
 
 def test_layers_are_loaded_while_p_still_computes_others(p, d):
@@ -157,26 +144,3 @@ class Failing(WrapperStore):
     def _check(self, keys):
         if not self.keys.isdisjoint(keys):
             raise StoreUnavailable("on purpose")
-
-
-def follow_by_hand(one, store, keys, **more):
-    """Returns a follow of ONE without a thread, its work, its job, and a list of its wakes."""
-    prompt = PromptBlocks(one.layout, keys, [D_BLOCKS])
-    mover = SimpleNamespace(way=SimpleNamespace(split=Split(1)))
-    work, wakes = LoadWork(mover, prompt, 0, None), []
-    job = job_of(work)
-    more = {"stall_s": 60.0, "wake": lambda: wakes.append(1), **more}
-    return Follow(store, job, work, ONE, **more), work, job, wakes
-
-
-def test_what_was_found_before_the_store_failed_is_loaded_at_once(p, store):
-    keys, failing = p.cache.keys(range(64)), Failing(store)
-    p.pool.save(keys, P_BLOCKS).wait(10)
-    follow, work, _, wakes = follow_by_hand(p, failing, keys)
-    failed, missing = ONE.failed(p.namespace), set(follow.wanted()[-3:])
-    failing.keys = {follow.wanted()[-1]}
-    follow.look_ended(missing | {failed}, 0.0)
-    assert (work.num_ready, wakes, work.is_open) == (2, [1], True)
-    failing.keys.clear()
-    follow.look_ended(missing | {failed}, 0.0)
-    assert (work.num_ready, len(wakes), work.is_open) == (3, 2, False)

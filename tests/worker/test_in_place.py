@@ -174,23 +174,6 @@ def test_a_byte_that_was_wrong_only_while_it_was_copied_leaves_the_value(
     assert_loaded(p, d, 64)
 
 
-def test_nothing_counts_behind_a_value_that_went_away_during_the_copy(instance, store, arena):
-    """Of nine ranges one worker loads the last two; a block of one goes before its copy is over."""
-    more = {"workers": 2, "num_blocks": 80, "range_bytes": 2 * BLOCK_BYTES}
-    p, d = (instance(fill=f, **more) for f in (None, POISON))
-    keys, blocks = p.cache.keys(range(17 * 64)), list(range(68))
-    assert p.pool.save(keys, blocks).wait(10).reason is None
-    names = keys.store_keys(p.layout.parts)
-
-    def lose():
-        if store.calls.count("confirm") == 8:
-            arena.remove([names[15]])
-
-    store.before["confirm"] = lose
-    result = d.pool.load(keys, blocks).wait(10)
-    assert (result.num_tokens, result.reason) == (15 * 64, Reason.LOST)
-
-
 @pytest.mark.parametrize("before", ["start_scatter", "confirm"])
 def test_memory_that_another_value_took_over_does_not_count_and_is_not_removed(
     instance, store, arena, caplog, before

@@ -47,26 +47,6 @@ def carry(job, goes_on=lambda job: True) -> None:
     assert worker.join(10)
 
 
-def test_many_workers_do_each_share_and_the_end_once():
-    for _ in range(50):
-        done: list = []
-        work = Shares(*[done.append] * 7, last=lambda child, done=done: done.append("end"))
-        job = job_of(work)
-        start = threading.Barrier(4)
-
-        def worker(job=job, start=start):
-            start.wait(10)
-            while job.num_ready:
-                child = job.begin_child(lambda job: True, left)
-                if child is not None:
-                    child.run()
-
-        start_background(*[worker] * 4)(10)
-        assert job.done
-        assert len(done) == 8
-        assert done[-1] == "end"
-
-
 def test_a_block_copy_is_never_cut_short():
     inside: list = []
 

@@ -102,18 +102,6 @@ def test_markers_overtake_hand_offs_and_those_all_others(one_worker):
     assert order == ["marker", "handoff", "load", "save"]
 
 
-def test_a_marker_waits_for_one_share_of_a_large_job_at_most(make):
-    queue, gate, order = make(workers=2), Gate(), []
-    first = job_of(Shares(gate.pass_through, *[lambda child: order.append("large")] * 3), SAVE)
-    large = queue.submit(first)
-    eventually(lambda: gate.num_inside)
-    marker = queue.submit(noting(order, "marker", urgency=Urgency.MARKER))
-    gate.open()
-    assert marker.wait(10).reason is None
-    assert large.wait(10).reason is None
-    assert order == ["marker", "large", "large", "large"]
-
-
 def test_a_small_job_passes_a_large_one_whose_time_is_up_later(make):
     queue, gate, order = make(workers=2), Gate(), []
     busy = queue.submit(held(gate, SAVE))

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from pdstore import HandoffId, Reason
+from pdstore import Reason
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
@@ -111,24 +111,6 @@ def test_ranges_run_side_by_side_and_a_cancelled_load_writes_nothing_after_its_e
     assert job.wait(10).num_tokens == (0 if is_cancelled else 320)
     d.pool.close()
     assert not is_cancelled or all((cache == POISON).all() for cache in d.caches)
-
-
-@pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
-def test_layer_ranges_before_a_gap_are_loaded_although_they_come_after_it_in_time(
-    instance, store, range_bytes
-):
-    """Layer range 0 breaks off at block 2; range 1 of the blocks before it is still wanted."""
-    p = instance(layer_ranges=2)
-    d = instance(fill=POISON, layer_ranges=2, workers=2, range_bytes=range_bytes)
-    keys = save(p, 320)
-    first = next(part for part in p.layout.parts if p.layout.range_of_part(part) == 0)
-    damage(store, keys.store_keys([first])[2], payload_bytes=p.layout.payload_bytes(first, 64))
-    handoff = HandoffId("1" * 32)
-    job = d.pool.load(keys, D_BLOCKS, follow=handoff)
-    p.pool.abort_handoff(handoff)
-    result = job.wait(10)
-    assert (result.num_tokens, result.reason) == (128, Reason.CORRUPT)
-    assert torch.equal(d.tokens(D_BLOCKS, 2)[:128], p.tokens(P_BLOCKS, 2)[:128])
 
 
 def test_nothing_counts_behind_a_copy_that_failed(instance):

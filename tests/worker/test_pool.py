@@ -177,10 +177,6 @@ def a_swap(device="cpu"):
     return TorchSwap(layout, [cache.to(device) for cache in caches_of(layout)])
 
 
-def test_the_cpu_has_no_stream_to_follow():
-    assert behind_caller(a_swap()) is None
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_stream_under_capture_is_refused():

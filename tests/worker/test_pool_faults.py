@@ -177,23 +177,6 @@ def test_close_ends_everything(instance):
     assert one.pool.save(one.cache.keys(range(10)), P_BLOCKS).result.reason is Reason.CLOSED
 
 
-def test_a_second_close_waits_for_the_first_and_cuts_nothing(instance, store):
-    held = Held(store)
-    p = instance(over=held)
-    job = p.pool.save(p.cache.keys(range(100)), P_BLOCKS)
-    eventually(lambda: held.num_inside)
-    ended: list = []
-
-    def close():
-        p.pool.close()
-        ended.append(job.result)
-
-    join = start_background(close, close)
-    threading.Timer(0.1, held.opened.set).start()
-    join(20)
-    assert [result.reason for result in ended] == [None, None]
-
-
 def test_a_handoff_that_the_close_cuts_is_marked_as_failed(instance, store):
     held = Held(store)
     p, d = instance(over=held, drain_s=0.05), instance(fill=POISON, handoff_wait_s=30.0)

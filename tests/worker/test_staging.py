@@ -38,20 +38,6 @@ def test_too_little_memory_says_how_much_is_needed():
         Staging(lambda n: memoryview(bytearray(n)), (2 << 20) - HEADER_BYTES, 8 << 20)
 
 
-def test_who_waits_gets_the_slots_that_come_back():
-    staging, got = staging_of(), []
-
-    def wait():
-        with loan(staging, Direction.LOAD, 12, least=12, seconds=10) as numbers:
-            got.append(len(numbers))
-
-    with loan(staging, Direction.LOAD, 1):
-        thread = threading.Thread(target=wait)
-        thread.start()
-    thread.join(10)
-    assert got == [12]
-
-
 def test_many_borrowers_never_share_a_slot():
     staging, owners, wrong = staging_of(), {}, []
     lock = threading.Lock()

@@ -158,19 +158,6 @@ def test_a_prompt_that_nobody_stores_holds_up_the_others_for_a_moment_only(serve
     assert d.revoked() == "lost"
 
 
-@pytest.mark.parametrize(
-    ("role", "policy", "is_said"),
-    [
-        ("decode", "timeout", True),
-        ("decode", "wait_complete", False),
-        ("prefill", "timeout", False),
-    ],
-)
-def test_a_decode_server_that_may_not_wait_is_said(serve, caplog, role, policy, is_said):
-    serve(wheel.mha_pool(), role=role, arguments={"hicache_storage_prefetch_policy": policy})
-    assert ("Start the decode server with wait_complete" in caplog.text) is is_said
-
-
 def test_a_dead_store_is_a_miss_and_the_reason_is_counted(serve):
     server = serve(wheel.mha_pool(), store="redis://127.0.0.1:1/0")
     assert server.prefetch(HASHES, LOADED) == 0

@@ -95,23 +95,6 @@ def test_pages_that_do_not_come_are_given_up_and_not_expected(serve, bounds):
 
 
 @pytest.mark.parametrize(
-    ("batch_pages", "num_looks"), [(4, 10), (5, 2)], ids=["a full batch", "a prompt's end"]
-)
-def test_pages_are_waited_for_until_those_of_a_full_batch_before_them_have_come(
-    batch_pages, num_looks
-):
-    """The first four pages take longer than a stall may; the fifth is of the next batch."""
-    store = Scripted(0, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
-    settings, clock = settings_of(handoff_wait_s=1000), Clock(step=1.0)
-    wait = PageWait(settings, store, Metrics(), stall_s=8.0, batch_pages=batch_pages, clock=clock)
-    with contextlib.closing(wait):
-        assert wait.wait_for_pages(KEYS)
-        assert store.num_calls == 2
-        assert wait.wait_for_pages(OTHERS)
-        assert store.num_calls == 2 + num_looks
-
-
-@pytest.mark.parametrize(
     ("script", "step", "load_s", "followed"),
     [
         ((0, 1, 1, 2, 2, 3, 3, 4), 1.0, 0.0, [1, 2, 3, 4]),

@@ -6,20 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, MultiModalConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed import parallel_state
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from pdstore.adapters.vllm.describe import (
-    hashes_items,
     keys_of,
     layers_by_step,
     layout_of,
@@ -82,23 +79,6 @@ def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
 
 
-@pytest.mark.parametrize(
-    ("prefix_caching", "options", "expected"),
-    [
-        (True, MultiModalConfig(mm_processor_cache_gb=0), True),
-        (False, MultiModalConfig(mm_processor_cache_gb=4), True),
-        (False, MultiModalConfig(mm_processor_cache_gb=0), False),
-        (False, None, True),  # a model that takes text alone
-    ],
-)
-def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, options, expected):
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
-        model_config=SimpleNamespace(multimodal_config=options),
-    )
-    assert hashes_items(config) is expected
-
-
 NAMES = ["layer.0", "layer.1"]
 
 
@@ -131,17 +111,6 @@ def test_the_hubs_commit_is_the_revision_with_the_name_of_one_of_several_weights
     assert hub_revision() == hub_revision(hf_config_path="org/name") == f"commit:{COMMIT}"
     names = ("org/name", "org/name:Q4_K_M", "org/name:Q8_0")
     assert len({hub_revision(model=name) for name in names}) == 3
-
-
-def test_a_window_is_refused_where_vllm_does_not_say_what_it_gives_back(monkeypatch):
-    spec = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
-    )
-    sliding = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    refuse_unsupported(vllm_config(), sliding)
-    monkeypatch.delattr(base, "KVConnectorTransferResults")
-    with pytest.raises(ConfigError, match="sliding windows"):
-        refuse_unsupported(vllm_config(), sliding)
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from tests.support.router_kit import (
     PARAMS,
     Fake,
     listening,
-    metric,
     nobody,
     routed,
     says,
@@ -96,15 +95,6 @@ async def test_every_metric_of_the_page_is_there_from_the_start_with_0() -> None
     for role in ("prefill", "decode"):
         for reason in FAILURES:
             assert f'router_upstream_failures_total{{reason="{reason}",role="{role}"}}' in values
-
-
-async def test_every_answer_is_counted_but_those_of_probes() -> None:
-    async with routed([Fake()], [Fake()]) as client:
-        for path in ("/health", "/metrics", "/v1/models"):
-            await client.get(path)
-        assert (await client.get("/v1/completions")).status_code == 405
-        assert await metric(client, 'router_requests_total{status="200"}') == 1
-        assert await metric(client, 'router_requests_total{status="405"}') == 1
 
 
 async def page_with_a_request(log: str) -> dict:

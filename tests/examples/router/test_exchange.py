@@ -43,14 +43,6 @@ async def test_relay_asks_p_for_one_token_and_gives_d_what_p_said() -> None:
     assert all(fake.headers[0]["authorization"] == "B k" for fake in (p, d))
 
 
-@pytest.mark.parametrize("reply", [says({"id": "p"}), says({"kv_transfer_params": None}), says([])])
-async def test_d_gets_no_params_when_p_gave_none(reply: Reply) -> None:
-    d = Fake()
-    async with routed([Fake(reply)], [d]) as client:
-        await client.post("/v1/completions", json=BODY | {"kv_transfer_params": {"forged": 1}})
-    assert d.bodies == [BODY]
-
-
 async def test_a_stream_is_not_buffered() -> None:
     client_has_first = anyio.Event()
 

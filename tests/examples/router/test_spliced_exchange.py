@@ -10,7 +10,7 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.support.router_kit import BODY, PARAMS, Fake, Reply, nobody, routed, says, streams
+from tests.support.router_kit import BODY, PARAMS, Fake, routed, says, streams
 
 pytestmark = pytest.mark.anyio
 
@@ -106,20 +106,6 @@ async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> Non
         assert (await client.post("/v1/completions", json=BODY | more)).json() == {"id": "d"}
     assert d.bodies == [BODY | more | {"kv_transfer_params": PARAMS}]
     assert "return_token_ids" not in p.bodies[0]
-
-
-@pytest.mark.parametrize("reply", [says({"error": {"message": "because"}}, 500), None])
-async def test_an_error_of_d_is_the_last_event(reply: Reply | None) -> None:
-    with nobody() as gone:
-        async with spliced(Fake(says(FIRST)), Fake(reply) if reply else gone) as client:
-            got = await client.post("/v1/completions", json=BODY | STREAM)
-            whole = await client.post("/v1/completions", json=BODY)
-    told, error, done, _ = got.text.split("\n\n")
-    assert json.loads(told.removeprefix("data: "))["choices"][0]["text"] == " a"
-    expected = "because" if reply else "no decode instance can be reached: see /health"
-    assert json.loads(error.removeprefix("data: "))["error"]["message"] == expected
-    assert done == "data: [DONE]"
-    assert whole.status_code == (500 if reply else 503)
 
 
 async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:

@@ -54,14 +54,6 @@ def test_a_file_that_others_may_open_is_refused(library, path):
         open_and_close(library, path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_a_file_of_somebody_else_is_refused(library, path):
-    open_and_close(library, path)
-    os.chown(path, 12345, 12345)
-    with pytest.raises(StoreDenied, match="belongs to user 12345"):
-        open_and_close(library, path)
-
-
 @pytest.mark.parametrize("data", [b"", b"x" * 100, bytes(8 * MIB), os.urandom(MIB)], ids=len)
 def test_a_file_that_is_no_arena_is_refused_and_left_alone(library, path, data):
     path.write_bytes(data)

@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from pdstore.errors import ConfigError, StoreClosed, StoreFull
+from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
@@ -113,17 +113,6 @@ def test_a_put_wakes_whoever_waits_for_a_change(open_arena):
 
     run_together(wait, lambda: put(store, [key], [b"x"]), deadline_s=10)
     assert woken.is_set()
-
-
-def test_close_wakes_whoever_waits_for_a_change(open_arena):
-    store = open_arena(size=MIB)
-    seen = store.wait_for_change(None, 0)
-
-    def wait():
-        with pytest.raises(StoreClosed):
-            store.wait_for_change(seen, 60)
-
-    run_together(wait, store.close, deadline_s=10)
 
 
 @pytest.mark.parametrize(

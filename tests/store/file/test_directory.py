@@ -154,15 +154,6 @@ def test_a_clear_deletes_links_and_not_what_they_lead_to(store, tmp_path):
     assert not any(os.path.lexists(path_of(store, key)) for key in keys)
 
 
-def test_a_clear_deletes_nothing_behind_a_linked_directory(store, tmp_path):
-    [key] = fresh_keys(1)
-    (tmp_path / "others").mkdir()
-    (tmp_path / "others" / key).touch()
-    path_of(store, key).parent.symlink_to(tmp_path / "others")
-    store.clear(key.split(":")[1])
-    assert (tmp_path / "others" / key).exists()
-
-
 @pytest.fixture
 def dead(tmp_path):
     """Leaves files as a writer does that is killed."""

@@ -48,13 +48,6 @@ def test_a_value_is_kept_for_a_moment_after_its_put(store):
     assert 16 <= caught.value.num_done <= 20
 
 
-def test_a_time_far_in_the_future_is_no_lease(store):
-    keys, old = fill(store, 8, age_s=-86_400), fill(store, 8, age_s=300)
-    fill(store, 12)
-    assert stored(store, keys) == []
-    assert len(stored(store, old)) > 4
-
-
 def test_tails_and_markers_past_their_time_go_before_any_block(store):
     block = fresh_keys(1)[0]
     old = [BlockKey(f"{block}:partial:3"), BlockKey("pds1:00:handoff:11:0:done")]

@@ -59,20 +59,6 @@ def test_memory_that_the_transport_cannot_move_goes_through_a_slab_that_it_can(o
         assert any(b <= address and address + size <= b + n for b, n in raw.buffers)
 
 
-def test_what_is_copied_leaves_doubtful_memory_behind_and_does_not_wait(open_double, raw):
-    """The store's own memory can be given up; later values go through other memory."""
-    store = open_double(topology="shared")
-    [key] = fresh_keys(1)
-    store.match([key])
-    raw.script = [("put", [-900])]
-    raw.health = 2  # a wait would not end
-    start_background(lambda: fails(lambda: put(store, [key], [b"x" * SIZE])))(5)
-    raw.health = 0
-    assert put(store, [key], [b"x" * SIZE]) == 1
-    first, second = (address for _, address, _, _ in raw.moved)
-    assert first != second
-
-
 def test_the_callers_own_memory_is_waited_for(open_double, raw, server):
     store = open_double(topology="shared")
     slots = Slots(store.allocate(1 << 20), SIZE, [0], [SIZE])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import threading
 import time
 
 import pytest
 
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
-from pdstore.store.mooncake.client import Client, Server, State, close_together
+from pdstore.store.mooncake.client import Client, Server, State
 from pdstore.testing import fresh_keys
-from pdstore.testing.values import get, run_together, start_background
+from pdstore.testing.values import run_together, start_background
 from tests.support.kv import eventually
-from tests.support.mooncake_double import RawDouble
 
 
 @pytest.fixture
@@ -86,50 +83,3 @@ def test_close_waits_for_the_calls_that_run(store, raw):
     assert raw.is_closed
     with pytest.raises(StoreClosed):
         store.match(fresh_keys(1))
-
-
-def test_clients_have_one_time_to_drain_and_accept_no_calls_in_it(open_client, raw):
-    """Rule 8: a call that never ends uses it up, and its object is left alone; others close."""
-    other = RawDouble()
-    hung, busy = open_client(raw), open_client(other)
-    is_busy = threading.Event()
-
-    def call_on():
-        with contextlib.suppress(StoreClosed):
-            while True:
-                with busy.call():
-                    is_busy.set()
-                    time.sleep(0.02)
-
-    with hung.call():
-        join = start_background(call_on)
-        assert is_busy.wait(30)
-        begin = time.monotonic()
-        close_together([hung, busy], drain_s=0.2)
-        assert time.monotonic() - begin < 5
-        assert other.is_closed
-        assert not raw.is_closed
-    join(30)
-    with pytest.raises(StoreClosed), hung.call():
-        pass
-
-
-def test_a_forked_child_neither_calls_nor_closes_the_parents_object(store, raw):
-    """Rule 8."""
-    get(store, fresh_keys(1), [1])
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            store.match(fresh_keys(1))
-        except StoreClosed:
-            store.close()
-            store.allocate(1 << 20)
-            is_left_alone = not raw.is_closed and len(raw.calls) == 1 and raw.buffers == []
-            os.write(writer, b"refused" if is_left_alone else b"no")
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reader, 10) == b"refused"
-    os.close(reader)
-    os.close(writer)

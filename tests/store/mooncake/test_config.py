@@ -239,10 +239,3 @@ def test_an_answer_that_is_no_listing_is_named_with_the_option(answering, body):
     assert "answers, but not as Mooncake's master does" in str(caught.value)
     assert "?metrics_port=" in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("said_bytes", [None, 1 << 40])
-def test_an_answer_without_end_is_not_read_to_its_end(answering, said_bytes):
-    store = answering({"/metrics": b"x 1\n" * ((1 << 20) + 1)}, said_bytes)
-    with pytest.raises(StoreUnavailable, match=f"more than {4 << 20} bytes.*metrics_port"):
-        store.room()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 import socketserver
-import threading
 import time
 
 import pytest
-import redis
 from redis.client import Pipeline
 
 from examples.ports import free_port
@@ -19,9 +16,9 @@ from pdstore.outcome import Reason, reason_of
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import fresh_keys
-from pdstore.testing.values import empty_slots, get, put, run_together, start_background
+from pdstore.testing.values import empty_slots, get, put, start_background
 from tests.support.redis_server import make_certificate
-from tests.support.redis_store import SIZE, fails_to_put, opened, put_one
+from tests.support.redis_store import SIZE, opened, put_one
 
 pytestmark = pytest.mark.redis
 ACL = "+get +set +exists +expire +unlink +scan +ping"
@@ -172,24 +169,6 @@ def test_a_reply_of_another_type_is_an_error_of_the_store(another_server, reply,
             assert reason_of(caught.value) is Reason.STORE_ERROR
 
 
-@pytest.mark.parametrize(
-    "url", ["redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{},127.0.0.1:{}"]
-)
-def test_opening_does_not_connect_and_calls_say_who_does_not_answer(url):
-    url, [key] = url.format(free_port(), free_port()), fresh_keys(1)
-    with opened(url) as store:
-        for call in (
-            lambda: store.match([key]),
-            lambda: get(store, [key], [SIZE]),
-            lambda: put(store, [key], [b"x"]),
-            lambda: store.remove([key]),
-        ):
-            with pytest.raises(StoreUnavailable, match=re.escape(url)) as caught:
-                call()
-            assert "pds1:" not in str(caught.value), "a key says nothing about a connection"
-            assert isinstance(caught.value.__cause__, redis.ConnectionError)
-
-
 def test_a_server_that_hangs_is_a_timeout_and_nothing_comes_late(redis_server):
     server, keys = redis_server(), fresh_keys(2)
     with opened(f"{server.url}?timeout=0.6") as store:
@@ -206,22 +185,6 @@ def test_a_server_that_hangs_is_a_timeout_and_nothing_comes_late(redis_server):
         server.resume()
         assert get(store, keys, [SIZE] * 2) == values
         assert bytes(slots.view) == before
-
-
-def test_connections_that_a_restart_broke_cost_one_failing_call_at_most(redis_server):
-    server = redis_server()
-    with opened(server.url) as store, server.client() as raw:
-        together = threading.Barrier(4)
-
-        def use() -> None:
-            together.wait(10)
-            store.match(fresh_keys(1))
-
-        run_together(*[use] * 4)
-        assert len(raw.client_list()) > 2, "of the store more than one, and our own"
-        server.stop()
-        server.start()
-        assert sum(fails_to_put(store) for _ in range(12)) <= 1
 
 
 def test_a_server_that_dies_in_a_call_leaves_the_number_of_keys_served(redis_server, monkeypatch):
