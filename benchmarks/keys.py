@@ -14,8 +14,7 @@ from statistics import median
 from benchmarks.command import parser_of, run
 from benchmarks.report import Report, seconds_of
 from pdstore.errors import MissingExtra
-from pdstore.format.keys import PromptKeys, int32_bytes
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import Namespace, Part, PromptKeys, int32_bytes
 
 NUM_TOKENS = 131_072
 _GOALS_MS = {16: 5.0, 64: 2.0}

@@ -21,8 +21,7 @@ from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import BlockKey
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import BlockKey, Namespace, Part
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import read_settings

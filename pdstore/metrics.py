@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
 
 import pdstore
-from pdstore.outcome import Direction, Reason
+from pdstore.errors import Direction, Reason
 from pdstore.telemetry.reasons import ReasonLog
 
 DIRECTIONS = tuple(direction.value for direction in Direction)

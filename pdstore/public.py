@@ -7,9 +7,12 @@ from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     ConfigError,
     DeviceError,
+    Direction,
     JobError,
+    JobResult,
     LayoutError,
     PDStoreError,
+    Reason,
     SaveFailed,
     StoreDenied,
     StoreError,
@@ -19,12 +22,10 @@ from pdstore.errors import (
     SwapError,
 )
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import MultimodalItem, PromptKeys
+from pdstore.format.keys import MultimodalItem, Namespace, PromptKeys
 from pdstore.format.layout import NO_BLOCK, LayerSpec, Layout, Pipeline
-from pdstore.format.namespace import Namespace
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, JobResult, Reason
 from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager

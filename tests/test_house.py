@@ -29,10 +29,10 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 22_240,
-    "files": 117,
-    "small modules": 1,
-    "statements": 13_670,
+    "lines": 22_170,
+    "files": 113,
+    "small modules": 0,
+    "statements": 13_610,
     "classes": 235,
     "protocols": 9,
     "packed assignments": 0,
@@ -41,7 +41,7 @@ BUDGET = {
     "lines of native sources": 4_800,
     "lines of tests": 32_000,
     "nightly marks": 36,
-    "lines of benchmarks, examples and integrations": 16_180,
+    "lines of benchmarks, examples and integrations": 16_190,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from pdstore.errors import StoreFull, StoreUnavailable
+from pdstore.errors import Direction, Reason, StoreFull, StoreUnavailable
 from pdstore.metrics import METRICS, Kind, Metrics, known_labels
-from pdstore.outcome import Direction, Reason
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ LMCACHE = PACKAGE.parent / "integrations" / "lmcache" / "pdstore_lmcache"
 """LMCache's adapter: a distribution of its own, and a room like any for these rules."""
 FLOORS = (
     ("errors",),
-    ("outcome", "settings", "threads", "sizing"),
+    ("settings", "threads", "sizing"),
     ("telemetry",),
     ("metrics", "async_runner"),
     ("format", "native"),

@@ -17,8 +17,8 @@ from benchmarks.report import Report
 from benchmarks.swap.beside import Beside
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
+from pdstore.errors import Direction
 from pdstore.native.library import CopyPath
-from pdstore.outcome import Direction
 
 SHAPES = (
     SwapShape("8B", 64, 32 << 10),

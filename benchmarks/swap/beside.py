@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
+from pdstore.errors import Direction
 from pdstore.native.library import CopyPath
-from pdstore.outcome import Direction
 from pdstore.threads import Worker
 from pdstore.worker.swap.native import NativeSwap, Packed
 

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.swap.library import BenchLibrary
-from pdstore.errors import SwapError
+from pdstore.errors import Direction, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.library import CopyPath, address_of
-from pdstore.outcome import Direction
 from pdstore.worker.staging import SPAN_BYTES, PinnedMemory, slot_bytes_for, spans_of
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed

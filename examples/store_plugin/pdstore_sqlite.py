@@ -17,7 +17,7 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import prefix_of
 from pdstore.store import BlockKey, Lifecycle, Slots, Store, StoreURL, check_call
 
 _PAUSE_S = 0.005

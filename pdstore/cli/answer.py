@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pdstore.cli.main import drop_output, printable
 from pdstore.errors import ConfigError
-from pdstore.format.namespace import Json
+from pdstore.format.keys import Json
 
 _WIDE = 200
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -44,7 +44,7 @@ def _run(name: str, json_target: str | None, *arguments: object, **options: obje
 def _show_version(wanted: bool) -> None:
     if wanted:
         from pdstore import __version__
-        from pdstore.format.namespace import FORMAT_VERSION
+        from pdstore.format.keys import FORMAT_VERSION
 
         print(f"pdstore {__version__}, stored format {FORMAT_VERSION}")
         raise typer.Exit

@@ -1,18 +1,275 @@
-"""`pdstore doctor`: tries all that P and D need, and says for each finding what to do."""
+"""`pdstore doctor`: every check of it, and those that try the store."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from pydantic import ByteSize
 
-from pdstore.cli.answer import Answer, answer_of, busy
-from pdstore.cli.host import check_host, check_settings
+from pdstore.cli.answer import (
+    Answer,
+    Finding,
+    answer_of,
+    bad,
+    busy,
+    count,
+    duration,
+    info,
+    ok,
+    size,
+    warn,
+)
+from pdstore.cli.host import MOUNTS, check_host, check_pages, check_settings
+from pdstore.cli.listing import missing_pool, survey
 from pdstore.cli.peers import check_peers
-from pdstore.cli.store_check import ENGINE_BLOCK, check_store
-from pdstore.settings import read_settings
-from pdstore.sizing import Machine, ModelShape
+from pdstore.engine.self_test import StepFailed, Tried, self_test
+from pdstore.errors import ConfigError, PDStoreError, StoreError, StoreFull
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.settings import Settings, read_settings
+from pdstore.sizing import Machine, ModelShape, break_even
+from pdstore.store import open_store
+from pdstore.store.arena.store import ArenaStore
+from pdstore.store.base import Store
+from pdstore.store.connect import read_pool_id
+from pdstore.store.file.store import FileStore
+from pdstore.store.optional import ListsValues, Room, TellsRoom, find_optional
+from pdstore.store.seal import seal_store
+from pdstore.worker.movers import check_values_fit
+
+ENGINE_BLOCK = 16
+"""Tokens of an engine's own block, unless the user says otherwise; vLLM's default."""
+
+_TINY = [LayerSpec(1, 8)]
+_8B = ModelShape("an 8B model", 32, 32, 2048, 128, 128, 8e9, "bfloat16", 8, is_mla=False)
+_TRIED_BYTES = 32 << 20
+_SMALL_POOL = 100 * _TRIED_BYTES  # in a larger one it does not matter what goes
+_STAGING = ByteSize(256 << 20)
+_CONNECTIONS = 64
+_PROMPT, _SHORT_PROMPT = 8192, 4096
+_ALIVE = "see that the server runs, and that its URL, user and password are right"
+_MORE = "give the store more memory, or empty it"
+
+
+def check_store(
+    settings: Settings, shape: ModelShape | None, machine: Machine, num_gpus: int
+) -> Iterator[Finding]:
+    """Yields the findings about the store at PDSTORE_STORE. Raises ConfigError for a bad URL.
+
+    shape: the model; None: an 8B model, and no break-even. num_gpus: of this host.
+    """
+    missing = missing_pool(settings.store)
+    url, is_new = settings.store, missing is not None and settings.store.startswith("shm://")
+    if is_new:  # of a name that no P opens meanwhile: a look leaves no arena behind
+        url = re.sub("//[^/?]*", f"//doctor-{os.getpid()}", url, count=1)
+    plain = open_store(url, settings)
+    store = seal_store(plain, settings)
+    if "store" not in settings.model_fields_set:
+        yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
+    try:
+        tried = try_store(settings, store)
+        yield tried
+        if tried.subject == "connect":
+            return
+        yield from check_room(plain, shape.kv_bytes() if shape else None)
+        if tried.remedy == "":
+            yield from measure(settings, store, shape, machine)
+        yield from _check_memory_pages(plain, num_gpus)
+        if is_new:
+            yield info("pool", f"there is no {missing} yet: the first P or D makes it")
+        else:
+            yield from _check_contents(plain)
+    finally:
+        store.close()
+        if is_new and isinstance(plain, ArenaStore):
+            plain.path.unlink()
+
+
+def try_store(settings: Settings, store: Store) -> Finding:
+    """Returns how a store fares with a small prompt."""
+    layout = _layout_of(settings, "bfloat16", _TINY)
+    try:
+        _try(settings, store, layout, layout.block_tokens)
+    except StepFailed as error:
+        return bad(error.step, error.why, error.remedy or _ALIVE)
+    return ok("round trip", "save, find, load, compare and remove are right")
+
+
+def measure(
+    settings: Settings, store: Store, shape: ModelShape | None, machine: Machine
+) -> Iterator[Finding]:
+    """Yields whether KV of the model's layout comes back, how fast, and if that is fast enough."""
+    tried_shape = shape or _8B
+    layout = layout_of(settings, tried_shape)
+    num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # of an 8B model 255
+    try:
+        check_values_fit(store, layout)
+        refusal = _refusal(store)
+        if refusal is not None:
+            yield refusal
+            return
+        tried = _try(settings, store, layout, num_tokens)
+    except ConfigError as error:
+        again = "stop P and D first, and run this again after it"
+        # without a model its values are of no importance
+        yield bad("block size", str(error), again) if shape else info("speed", str(error))
+        return
+    except StepFailed as error:
+        yield _failure(error)
+        return
+    seconds = tried.seconds
+    rates = [tried.num_bytes / seconds[step] for step in ("save", "load")]
+    said = f"KV of {tried_shape.name}, {size(tried.num_bytes)}: every byte is right; find"
+    said += f" {duration(seconds['find'])}, save {rates[0] / 1e9:.2g} GB/s,"
+    yield ok("speed", f"{said} load {rates[1] / 1e9:.2g} GB/s")
+    if shape is not None:
+        yield _verdict(shape, machine, rates[1])
+
+
+def layout_of(settings: Settings, shape: ModelShape) -> Layout:
+    """Returns the layout of one rank that holds all of a model."""
+    layer = LayerSpec(1, shape.kv_elements, value_dim=0, kind="mla")
+    if not shape.is_mla:
+        layer = LayerSpec(shape.kv_heads, shape.kv_elements // (2 * shape.kv_heads))
+    return _layout_of(settings, shape.dtype, [layer] * shape.layers)
+
+
+def _layout_of(settings: Settings, dtype: str, layers: list[LayerSpec]) -> Layout:
+    engine_block = math.gcd(settings.block_tokens, ENGINE_BLOCK)
+    return Layout.of(
+        settings, dtype=dtype, layers=layers, engine_block_tokens=engine_block, rope="doctor"
+    )
+
+
+def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> Tried:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, layout.dtype)
+    caches = [
+        torch.empty(
+            (1, layout.engine_block_tokens, spec.num_kv_heads, spec.channels),
+            dtype=dtype,
+            device=device,
+        )
+        for spec in layout.layers
+    ]
+    most = max(_STAGING, 32 * layout.block_bytes)  # else it takes its time to populate
+    own = settings.model_copy(update={"staging": ByteSize(min(settings.staging, most))})
+    return self_test(own, layout, caches, num_tokens=num_tokens, store=store)
+
+
+def _failure(error: StepFailed) -> Finding:
+    if isinstance(error.__cause__, StoreFull):
+        return bad("room", f"32 MiB do not fit: {error.why}", error.remedy or _MORE)
+    if error.step == "find":
+        said = f"values were lost at once: {error.why}"
+        return bad("room", said, "give the store more memory: it evicts what was just put")
+    return bad(f"speed: {error.step}", error.why, error.remedy or _ALIVE)
+
+
+def _refusal(store: Store) -> Finding | None:
+    """Returns why nothing large is put: it would not fit, or push others' values out."""
+    teller = find_optional(store, TellsRoom)
+    with contextlib.suppress(StoreError):  # the check of the room says so
+        room = teller.room() if teller is not None else None
+        if room is None or room.capacity_bytes is None:
+            return None
+        if room.capacity_bytes < _TRIED_BYTES:
+            return bad("room", f"32 MiB do not fit into {size(room.capacity_bytes)}", _MORE)
+        is_full = (room.used_bytes or 0) + _TRIED_BYTES > room.capacity_bytes
+        if is_full and room.capacity_bytes < _SMALL_POOL:
+            return info("speed", "not measured: 32 MiB would push others' values out")
+    return None
+
+
+def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
+    """Yields whether a store has room for prompts, and what goes when it is full.
+
+    kv_bytes: of a token; None takes an 8B model's.
+    """
+    teller = find_optional(store, TellsRoom)
+    if teller is None:
+        yield info("room", f"{store.label} does not tell how full it is")
+        return
+    try:
+        room = teller.room()
+    except StoreError as error:
+        yield info("room", f"unknown: {error}")
+        return
+    yield info("server", f"{room.keeper}, {room.policy}")
+    yield _room(room, kv_bytes)
+    if room.policy.startswith("allkeys-"):
+        yield warn(
+            "eviction",
+            f"{room.policy} may evict the pool's own id, which has no expiry",
+            f"set maxmemory-policy {room.policy.replace('allkeys', 'volatile')}, or noeviction",
+        )
+    if room.num_evicted and room.capacity_bytes:
+        yield info("evicted", f"{count(room.num_evicted)} values since the server's start")
+    if room.num_connections is not None and room.num_connections < _CONNECTIONS:
+        said = f"it takes {room.num_connections} more, and P and D open up to {_CONNECTIONS}"
+        yield warn("connections", said, "raise the server's maxclients")
+
+
+def _room(room: Room, kv_bytes: int | None) -> Finding:
+    if room.capacity_bytes is None:
+        return warn(
+            "room",
+            f"{size(room.used_bytes)} used, and no limit",
+            "set one (maxmemory, ?budget=): the pool takes all that it is given",
+        )
+    whose, kv_bytes = ("", kv_bytes) if kv_bytes else (" of an 8B model", _8B.kv_bytes())
+    tokens = room.capacity_bytes // kv_bytes
+    said = f"{size(room.capacity_bytes)}, KV of {count(tokens)} tokens{whose}"
+    said += f" ({size(kv_bytes)} each)"
+    if tokens < _SHORT_PROMPT:
+        return bad(
+            "room",
+            f"{said}: less than one prompt of {count(_SHORT_PROMPT)}",
+            f"give it {size(64 * _SHORT_PROMPT * kv_bytes)} or more; docs/sizing.md computes it",
+        )
+    return ok("room", f"{said}; {size(room.used_bytes)} used")
+
+
+def _check_memory_pages(store: Store, num_gpus: int) -> Iterator[Finding]:
+    if isinstance(store, ArenaStore):
+        yield from check_pages(store.path, MOUNTS.read_text(), num_gpus, is_arena=True)
+    if isinstance(store, FileStore):
+        yield from (warn("budget", *doubt) for doubt in store.doubts)
+        yield from check_pages(store.root.resolve(), MOUNTS.read_text(), num_gpus, is_arena=False)
+
+
+def _check_contents(store: Store) -> Iterator[Finding]:
+    try:
+        pool_id, lease = read_pool_id(store).hex()[:8], store.lease_s
+        yield info("pool", f"id {pool_id}, the same for P and D; lease {duration(lease)}")
+        lists = find_optional(store, ListsValues)
+        if lists is not None:
+            names = [use.hex[:12] for use in survey(lists.stored_values())]
+            yield info("namespaces", ", ".join(names[:6]) or "none yet")
+    except PDStoreError as error:
+        yield warn("pool", str(error), "see the findings above")
+
+
+def _verdict(shape: ModelShape, machine: Machine, bytes_per_s: float) -> Finding:
+    """Returns whether this store is fast enough for this model on this GPU."""
+    needed = break_even(shape, machine, _PROMPT)
+    said = (
+        f"{shape.name}, {_PROMPT:,} tokens: computing takes {duration(needed.compute_s)} on"
+        f" {machine.num_gpus} {machine.gpu}, reading {duration(needed.kv_bytes / bytes_per_s)}"
+    )
+    if bytes_per_s >= needed.bytes_per_s:
+        return ok("break-even", said)
+    return warn(
+        "break-even",
+        said,
+        f"{needed.bytes_per_s / 1e9:.3g} GB/s are needed: a faster store, or more connections",
+    )
+
 
 _H100 = Machine("H100")
 

@@ -12,10 +12,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from pdstore.cli.answer import Answer, age, busy, count, heading, table
-from pdstore.cli.pool_view import NamespaceUse, OpenPool, open_pool, survey
+from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
 from pdstore.errors import ConfigError, MissingExtra
-from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.namespace import Json, Namespace
+from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
 from pdstore.store.optional import StoredValue
 
 _ROWS = 12

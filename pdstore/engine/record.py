@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdstore.engine.request import EngineRequest, Interval, JobEnd
-from pdstore.outcome import Direction
+from pdstore.errors import Direction
 from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, plain
 
 _PATIENCE_S = 60.0

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Json
-from pdstore.outcome import Direction, Reason
+from pdstore.format.keys import Json, PromptKeys
 from pdstore.scheduler.break_even import Decision, PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager

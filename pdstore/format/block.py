@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 
 HEADER_BYTES = 64
 CHUNK_BYTES = 4096

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 
 if TYPE_CHECKING:
     from pdstore.format.keys import BlockKey

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstore.format.block import FLAG_MARKER, Header
-from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.namespace import HASH_BYTES, Json, Namespace
+from pdstore.format.keys import HASH_BYTES, BlockKey, Json, Namespace, PromptKeys
 
 _NAME = "pdstore"
 _ID = "attempt"  # the wire name of the hand-off's id

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from pdstore.errors import LayoutError
-from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace, Part
+from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import MAX_LAYER_RANGES, Settings
 
 NO_BLOCK = -1

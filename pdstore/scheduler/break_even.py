@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from pdstore.format.namespace import Namespace
+from pdstore.format.keys import Namespace
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
 
+from pdstore.errors import Reason, reason_of
 from pdstore.format.handoff import Handoff, Pulse
-from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.format.namespace import Namespace
+from pdstore.format.keys import BlockKey, Namespace, PromptKeys
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason, reason_of
 from pdstore.scheduler.break_even import CostAverage
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.store.base import Store

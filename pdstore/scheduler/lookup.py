@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pdstore.errors import StoreError
+from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Store, count_of
 from pdstore.threads import Deadline, Ticker, call_or
 

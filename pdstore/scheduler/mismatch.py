@@ -7,11 +7,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from pdstore.errors import StoreError
+from pdstore.errors import Reason, StoreError
 from pdstore.format.handoff import Handoff
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Json, Namespace
-from pdstore.outcome import Reason
+from pdstore.format.keys import Json, Namespace, PromptKeys
 from pdstore.scheduler.lookup import Match
 from pdstore.settings import Settings
 from pdstore.store.base import Store

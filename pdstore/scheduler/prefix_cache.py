@@ -10,12 +10,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from pdstore.errors import StoreError
+from pdstore.errors import Reason, StoreError
 from pdstore.format.handoff import Handoff, HandoffId, new_id
-from pdstore.format.keys import MultimodalItem, PromptKeys, Tokens
-from pdstore.format.namespace import FORMAT_VERSION, Json, Namespace
+from pdstore.format.keys import FORMAT_VERSION, Json, MultimodalItem, Namespace, PromptKeys, Tokens
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.scheduler.break_even import CostAverage
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over

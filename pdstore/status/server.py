@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 import pdstore
 from pdstore.errors import ConfigError
-from pdstore.format.namespace import Namespace
+from pdstore.format.keys import Namespace
 from pdstore.metrics import METRICS, Across, Kind
 from pdstore.settings import Settings, origin_of, variable_of
 from pdstore.store.url import StoreURL, without_secret

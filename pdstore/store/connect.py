@@ -20,8 +20,7 @@ from operator import methodcaller
 
 from pdstore.errors import BadValue, ConfigError, MissingExtra, StoreError
 from pdstore.format import block
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.format.namespace import HASH_BYTES
+from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store

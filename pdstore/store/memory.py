@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
-from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue

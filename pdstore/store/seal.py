@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, StoreError
+from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, Reason, StoreError
 from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of

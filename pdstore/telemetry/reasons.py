@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pdstore.errors import StoreError
-from pdstore.outcome import Reason
+from pdstore.errors import Reason, StoreError
 
 log = logging.getLogger(__name__)
 

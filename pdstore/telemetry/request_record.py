@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-from pdstore.errors import StoreError
+from pdstore.errors import Reason, StoreError
 from pdstore.format.handoff import HandoffId, Pulse
 from pdstore.format.keys import BlockKey
-from pdstore.outcome import Reason
 from pdstore.store.base import Store, count_of
 from pdstore.store.connect import read_marker
 from pdstore.store.watch import Waiter

@@ -12,9 +12,8 @@ from functools import partial
 from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.handoff import PERIOD_S, RING, HandoffId, beat_key
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Namespace
 from pdstore.format.layout import Layout
-from pdstore.format.namespace import Namespace
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
 from pdstore.threads import Deadline, Ticker, call_or

@@ -19,8 +19,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from pdstore.errors import JobCancelled, JobError, StoreError
-from pdstore.outcome import Direction, JobResult, Reason, reason_of
+from pdstore.errors import (
+    Direction,
+    JobCancelled,
+    JobError,
+    JobResult,
+    Reason,
+    StoreError,
+    reason_of,
+)
 from pdstore.threads import Deadline, call_each
 
 log = logging.getLogger(__name__)

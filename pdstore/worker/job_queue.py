@@ -22,9 +22,17 @@ from heapq import heappop, heappush
 from prometheus_client import Gauge
 
 from pdstore.async_runner import DevicePin
-from pdstore.errors import JobDeadline, JobError, PoolClosed, QueueFull, StoreError, StoreTimeout
+from pdstore.errors import (
+    Direction,
+    JobDeadline,
+    JobError,
+    PoolClosed,
+    QueueFull,
+    Reason,
+    StoreError,
+    StoreTimeout,
+)
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, Reason
 from pdstore.threads import Deadline, Ticker, Worker
 from pdstore.worker.job import ChildJob, Job, Urgency
 

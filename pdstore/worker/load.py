@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdstore.errors import StoreError
-from pdstore.outcome import Reason, reason_of
+from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.worker.job import ChildJob, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Move

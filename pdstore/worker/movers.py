@@ -6,12 +6,11 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
-from pdstore.errors import ConfigError, StoreError
+from pdstore.errors import ConfigError, Reason, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from pdstore.async_runner import DevicePin
-from pdstore.errors import LayoutError, ReadOnly, SwapError
+from pdstore.errors import Direction, LayoutError, ReadOnly, SwapError
 from pdstore.format.block import Header
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.keys import BlockKey, Namespace, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
-from pdstore.format.namespace import Namespace
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction
 from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store

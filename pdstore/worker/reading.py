@@ -6,12 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pdstore.errors import BadValue, StoreError
+from pdstore.errors import BadValue, Reason, StoreError, reason_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.worker.job import ChildJob, Shortfall
 from pdstore.worker.swap.base import Swap

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from pdstore.errors import SaveFailed, StoreError
+from pdstore.errors import JobResult, Reason, SaveFailed, StoreError
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
-from pdstore.outcome import JobResult, Reason
 from pdstore.threads import Deadline
 from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover

@@ -13,10 +13,9 @@ from typing import NamedTuple, TypeAlias
 
 from pydantic import ByteSize
 
-from pdstore.errors import ConfigError, SwapError
+from pdstore.errors import ConfigError, Direction, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.native.library import address_of
-from pdstore.outcome import Direction
 from pdstore.threads import Deadline, Worker
 from pdstore.worker.swap.base import Registrar
 

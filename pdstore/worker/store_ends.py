@@ -11,12 +11,11 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from pdstore.errors import JobError, LayoutError, StoreError, StoreTimeout
+from pdstore.errors import Direction, JobError, LayoutError, Reason, StoreError, StoreTimeout
 from pdstore.format import block
 from pdstore.format.layout import Layout
 from pdstore.native.arena import Taken, ValueBatch
 from pdstore.native.library import address_of
-from pdstore.outcome import Direction, Reason
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, count_of
 from pdstore.store.file.store import FileStore

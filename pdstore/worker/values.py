@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pdstore.format import block
-from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.keys import BlockKey, Part, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
-from pdstore.format.namespace import Part
 
 Tables = tuple[Sequence[int], ...]
 

@@ -13,7 +13,7 @@ from prometheus_client import start_http_server
 from pdstore import sizing
 from pdstore.cli.app import app
 from pdstore.cli.main import main
-from pdstore.format.namespace import Json
+from pdstore.format.keys import Json
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import open_store

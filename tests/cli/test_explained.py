@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdstore.cli.explained import Question, cover_of, explain
-from pdstore.cli.pool_view import NamespaceUse
+from pdstore.cli.listing import NamespaceUse
 from pdstore.errors import ConfigError
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Part
+from pdstore.format.keys import Part, PromptKeys
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.optional import StoredValue

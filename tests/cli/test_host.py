@@ -180,6 +180,6 @@ def test_a_tmpfs_without_huge_pages_is_yellow_where_there_are_gpus(remedy, path,
 def test_the_doctor_looks_at_the_pages_of_files_and_arenas(url, tmp_path, monkeypatch):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
-    monkeypatch.setattr("pdstore.cli.store_check.MOUNTS", mounts)
+    monkeypatch.setattr("pdstore.cli.doctor.MOUNTS", mounts)
     document = doctor(url.format(tmp_path), count_gpus=lambda: 0).document
     assert [f["level"] for f in document["findings"] if f["subject"] == "huge pages"] == ["info"]

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.cli import pool_view as module
-from pdstore.cli.listing import clear, inspect, ls
-from pdstore.cli.pool_view import StoredKey, open_pool
+from pdstore.cli import listing as module
+from pdstore.cli.listing import StoredKey, clear, inspect, ls, open_pool
 from pdstore.errors import ConfigError
-from pdstore.format.keys import BlockKey, Kind, PromptKeys
-from pdstore.format.namespace import Part
+from pdstore.format.keys import BlockKey, Kind, Part, PromptKeys
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore

@@ -13,7 +13,7 @@ import pdstore
 from pdstore.cli.answer import Answer, Output, heading, muted, table
 from pdstore.cli.app import app
 from pdstore.cli.main import main
-from pdstore.format.namespace import FORMAT_VERSION
+from pdstore.format.keys import FORMAT_VERSION
 from tests.support.command import run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore.cli.answer import Level
-from pdstore.cli.store_check import check_room, measure, try_store
+from pdstore.cli.doctor import check_room, measure, try_store
 from pdstore.errors import StoreUnavailable
 from pdstore.settings import read_settings
 from pdstore.sizing import Machine

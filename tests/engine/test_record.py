@@ -11,9 +11,8 @@ from pdstore import LayerSpec, Layout, open_store
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, Interval, JobEnd
 from pdstore.engine.self_test import self_test
-from pdstore.errors import StoreError
+from pdstore.errors import Direction, Reason, StoreError
 from pdstore.format.handoff import HandoffId
-from pdstore.outcome import Direction, Reason
 from pdstore.settings import read_settings
 from pdstore.store.optional import ListsValues
 from pdstore.telemetry.request_record import Journal

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdstore import EngineRequest, Handoff, HandoffId, JobEnd, Reason
+from pdstore.errors import Direction
 from pdstore.format.keys import PromptKeys
-from pdstore.outcome import Direction
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
 from tests.support.kv import eventually, settings_of

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pdstore.format.namespace import FORMAT_VERSION
+from pdstore.format.keys import FORMAT_VERSION
 from tests.support.mini_engine_kit import PULL, ask, decode, hand_over, pd_of, prompt_of, until
 from tests.support.mini_process import MiniProcess, other_version
 

@@ -10,10 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdstore.errors import Reason
 from pdstore.format.block import HEADER_BYTES, Header, checksum, read_header, seal, verify
 from pdstore.format.envelope import ENVELOPE_BYTES, Envelopes
 from pdstore.format.keys import BlockKey
-from pdstore.outcome import Reason
 
 HEADER = Header(1, 2, 3, 4, 5, 96, b"n" * 16, b"h" * 16)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore.format.handoff import Handoff, HandoffId, Pulse, beat_key
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import Namespace, Part, PromptKeys
 from tests.support.clock import Clock
 
 NAMESPACE = Namespace({"format": 1}, (Part(0, 0),), 64)

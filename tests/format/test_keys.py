@@ -20,12 +20,13 @@ from pdstore.format.keys import (
     POOL_ID_KEY,
     Kind,
     MultimodalItem,
+    Namespace,
+    Part,
     PromptKeys,
     int32_bytes,
     kind_of,
     length_prefixed,
 )
-from pdstore.format.namespace import Namespace, Part
 
 ROOT = Path(__file__).parents[2]
 VECTORS = Path(__file__).parent / "vectors" / "keys.json"

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from pdstore.errors import LayoutError
+from pdstore.format.keys import Part
 from pdstore.format.layout import LayerSpec, Layout, Pipeline, groups_of, range_of
-from pdstore.format.namespace import Part
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings(block_tokens=64)

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import POOL_ID_KEY, PromptKeys
-from pdstore.format.namespace import SHAPING, Namespace, Part, prefix_of, shaping
+from pdstore.format.keys import (
+    POOL_ID_KEY,
+    SHAPING,
+    Namespace,
+    Part,
+    PromptKeys,
+    prefix_of,
+    shaping,
+)
 
 PARTS = (Part(0, 0), Part(0, 1), Part(1, 0))
 NAMESPACE = Namespace({"format": 1, "weights": "w"}, PARTS, block_tokens=4)

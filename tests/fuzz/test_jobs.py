@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from pdstore import HandoffId, KVPool, Store
-from pdstore.errors import StoreFull, StoreUnavailable, SwapError
+from pdstore.errors import JobResult, Reason, StoreFull, StoreUnavailable, SwapError
 from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.outcome import JobResult, Reason
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore

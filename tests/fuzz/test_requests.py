@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import Namespace, Part
 from pdstore.settings import Settings, read_settings, variable_of
 from pdstore.store import open_store
 from pdstore.store.seal import read_seal_keys

@@ -6,11 +6,10 @@ import contextlib
 
 from hypothesis import strategies as st
 
-from pdstore.errors import StoreError
+from pdstore.errors import Reason, StoreError
 from pdstore.format import block
 from pdstore.format.envelope import ENVELOPE_BYTES, Envelopes
 from pdstore.format.keys import POOL_ID_KEY
-from pdstore.outcome import Reason
 from pdstore.store.connect import read_pool_id
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import fresh_keys

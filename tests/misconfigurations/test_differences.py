@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pdstore import LayerSpec
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 from tests.support.kv import LAYERS, eventually
 
 BLOCKS, PROMPT = list(range(20)), range(100)

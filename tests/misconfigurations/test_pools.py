@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from examples.ports import free_port
-from pdstore.cli.store_check import try_store
+from pdstore.cli.doctor import try_store
+from pdstore.errors import Reason
 from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
 from pdstore.store.connect import connect_store
 from pdstore.store.url import without_secret

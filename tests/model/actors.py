@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdstore.errors import StoreError
+from pdstore.errors import Direction, JobResult, Reason, StoreError, reason_of
 from pdstore.format.block import HEADER_BYTES, START_BYTES, Header
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, JobResult, Reason, reason_of
 from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdstore.errors import DeviceError, LayoutError, SwapError
+from pdstore.errors import DeviceError, Direction, LayoutError, SwapError
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native import library as abi
 from pdstore.native.engine import Engine
 from pdstore.native.library import CopyPath, address_of
-from pdstore.outcome import Direction
 from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.swap.native import NativeSwap
 from tests.support import native_kit
@@ -149,7 +148,7 @@ import os
 from tests.support import native_kit
 from tests.support.kv import caches_of
 from tests.worker.swap.test_torch import layout_of, copy_of
-from pdstore.format.namespace import Part
+from pdstore.format.keys import Part
 from pdstore.worker.swap.native import NativeSwap
 layout = layout_of()
 swap = NativeSwap(native_kit.open_library(), layout, caches_of(layout, 10))

@@ -9,9 +9,8 @@ import mmap
 
 import pytest
 
-from pdstore.errors import SwapError
+from pdstore.errors import Direction, SwapError
 from pdstore.native.library import CopyPath, address_of
-from pdstore.outcome import Direction
 from pdstore.worker.swap.native import DEFAULT_STREAM, FOLLOW_NOTHING
 from tests.support import native_kit
 from tests.support.swap_case import SwapBench

@@ -7,11 +7,10 @@ import threading
 import pytest
 import torch
 
-from pdstore.errors import LayoutError, SwapError
+from pdstore.errors import Direction, LayoutError, Reason, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.library import CopyPath, address_of
-from pdstore.outcome import Direction, Reason
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.worker.staging import Staging

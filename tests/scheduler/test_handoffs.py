@@ -7,10 +7,9 @@ import time
 import pytest
 
 from pdstore import PrefixCacheManager
-from pdstore.errors import StoreUnavailable
+from pdstore.errors import Reason, StoreUnavailable
 from pdstore.format.handoff import SILENCE_S, HandoffId, beat_key
-from pdstore.format.namespace import Namespace, Part
-from pdstore.outcome import Reason
+from pdstore.format.keys import Namespace, Part
 from pdstore.scheduler.lookup import Lookup
 from pdstore.store.base import Slots
 from tests.store.test_watch import KeyByKey, Looked, Telling

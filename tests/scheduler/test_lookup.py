@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import StoreError
+from pdstore.errors import Reason, StoreError
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Namespace, Part
-from pdstore.outcome import Reason
+from pdstore.format.keys import Namespace, Part, PromptKeys
 from pdstore.scheduler.lookup import Lookup, Match, find, handed_over, num_usable
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore

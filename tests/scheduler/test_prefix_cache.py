@@ -9,9 +9,9 @@ import pytest
 
 import pdstore
 from pdstore import PrefixCacheManager
+from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
-from pdstore.format.namespace import FORMAT_VERSION, Namespace, Part
-from pdstore.outcome import Reason
+from pdstore.format.keys import FORMAT_VERSION, Namespace, Part
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.testing.faulty import Faulty

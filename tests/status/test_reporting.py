@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, Reason
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.status.server import Reporting
 from tests.status.test_snapshot import CACHE

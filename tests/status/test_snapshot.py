@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from pdstore.format.namespace import Namespace, Part
+from pdstore.errors import Reason
+from pdstore.format.keys import Namespace, Part
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.settings import read_settings
 from pdstore.status.server import settings_of, snapshot
 from pdstore.telemetry.request_record import Journal

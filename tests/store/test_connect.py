@@ -11,8 +11,7 @@ from pdstore import Metrics, read_settings
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import POOL_ID_KEY, BlockKey, Namespace, Part
 from pdstore.store.base import Slots
 from pdstore.store.connect import connect_store, read_marker, read_pool_id
 from pdstore.store.memory import MemoryStore

@@ -11,8 +11,7 @@ from unittest import mock
 
 from pdstore.cli.main import main
 from pdstore.format import block
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import Namespace, Part, PromptKeys
 from pdstore.store.base import Slots, Store
 
 PAYLOAD = 1000

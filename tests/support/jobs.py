@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pdstore.outcome import Direction, JobResult, Reason
+from pdstore.errors import Direction, JobResult, Reason
 from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Urgency, Work
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pdstore.errors import Direction
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.library import CopyPath, address_of
-from pdstore.outcome import Direction
 from pdstore.worker.swap.base import BlockCopy, TorchSwap
 from pdstore.worker.swap.native import NativeSwap
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import StoreUnavailable
-from pdstore.outcome import Reason
+from pdstore.errors import Reason, StoreUnavailable
 from pdstore.telemetry.reasons import ADVICE, QUIET, ReasonLog
 from tests.support.clock import Clock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, RequestTimer, plain
 from tests.support.clock import Clock
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pdstore import HandoffId, JobResult, LayerSpec
-from pdstore.errors import StoreUnavailable
-from pdstore.outcome import Reason
+from pdstore.errors import Reason, StoreUnavailable
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put

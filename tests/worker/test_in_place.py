@@ -7,10 +7,9 @@ import threading
 import pytest
 
 from pdstore import JobResult
-from pdstore.errors import StoreTimeout
+from pdstore.errors import Reason, StoreTimeout
 from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.store.wrappers import GuardedStore
 from pdstore.testing.values import get, put

@@ -8,8 +8,7 @@ import weakref
 
 import pytest
 
-from pdstore.errors import JobError, StoreUnavailable
-from pdstore.outcome import JobResult, Reason
+from pdstore.errors import JobError, JobResult, Reason, StoreUnavailable
 from pdstore.testing.values import start_background
 from pdstore.threads import Worker
 from tests.support.jobs import Shares, job_of

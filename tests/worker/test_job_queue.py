@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pdstore.async_runner import CPU, DevicePin
-from pdstore.errors import DeviceError, QueueFull
+from pdstore.errors import DeviceError, Direction, QueueFull, Reason
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, Reason
 from pdstore.testing.values import start_background
 from pdstore.worker.job import Urgency
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue

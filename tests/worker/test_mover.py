@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdstore import LayerSpec
-from pdstore.errors import StoreDenied
+from pdstore.errors import Reason, StoreDenied
 from pdstore.format.block import HEADER_BYTES
-from pdstore.outcome import Reason
 from pdstore.store.base import Slots
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get

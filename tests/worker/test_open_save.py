@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from pdstore import LayerSpec
+from pdstore.errors import Reason
 from pdstore.format.keys import Kind, kind_of
-from pdstore.outcome import Reason
 from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import P_BLOCKS, assert_loaded, load

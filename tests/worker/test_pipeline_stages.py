@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdstore import LayerSpec
+from pdstore.errors import Reason
 from pdstore.format.layout import Pipeline
-from pdstore.outcome import Reason
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pdstore import Layout
-from pdstore.errors import LayoutError, SaveFailed, StoreFull, SwapError
-from pdstore.format.namespace import Part
-from pdstore.outcome import Reason
+from pdstore.errors import LayoutError, Reason, SaveFailed, StoreFull, SwapError
+from pdstore.format.keys import Part
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.pool import behind_caller

@@ -14,8 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from pdstore import KVPool, Layout
-from pdstore.errors import ConfigError, PoolClosed, StoreUnavailable
-from pdstore.outcome import Reason
+from pdstore.errors import ConfigError, PoolClosed, Reason, StoreUnavailable
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import start_background

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import LayoutError
+from pdstore.errors import LayoutError, Reason
 from pdstore.format import block
 from pdstore.format.envelope import ENVELOPE_BYTES
-from pdstore.outcome import Reason
 from pdstore.store import open_store
 from pdstore.testing.values import empty_slots
 from pdstore.worker.swap.native import NativeSwap

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstore.errors import SwapError
+from pdstore.errors import Direction, SwapError
 from pdstore.native.library import CopyPath
-from pdstore.outcome import Direction
 from pdstore.store.memory import MemoryStore
 from pdstore.worker import staging as staging_module
 from pdstore.worker.staging import PinnedMemory, spans_of

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pdstore import LayerSpec, PromptKeys
-from pdstore.errors import StoreFull
+from pdstore.errors import Reason, StoreFull
 from pdstore.format.block import HEADER_BYTES
-from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import fresh_keys, put

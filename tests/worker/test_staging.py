@@ -9,11 +9,10 @@ from functools import partial
 import pytest
 
 from pdstore import JobResult, Reason
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, Direction
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
 from pdstore.native.library import load_library
-from pdstore.outcome import Direction
 from pdstore.store.file.store import FileStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.threads import Deadline

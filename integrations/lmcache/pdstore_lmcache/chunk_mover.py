@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdstore.errors import BadValue, ConfigError
+from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
-from pdstore.outcome import Reason, reason_of
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import FindsKeys, find_optional
 from pdstore.worker.staging import slot_bytes_for

@@ -12,8 +12,16 @@ import torch
 
 from pdstore.errors import ConfigError
 from pdstore.format import block
-from pdstore.format.keys import BlockKey, PromptKeys, length_prefixed
-from pdstore.format.namespace import FORMAT_VERSION, HASH_BYTES, Json, Namespace, Part
+from pdstore.format.keys import (
+    FORMAT_VERSION,
+    HASH_BYTES,
+    BlockKey,
+    Json,
+    Namespace,
+    Part,
+    PromptKeys,
+    length_prefixed,
+)
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.settings import Settings
 

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from pdstore.errors import ConfigError, PoolClosed, QueueFull, ReadOnly
+from pdstore.errors import (
+    ConfigError,
+    Direction,
+    PoolClosed,
+    QueueFull,
+    ReadOnly,
+    Reason,
+    reason_of,
+)
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, Reason, reason_of
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pdstore.errors import JobDeadline
-from pdstore.outcome import Reason, reason_of
+from pdstore.errors import JobDeadline, Reason, reason_of
 from pdstore.threads import Deadline
 
 

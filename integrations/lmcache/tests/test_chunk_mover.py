@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdstore.errors import ConfigError, StoreTimeout
+from pdstore.errors import ConfigError, Reason, StoreTimeout
 from pdstore.format import block
-from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.testing.values import fresh_keys, put, start_background
 from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover

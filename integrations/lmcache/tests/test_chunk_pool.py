@@ -7,8 +7,8 @@ import queue
 
 import pytest
 
+from pdstore.errors import Reason
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import Faulty
 from pdstore_lmcache.chunk_names import ChunkNames

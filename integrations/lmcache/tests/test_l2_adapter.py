@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lmcache_server as kit
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 from tests.support.engine_pools import files_of
 from tests.support.engine_pools import store_url as store_url
 from tests.support.kv import eventually

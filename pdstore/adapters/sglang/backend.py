@@ -19,9 +19,8 @@ from pdstore.adapters.sglang.pages import (
     settings_of,
     warn_of_haste,
 )
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, Reason
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.threads import call_or
 
 log = logging.getLogger(__name__)

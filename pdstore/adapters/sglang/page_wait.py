@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from pdstore.errors import Reason
 from pdstore.format.keys import PromptKeys
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store

@@ -19,9 +19,8 @@ import torch
 
 from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import HASH_BYTES, SHAPING, PromptKeys, canonical, shaping
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.format.namespace import HASH_BYTES, SHAPING, canonical, shaping
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager

@@ -17,8 +17,7 @@ from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
-from pdstore.errors import ConfigError
-from pdstore.outcome import Reason
+from pdstore.errors import ConfigError, Reason
 
 log = logging.getLogger("vllm.pdstore")
 

@@ -18,9 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.errors import ConfigError, LayoutError, PDStoreError
-from pdstore.format.keys import MultimodalItem, PromptKeys
+from pdstore.format.keys import SHAPING, Json, MultimodalItem, PromptKeys, canonical, shaping
 from pdstore.format.layout import LayerSpec, Layout, Pipeline
-from pdstore.format.namespace import SHAPING, Json, canonical, shaping
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings

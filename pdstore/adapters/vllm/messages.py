@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pdstore.engine.request import JobEnd, LoadPlan, SavePlan
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import HandoffId
+from pdstore.format.keys import Namespace
 from pdstore.format.layout import NO_BLOCK
-from pdstore.format.namespace import Namespace
 
 NULL_BLOCK = 0
 """vLLM's id where a request holds no block, because its window has moved past the tokens."""

@@ -28,7 +28,7 @@ from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest
 from pdstore.format.handoff import Handoff
-from pdstore.format.namespace import Json
+from pdstore.format.keys import Json
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager

@@ -22,9 +22,9 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.engine.request import JobEnd
 from pdstore.engine.self_test import self_test
+from pdstore.errors import Direction, Reason
 from pdstore.format.layout import NO_BLOCK, Layout
 from pdstore.metrics import Metrics
-from pdstore.outcome import Direction, Reason
 from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool

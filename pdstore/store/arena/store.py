@@ -13,8 +13,7 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from pdstore.errors import ConfigError, StoreUnavailable
-from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.arena import (
     ArenaCounts,
     ArenaTimes,

@@ -15,8 +15,7 @@ from pydantic import ByteSize
 
 from pdstore.errors import ConfigError, StoreError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
-from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings, default_pool_directory

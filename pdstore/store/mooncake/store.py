@@ -14,8 +14,7 @@ from functools import partial
 from urllib.parse import quote
 
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable, WrongLength
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import POOL_ID_KEY, BlockKey, prefix_of
 from pdstore.settings import Settings, mooncake_sources
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.barrier import Lane, Memory

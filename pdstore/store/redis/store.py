@@ -9,8 +9,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from pdstore.errors import StoreError, WrongLength
-from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue

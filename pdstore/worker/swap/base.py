@@ -15,11 +15,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from pdstore.async_runner import DeviceApi
-from pdstore.errors import LayoutError
+from pdstore.errors import Direction, LayoutError
 from pdstore.format.block import checksum
+from pdstore.format.keys import Part
 from pdstore.format.layout import Layout
-from pdstore.format.namespace import Part
-from pdstore.outcome import Direction
 
 LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -14,12 +14,11 @@ from typing import TypeAlias
 import torch
 
 from pdstore.async_runner import CudaApi
-from pdstore.errors import LayoutError
+from pdstore.errors import Direction, LayoutError
+from pdstore.format.keys import Part
 from pdstore.format.layout import Layout
-from pdstore.format.namespace import Part
 from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import CPU, RELAXED, CopyPath, Library, PartShape, Region, address_of
-from pdstore.outcome import Direction
 from pdstore.worker.swap.base import (
     BlockCopy,
     BlockCopyPlan,

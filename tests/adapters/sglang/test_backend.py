@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.stored_bytes import damage
-from pdstore.errors import ConfigError
-from pdstore.outcome import Reason
+from pdstore.errors import ConfigError, Reason
 from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
 from tests.support.engine_pools import files_of

@@ -18,7 +18,7 @@ from tests.support import sglang_wheel as wheel
 COLLECT = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from pdstore.metrics import Metrics
-from pdstore.outcome import Reason
+from pdstore.errors import Reason
 Metrics().miss(Reason.ABSENT)
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)

@@ -10,8 +10,7 @@ import pytest
 
 from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.errors import StoreError
-from pdstore.format.keys import PromptKeys
-from pdstore.format.namespace import Namespace, Part
+from pdstore.format.keys import Namespace, Part, PromptKeys
 from pdstore.metrics import Metrics
 from pdstore.store.connect import connect_store
 from pdstore.testing.values import put

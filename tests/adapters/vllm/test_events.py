@@ -21,8 +21,8 @@ from vllm.v1.request import Request
 from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.messages import SaveSpec
 from pdstore.engine.request import JobEnd, SavePlan
+from pdstore.errors import Direction
 from pdstore.format.handoff import HandoffId
-from pdstore.outcome import Direction
 from tests.adapters.vllm.asking import new_prompt, prefill
 from tests.support.kv import eventually
 

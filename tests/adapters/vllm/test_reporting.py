@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
 from pdstore.adapters.vllm.stats import PDStorePromMetrics, StepMetrics, stats_of
+from pdstore.errors import Direction, Reason
 from pdstore.metrics import METRICS, Kind
-from pdstore.outcome import Direction, Reason
 from tests.adapters.vllm.asking import ANSWER_S, ask, counted, new_prompt, prefill
 from tests.adapters.vllm.test_store_faults import restart
 from tests.support.kv import eventually

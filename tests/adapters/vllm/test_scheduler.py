@@ -13,8 +13,8 @@ from pdstore.adapters.vllm.messages import RankLayout, StepReport
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.engine.request import JobEnd
+from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.outcome import Direction, Reason
 from tests.adapters.vllm.standins import BlockPool, vllm_request
 from tests.support.kv import LAYERS, Instance, eventually, settings_of
 

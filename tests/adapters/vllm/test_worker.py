@@ -9,8 +9,8 @@ import pytest
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.engine.request import LoadPlan, SavePlan
+from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
-from pdstore.outcome import Reason
 from tests.support.kv import Instance, eventually, settings_of
 
 IDS = list(range(1, 21))

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
+from pdstore.errors import JobResult, Reason, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
-from pdstore.outcome import JobResult, Reason
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import PROBE_S

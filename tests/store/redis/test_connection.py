@@ -10,9 +10,16 @@ import pytest
 from redis.client import Pipeline
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreTimeout, StoreUnavailable
+from pdstore.errors import (
+    ConfigError,
+    Reason,
+    StoreDenied,
+    StoreError,
+    StoreTimeout,
+    StoreUnavailable,
+    reason_of,
+)
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.outcome import Reason, reason_of
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import fresh_keys

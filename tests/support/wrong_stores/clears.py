@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 
 from pdstore.errors import StoreError
-from pdstore.format.keys import BlockKey, Kind, kind_of
-from pdstore.format.namespace import prefix_of
+from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.store.base import Slots
 from tests.support.wrong_stores.base import WrongStore
 

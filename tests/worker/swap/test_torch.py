@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdstore.errors import LayoutError
+from pdstore.format.keys import Part
 from pdstore.format.layout import LayerSpec, Layout
-from pdstore.format.namespace import Part
 from pdstore.worker.swap.base import BlockCopy, TorchSwap
 from tests.support.kv import POISON, caches_of
 
