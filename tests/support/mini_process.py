@@ -86,7 +86,7 @@ def other_version(directory: Path, *, is_format_equal: bool = False) -> Path:
         shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
     changes = [("__init__.py", '\n__version__ = "', '\n__version__ = "9')]
     if not is_format_equal:
-        changes.append(("format/namespace.py", "\nFORMAT_VERSION = ", "\nFORMAT_VERSION = 9"))
+        changes.append(("format/keys.py", "\nFORMAT_VERSION = ", "\nFORMAT_VERSION = 9"))
     for name, before, after in changes:
         file = checkout / "pdstore" / name
         text = file.read_text()

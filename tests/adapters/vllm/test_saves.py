@@ -16,7 +16,6 @@ from pdstore.engine.request import EngineRequest, SavePlan
 from pdstore.format.layout import NO_BLOCK
 from tests.adapters.vllm.standins import BlockPool
 from tests.adapters.vllm.test_walk import Engine
-from tests.support.instances import instance as instance
 from tests.support.kv import eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
@@ -38,7 +37,7 @@ def asked():
 @pytest.fixture
 def state_of(instance):
     def make(handoff=None, **settings):
-        cache = instance().cache
+        cache = instance.cache
         settings = settings_of(**settings)
         state = EngineRequest(cache, settings, cache.keys(PROMPT), id="r", may_load=False)
         state.handoff = handoff
