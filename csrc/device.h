@@ -90,7 +90,6 @@ struct Copies {
 };
 
 constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // beyond it a 2D copy is slow, silently
-
 // One piece of each of several layers.
 struct Strided {
   uint64_t cache, host;

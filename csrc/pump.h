@@ -3,8 +3,7 @@
 // Decision: a lane is a stream with at most one slice in flight. A stream that never drains starves
 // every other copy of the process (a token's readback waited for a second behind it); two lanes of
 // 9 MiB reach 97 % of the link and let others in after 0.3 ms. The thread sleeps until the
-// older lane is nearly done, so it costs a few percent of a core. Only this thread touches its
-// lanes.
+// older lane is nearly done: a few percent of a core. No other thread touches its lanes.
 // Decision: docs/decisions/023-pump.md
 #pragma once
 #include <array>

@@ -88,10 +88,12 @@ int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
   std::memcpy(value, start, kSummedOfHeader);
   Sum sum;
   sum.add_header(value);
-  for (int64_t at = kHeaderBytes; at < bytes; at += kPieceBytes) {
-    const int64_t size = std::min(kPieceBytes, bytes - at);
-    sum.add(value + at, size);
-    if (const int32_t why = write_piece(file, value + at, size, at)) return why;
+  for (int64_t at = kHeaderBytes, begin = at; at < bytes; at += kPieceBytes) {
+    sum.add(value + at, std::min(kPieceBytes, bytes - at));
+    const bool is_last = at + kPieceBytes >= bytes;
+    const int64_t end = is_last ? bytes : at + kPieceBytes - kHeaderBytes;  // a whole page's
+    if (const int32_t why = write_piece(file, value + begin, end - begin, begin)) return why;
+    begin = end;
   }
   pds::set_header(value, start, sum.digest());
   return write_piece(file, value, kHeaderBytes, 0);

@@ -53,6 +53,11 @@ as_root() {
     fi
 }
 
+# A redis may also come from TEST_REDIS_URL or Docker: tests that need a server of their own skip.
+has_redis_elsewhere() {
+    [[ -n ${TEST_REDIS_URL:-} ]] || timeout 5 docker info >/dev/null 2>&1
+}
+
 install() {
     local root said
     has_program apt-get && root=$(as_root) || return 1
@@ -71,8 +76,8 @@ main() {
     if install "${missing[@]}"; then
         mapfile -t missing < <(missing_of "$@")
         [[ ${#missing[@]} -gt 0 ]] || return 0
-    elif [[ ${missing[*]} == redis-server && -n ${TEST_REDIS_URL:-} ]]; then
-        return 0 # tests that need a server of their own skip
+    elif [[ ${missing[*]} == redis-server ]] && has_redis_elsewhere; then
+        return 0
     fi
     printf 'missing system packages; as root: apt-get update && apt-get install -y %s\n' \
         "${missing[*]}" >&2

@@ -6,10 +6,12 @@ import contextlib
 import gc
 import logging
 import os
+import warnings
+from pathlib import Path
 
 import pytest
 
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, has_docker
 from tests.support.secret import SecretSearch
 
 
@@ -32,13 +34,16 @@ def _no_secret_in_a_log(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory):
-    """The URL of a redis that all tests share: TEST_REDIS_URL, or a server of their own."""
-    if given := os.environ.get("TEST_REDIS_URL"):
-        yield given
-        return
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server.url
-    server.stop()
+    """The URL of a redis that all tests share.
+
+    It is the one at TEST_REDIS_URL, else a container, else a server that the tests start.
+    """
+    with contextlib.ExitStack() as stack:
+        yield (
+            os.environ.get("TEST_REDIS_URL")
+            or container_url(stack)
+            or own_url(stack, tmp_path_factory.mktemp("redis"))
+        )
 
 
 @pytest.fixture
@@ -69,3 +74,21 @@ def open_engine(checkpoints):
 
     with opening_engines(checkpoints) as open_one:
         yield open_one
+
+
+def container_url(stack: contextlib.ExitStack) -> str | None:
+    """The URL of a redis in a new container; None without Docker."""
+    if not has_docker():
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from testcontainers.redis import RedisContainer
+
+        container = stack.enter_context(RedisContainer("redis:7-alpine"))
+    return f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}"
+
+
+def own_url(stack: contextlib.ExitStack, directory: Path) -> str:
+    server = RedisServer(directory)
+    stack.callback(server.stop)
+    return server.url

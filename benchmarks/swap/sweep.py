@@ -22,17 +22,13 @@ from pdstore.native.library import CopyPath
 MIB = 1 << 20
 COPIES: dict[str, dict[str, int]] = {
     "default": {},
-    "no linger": {"linger_us": 1},
     "8 both ways": {"copy_out_bytes": 8 * MIB, "copy_in_bytes": 8 * MIB},
     "10 and 64": {"copy_out_bytes": 10 * MIB, "copy_in_bytes": 64 * MIB},
     "16 and 16": {"copy_out_bytes": 16 * MIB, "copy_in_bytes": 16 * MIB},
-    "first as all": {"first_bytes": 64 * MIB},
 }
 STAGES: dict[str, dict[str, int]] = {
     "default": {},
-    "no linger": {"linger_us": 1},
     "12": {"stage_out_bytes": 12 * MIB, "stage_in_bytes": 16 * MIB},
-    "first as all": {"first_bytes": 64 * MIB},
 }
 TRIED = {
     "8B": CopyPath.STRIDED,

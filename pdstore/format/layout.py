@@ -264,7 +264,7 @@ class Layout:
         return spec.num_kv_heads if spec.kind == "mla" else spec.num_kv_heads // self.tp_size
 
     def heads_of(self, part: Part) -> range:
-        """Returns which of this rank's heads are in a part that it owns."""
+        """Returns which of this rank's heads are in a part that this rank owns."""
         count = self._spec(part.group).num_kv_heads // self.shards_of(part.group)
         first = part.shard * count % self.local_heads(self.groups[part.group][0])
         return range(first, first + count)

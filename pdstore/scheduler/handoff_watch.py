@@ -180,7 +180,7 @@ class HandoffWait(Waiter):
         return Verdict.BEGUN if is_time else None
 
     def _find_last_key(self) -> BlockKey | None:
-        """Returns the key that shows P's end; None for a prompt of sliding windows alone."""
+        """Returns the key that is stored last by P; None if all layers have sliding windows."""
         keys = self.lookup.keys
         namespace = keys.namespace
         parts = [part for part in namespace.parts if part.group not in namespace.windows][:1]

@@ -63,8 +63,8 @@ class Store(ABC):
       does no I/O.
     - The keys of one call are distinct. A key is 1 to 200 printable ASCII characters, none of them
       `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
-    - The caller's memory is the caller's again when the call returns or raises: nothing is kept,
-      nothing comes late.
+    - Once a call has returned or raised, the store keeps none of the caller's memory and writes
+      no more to it.
     - The life of a value depends on its key's kind (`pdstore.format.keys.kind_of`). A store
       without a clock says so and relies on its eviction; a pool key is never evicted.
     - Constructing a store does little; a store that is down raises at the calls, so that an engine
@@ -132,7 +132,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the store's connections in a second; twice is fine. Later calls: StoreClosed."""
+        """Closes the connections within a second. Twice is fine; other calls raise StoreClosed."""
 
 
 class Lifecycle:

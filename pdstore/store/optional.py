@@ -37,8 +37,8 @@ class TellsChanges(Protocol):
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Blocks until something may have been stored since `seen`, at most for `timeout_s`.
 
-        seen: the number that an earlier call returned; None asks for the present number and
-          returns at once.
+        seen: the number of changes that an earlier call returned. None: returns at once, with the
+          number of now.
         Returns the present number: equal to `seen` if the time was up, another one if not. It may
         change without need, but never stays the same across a completed put of this host: whoever
         takes the number first and then looks for a key misses none. From any thread. Raises

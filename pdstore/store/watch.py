@@ -56,7 +56,7 @@ class Pace:
         self._pause_s = _FIRST_S
 
     def blocked_s(self) -> float:
-        """Seconds during which the store must not be asked, whatever the news."""
+        """Seconds during which the store must not be asked, even if something was stored."""
         at = max(self._idle_until, self._paid_until - _BURST * self._call_s)
         return max(0.0, at - self._clock())
 

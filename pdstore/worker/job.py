@@ -79,7 +79,7 @@ class Work:
         raise NotImplementedError
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Does what follows the last share. Returns why the job did less than all, or None.
+        """Ends the job's work after its last share. Returns why it did less than all, or None.
 
         shortfall: the first one, if there was one: then shares are left, and the work may be open
           still. May raise as a share may.
@@ -286,9 +286,9 @@ class ChildJob:
     def run(self) -> None:
         """Carries shares until none is left or another job's turn comes.
 
-        Whoever finds nothing left and nobody else at work does the end. Raises what is no error of
-        the store; then the worker still counts as being at the job, so that no other one does the
-        end before `fail` is called.
+        The worker that finds nothing left, and no other at work, ends the job. Raises what is no
+        error of the store. The worker still counts as being at the job then, so that no other one
+        ends it before `fail` is called.
         """
         try:
             while (share := self._next_share()) is not None:
@@ -382,9 +382,9 @@ class ChildJob:
         self.raise_if_over()
 
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
-        """Waits for the copy that is under way, if there is one; may leave another one so.
+        """Waits for the copy that is under way, if there is one; another may be when it returns.
 
-        following: waits for that copy, gives back its slots and ends its `copying`.
+        following: waits for that other copy, gives back its slots and ends its `copying`.
         """
         finish, self._under_way = self._under_way, following
         if finish is not None:

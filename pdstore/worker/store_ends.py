@@ -69,7 +69,7 @@ class StoreEnd(ABC):
     def slots(
         self, child: ChildJob, sizes: Sequence[int], least: int = 1
     ) -> AbstractContextManager[Slots]:
-        """Lends host memory for some of the first values, at least for `least` of them, or none."""
+        """Lends host memory for as many of the first values as it can: for `least`, or for none."""
 
     @abstractmethod
     def save(
@@ -193,7 +193,7 @@ class StagedEnd(StoreEnd):
             block.write_checksum(view, computed)
 
     def _read(self, child: ChildJob, values: Values, slots: Slots) -> Read:
-        """Fills the slots; in one call of the library, or in steps that find out what is wrong."""
+        """Fills the slots in one call of the library; step by step where a value is wrong."""
         if self._files is not None and self._native is not None:
             starts, engine = b"".join(values.starts), self._native.engine
             with child.in_store_call(), contextlib.suppress(StoreError):  # the steps meet it too
@@ -248,14 +248,14 @@ class StagedEnd(StoreEnd):
 
 
 class InPlaceEnd(StoreEnd):
-    """Gathers into the memory of an arena, and scatters from where its values lie.
+    """Saves by gathering blocks into an arena's memory; loads by scattering from its values there.
 
     A save stores several ranges in one call of the library, a load begins with one window in
     another. Where a call cannot do all, what can be done is done block by block, and what is read
     is copied to private memory to find out which value is wrong.
 
-    A value may be evicted while it is copied from. So after the copy the arena is asked which
-    values have stayed in their places, and which were right when they were copied: those count.
+    A value may be evicted while it is copied from. So after the copy the arena is
+    asked which values have not moved, and which were right when they were copied: those count.
 
     arena: the store of `ends`.
     memory: the arena's, which is being registered with the device; jobs wait for that.

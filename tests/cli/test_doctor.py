@@ -44,13 +44,6 @@ def test_every_finding_that_is_red_or_yellow_has_a_remedy():
     assert all(f["remedy"] for f in document["findings"] if f["level"] in ("warn", "bad"))
 
 
-def test_the_default_store_is_named(tmp_path, monkeypatch):
-    monkeypatch.delenv("PDSTORE_STORE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ran = run("doctor", PDSTORE_NATIVE="off")
-    assert f"file://{tmp_path}/pdstore/pool (not set: the default)" in ran.out
-
-
 def test_a_store_that_is_away_is_red_at_its_first_step():
     ran = run("doctor", "--store", "redis+unix:///nowhere/redis.sock")
     assert ran.status == 1

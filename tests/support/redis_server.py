@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,18 +92,26 @@ class RedisServer:
 def need_redis_server() -> str:
     """Returns the path of redis-server. Where there is none, the calling test ends.
 
-    The test is skipped if TEST_REDIS_URL gives the other tests a redis, which must not be stopped,
-    paused or configured. Else it fails.
+    The test is skipped if TEST_REDIS_URL or Docker give the other tests a redis, which must not be
+    stopped, paused or configured. Else it fails.
     """
     found = shutil.which("redis-server")
     if found is not None:
         return found
-    if os.environ.get("TEST_REDIS_URL"):
+    if os.environ.get("TEST_REDIS_URL") or has_docker():
         pytest.skip("needs a redis-server of its own to stop and configure: install redis-server")
     pytest.fail(
-        "these tests need a redis: as root `apt-get install redis-server`, or set"
+        "these tests need a redis: as root `apt-get install redis-server`, or start Docker, or set"
         " TEST_REDIS_URL=redis://..."
     )
+
+
+@functools.cache
+def has_docker() -> bool:
+    """True if a Docker engine answers within two seconds."""
+    # asked in another process: docker's client leaves a socket open when nobody answers
+    ask = [sys.executable, "-c", "import docker; docker.from_env(timeout=2).ping()"]
+    return subprocess.run(ask, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def need_valkey_server() -> str:

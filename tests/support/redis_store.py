@@ -8,7 +8,7 @@ from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
-from pdstore.testing import content, fresh_keys
+from pdstore.testing import content
 from pdstore.testing.values import put
 from tests.support.kv import eventually
 
@@ -31,14 +31,6 @@ def put_one(store, key: BlockKey, size: int = SIZE) -> bytes:
     value = content(key, size)
     assert put(store, [key], [value]) == 1
     return value
-
-
-def fails_to_put(store) -> bool:
-    try:
-        put_one(store, fresh_keys(1)[0])
-    except StoreError:
-        return True
-    return False
 
 
 def wait_until_found(store, keys, timeout_s: float = 10.0) -> None:

@@ -138,11 +138,6 @@ def test_block_ids_may_come_in_any_form_that_holds_ints(p, d, verb, form):
     assert_loaded(p, d, 200)
 
 
-def test_an_empty_prompt_moves_nothing(p):
-    assert p.pool.save(p.cache.keys([]), []).wait(5).num_tokens == 0
-    assert p.pool.load(p.cache.keys([]), []).wait(5).num_tokens == 0
-
-
 @pytest.mark.parametrize(
     ("empty", "more"),
     [

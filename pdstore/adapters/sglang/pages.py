@@ -118,7 +118,7 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
     """Returns the model's part of the namespace. Raises ConfigError where the user must name it.
 
     args: SGLang's ServerArgs.
-    stored_as: the host pool's dtype, in which all kinds of fp8 are bytes.
+    stored_as: the host pool's dtype; fp8 of any kind is uint8 there.
     """
     dtype = str(stored_as).removeprefix("torch.")
     if stored_as == torch.uint8:

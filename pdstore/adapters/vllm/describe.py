@@ -291,7 +291,7 @@ def keys_of(
 ) -> PromptKeys | None:
     """The keys of a request's prompt; they cover everything that its KV depends on.
 
-    None if no key can, because its KV is not determined by its tokens or may not be shared. A LoRA
+    None if no key can name its KV, which depends on more than tokens or may not be shared. A LoRA
     adapter that was loaded in place of another one has no identity that a key could hold. One whose
     files cannot be read has none either, after a warning.
 

@@ -136,7 +136,7 @@ class PDStoreConnectorScheduler:
         return state
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
-        """Tokens behind the first `num_computed` that can be loaded; None while it is unknown."""
+        """Tokens that can be loaded behind the first `num_computed`; None: not known yet."""
         state = self.add(request)
         if state is None:
             return 0

@@ -96,8 +96,8 @@ class Evictor:
     def sacrifice(self) -> None:
         """Deletes the few values that were put last, fresh or leased.
 
-        For a marker on a disk that is full, also of inodes. A peer waits for the marker, and those
-        values are most likely of the very save that did not fit.
+        For a marker on a disk that is full, also of inodes. A peer waits for the marker. The
+        values put last are most likely a part of the save that did not fit.
         """
         now = time.time_ns()
         kinds = (Kind.BLOCK, Kind.TAIL)

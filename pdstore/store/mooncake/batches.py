@@ -28,8 +28,8 @@ _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no ro
 class Batches:
     """Splits a call into batches and makes each one, on the lane that has least to do.
 
-    A read that outlasts its lease is lost whole, so a batch is no larger than what a third of
-    the lease moves at the rate seen lately. Small batches have a second use: a peer that hangs
+    A read that outlasts its lease is lost whole. So a batch is no larger than what can be moved
+    in a third of the lease at the rate of late. Small batches have a second use: a peer that hangs
     costs the library's time-out once per batch, and the caller stops after the first.
 
     lanes: the library copies with one thread for each; one that is not needed is not connected.

@@ -179,7 +179,7 @@ class Client:
                 self._raw = raw
 
     def replace(self, raw: Raw) -> None:
-        """Closes a suspended object that nobody calls; the next call makes another."""
+        """Closes a suspended object that no call uses; the next call makes another."""
         _close_in_time(raw, self._label)
         with self._changed:
             self._suspended = None
@@ -189,7 +189,7 @@ class Client:
 
         Ends within `close_s`, unless the library keeps Python's lock for longer. The object is set
         aside where closing it would hang: calls still run, or the server does not answer. A
-        suspended object is left to the call that suspended it.
+        suspended object is closed by the call that suspended it.
         """
         if not self.lifecycle.end():
             return

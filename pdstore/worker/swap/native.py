@@ -154,7 +154,7 @@ class NativeSwap(Swap):
         first_tokens: Sequence[int],
         payloads: Iterable[int],
     ) -> Packed:
-        """Packs copies of which each column has a field; parts are of this rank.
+        """Packs the descriptions of copies, given by columns; parts are of this rank.
 
         payloads: addresses; 0 for a call that sets them itself.
         """
