@@ -16,37 +16,10 @@ import pytest
 
 from benchmarks.chaos.asking import Answer
 from benchmarks.chaos.engines import ENGINES
-from benchmarks.chaos.plan import INSTANCES, LINKS, Scene, plan_round
 from benchmarks.chaos.round import Round
 
 DEADLINE_S = 20
-SCENE = Scene(
-    servers=["redis"],
-    links=["prefill-store", "decode-store"],
-    has_disk=True,
-    can_vanish=True,
-    is_slow=False,
-    is_sheltered=False,
-)
 PROMPT, RIGHT = list(range(40)), Answer([5, 6], [-0.5, -0.25], 39)
-
-
-def test_a_seed_repeats_its_plan_and_another_has_another():
-    first = plan_round("7 round 1", SCENE, 4.0, 20.0)
-    assert len(first) == 80
-    assert first == plan_round("7 round 1", SCENE, 4.0, 20.0)
-    assert first != plan_round("7 round 2", SCENE, 4.0, 20.0)
-
-
-def test_every_kind_of_fault_and_every_target_has_its_turn():
-    faults = [fault for n in range(40) for fault in plan_round(str(n), SCENE, 4.0, 20.0)]
-    assert {fault.kind for fault in faults} == {
-        *("kill", "stop", "cut", "slow", "trickle", "hold", "half", "refuse"),
-        *("clock", "fill", "vanish", "leave"),
-    }
-    targets = {*INSTANCES, *LINKS, *SCENE.servers, *SCENE.links, "pool", "client"}
-    assert {fault.target for fault in faults} == targets
-    assert all(0 <= fault.at_s <= 4 and 0 < fault.for_s <= 1.5 for fault in faults)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.distributed import parallel_state
 from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdstore.adapters.vllm.describe import (
+    hashes_items,
     keys_of,
     layers_by_step,
     layout_of,
@@ -192,3 +193,20 @@ def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, t
         )
     }
     assert len(blocks) == 3
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "options", "expected"),
+    [
+        (True, MultiModalConfig(mm_processor_cache_gb=0), True),
+        (False, MultiModalConfig(mm_processor_cache_gb=4), True),
+        (False, MultiModalConfig(mm_processor_cache_gb=0), False),
+        (False, None, True),  # a model that takes text alone
+    ],
+)
+def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, options, expected):
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        model_config=SimpleNamespace(multimodal_config=options),
+    )
+    assert hashes_items(config) is expected
