@@ -23,7 +23,7 @@ DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
 .PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check docs bench
-.PHONY: bench-handoff release coverage coverage-seams coverage-vllm coverage-report
+.PHONY: test-apart test-others bench-handoff release coverage coverage-seams coverage-vllm coverage-report
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +49,18 @@ native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say
 demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vllm STORE=file|redis|mooncake)
 	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)
 
+# Whole, it is two processes, since tests often wait; each prints its part when it has ended.
+APART := tests/examples tests/deploy tests/benchmarks tests/store/mooncake
 test: setup ## The test suite
+ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory -k -j2 -O test-apart test-others
+else
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(ARGS)
+endif
+test-apart: setup
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(APART)
+test-others: setup
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(addprefix --ignore=,$(APART))
 
 VLLM_TESTS := tests/adapters/vllm tests/examples/test_demo_vllm.py # to collect all takes 20 s
 test-vllm: setup-vllm ## The tests with vLLM
