@@ -9,7 +9,7 @@
 #   --segment       memory to hold values in (4GB), all of it taken at the start
 #   --protocol      tcp (the default), or rdma with --devices
 #   --devices       NICs for rdma, comma-separated
-#   --client-port   of the holder (50052); for topology=shared on this host
+#   --client-port   of the holder (50052)
 #   --metrics-port  of the master's HTTP server (9003), on 127.0.0.1
 #   --join          no master: holds memory for the one that runs there
 #
@@ -111,8 +111,6 @@ url="mooncake://${join:-$host:$port}?lease=10"
 cat >&2 <<END
 ready: holds $segment on this host. For P and for D:
   export PDSTORE_STORE='$url'
-On this host, for speed without RDMA:
-  export PDSTORE_STORE='$url&topology=shared&client=$host:$client_port'
 END
 wait -n || true
 die_with_logs "one of the two ended"

@@ -33,7 +33,6 @@ DOORS = {
     "multiprocessing": [],
     "ctypes": [
         *(f"native.{name}" for name in ("library", "engine", "arena")),
-        "store.mooncake.barrier",
     ],
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "cluster")],
     "mooncake": ["store.mooncake.library"],

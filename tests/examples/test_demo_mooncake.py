@@ -64,7 +64,7 @@ def test_the_script_starts_a_pool_and_a_signal_ends_all_of_it(number, status):
         stderr=subprocess.PIPE,
         text=True,
     ) as script:
-        said = "".join(_until_shared(script))
+        said = "".join(_until_ready(script))
         children = eventually(lambda: two_children_of(script.pid))
         for url in re.findall(r"PDSTORE_STORE='(.*)'", said):
             works(url)
@@ -79,9 +79,9 @@ def two_children_of(pid: int) -> list[str] | None:
     return children if len(children) == 2 else None
 
 
-def _until_shared(script) -> list[str]:
+def _until_ready(script) -> list[str]:
     lines = []
-    while "topology=shared" not in (lines or [""])[-1]:
+    while "PDSTORE_STORE=" not in (lines or [""])[-1]:
         lines.append(script.stderr.readline())
         assert lines[-1], "".join(lines)
     return lines

@@ -24,7 +24,7 @@ from pdstore.native.library import address_of
 from pdstore.settings import Settings, set_missing_variables
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import SLAB_BYTES
+from pdstore.store.mooncake.batches import SLAB_BYTES
 from pdstore.store.mooncake.library import Library, MooncakeConfig, Raw
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.testing import fresh_keys
@@ -76,10 +76,6 @@ class Cluster:
     def url(self) -> str:
         http = f"metrics_port={self.metrics_port}"
         return f"mooncake://127.0.0.1:{self.port}?lease={LEASE_S}&{http}"
-
-    @property
-    def shared_url(self) -> str:
-        return f"{self.url}&topology=shared&client=127.0.0.1:{self.holder_port}"
 
     def start_master(self) -> None:
         """Starts a master, always at the same port and always empty."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from pdstore.errors import StoreUnavailable
-from pdstore.store.mooncake.client import State
+from pdstore.errors import StoreError
 from pdstore.store.mooncake.library import MooncakeConfig
 from pdstore.store.mooncake.store import MooncakeStore
 
@@ -22,7 +21,6 @@ class RawDouble:
     def __init__(self):
         self.values, self.sizes, self.hidden, self.script = {}, {}, set(), []
         self.calls, self.moved, self.buffers = [], [], []
-        self.unregister_codes, self.health = [], 0
         self.is_closed = False
         self.gate = threading.Event()
         self.gate.set()
@@ -68,13 +66,8 @@ class RawDouble:
         return 0
 
     def unregister_buffer(self, address):
-        code = self.unregister_codes.pop(0) if self.unregister_codes else 0
-        if code == 0:
-            self.buffers = [buffer for buffer in self.buffers if buffer[0] != address]
-        return code
-
-    def health_check(self):
-        return self.health
+        self.buffers = [buffer for buffer in self.buffers if buffer[0] != address]
+        return 0
 
     def close(self):
         self.is_closed = True
@@ -97,29 +90,22 @@ class LibraryDouble:
     def connect_lookup(self):
         return self._raws[0]
 
-    def allocator(self):
-        return None
-
     def put_config(self, *, is_pinned):
         return is_pinned
 
 
 class ServerDouble:
-    """Every server of a store, in one state."""
+    """Every server of a store. problem: what it raises; None: it answers."""
 
     def __init__(self):
-        self.state, self.num_asked = State.ANSWERS, 0
+        self.problem: StoreError | None = None
 
     def __call__(self, label, address):
         return self
 
-    def ask(self):
-        self.num_asked += 1
-        return self.state
-
     def require(self):
-        if self.state is not State.ANSWERS:
-            raise StoreUnavailable("away")
+        if self.problem is not None:
+            raise self.problem
 
 
 def double_store(library, server, **fields) -> MooncakeStore:

@@ -1,1 +1,1 @@
-"""MooncakeStore: blocks in a Mooncake pool, over TCP, RDMA or shared memory."""
+"""MooncakeStore: blocks in a Mooncake pool, over TCP or RDMA."""

@@ -1,48 +1,127 @@
 """Batches: values are moved by calls of Mooncake's library that end within a lease.
 
+RDMA moves only registered memory, slabs of ours. Values in other buffers are then copied through
+one slab, the bounce.
+
 A put of a full pool is tried again here, since the master evicts after a put that found no room.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import BOUNCE_BYTES, Lane, Memory
-from pdstore.store.mooncake.library import INVALID, LEASE_OVER, NO_ROOM, TRANSFER_FAILED
+from pdstore.store.mooncake.client import Client
+from pdstore.store.mooncake.library import LEASE_OVER, NO_ROOM, TRANSFER_FAILED, Raw
 
 log = logging.getLogger(__name__)
 
+SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
+BOUNCE_BYTES = 64 << 20
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
 _MOST_KEYS = 2048
 _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
 
 
+class _Slab(NamedTuple):
+    address: int
+    size: int
+
+
+class Memory:
+    """The slabs of one connection, each registered once. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self.bounce_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._slabs: list[_Slab] = []
+        self._dropped: deque[_Slab] = deque()  # filled by finalizers, which may run anywhere
+        self._raw: Raw | None = None
+        self._bounce = memoryview(b"")
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Returns a slab, registered now or when the client connects; its last view frees it."""
+        owner = mmap.mmap(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        view = memoryview(owner)
+        if num_bytes < SLAB_BYTES:
+            return view
+        slab = _Slab(address_of(view), len(view))
+        weakref.finalize(owner, self._dropped.append, slab)
+        with self._lock:
+            self._forget_dropped()
+            self._slabs.append(slab)
+            if self._raw is not None:
+                _register(self._raw, slab)
+        return view
+
+    def connect(self, raw: Raw) -> None:
+        """Registers the slabs with a new connection."""
+        with self._lock:
+            self._raw = raw
+            for slab in self._slabs:
+                _register(raw, slab)
+
+    def disconnect(self) -> None:
+        """Forgets the connection, which is about to be closed."""
+        with self._lock:
+            self._raw = None
+
+    def holds(self, slots: Slots, address: int) -> bool:
+        """True if one slab holds the buffer at this address whose slots these are."""
+        end = address + len(slots.view)
+        return any(
+            slab.address <= address and end <= slab.address + slab.size
+            for slab in list(self._slabs)
+        )
+
+    def bounce(self, num_bytes: int) -> memoryview:
+        """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
+        if len(self._bounce) < num_bytes:
+            self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
+        return self._bounce
+
+    def _forget_dropped(self) -> None:
+        """Unregisters what was freed: else the next slab at its address would be taken for it."""
+        while self._dropped:
+            slab = self._dropped.popleft()
+            self._slabs = [each for each in self._slabs if each != slab]
+            if self._raw is not None:
+                self._raw.unregister_buffer(slab.address)
+
+
+def _register(raw: Raw, slab: _Slab) -> None:
+    code = raw.register_buffer(slab.address, slab.size)
+    if code:
+        log.warning("mooncake: %d bytes could not be registered (%d)", slab.size, code)
+
+
 class Batches:
-    """Splits a call into batches and makes each one, on the lane that has least to do.
+    """Splits a call into batches and makes each one, on the connection that has least to do.
 
     A read that outlasts its lease is lost whole. So a batch is no larger than what can be moved
     in a third of the lease at the rate of late. Small batches have a second use: a peer that hangs
     costs the library's time-out once per batch, and the caller stops after the first.
 
-    lanes: the library copies with one thread for each; one that is not needed is not connected.
-    any_memory: True if the library can copy any buffer; else it copies only slabs of `memory`.
+    clients: the library copies with one thread for each; one that is not needed is not connected.
+    memory: of the slabs that the transport can move; None if it can move any buffer.
     """
 
-    def __init__(
-        self, lanes: Sequence[Lane], memory: Memory, lease_s: float, *, any_memory: bool
-    ) -> None:
-        self._lanes = lanes
+    def __init__(self, clients: Sequence[Client], memory: Memory | None, lease_s: float) -> None:
+        self._clients = clients
         self._memory = memory
         self._lease_s = lease_s
-        self._any_memory = any_memory
         self._rate = 1e9  # bytes per second, until there is a measurement
         self._pressure_until = 0.0
 
@@ -50,7 +129,7 @@ class Batches:
     def most_bytes(self) -> int:
         """Size of the largest batch now; a single larger value is a batch of its own."""
         by_lease = int(self._rate * self._lease_s / 3)
-        return by_lease if self._any_memory else min(by_lease, BOUNCE_BYTES)
+        return by_lease if self._memory is None else min(by_lease, BOUNCE_BYTES)
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yields the start and end of each batch. The pool's key is alone in one: it is pinned."""
@@ -110,53 +189,22 @@ class Batches:
     def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
         """Moves a batch from or to where its slots are, or through the bounce.
 
-        The process that shares our memory refuses memory that it does not know. It knows none of
-        ours after a restart within a second, or after it was stopped for longer than it keeps
-        silent clients; the library notices neither. It learns of memory that is allocated now, so
-        a refused batch is moved once more, through a new bounce.
+        config: of a put; None for a get.
         """
-        lane = min(self._lanes, key=lambda lane: lane.client.num_running)
+        client = min(self._clients, key=lambda client: client.num_running)
         base = address_of(slots.view)
-        if self._any_memory or self._memory.holds(slots, base):
+        if self._memory is None or self._memory.holds(slots, base):
             addresses = [base + number * slots.slot_bytes for number in slots.numbers]
-            codes = lane.move(keys, slots, config, addresses)
-        else:
-            codes = self._copy(lane, keys, slots, config)
-        refused = codes.count(INVALID)
-        if self._any_memory or not refused:
-            return codes
-        codes = self._copy(lane, keys, slots, config, by_new_bounce=True)
-        if codes.count(INVALID) < refused:
-            log.warning(
-                "mooncake: values are copied from now on: the process that shares our memory was"
-                " stopped or replaced, and no longer knows that memory"
-            )
-            self._memory.forget_slabs()
-        return codes
-
-    def _copy(
-        self,
-        lane: Lane,
-        keys: Sequence[BlockKey],
-        slots: Slots,
-        config: object | None,
-        *,
-        by_new_bounce: bool = False,
-    ) -> list[int]:
-        """Moves a batch through the bounce.
-
-        Gives up a bounce that late bytes may reach; waits only after too many were given up.
-        """
-        ends = list(accumulate(-(-size // 64) * 64 for size in slots.sizes))
+            return client.move(keys, addresses, slots.sizes, config)
         with self._memory.bounce_lock:
-            bounce = self._memory.bounce(ends[-1], is_new=by_new_bounce)
+            ends = list(accumulate(slots.sizes))
+            bounce = self._memory.bounce(ends[-1])
             starts = [0, *ends[:-1]]
-            values = [bounce[at : at + size] for at, size in zip(starts, slots.sizes, strict=True)]
+            values = [bounce[at:end] for at, end in zip(starts, ends, strict=True)]
             for i, value in enumerate(values if config is not None else ()):
                 value[:] = slots.value(i)
-            addresses = [address_of(bounce) + start for start in starts]
-            leave = self._memory.abandon_bounce
-            codes = lane.move(keys, slots, config, addresses, leave)
+            base = address_of(bounce)
+            codes = client.move(keys, [base + at for at in starts], slots.sizes, config)
             for i, value in enumerate(values if config is None else ()):
                 if codes[i] == len(value):
                     slots.value(i)[:] = value

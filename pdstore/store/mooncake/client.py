@@ -4,13 +4,17 @@ The library's object crashes the process when it is called before `setup`, after
 it, and in a forked child; `setup` and `close` stop the whole process for as long as the server does
 not answer. So the object is set up at first use, after the server was seen to answer; calls are
 counted, and `close` waits for them; an object that cannot be closed is set aside, never destroyed.
+
+The library waits 60 s for a transfer, a constant, and then reports a failure without cancelling the
+transfer: late bytes would land in another block. A failure before that is reported only when the
+socket or the NIC is done with the memory. Closing the connection ends the other transfers.
 """
 
+# Decision: docs/decisions/029-mooncake-late-bytes.md
 from __future__ import annotations
 
 import atexit
 import contextlib
-import enum
 import functools
 import logging
 import os
@@ -24,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.errors import StoreTimeout, StoreUnavailable
+from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle
 from pdstore.store.mooncake.library import Raw, is_outage, name_of
 from pdstore.threads import Deadline
@@ -33,19 +38,12 @@ log = logging.getLogger(__name__)
 PROBE_S = 0.5
 DRAIN_S = 0.5
 CLOSE_S = 2.0
-
-
-class State(enum.Enum):
-    """Answer of a server, or its absence."""
-
-    ANSWERS = "answers"
-    HANGS = "hangs"
-    GONE = "gone"  # nobody listens: the process has ended, and its memory with it
-    UNREACHABLE = "unreachable"
+ENDED = "transfers ended by a close"
+"""The name under which `codes` counts calls that the library gave up before their transfers."""
 
 
 class Server:
-    """A master, or the `mooncake_client` that shares its memory with this host's processes.
+    """A master.
 
     address: `host:port`; anything else (`etcd://...`) has no one address and always answers.
     """
@@ -56,17 +54,6 @@ class Server:
         host, _, port = address.rpartition(":")
         is_one = "://" not in address and port.isdigit()
         self._address = (host.strip("[]"), int(port)) if is_one else None
-
-    def ask(self) -> State:
-        """Returns the server's state, within twice the time-out."""
-        try:
-            self.require()
-        except StoreTimeout:
-            return State.HANGS
-        except StoreUnavailable as error:
-            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
-            return State.GONE if is_refused else State.UNREACHABLE
-        return State.ANSWERS
 
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
@@ -97,13 +84,24 @@ class Client:
     server: must answer before the library is called.
     set_up: makes the object and connects it; returns the code of the library's `setup` if that
       failed.
+    before_close: called before an object is closed that was set up.
+    gives_up_s: a little less than the library's 60 s, because its clock is another one.
     """
 
-    def __init__(self, label: str, server: Server, set_up: Callable[[], Raw | int]) -> None:
+    def __init__(
+        self,
+        label: str,
+        server: Server,
+        set_up: Callable[[], Raw | int],
+        before_close: Callable[[], None] = lambda: None,
+        gives_up_s: float = 55.0,
+    ) -> None:
         self.codes: Counter[str] = Counter()
         self._label = label
         self._server = server
         self._set_up = set_up
+        self._before_close = before_close
+        self._gives_up_s = gives_up_s
         self.lifecycle = Lifecycle(label)
         self._setting_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
@@ -159,30 +157,48 @@ class Client:
         if any(is_outage(code) for code in codes):
             self._is_suspect = True
 
-    def suspend(self, raw: Raw) -> None:
-        """Refuses calls from now on, until `restore` or `replace`; those that run go on."""
+    def move(
+        self,
+        keys: Sequence[BlockKey],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        config: object | None,
+    ) -> list[int]:
+        """Moves values between the pool and memory; returns the codes.
+
+        Nothing uses the memory any more when it returns.
+        config: of a put; None for a get.
+        """
+        began = time.monotonic()
+        values = list(keys), list(addresses), list(sizes)
+        codes: list[int]
+        with self.call() as raw:
+            if config is None:
+                codes = raw.batch_get_into(*values)
+            else:
+                codes = raw.batch_put_from(*values, config)
+        self.count_codes(codes)
+        if time.monotonic() - began > self._gives_up_s and any(code < 0 for code in codes):
+            self._end_transfers(raw)
+        return codes
+
+    def _end_transfers(self, raw: Raw) -> None:
+        """Closes a connection whose transfers may go on, when no call runs on it any more.
+
+        Until then calls are refused. The next one makes another connection.
+        """
+        log.warning("%s: a call was given up and may be under way: it is ended", self._label)
+        self.codes[ENDED] += 1
         with self._changed:
             if self._raw is raw:
                 self._raw = None
                 self._suspended = raw
-
-    def is_suspended(self, raw: Raw) -> bool:
-        return self._suspended is raw
-
-    def restore(self, raw: Raw) -> None:
-        """Lets calls use a suspended object again."""
-        with self._changed:
+            self._changed.wait_for(lambda: not (self._suspended is raw and self._began))
+            if self._suspended is not raw:  # another call of it has closed it
+                return
+            self._close_raw(raw)
             self._suspended = None
-            if self.lifecycle.is_closed:
-                _aside.append(raw)
-            else:
-                self._raw = raw
-
-    def replace(self, raw: Raw) -> None:
-        """Closes a suspended object that no call uses; the next call makes another."""
-        _close_in_time(raw, self._label)
-        with self._changed:
-            self._suspended = None
+            self._changed.notify_all()
 
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. Twice is fine.
@@ -195,16 +211,38 @@ class Client:
             return
         closed = Deadline(close_s)
         with self._changed:
-            is_idle = self._changed.wait_for(
-                lambda: not self._began or self._suspended is not None, drain_s
-            )
+            is_idle = self._changed.wait_for(lambda: not self._began or self._suspended, drain_s)
             raw, self._raw = self._raw, None
-        if raw is not None and is_idle and self._server.ask() is not State.HANGS:
-            _close_in_time(raw, self._label, closed.remaining_s())
-        elif raw is not None:
-            why = "the server hangs" if is_idle else "calls still run at close"
-            log.warning("%s: %s; the connection is left open", self._label, why)
+        if raw is None:
+            return
+        with contextlib.suppress(StoreUnavailable):
+            try:
+                self._server.require()
+            except StoreTimeout:
+                is_idle = False
+        if is_idle:
+            self._close_raw(raw, closed.remaining_s())
+        else:
+            log.warning(
+                "%s: calls still run, or the server hangs; the connection is left open", self._label
+            )
             _aside.append(raw)
+
+    def _close_raw(self, raw: Raw, timeout_s: float = CLOSE_S) -> None:
+        """Closes an object, or sets it aside after the time-out."""
+        self._before_close()
+        try:
+            closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
+        except RuntimeError:  # no thread can start; from Python 3.12 on that is so at exit
+            raw.close()
+            return
+        closer.launch(raw.close)
+        try:
+            closer.sync(timeout_s)
+        except TimeoutError:
+            log.warning("%s: close did not end within %.1f s; left alone", self._label, timeout_s)
+            _aside.append(raw)
+        closer.close(0.1)
 
     def _connect(self) -> None:
         if not self._setting_up.acquire(timeout=30.0):
@@ -223,7 +261,7 @@ class Client:
                 if not self.lifecycle.is_closed:
                     self._raw = raw
                     return
-            _close_in_time(raw, self._label)
+            self._close_raw(raw)
         finally:
             self._setting_up.release()
 
@@ -258,22 +296,6 @@ def close_on_sigterm() -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end)
-
-
-def _close_in_time(raw: Raw, label: str, timeout_s: float = CLOSE_S) -> None:
-    """Closes an object, or sets it aside after the time-out."""
-    try:
-        closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
-    except RuntimeError:  # no thread can start; from Python 3.12 on that is so at exit
-        raw.close()
-        return
-    closer.launch(raw.close)
-    try:
-        closer.sync(timeout_s)
-    except TimeoutError:
-        log.warning("%s: close did not end within %.1f s; left alone", label, timeout_s)
-        _aside.append(raw)
-    closer.close(0.1)
 
 
 @functools.cache

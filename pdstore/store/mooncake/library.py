@@ -56,9 +56,7 @@ def parse_size(value: object) -> int:
 
 
 _Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
-_Topology: TypeAlias = Annotated[
-    Literal["holder", "embedded", "shared"], BeforeValidator(str.lower)
-]
+_Topology: TypeAlias = Annotated[Literal["holder", "embedded"], BeforeValidator(str.lower)]
 _NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto-discovery", ""))]
 
 
@@ -67,8 +65,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     metrics_port: of the master's HTTP server, for listings.
     topology: `holder`: other processes own the values' memory. `embedded`: this process lends
-      `segment` bytes. `shared`: as `holder`, but the `mooncake_client` on this host (`client`)
-      makes the copies, over shared memory.
+      `segment` bytes.
     segment, buffer: bytes. Others' settings of a segment are for their programs: it is lent only
       with `topology=embedded`.
     hostname: the address at which other clients reach this process; "" means this host's address
@@ -84,7 +81,6 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     master: str = ""
     metrics_port: int = Field(9003, gt=0, lt=65536)
     topology: _Topology = "holder"
-    client: str = "127.0.0.1:50052"
     metadata: str = "P2PHANDSHAKE"
     hostname: str = ""
     segment: _Size = 0
@@ -121,6 +117,11 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         return config
 
     @property
+    def is_tcp(self) -> bool:
+        """True if the transport moves any memory; others move only registered memory."""
+        return self.protocol == "tcp"
+
+    @property
     def master_http(self) -> str:
         """The address of the master's HTTP server; useless if there are several masters."""
         return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
@@ -133,7 +134,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
     def _check(self, url: StoreURL) -> None:
-        lends, is_tcp = self.topology == "embedded", self.protocol == "tcp"
+        lends = self.topology == "embedded"
         problems = {
             "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER": (
                 not self.master
@@ -144,10 +145,8 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
             f"topology={self.topology} lends no memory: write topology=embedded, or no segment": (
                 self.segment and self.origins.get("segment") == "URL" and not lends
             ),
-            f"connections={self.connections} needs protocol=tcp and a topology other than shared:"
-            " shared or registered memory belongs to one connection": (
-                self.connections > 1 and (self.topology == "shared" or not is_tcp)
-            ),
+            f"connections={self.connections} needs protocol=tcp: registered memory belongs to one"
+            " connection": self.connections > 1 and not self.is_tcp,
         }
         for problem, is_so in problems.items():
             if is_so:
@@ -213,10 +212,7 @@ VARIABLES = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_LANES_PER_PEER": "16",  # a batch waits for a hung peer once per round of lanes
 }
-"""Values of the library's own variables that the user did not set: its defaults wait 30 s.
-
-None of them affects its calls to the process that shares our memory: see `barrier`.
-"""
+"""Values of the library's own variables that the user did not set: its defaults wait 30 s."""
 
 NO_ROOM = -200
 INVALID = -600
@@ -226,7 +222,7 @@ LEASE_OVER = -707
 TRANSFER_FAILED = -800
 
 _CODES: dict[int, tuple[str, type[StoreError]]] = {
-    -1: ("internal error", StoreUnavailable),  # also: whoever shares our memory is gone
+    -1: ("internal error", StoreUnavailable),
     NO_ROOM: ("no room", StoreFull),
     INVALID: ("invalid arguments", StoreError),
     -601: ("another client replaced it", StoreError),
@@ -252,7 +248,6 @@ _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
 
-Allocator: TypeAlias = Any
 Raw: TypeAlias = Any
 """The library's MooncakeDistributedStore, a connection. It has no types of its own.
 
@@ -266,7 +261,7 @@ def name_of(code: int) -> str:
 
 
 def is_outage(code: int) -> bool:
-    """True if the master, or the process that shares our memory, does not answer."""
+    """True if the master does not answer."""
     return code in (-1, -900, -901) or -1012 <= code <= -1000
 
 
@@ -304,24 +299,12 @@ class Library:
         is_first: False for one that lends no memory, because another of this process does.
         """
         config = self._config
-        if config.topology == "shared":
-            raw = self._module.MooncakeDistributedStore()
-            code = raw.setup_dummy(0, 0, config.client)
-            return code or raw
         segment = config.segment if is_first and config.topology == "embedded" else 0
         return self._set_up(segment, config.buffer, config.protocol, config.devices)
 
     def connect_lookup(self) -> Raw | int:
         """Returns an object that only talks to the master, or the code of its setup."""
         return self._set_up(0, 0, "rpc_only", "")
-
-    def allocator(self) -> Allocator | None:
-        """Returns the allocator of movable memory; None if any memory will do.
-
-        Its `alloc` gives addresses of zeroed memory, 0 for none.
-        """
-        is_shared = self._config.topology == "shared"
-        return self._module.MooncakeHostMemAllocator() if is_shared else None
 
     def put_config(self, *, is_pinned: bool) -> object:
         """Returns the library's description of how to keep values; pinned ones are not evicted."""

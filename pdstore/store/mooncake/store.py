@@ -17,8 +17,7 @@ from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable, WrongLengt
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, prefix_of
 from pdstore.settings import Settings, mooncake_sources
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
-from pdstore.store.mooncake.barrier import Lane, Memory
-from pdstore.store.mooncake.batches import Batches
+from pdstore.store.mooncake.batches import Batches, Memory
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.library import (
     ABSENT,
@@ -60,7 +59,7 @@ class MooncakeStore(Store):
     A value that is evicted, half-written, or in the memory of a process that died is a miss. A
     master that does not answer is StoreUnavailable or StoreTimeout; until it answers again, nothing
     calls the library, because each such call would hang for seconds. A call that the library gives
-    up before its transfers are over returns only when they are (see `barrier`).
+    up before its transfers are over returns only when they are (`Client.move`).
 
     library, server: Mooncake's library and the servers that it talks to; others are for tests.
 
@@ -78,17 +77,15 @@ class MooncakeStore(Store):
         self._config = config
         self._lifecycle = Lifecycle(label)
         self._library = library = library or Library(config)
-        self._memory = Memory(library.allocator())
+        self._memory = None if config.is_tcp else Memory()
         master = server(label, config.master)
-        sharer = server(label, config.client) if config.topology == "shared" else None
         self._lookup = Client(label, master, library.connect_lookup)
-        data = Client(label, sharer or master, self._connect_data)
-        self._lanes = [Lane(label, data, self._memory, sharer)]
+        forget = self._memory.disconnect if self._memory else lambda: None
+        self._movers = [Client(label, master, self._connect_data, forget)]
         for _ in range(1, config.connections):
-            more = Client(label, master, partial(library.connect_data, is_first=False))
-            self._lanes.append(Lane(label, more, Memory(None), None))
-        any_memory = config.topology != "shared" and config.protocol == "tcp"
-        self._batches = Batches(self._lanes, self._memory, config.lease, any_memory=any_memory)
+            connect = partial(library.connect_data, is_first=False)
+            self._movers.append(Client(label, master, connect))
+        self._batches = Batches(self._movers, self._memory, config.lease)
         self._put_config = library.put_config(is_pinned=False)
         self._pin_config = library.put_config(is_pinned=True)
         if config.topology == "embedded":
@@ -208,27 +205,25 @@ class MooncakeStore(Store):
         )
 
     def allocate(self, num_bytes: int) -> memoryview:
-        if self._lifecycle.is_closed:  # in a forked child, too, where the library would hang
+        if self._memory is None or self._lifecycle.is_closed:  # in a forked child, too
             return super().allocate(num_bytes)
         return self._memory.allocate(num_bytes)
 
     def codes(self) -> Mapping[str, int]:
-        clients = (self._lookup, *(lane.client for lane in self._lanes))
-        return sum((client.codes for client in clients), Counter())
+        return sum((client.codes for client in (self._lookup, *self._movers)), Counter())
 
     @property
     def connections(self) -> tuple[Client, Client]:
         """The connection to the master and the first that moves values, for measurements."""
-        return self._lookup, self._lanes[0].client
+        return self._lookup, self._movers[0]
 
     def close(self) -> None:
         if self._lifecycle.end():
-            self._memory.disconnect()
-            close_together((*(lane.client for lane in self._lanes), self._lookup))
+            close_together((*self._movers, self._lookup))
 
     def _connect_data(self) -> Raw | int:
         raw = self._library.connect_data()
-        if not isinstance(raw, int):
+        if self._memory is not None and not isinstance(raw, int):
             self._memory.connect(raw)
         return raw
 

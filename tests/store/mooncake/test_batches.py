@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 
 import pytest
@@ -16,7 +15,6 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.store.base import Slots
-from pdstore.store.mooncake.barrier import KEPT
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put, start_background
 from tests.support.kv import eventually
@@ -59,30 +57,19 @@ def test_memory_that_the_transport_cannot_move_goes_through_a_slab_that_it_can(o
         assert any(b <= address and address + size <= b + n for b, n in raw.buffers)
 
 
-def test_the_callers_own_memory_is_waited_for(open_double, raw, server):
-    store = open_double(topology="shared")
-    slots = Slots(store.allocate(1 << 20), SIZE, [0], [SIZE])
-    raw.values = dict.fromkeys(keys := fresh_keys(1), SIZE)
-    assert store.get(keys, slots) == 1
-    raw.script, ended = [("get", [-900])], threading.Event()
-    raw.health = 2
-
-    def get_in_vain():
-        fails(lambda: store.get(keys, slots))
-        ended.set()
-
-    join = start_background(get_in_vain)
-    eventually(lambda: store.codes().get(KEPT))
-    asked = server.num_asked
-    eventually(lambda: server.num_asked > asked + 1)
-    assert not ended.is_set()
-    raw.health = 0
-    join(5)
-
-
-def fails(call):
-    with pytest.raises(StoreUnavailable):
-        call()
+def test_staging_is_registered_once_whenever_it_was_allocated(open_double, raw):
+    """Rule 2."""
+    store = open_double(protocol="rdma")
+    views = [store.allocate(1 << 20)]
+    assert raw.buffers == []
+    for _ in range(2):
+        store.put(fresh_keys(1), Slots(views[0], SIZE, [0], [SIZE]))
+        assert [size for _, size in raw.buffers] == [1 << 20]
+    views.append(store.allocate(2 << 20))
+    assert [size for _, size in raw.buffers] == [1 << 20, 2 << 20]
+    del views[0]
+    third = store.allocate(3 << 20)
+    assert [size for _, size in raw.buffers] == [2 << 20, len(third)]
 
 
 def test_a_call_takes_another_connection_while_the_first_is_busy(server):

@@ -9,10 +9,11 @@ import time
 import pytest
 
 from pdstore.errors import StoreClosed, StoreTimeout, StoreUnavailable
-from pdstore.store.mooncake.client import Client, Server, State
+from pdstore.store.mooncake.client import ENDED, Client, Server
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import run_together, start_background
 from tests.support.kv import eventually
+from tests.support.mooncake_double import RawDouble
 
 
 @pytest.fixture
@@ -20,9 +21,10 @@ def open_client(server):
     """Opens clients whose objects are the given ones, or codes, one after the other."""
     with contextlib.ExitStack() as stack:
 
-        def make(*objects):
-            left = list(objects)
-            return stack.enter_context(contextlib.closing(Client("x", server, lambda: left.pop(0))))
+        def make(*raws, **options):
+            left = list(raws)
+            client = Client("x", server, lambda: left.pop(0), **options)
+            return stack.enter_context(contextlib.closing(client))
 
         yield make
 
@@ -31,7 +33,7 @@ def test_a_server_that_hangs_up_answers():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         join = start_background(lambda: listener.accept()[0].close())
-        assert Server("x", address).ask() is State.ANSWERS
+        Server("x", address).require()
         join(5)
 
 
@@ -40,24 +42,21 @@ def test_a_server_that_only_accepts_hangs_and_costs_its_time_out():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         server = Server("x", address, timeout_s=0.1)
-        assert server.ask() is State.HANGS
         start = time.monotonic()
         with pytest.raises(StoreTimeout, match=f"{address} did not answer within 0.1 s"):
             server.require()
         assert 0.05 < time.monotonic() - start < 1
-    assert server.ask() is State.GONE
     with pytest.raises(StoreUnavailable, match=f"{address} cannot be reached"):
         server.require()
 
 
-@pytest.mark.parametrize("state", [State.HANGS, State.GONE, State.UNREACHABLE])
-def test_the_library_is_not_set_up_before_the_server_answers(open_client, server, raw, state):
+def test_the_library_is_not_set_up_before_the_server_answers(open_client, server, raw):
     """Rule 7: setup would stop the whole process."""
     client = open_client(-1, raw)
-    server.state = state
+    server.problem = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable, match="away"), client.call():
         pass
-    server.state = State.ANSWERS
+    server.problem = None
     with pytest.raises(StoreUnavailable, match="setup failed"), client.call():
         pass
     for _ in range(3):
@@ -83,3 +82,30 @@ def test_close_waits_for_the_calls_that_run(store, raw):
     assert raw.is_closed
     with pytest.raises(StoreClosed):
         store.match(fresh_keys(1))
+
+
+def test_a_server_that_hangs_at_the_close_leaves_the_connection_open(open_client, server, raw):
+    """Rule 8: the library's close would wait for it, and keep every thread waiting."""
+    client = open_client(raw)
+    with client.call():
+        pass
+    server.problem = StoreTimeout("hangs")
+    client.close()
+    assert not raw.is_closed
+
+
+def test_a_transfer_that_the_library_gave_up_ends_with_its_connection(open_client, raw):
+    """Rule 13, as soon as no other call runs on it; calls are refused until then."""
+    other, keys = RawDouble(), fresh_keys(1)
+    client = open_client(raw, other, gives_up_s=-1.0)
+    raw.script, raw.values = [("get", [-800])], {keys[0]: 8}
+    with client.call():
+        join = start_background(lambda: client.move(keys, [0], [8], None))
+        eventually(lambda: client.codes[ENDED])
+        with pytest.raises(StoreUnavailable, match="under way"), client.call():
+            pass
+        assert not raw.is_closed
+    join(5)
+    assert raw.is_closed
+    with client.call() as lent:
+        assert lent is other

@@ -32,7 +32,7 @@ def config(url="mooncake://m:1", *, file=None, path="m.json", **variables):
 
 
 def test_every_option_of_the_url():
-    as_written = {"client": "h:2", "devices": "mlx5_0,mlx5_1", "prefer": "h:1", "tenant": "t"}
+    as_written = {"devices": "mlx5_0,mlx5_1", "prefer": "h:1", "tenant": "t"}
     as_written |= {"metadata": "http://m:8080/metadata", "hostname": "10.0.0.2"}
     as_written |= {"ssd_path": "/nvme", "metrics_port": 9004, "connections": 4, "lease": 2.5}
     others = "topology=Embedded&segment=4GB&buffer=1mb&protocol=TCP"
@@ -107,16 +107,14 @@ def test_the_masters_variable_of_fastdeploys_scripts_is_read_where_mooncakes_is_
         ({"url": "mooncake://m:1?zzzz=1"}, "known: .*segment"),
         ({"url": "mooncake://m:1/path"}, "has no path"),
         ({"url": "mooncake://"}, "set MOONCAKE_MASTER"),
-        ({"url": "mooncake://m:1?topology=both"}, "'holder', 'embedded' or 'shared'"),
+        ({"url": "mooncake://m:1?topology=both"}, "'holder' or 'embedded'"),
         ({"url": "mooncake://m:1?topology=embedded"}, "segment=4GB"),
-        ({"url": "mooncake://m:1?topology=shared&segment=4GB"}, "lends no memory"),
         ({"url": "mooncake://m:1?segment=4GB"}, "write topology=embedded"),
         ({"url": "mooncake://m:1?segment=much"}, r"bad segment 'much' \(URL\).* like 4GB"),
         ({"url": "mooncake://m:1?lease=0"}, "greater than 0"),
         ({"url": "mooncake://m:1?lease=soon"}, "valid number"),
         ({"url": "mooncake://m:1?metrics_port=70000"}, "less than 65536"),
         ({"url": "mooncake://m:1?connections=65"}, "less than or equal to 64"),
-        ({"url": "mooncake://m:1?topology=shared&connections=2"}, "a topology other than shared"),
         ({"url": "mooncake://m:1?protocol=rdma&connections=2"}, "needs protocol=tcp"),
         ({"MOONCAKE_LOCAL_BUFFER_SIZE": "0x"}, r"\(MOONCAKE_LOCAL_BUFFER_SIZE\)"),
         ({"file": "{"}, r"m\.json is not valid JSON"),

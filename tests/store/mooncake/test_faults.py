@@ -241,33 +241,6 @@ def test_a_dead_holder_is_lost_then_absent_and_a_new_one_takes_over(cluster, pai
     assert time.monotonic() - start < CLIENT_TTL_S + LATEST_S
 
 
-def test_over_shared_memory_a_dead_process_is_an_outage_and_its_successor_serves(cluster):
-    keys, size = fresh_keys(4), 1 << 20
-    values = [content(key, size) for key in keys]
-    with cluster.open(cluster.shared_url) as store:
-        wait_until_it_serves(store)
-        slots = Slots(store.allocate(4 * size), size, range(4), [size] * 4)
-        for i, value in enumerate(values):
-            slots.value(i)[:] = value
-        assert store.put(keys, slots) == 4
-        kill(cluster.holder)
-        start = time.monotonic()
-        for call in (store.get, store.put):
-            for _ in range(3):
-                with pytest.raises(StoreError):
-                    call(fresh_keys(4) if call == store.put else keys, slots)
-        assert time.monotonic() - start < LATEST_S, "the library's own calls end after 30 s"
-        cluster.start_holder()
-        wait_until_it_serves(store)
-        eventually(lambda: store.match(keys) == 0)
-        for i, value in enumerate(values):
-            slots.value(i)[:] = value
-        assert store.put(keys, slots) == 4
-        slots.view[:] = bytes(4 * size)
-        assert store.get(keys, slots) == 4
-        assert [bytes(slots.value(i)) for i in range(4)] == values
-
-
 def test_a_writer_killed_in_the_middle_of_a_put_blocks_its_keys_for_a_bounded_time(cluster):
     """Rule 4: until the master frees them, a put of such a key is no success."""
     keys, size = fresh_keys(3), 4 << 20

@@ -124,19 +124,3 @@ class TestEmbedded(Topology):
     @pytest.fixture
     def small_store(self, small_lonely_store):
         return emptied(small_lonely_store)
-
-
-class TestShared(Topology):
-    """The memory belongs to another process of this host, and is shared with it."""
-
-    @pytest.fixture
-    def store(self, cluster, opened):
-        return opened(cluster, cluster.shared_url)
-
-    @pytest.fixture
-    def peer(self, cluster, opened):
-        return opened(cluster, cluster.url)
-
-    @pytest.fixture
-    def small_store(self, small_cluster, opened):
-        return emptied(opened(small_cluster, small_cluster.shared_url))
