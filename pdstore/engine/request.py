@@ -251,7 +251,6 @@ class EngineRequest:
         busy_s = max((end.busy_s for end in ends), default=0.0)
         if self.prompt_times is not None:
             self.prompt_times.load_ended(self, num_loaded, busy_s)
-        self.cache.note_load(num_loaded - plan.first_token, busy_s)
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))

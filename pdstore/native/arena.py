@@ -207,23 +207,16 @@ class NativeArena:
         kinds: bytes,
         addresses: Sequence[int],
         sizes: Sequence[int],
-        *,
-        at_once: bool = False,
     ) -> int:
         """Copies values in, unless they are stored; returns how many of the first it took.
 
         memory: where this process has mapped the arena's memory.
-        at_once: take none where somebody holds the lock.
         """
         count, done = len(keys), c_int64()
         sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         values = memory, text_of(keys), kinds, sources, lengths, count, byref(done)
-        if at_once:
-            code = self._short_calls.pds_arena_put(self._handle, _PATIENCE_NS, *values)
-        else:
-            code = self._calls.pds_arena_put(self._handle, -1, *values)
-        if not at_once or code != abi.Code.TIMEOUT:
-            self._check(code, done.value)
+        code = self._calls.pds_arena_put(self._handle, -1, *values)
+        self._check(code, done.value)
         return done.value
 
     def get(

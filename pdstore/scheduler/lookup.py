@@ -75,8 +75,7 @@ class Lookup:
 
     keys: the prompt.
     handoff: the hand-off whose markers it waits for; None for the pool as it is now.
-    follows: True if it ends when P has answered, or will soon; else when P's last `done` is there.
-    load_s: seconds that a load of the whole prompt takes; None if that is not known.
+    follows: True if it ends when P has begun; else when P's last `done` is there.
     wait_s: seconds for the answer; with a hand-off, for its markers.
     count: called with the match when the lookup ends.
     """
@@ -89,12 +88,10 @@ class Lookup:
         count: Callable[[Match], None],
         *,
         follows: bool = False,
-        load_s: float | None = None,
     ) -> None:
         self.keys = keys
         self.handoff = handoff
         self.follows = follows
-        self.load_s = load_s
         self.started_at = time.monotonic()
         self.marker_deadline = Deadline(wait_s)
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))

@@ -14,7 +14,6 @@ from pdstore.errors import Reason, StoreError
 from pdstore.format.handoff import Handoff, HandoffId, new_id
 from pdstore.format.keys import FORMAT_VERSION, Json, MultimodalItem, Namespace, PromptKeys, Tokens
 from pdstore.metrics import Metrics
-from pdstore.scheduler.break_even import CostAverage
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over
 from pdstore.scheduler.mismatch import Mismatches
@@ -26,7 +25,6 @@ from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-_STALE_S = 30.0  # of what loads cost
 _STOP_S = 1.0  # of all threads; a store's own close has the second one
 _RELAY = "relay the kv_transfer_params of its answer"
 
@@ -68,7 +66,6 @@ class PrefixCacheManager:
         self._room = RoomWatch(self._store, self.metrics)
         self._instance = new_id()
         self._last_save: str | None = None  # why it fell short
-        self._load_cost = CostAverage(stale_s=_STALE_S)
         self._mismatches = Mismatches(
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
@@ -128,16 +125,9 @@ class PrefixCacheManager:
 
         The match's `follow` names the hand-off, unless all is stored by now: give it to
         `KVPool.load(..., follow=)`. With the params of P's answer, the match comes after one call
-        of the store. For a request that P and D got at once, it comes when what P still computes
-        takes no longer than the load (learned from `note_load`), or as soon as P has started if
-        either time is not known: earlier, engine blocks would only wait.
+        of the store. For a request that P and D got at once, it comes when P begins to compute.
         """
         return self._start(keys, params, follows=True)
-
-    def note_load(self, num_tokens: int, seconds: float) -> None:
-        """Takes note of a load's tokens, and of the time it was at work (`JobResult.busy_s`)."""
-        if num_tokens > 0 and seconds > 0:
-            self._load_cost.add_sample(num_tokens, seconds)
 
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
         """Takes note of how saves ended (`JobResult.reason`), for P's next answers. Any thread."""
@@ -242,8 +232,7 @@ class PrefixCacheManager:
         wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
-        load_s = self._load_cost.estimate_s(keys.num_tokens) if follows else None
-        lookup = Lookup(keys, handoff, wait_s, count, follows=follows, load_s=load_s)
+        lookup = Lookup(keys, handoff, wait_s, count, follows=follows)
         refusal = self._refuse()
         if handoff is not None and not self._mismatches.fits(handoff, keys, num_tokens):
             refusal = Reason.NAMESPACE

@@ -114,7 +114,6 @@ _VERBS: Mapping[str, str] = {
     "get_right": "get",
     "start_scatter": "get",
     "put_sealed": "put",
-    "put_at_once": "put",
     "fill": "put",
 }
 """Calls that a `GuardedStore` is around, and the verb of `Store` that each is a form of.

@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 _FIRST_S = 0.002  # the shortest pause
 _GROWTH = 1.3  # of a pause over the one before
-_BURST = 20  # calls that may come faster before the average counts
 _LISTEN_S = 0.1  # how long `close` may have to wait for a store that tells of changes
 _SETTLE_S = 0.0005  # changes within it are one look
 _RETRY_S = 1.0  # after an error of the store that should tell of changes
@@ -29,26 +28,22 @@ _TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of o
 
 
 class Pace:
-    """Pauses briefly after progress and then ever longer, and keeps within a rate of calls.
+    """Pauses briefly after progress and then ever longer, and leaves the store time for others.
 
     last_s: the longest pause.
-    calls_per_s: the most calls on average; None for a store that costs no round trip.
     share: of so many seconds one at most is spent in calls of the store.
     """
 
     def __init__(
         self,
         last_s: float = 0.020,
-        calls_per_s: float | None = 200.0,
         share: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._last_s = last_s
         self._clock = clock
         self._share = share
-        self._call_s = 1.0 / calls_per_s if calls_per_s else 0.0
         self._pause_s = _FIRST_S
-        self._paid_until = 0.0
         self._idle_until = 0.0
 
     def hurry(self) -> None:
@@ -57,14 +52,11 @@ class Pace:
 
     def blocked_s(self) -> float:
         """Seconds during which the store must not be asked, even if something was stored."""
-        at = max(self._idle_until, self._paid_until - _BURST * self._call_s)
-        return max(0.0, at - self._clock())
+        return max(0.0, self._idle_until - self._clock())
 
-    def after(self, num_calls: int, took_s: float) -> float:
-        """Returns the pause after so many calls of the store, which took so many seconds."""
-        now = self._clock()
-        self._paid_until = max(self._paid_until, now) + num_calls * self._call_s
-        self._idle_until = now + (self._share - 1) * took_s
+    def after(self, took_s: float) -> float:
+        """Returns the pause after calls of the store that took so many seconds."""
+        self._idle_until = self._clock() + (self._share - 1) * took_s
         pause_s = self._pause_s
         self._pause_s = min(pause_s * _GROWTH, self._last_s)
         return max(pause_s, self.blocked_s())
@@ -100,7 +92,7 @@ class KeyWatch:
 
     A look is one call of the store if that can look for many keys (`FindsKeys`), else a call for
     each key. Looks follow each change if the store tells of changes (`TellsChanges`); else the
-    store is polled, by at most 200 calls a second on average.
+    store is polled, for at most a quarter of the time.
 
     A store that errs is told to every waiter; whatever else it raises, to those whose keys make it
     do so.
@@ -121,7 +113,7 @@ class KeyWatch:
         self._store = store
         self._finder = find_optional(store, FindsKeys)
         self._teller = find_optional(store, TellsChanges)
-        told = Pace(last_s=_TOLD_LAST_S, calls_per_s=None, share=2)
+        told = Pace(last_s=_TOLD_LAST_S, share=2)
         self._pace = pace or (told if self._teller is not None else Pace())
         self._patience_s = patience_s
         self._call_deadline: Deadline | None = None  # while a call runs
@@ -214,7 +206,7 @@ class KeyWatch:
                     self._settle(waiter, partial(waiter.look_ended, found, asked_at))
         else:
             self._report_error(wishes, found, asked_at)
-        pause_s = self._pace.after(1 if self._finder else len(all_keys), took_s)
+        pause_s = self._pace.after(took_s)
         due_at = min((due_at for _, due_at in self._wishes.values()), default=math.inf)
         return max(min(pause_s, due_at - time.monotonic()), self._pace.blocked_s())
 

@@ -73,18 +73,6 @@ class Mover:
                 self.ends.store.put(keys, slots)
         return None if self.num_matched(child, keys) == len(keys) else Reason.LOST
 
-    def mark_at_once(self, key: BlockKey, marker: block.Header) -> bool:
-        """Stores a marker on the calling thread if that needs no wait; returns whether it did."""
-        arena = find_optional(self.ends.store, ArenaStore)
-        if arena is None:
-            return False
-        value = bytearray(block.HEADER_BYTES)
-        block.seal(memoryview(value), marker)
-        try:
-            return arena.put_at_once(key, bytes(value))
-        except StoreError:
-            return False
-
 
 def open_mover(
     settings: Settings,

@@ -168,7 +168,7 @@ class KVPool:
         The arguments are those of `save`. The caller says with `layers_done` what may be read; the
         job's deadline counts from the last such call. An engine that gives up cancels the job.
 
-        starts: as `start_handoff` takes them, when the first layers are done.
+        starts: as `start_handoff` takes them, when the first layers are saved.
         """
         first_block = self._first_block(keys, first_token)
         num_blocks = self._swap.num_blocks
@@ -196,7 +196,7 @@ class KVPool:
             self._heartbeat.begin_beats(handoff)
             job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
-        marks = [partial(self._start_here, *start) for start in starts]
+        marks = [partial(self._put_started, *start) for start in starts]
         return OpenSave(job, work, order, wake, marks)
 
     def load(
@@ -259,7 +259,7 @@ class KVPool:
         P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
         """
         self._heartbeat.begin_beats(handoff)
-        return self._put_marker(*self._started(handoff, num_tokens))
+        return self._put_started(handoff, num_tokens)
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
@@ -288,18 +288,9 @@ class KVPool:
                 thread.close(limit.remaining_s())
             self._resources.close()
 
-    def _start_here(self, handoff: HandoffId, num_tokens: int) -> None:
-        """Puts `started` on the calling thread if the store needs no wait for that.
-
-        A worker that wakes while an engine launches kernels takes Python's lock from that thread.
-        """
-        key, marker = self._started(handoff, num_tokens)
-        if not (self._settings.publish and self._mover.mark_at_once(key, marker)):
-            self._put_marker(key, marker)
-
-    def _started(self, handoff: HandoffId, num_tokens: int) -> tuple[BlockKey, Header]:
+    def _put_started(self, handoff: HandoffId, num_tokens: int) -> Job:
         marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
-        return handoff.started(self.namespace), marker
+        return self._put_marker(handoff.started(self.namespace), marker)
 
     def _put_marker(self, key: BlockKey, marker: Header) -> Job:
         """Puts a marker, on a worker."""

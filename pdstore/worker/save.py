@@ -206,7 +206,7 @@ class OpenSave:
 
     order: records an event behind what the calling thread's stream has queued; None without one.
     wake: tells the queue that the model goes on, and that there may be more to do.
-    at_begin: called once each, when the first layers are done.
+    at_begin: called once each, when the first layers are saved.
     """
 
     def __init__(
@@ -249,9 +249,6 @@ class OpenSave:
             self._release_queued()
 
     def _queue(self, num_whole: int, ready: ReadyEvent | None) -> None:
-        at_begin, self._at_begin = self._at_begin, ()
-        for call in at_begin:
-            call()
         self._queued.append((self._held[self._num_queued : num_whole], ready))
         self._num_queued = num_whole
         if ready is None:
@@ -271,6 +268,9 @@ class OpenSave:
         return bytes_of(layout, keys, self._work.first_block, layer_range)
 
     def _release_queued(self) -> None:
+        at_begin, self._at_begin = self._at_begin, ()
+        for call in at_begin:
+            call()
         first, stop = self._work.first_block, len(self._prompt.keys)
         for numbers, ready in self._queued:
             are_all = numbers == self._held

@@ -29,8 +29,6 @@ class Rig:
             settings, NAMESPACE, store=store, lookup_wait_s=lookup_wait_s
         )
         self.keys = self.cache.keys(range(10))
-        self.long = self.cache.keys(range(400))
-        self.last = self.long.store_keys([Part(0, 0)])[-1]
 
     def lookup(self, handoff: HandoffId, *, follows=False, keys=None, **said) -> Lookup:
         said = {"attempt": handoff.hex, **said}
@@ -38,28 +36,6 @@ class Rig:
             said["instance"] = handoff.instance
         start = self.cache.follow if follows else self.cache.lookup
         return start(keys or self.keys, {"pdstore": said})
-
-    def start_both(self) -> Lookup:
-        """Asks for a long prompt that loads at once; P has started with it."""
-        handoff = HandoffId.new()
-        lookup = self.lookup(handoff, follows=True, keys=self.long)
-        self.put(handoff.started(NAMESPACE))
-        return lookup
-
-    def learn(self, seconds: float):
-        """Lets a hand-off show that P computes for so long, and that a load takes no time."""
-        self.cache.note_load(400, 1e-6)
-        assert self.start_both().wait(10).follow
-        eventually(lambda: any(self.last in keys for keys in list(self.store.looks)))
-        time.sleep(seconds)
-        self.put(self.last)
-        eventually(self.is_quiet)
-        self.store.remove([self.last])
-
-    def is_quiet(self) -> bool:
-        before = len(self.store.looks)
-        time.sleep(0.1)
-        return len(self.store.looks) == before
 
     def sample(self, name: str, **labels) -> float:
         return self.cache.metrics.registry.get_sample_value(f"pdstore_{name}", labels) or 0.0
@@ -120,20 +96,6 @@ def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig, st
     assert waiting.poll() is None
     one.put_done(handoff)
     assert waiting.wait(10).follow is None
-
-
-def test_d_takes_no_blocks_while_p_computes_for_longer_than_the_load(rig):
-    one = rig()
-    one.learn(0.8)
-    estimated = one.start_both()
-    with pytest.raises(TimeoutError):
-        estimated.wait(0.4)
-    assert estimated.wait(10).follow
-    early = one.start_both()
-    with pytest.raises(TimeoutError):
-        early.wait(0.2)
-    one.put(one.last)
-    assert early.wait(10).follow
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -109,7 +109,7 @@ class PageWait:
         while not self._closed.is_set():
             asked_at = time.monotonic()
             found = self._match(keys)
-            pause_s = pace.after(1, time.monotonic() - asked_at)
+            pause_s = pace.after(time.monotonic() - asked_at)
             if len(found.keys) > num_found:
                 num_found = len(found.keys)
                 yield num_found

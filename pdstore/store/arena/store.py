@@ -169,16 +169,6 @@ class ArenaStore(Store):
         values = _kinds(keys), _addresses(slots), slots.sizes
         return self._arena.put(address_of(memory), keys, *values)
 
-    def put_at_once(self, key: BlockKey, value: bytes) -> bool:
-        """Stores a value of at most 4096 bytes as `put` does, before another thread wakes.
-
-        Never blocks: returns False, and has stored nothing, if somebody is in the way.
-        """
-        memory, held = self._enter(), memoryview(bytearray(value))
-        check_call([key])
-        values = [key], _kinds([key]), [address_of(held)], [len(value)]
-        return self._arena.put(address_of(memory), *values, at_once=True) == 1
-
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._enter()
         check_call(keys)
