@@ -71,7 +71,7 @@ test-vllm: setup-vllm ## The tests with vLLM
 # ends a process by coverage's own handler.
 SEAMS := $(addprefix tests/,format native scheduler engine store worker cli telemetry status misconfigurations) \
   $(wildcard tests/test_*.py)
-VLLM_SEAMS = $(shell grep -LE '\b(pair|launcher)\b' tests/adapters/vllm/test_*.py) tests/adapters/vllm/test_events.py
+VLLM_SEAMS = $(shell grep -LE '\b(pair|launcher)\b' tests/adapters/vllm/test_*.py)
 COUNTABLE := not fork and not signal_handler and not SIGTERM
 coverage: coverage-seams coverage-vllm coverage-report ## How much of each folder of pdstore/ the seams' tests run
 coverage-seams: setup

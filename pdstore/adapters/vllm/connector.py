@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -72,7 +72,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
             if fails:
                 log.warning("kv_load_failure_policy is fail: a lost block fails its request")
             parallel = vllm_config.parallel_config
-            events = getattr(vllm_config, "kv_events_config", None)
             self._scheduler = PDStoreConnectorScheduler(
                 settings,
                 parallel.world_size,
@@ -80,7 +79,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
                 hashes_items=describe.hashes_items(vllm_config),
-                has_events=getattr(events, "enable_kv_cache_events", False),
                 weights_of=partial(describe.revision_of, vllm_config=vllm_config),
                 longest_prompt=vllm_config.model_config.max_model_len,
             )
@@ -182,11 +180,6 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     @degrades(lambda: False)
     def reset_cache(self) -> bool:
         return self.scheduler.reset()
-
-    @degrades(tuple)
-    def take_events(self) -> Sequence[Any]:
-        """Returns KV events of the pool, where `--kv-events-config` enables them."""
-        return self.scheduler.events.pop()
 
     # Worker side.
 

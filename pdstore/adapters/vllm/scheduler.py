@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdstore.adapters.vllm.describe import keys_of
-from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.messages import (
     NULL_BLOCK,
     LoadSpec,
@@ -51,7 +50,6 @@ class PDStoreConnectorScheduler:
       engines in which a load that brings too little fails its request.
     number: of this instance among the data-parallel ones that are started together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
-    has_events: fills `events`.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
     patience_s: time for the first answers of all lookups of one step. A near store answers in a
       fraction of a millisecond, and else a request waits for the next step, which may be long.
@@ -65,14 +63,12 @@ class PDStoreConnectorScheduler:
     may_follow: bool = True
     number: int = 0
     hashes_items: bool = True
-    has_events: bool = False
     weights_of: Callable[[Settings], str] | None = None
     longest_prompt: int | None = None
     patience_s: float = _PATIENCE_S
 
     def __post_init__(self) -> None:
         self.worker_metrics = WorkerMetrics()
-        self.events = PoolEvents(self.num_ranks)
         self.saves = Saves(self.num_ranks)
         self._cache: PrefixCacheManager | None = None
         self._prompt_times: PromptTimes | None = None  # None where nothing is decided
@@ -87,9 +83,6 @@ class PDStoreConnectorScheduler:
         layout = RankLayout.common(ranks)
         namespace = layout.namespace
         self.saves.block_tokens = layout.block_tokens
-        self.events.engine_block_tokens = layout.block_tokens
-        self.events.block_tokens = namespace.block_tokens
-        self.has_events &= not namespace.windows  # of these, vLLM's hashes name no block
         cache = self._cache = PrefixCacheManager(
             self.settings,
             namespace,
@@ -131,8 +124,6 @@ class PDStoreConnectorScheduler:
             num_ranks=self.num_ranks,
         )
         self._requests[request.request_id] = request, state
-        if self.has_events:
-            self.events.add(request)
         return state
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -196,7 +187,6 @@ class PDStoreConnectorScheduler:
             start = request.num_computed_tokens
             state.begin_step(start, start + num_tokens)
             metadata.saves += self.saves.plan(state, request, num_tokens)
-        self.events.add_saves(metadata.saves)
 
     def report(self, report: StepReport) -> None:
         """Handles what has ended on some ranks: releases saved blocks, and ends loads."""
@@ -208,13 +198,11 @@ class PDStoreConnectorScheduler:
                 self._records.job_ended(state, end)
                 if known and not state.is_loading:
                     state.end_load()
-        self.events.end_jobs(report.ended)
 
     def finish_request(self, request: Any) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
         request_id = request.request_id
         self.saves.forget_tables(request_id)
-        self.events.forget_request(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known
@@ -236,10 +224,7 @@ class PDStoreConnectorScheduler:
 
     def reset(self) -> bool:
         """Clears this namespace in the pool; False if that failed."""
-        is_clear = self._cache is None or self._cache.clear()
-        if is_clear:
-            self.events.clear()
-        return is_clear
+        return self._cache is None or self._cache.clear()
 
     def close(self) -> None:
         self._records.close()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -56,7 +53,6 @@ class Pair:
     """P and D, the relaying proxy in front of them, and their pool, each behind its gate.
 
     receiver: of their spans.
-    subscriber: a ZMQ socket to which P's KV events come, once it subscribes to them.
     """
 
     p: Server
@@ -66,7 +62,6 @@ class Pair:
     p_gate: Gate
     d_gate: Gate
     receiver: OTLPReceiver
-    subscriber: Any
 
 
 @pytest.fixture
@@ -111,24 +106,12 @@ def launcher(tmp_path_factory) -> Iterator[Launcher]:
     launcher.close()
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[tuple[Any, tuple[str, str]]]:
-    """Yields a subscriber, and the options with which vLLM publishes its KV events to it."""
-    import zmq
-
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-        port = subscriber.bind_to_random_port("tcp://127.0.0.1")
-        config = {"enable_kv_cache_events": True, "publisher": "zmq"}
-        config |= {"endpoint": f"tcp://127.0.0.1:{port}"}
-        yield subscriber, ("--kv-events-config", json.dumps(config))
-
-
 @pytest.fixture(scope="session")
 def started_pair(launcher, checkpoints, tmp_path_factory) -> Iterator[Pair]:
     redis = RedisServer(tmp_path_factory.mktemp("redis"))
     gates = Gate(redis.port), Gate(redis.port)
     model = checkpoints("llama")
-    with receiving() as receiver, listening() as (subscriber, events):
+    with receiving() as receiver:
         seen = TRACES | {
             "PDSTORE_TRACES": receiver.url,
             "PDSTORE_STATUS_PORT": "0",
@@ -136,12 +119,12 @@ def started_pair(launcher, checkpoints, tmp_path_factory) -> Iterator[Pair]:
         }
         options = (*CACHING, "--otlp-traces-endpoint", f"{receiver.url}/v1/traces")
         p, d = (
-            launcher.vllm(role[0], model, *options, *more, env=switched_on(gate.url, role) | seen)
-            for gate, role, more in zip(gates, ("prefill", "decode"), (events, ()), strict=True)
+            launcher.vllm(role[0], model, *options, env=switched_on(gate.url, role) | seen)
+            for gate, role in zip(gates, ("prefill", "decode"), strict=True)
         )
         proxy = launcher.proxy(p, d)
         instances = p.wait_ready(), d.wait_ready(), proxy.wait_ready()
-        yield Pair(*instances, redis, *gates, receiver, subscriber)
+        yield Pair(*instances, redis, *gates, receiver)
         for gate in gates:
             gate.close()
         for server in (proxy, p, d):

@@ -132,7 +132,7 @@ def test_every_hook_of_a_running_engine_is_guarded():
     hooks = """on_new_request get_num_new_matched_tokens update_connector_output request_finished
         has_pending_push_work has_pending_block_frees reset_cache start_load_kv wait_for_save
         get_block_ids_with_load_errors build_connector_worker_meta
-        get_kv_connector_stats take_events shutdown _load save_kv_layer _end_loads"""
+        get_kv_connector_stats shutdown _load save_kv_layer _end_loads"""
     for name in hooks.split():
         assert hasattr(getattr(PDStoreConnector, name), "__wrapped__"), name
 
