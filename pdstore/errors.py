@@ -28,7 +28,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class PDStoreError(Exception):
@@ -199,13 +199,11 @@ class JobResult:
       many as the engine can compute on from; of a save, those that another process can load now.
     reason: why it is not all of them; None if it is.
     error: the exception behind the reason, if there was one.
-    busy_s: seconds in which any worker was at it; a load that follows a hand-off also waits.
     """
 
     num_tokens: int
     reason: Reason | None = None
     error: Exception | None = None
-    busy_s: float = field(default=0.0, compare=False, repr=False)
 
 
 _REASONS: tuple[tuple[type[Exception], Reason], ...] = (

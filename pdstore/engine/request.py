@@ -71,7 +71,7 @@ class JobEnd:
     """The end of one load or save on one rank; it may be sent to another process.
 
     request_id, number: the engine's names of the request and the save; a load has no number.
-    num_tokens, reason, busy_s: as in `JobResult`.
+    num_tokens, reason: as in `JobResult`.
     ran: from its start to its end; None for a job that could not begin.
     in_store: from its first call of the store to the end of the last, if it made one.
     """
@@ -81,7 +81,6 @@ class JobEnd:
     direction: Direction
     num_tokens: int
     reason: Reason | None
-    busy_s: float = 0.0
     ran: Interval | None = None
     in_store: Interval | None = None
 
@@ -102,7 +101,6 @@ class JobEnd:
             job.direction,
             result.num_tokens,
             result.reason,
-            result.busy_s,
             Interval(zero + job.began, zero + now),
             Interval(zero + calls[0], zero + calls[1]) if calls is not None else None,
         )
@@ -248,9 +246,8 @@ class EngineRequest:
         ends = self._load_ends()
         num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
         num_loaded = max(plan.first_token, num_loaded)
-        busy_s = max((end.busy_s for end in ends), default=0.0)
         if self.prompt_times is not None:
-            self.prompt_times.load_ended(self, num_loaded, busy_s)
+            self.prompt_times.load_ended(self, num_loaded)
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))

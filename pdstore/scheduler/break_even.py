@@ -159,8 +159,7 @@ class PromptTimes:
 
         name: of the request; asked again, it is decided anew. A load counts as begun from now on,
           until `load_ended`.
-        follows: the load would follow a hand-off. Then only the time that it did not wait for P
-          tells its cost (`busy_s`).
+        follows: the load would follow a hand-off. It waits for P, so its time tells no cost.
         is_preempted: nobody tells when it is all computed again, so it holds up no other prompt.
         """
         if self._mode == "always":
@@ -183,15 +182,13 @@ class PromptTimes:
             )
         return decision
 
-    def load_ended(self, name: Hashable, num_present: int, busy_s: float = 0.0) -> None:
-        """Takes up the end of a load: so many leading tokens of the prompt are there now.
-
-        busy_s: seconds that the load was at work; of a load that follows, the time that counts.
-        """
+    def load_ended(self, name: Hashable, num_present: int) -> None:
+        """Takes up the end of a load: so many leading tokens of the prompt are there now."""
         prompt = self._prompts.get(name)
         if prompt is not None and prompt.num_loading:
             num_brought = prompt.num_loading - max(0, prompt.at - num_present)
-            self._measure_load(prompt, num_brought, busy_s)
+            if not prompt.follows:
+                self._measure_load(prompt, num_brought)
             prompt.num_loading = 0
             prompt.at = num_present
 
@@ -238,18 +235,14 @@ class PromptTimes:
         """Returns how many tokens the store has to bring; a load that follows waits for P."""
         return sum(p.num_loading for p in self._prompts.values() if not p.follows)
 
-    def _measure_load(self, prompt: _Prompt, num_brought: int, busy_s: float) -> None:
+    def _measure_load(self, prompt: _Prompt, num_brought: int) -> None:
         """Takes up a load: in its time the store brought what was loaded beside it, too.
 
         The loads that began before any had ended made connections and wrote memory for the first
         time: they are not counted.
         """
         now = self._clock()
-        if prompt.follows:
-            num_tokens, seconds = prompt.num_loading, busy_s
-        else:
-            num_tokens = max(prompt.num_beside, self._num_loading())
-            seconds = now - prompt.decided_at
+        num_tokens, seconds = max(prompt.num_beside, self._num_loading()), now - prompt.decided_at
         is_warm = self._first_load_end is not None and prompt.decided_at >= self._first_load_end
         if num_brought > 0 and seconds and is_warm:
             self._load_cost.add_sample(num_tokens * num_brought / prompt.num_loading, seconds)

@@ -39,7 +39,7 @@ def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> 
 class Heartbeat:
     """Puts one small value each `period_s`, as long as a hand-off is being saved.
 
-    The first one comes up to a period after a hand-off's begin: most are saved by then. One rank,
+    The first one comes up to a period after a hand-off's begin: many are saved by then. One rank,
     with the first layer's first shard, beats for its instance, and until the other ranks' saves
     must have ended too. Any thread may call.
     """
@@ -61,15 +61,12 @@ class Heartbeat:
         self._linger_s = 0.0 if is_alone else settings.deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
         self._numbers: dict[str, int] = {}  # of each instance's next beat
-        self._due_at: float | None = None
         self._thread = Ticker("pdstore-heartbeat", self._turn)  # the last: it uses all of these
 
     def begin_beats(self, handoff: HandoffId) -> None:
         """Beats for a hand-off, from now on."""
         if self._is_mine and handoff.instance is not None:
             self._ends[handoff] = None
-            if self._due_at is None:  # else a turn comes anyway
-                self._thread.wake()
 
     def end_beats(self, handoff: HandoffId) -> None:
         """Ends the beats for a hand-off. Does nothing for one that has ended or never began."""
@@ -80,22 +77,17 @@ class Heartbeat:
         """Stops the thread."""
         self._thread.stop(timeout_s)
 
-    def _turn(self) -> float | None:
+    def _turn(self) -> float:
+        began = time.monotonic()
         for handoff, end in self._ends.copy().items():
             if end is not None and end.is_over():
                 self._ends.pop(handoff, None)
-        due_at, self._due_at = self._due_at, None  # a `begin_beats` after this wakes
-        if not self._ends:
-            return None
-        now = time.monotonic()
-        self._due_at = due_at if due_at is not None and now < due_at else now + self._period_s
-        if due_at is not None and now >= due_at:
-            for instance in {handoff.instance for handoff in self._ends.copy()}:
-                if instance is not None:
-                    number = self._numbers.get(instance, 0)
-                    self._numbers[instance] = (number + 1) % RING
-                    call_or(partial(put_beat, self._store, self._namespace, instance, number), None)
-        return max(0.0, self._due_at - time.monotonic())
+        for instance in {handoff.instance for handoff in self._ends.copy()}:
+            if instance is not None:
+                number = self._numbers.get(instance, 0)
+                self._numbers[instance] = (number + 1) % RING
+                call_or(partial(put_beat, self._store, self._namespace, instance, number), None)
+        return max(0.0, began + self._period_s - time.monotonic())
 
 
 @dataclass(eq=False)

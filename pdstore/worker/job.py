@@ -120,8 +120,6 @@ class Job:
         self._shortfall: Shortfall | None = None
         self._num_children = 0
         self._is_finishing = False
-        self._busy_s = 0.0
-        self._busy_since = 0.0  # while there are children
         self._num_copies = 0
         self._is_ending = False
         self._end: Shortfall | None = None
@@ -202,8 +200,6 @@ class Job:
         with self._lock:
             if not self._num_ready():
                 return None
-            if not self._num_children:
-                self._busy_since = time.monotonic()
             self._num_children += 1
             return ChildJob(self, goes_on, left)
 
@@ -242,14 +238,12 @@ class Job:
             if work is None:
                 return
             progress = work.progress
-            if self._num_children:
-                self._busy_s += time.monotonic() - self._busy_since
         del work  # what it holds is released before anyone hears that the job is done
         reason, error = self._end or (None, None)
         if error is not None:
             _release_frames(error)
         with self._lock:
-            self._result = JobResult(progress, reason, error, self._busy_s)
+            self._result = JobResult(progress, reason, error)
             watchers, self._watchers = self._watchers, []
         self._has_ended.set()
         call_each([partial(watcher, self) for watcher in watchers])
@@ -332,8 +326,6 @@ class ChildJob:
             job._is_finishing = is_last
             if work is None:
                 job._num_children -= 1
-                if not job._num_children:
-                    job._busy_s += time.monotonic() - job._busy_since
                 return
         shortfall = work.conclude(self, job._shortfall)
         del work

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -41,6 +40,7 @@ log = logging.getLogger(__name__)
 MAX_JOBS = 1024
 MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
+_CLOCK_S = 0.1  # between two looks for jobs whose time is up
 STOP_S = 1.0
 """Time for the markers of what a close has cut, and for the threads to end."""
 
@@ -87,7 +87,6 @@ class JobQueue:
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()
         self._timed: set[Job] = set()  # they wait for no other job, so their time runs
-        self._next_deadline = math.inf
         self._is_closing = False
         self._is_closed = False
         self._closed = threading.Event()
@@ -235,10 +234,7 @@ class JobQueue:
             if job not in self._alive:
                 return
             self._timed.add(job)
-            is_next = job.deadline.at < self._next_deadline
             self._offer(job)
-        if is_next:
-            self._clock.wake()
 
     def _offer(self, job: Job) -> None:
         """Shows a job to the workers, and wakes one for each of its shares or for its end."""
@@ -312,19 +308,13 @@ class JobQueue:
         seconds = time.monotonic() - job.began
         self._metrics.job_ended(job.direction, result.reason, seconds, result.error)
 
-    def _end_late_jobs(self) -> float | None:
+    def _end_late_jobs(self) -> float:
         now = time.monotonic()
         with self._has_ready:
             late = [job for job in self._timed if job.deadline.at <= now]
-            self._timed.difference_update(late)
-            # a planned turn stays: one for nothing costs less than a wake for each job to come
-            planned = self._next_deadline if self._next_deadline > now else math.inf
-            deadlines = (job.deadline.at for job in self._timed)
-            self._next_deadline = min(deadlines, default=planned)
-            pause = None if self._next_deadline == math.inf else self._next_deadline - now
         for job in late:
             job.end_with(Reason.DEADLINE, JobDeadline("the job's time was up"))
-        return pause
+        return _CLOCK_S
 
     def _gauges(self) -> list[tuple[Gauge, Callable[[], int]]]:
         """Returns what shows the queue's numbers. The metrics read them without the lock."""

@@ -56,7 +56,7 @@ def request_of(instance):
 def ended(direction, num_tokens=NUM_TOKENS, reason=None, number=None):
     at = time.time()
     ran, in_store = Interval(at, at + 1), Interval(at, at)
-    return JobEnd("cmpl-7", number, direction, num_tokens, reason, 0.1, ran, in_store)
+    return JobEnd("cmpl-7", number, direction, num_tokens, reason, ran, in_store)
 
 
 def report(records, request, *ends):

@@ -56,7 +56,7 @@ def compute(request, *chunks, start=0):
 
 def end_load(request, num_tokens, reason=None):
     assert request.is_loading
-    request.ends.append(JobEnd("", None, Direction.LOAD, num_tokens, reason, 0.1))
+    request.ends.append(JobEnd("", None, Direction.LOAD, num_tokens, reason))
     assert not request.is_loading
     return request.end_load()
 

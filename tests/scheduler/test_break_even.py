@@ -98,7 +98,7 @@ def test_a_load_that_waits_for_p_does_not_make_the_store_slow(open_break_even, c
         follow = {"start": 0, "found": TOKENS, "num_tokens": TOKENS, "follows": True}
         assert break_even.decide(name, **follow).way == "load"
         clock.now += 1.0
-        break_even.load_ended(name, TOKENS, TOKENS / 100_000)
+        break_even.load_ended(name, TOKENS)
         break_even.computed([(name, TOKENS - 1, TOKENS)], 0.001)
     decision = ask(break_even)
     assert (decision.way, decision.load_s) == ("load", pytest.approx(before, rel=0.1))

@@ -107,16 +107,6 @@ def test_the_stage_with_the_first_layer_beats_until_the_others_must_have_ended(h
     eventually(lambda: len(recorder.put_at) >= 3)
 
 
-def test_a_save_that_ends_soon_costs_no_beat(instance, recorder):
-    p = instance()
-    keys = p.cache.keys(range(200))
-    handoff, _ = p.cache.announce(keys)
-    assert handoff.instance is not None
-    assert p.pool.save(keys, range(20), handoff=handoff).wait(10).reason is None
-    stored = [beat_key(p.namespace, handoff.instance, n) for n in range(RING)]
-    assert not any(p.store.which_stored(stored))
-
-
 def begun(p):
     """A save whose first layers are done, and its hand-off."""
     keys = p.cache.keys(range(200))

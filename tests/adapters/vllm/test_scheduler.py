@@ -69,7 +69,7 @@ def request(params=None, request_id="r"):
 
 def loaded(request_id="r", num_tokens=300, reason=None):
     """The report of a load that has ended."""
-    return StepReport(ended=[JobEnd(request_id, None, Direction.LOAD, num_tokens, reason, 0.01)])
+    return StepReport(ended=[JobEnd(request_id, None, Direction.LOAD, num_tokens, reason)])
 
 
 def saved_with(save, reason):
