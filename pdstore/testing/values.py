@@ -45,6 +45,14 @@ def put(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> int:
     return n
 
 
+def stored(store: Store, count: int, size: int) -> tuple[list[BlockKey], list[bytes]]:
+    """Puts values under fresh keys, which the store must take; returns both."""
+    keys = fresh_keys(count)
+    values = [content(key, size) for key in keys]
+    assert put(store, keys, values) == count
+    return keys, values
+
+
 def get(store: Store, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[bytes]:
     """Gets values; returns those of the leading keys that were there."""
     slots = empty_slots(sizes)

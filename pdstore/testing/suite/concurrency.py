@@ -23,6 +23,7 @@ from pdstore.testing.values import (
     put,
     run_together,
     start_background,
+    stored,
 )
 
 SIZE = 64 << 10
@@ -78,17 +79,13 @@ class ConcurrencyTests:
             assert_values(seen, [versions[seen[0] == versions[1]]] * 3)
 
     def test_many_threads_get_what_they_ask_for(self, store: Store) -> None:
-        shared = fresh_keys(16)
-        put(store, shared, [content(key, SIZE) for key in shared])
+        shared, contents = stored(store, 16, SIZE)
 
         def call(first: int) -> None:
             for round_ in range(6):
-                own = fresh_keys(4)
-                values = [content(key, SIZE, round_) for key in own]
-                assert put(store, own, values) == 4
-                start = (first + round_) % 12
-                part = shared[start : start + 4]
-                assert_values(get(store, part, [SIZE] * 4), [content(key, SIZE) for key in part])
+                own, values = stored(store, 4, SIZE)
+                part = slice((first + round_) % 12, (first + round_) % 12 + 4)
+                assert_values(get(store, shared[part], [SIZE] * 4), contents[part])
                 assert store.match(own) == 4
                 assert_values(get(store, own, [SIZE] * 4), values)
 
@@ -127,21 +124,15 @@ class ConcurrencyTests:
         with pytest.raises(StoreClosed):
             verb(store, keys)
 
-    def test_close_twice_is_fine(self, store: Store) -> None:
-        store.match(fresh_keys(1))
-        store.close()
-        store.close()
-
-    def test_a_store_that_was_never_used_closes(self, store: Store) -> None:
-        run_together(store.close, deadline_s=self.deadline_s)
+    def test_a_store_that_was_never_used_closes_and_twice_is_fine(self, store: Store) -> None:
+        for _ in range(2):
+            run_together(store.close, deadline_s=self.deadline_s)
 
     def test_close_under_load_ends_and_so_do_the_calls(self, store: Store) -> None:
         calling, given_up = threading.Barrier(5), threading.Event()
 
         def call_until_closed() -> None:
-            keys = fresh_keys(8)
-            values = [content(key, SMALL) for key in keys]
-            put(store, keys, values)
+            keys, values = stored(store, 8, SMALL)
             calling.wait(self.deadline_s)
             try:
                 while not given_up.is_set():
@@ -162,9 +153,7 @@ class ConcurrencyTests:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
     def test_a_forked_child_is_refused_and_harms_nobody(self, store: Store) -> None:
-        keys = fresh_keys(3)
-        values = [content(key, SMALL) for key in keys]
-        put(store, keys, values)
+        keys, values = stored(store, 3, SMALL)
         with warnings.catch_warnings():
             # Python warns of a fork beside threads, which is what this test is about
             warnings.simplefilter("ignore", DeprecationWarning)

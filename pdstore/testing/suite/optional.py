@@ -12,7 +12,7 @@ from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.base import Store
 from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom, find_optional
-from pdstore.testing.values import assert_values, content, fresh_keys, get, put
+from pdstore.testing.values import assert_values, content, fresh_keys, get, put, stored
 
 SIZE = 64 << 10
 MOST = 64  # more values than `small_store` has room for
@@ -75,9 +75,7 @@ class PressureTests:
         assert not small_store.lease_s, "all is leased, and more than there is room for was taken"
 
     def test_a_full_store_still_serves(self, small_store: Store) -> None:
-        keys = fresh_keys(2)
-        values = [content(key, SIZE) for key in keys]
-        put(small_store, keys, values)
+        keys, values = stored(small_store, 2, SIZE)
         small_store.match(keys)
         _fill(small_store, MOST)
         assert small_store.match(fresh_keys(1)) == 0
@@ -130,26 +128,16 @@ class ListTests:
         put(peer, keys[700:], [b"x"] * (1500 - 700))
         assert sorted(value.key for value in _listed(lists, keys)) == keys
 
-    def test_a_listing_says_what_a_value_takes(self, store: Store, lists: ListsValues) -> None:
-        keys, sizes = fresh_keys(3), [64, 5000, 200_000]
-        put(store, keys, [content(key, size) for key, size in zip(keys, sizes, strict=True)])
-        taken = {value.key: value.num_bytes for value in _listed(lists, keys)}
-        for key, size in zip(keys, sizes, strict=True):
-            assert size <= taken[key] <= 2 * size + 4096
-
-    def test_a_values_exact_length_is_told(self, store: Store, lists: ListsValues) -> None:
-        present, missing = fresh_keys(2)
-        put(store, [present], [bytes(5001)])
-        assert lists.length_of(present) == 5001
-        assert lists.length_of(missing) is None
-
-    def test_a_listing_says_how_long_ago_a_value_was_used(
+    def test_a_listing_says_what_a_value_takes_and_its_age(
         self, store: Store, lists: ListsValues
     ) -> None:
-        keys = fresh_keys(2)
-        put(store, keys, [b"x", b"y"])
-        for value in _listed(lists, keys):
-            assert value.age_s is None or 0 <= value.age_s < 60
+        keys, sizes = fresh_keys(3), [64, 5001, 200_000]
+        put(store, keys, [content(key, size) for key, size in zip(keys, sizes, strict=True)])
+        listed = {value.key: value for value in _listed(lists, keys)}
+        for key, size in zip(keys, sizes, strict=True):
+            assert size <= listed[key].num_bytes <= 2 * size + 4096
+            assert 0 <= (listed[key].age_s or 0.0) < 60
+        assert [lists.length_of(key) for key in (keys[1], *fresh_keys(1))] == [5001, None]
 
     def test_a_listing_has_only_keys_with_the_prefix(
         self, store: Store, lists: ListsValues
@@ -161,17 +149,15 @@ class ListTests:
         for prefix in ("pds1:*", f"pds1:[{secrets.token_hex(1)}]", ours[0] + "?"):
             assert list(lists.stored_values(prefix)) == []
 
-    def test_a_listing_has_tails_and_markers_too(self, store: Store, lists: ListsValues) -> None:
+    def test_a_listing_has_every_kind_and_nothing_removed(
+        self, store: Store, lists: ListsValues
+    ) -> None:
         stem = f"pds1:{secrets.token_hex(16)}:"
-        keys = [BlockKey(stem + end) for end in ("0:0:a", "0:0:b:partial:3", "handoff:c:0:done")]
-        put(store, keys, [b"x"] * 3)
-        assert {value.key for value in lists.stored_values(stem)} == set(keys)
-
-    def test_a_removed_value_is_not_listed(self, store: Store, lists: ListsValues) -> None:
-        keys = fresh_keys(2)
-        put(store, keys, [b"x", b"y"])
-        store.remove(keys[:1])
-        assert [value.key for value in _listed(lists, keys)] == keys[1:]
+        ends = ("0:0:a", "0:0:b:partial:3", "handoff:c:0:done", "0:0:d")
+        keys = [BlockKey(stem + end) for end in ends]
+        put(store, keys, [b"x"] * 4)
+        store.remove(keys[3:])
+        assert {value.key for value in lists.stored_values(stem)} == set(keys[:3])
 
     def test_a_listing_after_close_raises_store_closed(
         self, store: Store, lists: ListsValues

@@ -100,7 +100,7 @@ class MiscountsWhenFull(WrongStore):
 
 class HangsOnClose(WrongStore):
     caught_by = (
-        "test_a_store_that_was_never_used_closes",
+        "test_a_store_that_was_never_used_closes_and_twice_is_fine",
         "test_close_under_load_ends_and_so_do_the_calls",
     )
 
@@ -116,7 +116,7 @@ class WorksAfterClose(WrongStore):
 
 
 class ClosesOnce(WrongStore):
-    caught_by = ("test_close_twice_is_fine",)
+    caught_by = ("test_a_store_that_was_never_used_closes_and_twice_is_fine",)
 
     def close(self) -> None:
         self._lifecycle.check()

@@ -12,7 +12,7 @@ from tests.support.wrong_stores.base import WrongStore, stem_of
 
 
 class KeepsTheCallersMemory(WrongStore):
-    caught_by = ("test_put_does_not_keep_the_callers_memory",)
+    caught_by = ("test_the_callers_memory_is_its_own",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class HidesHowFarItCame(WrongStore):
 
 class ForgetsToForget(WrongStore):
     caught_by = (
-        "test_remove_forgets_what_was_put",
+        "test_remove_forgets_leased_values_and_no_others",
         "test_remove_heals_a_wrong_length",
         "test_a_removed_key_takes_new_bytes",
     )
@@ -152,7 +152,7 @@ class ForgetsToForget(WrongStore):
 
 
 class RemovesTails(WrongStore):
-    caught_by = ("test_remove_leaves_other_keys",)
+    caught_by = ("test_remove_forgets_leased_values_and_no_others",)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         stored = list(self._shelf.values)
@@ -161,7 +161,7 @@ class RemovesTails(WrongStore):
 
 
 class KeepsWhatIsLeased(WrongStore):
-    caught_by = ("test_remove_forgets_a_leased_value",)
+    caught_by = ("test_remove_forgets_leased_values_and_no_others",)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         now = time.monotonic() + 2  # beyond the moment for which a put alone keeps a value
