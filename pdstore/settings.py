@@ -26,11 +26,6 @@ def default_pool_directory() -> Path:
     return _cache_directory() / "pool"
 
 
-def weights_cache_file() -> Path:
-    """Returns the file in which digests of weight files are remembered."""
-    return _cache_directory() / "weights.json"
-
-
 class MooncakeSources(NamedTuple):
     """Mooncake's settings in the environment.
 

@@ -12,7 +12,6 @@ from pdstore.settings import (
     default_pool_directory,
     mooncake_sources,
     native_cache_directory,
-    weights_cache_file,
 )
 
 
@@ -24,7 +23,7 @@ def clean_environment(monkeypatch):
 
 
 def test_everything_is_kept_in_the_cache_directory_of_this_user(monkeypatch, tmp_path):
-    places = (default_pool_directory, weights_cache_file, native_cache_directory)
+    places = (default_pool_directory, native_cache_directory)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert {place().parent for place in places} == {tmp_path / ".cache" / "pdstore"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
