@@ -108,7 +108,7 @@ def explain(
     token_ids = _ids_of(ids) if ids is not None else _tokens_of(prompt, model)
     with open_pool(url) as pool:
         label = pool.store.label
-        stored = {value.key: value for value in pool.values()}
+        stored = {value.key: value for value in pool.listed_values()}
         covers = []
         for use in survey(stored.values()):
             keys = _keys_of(pool, use, cache_salt).extend(token_ids)

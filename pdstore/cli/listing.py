@@ -39,7 +39,7 @@ class OpenPool(NamedTuple):
     store: Store
     lists: ListsValues | None
 
-    def values(self, prefix: str = ALL_KEYS) -> list[StoredValue]:
+    def listed_values(self, prefix: str = ALL_KEYS) -> list[StoredValue]:
         """Lists values. Raises ConfigError for a store that cannot; StoreError."""
         if self.lists is None:
             raise ConfigError(
@@ -190,7 +190,7 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
     limit: most lines; 0 for all.
     """
     with open_pool(url) as pool:
-        values = pool.values(ALL_KEYS + prefix.removeprefix(ALL_KEYS))
+        values = pool.listed_values(ALL_KEYS + prefix.removeprefix(ALL_KEYS))
         label = pool.store.label
     youngest = nsmallest(limit or len(values), values, key=lambda v: (v.age_s or inf, v.key))
     rows = [_line(v) for v in youngest]
@@ -210,7 +210,7 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
 def du(url: str | None) -> Answer:
     """Counts values and bytes by namespace, and says how full the store is."""
     with open_pool(url) as pool:
-        uses = survey(pool.values())
+        uses = survey(pool.listed_values())
         tells = find_optional(pool.store, TellsRoom)
         room = tells.room() if tells else None
         label = pool.store.label
@@ -288,7 +288,7 @@ def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
 
     Raises ConfigError if there are several.
     """
-    meant = [value for value in pool.values() if text in value.key]
+    meant = [value for value in pool.listed_values() if text in value.key]
     exact = [value for value in meant if value.key == text]
     if len(meant) > 1 and not exact:
         raise ConfigError(f"{len(meant)} keys have {text!r} in them, {meant[0].key} is one")
@@ -322,7 +322,7 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
     """
     with open_pool(url) as pool:
         label, lists = pool.store.label, pool.lists
-        use = _namespace_of(survey(pool.values()) if lists else None, beginning, label)
+        use = _namespace_of(survey(pool.listed_values()) if lists else None, beginning, label)
         if not is_rehearsal:
             pool.store.clear(use.hex)
     counts = f"{counted(use.num_values, 'value')}, {size(use.num_bytes)}," if lists else "all"
