@@ -236,16 +236,6 @@ class Metrics:
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason, error)
 
-    def total(self) -> float:
-        """The sum of all counters: 0 as long as pdstore did nothing."""
-        return sum(
-            sample.value
-            for metric in self.registry.collect()
-            if metric.type == "counter"
-            for sample in metric.samples
-            if sample.name.endswith("_total")
-        )
-
     def _made(self, metric: Metric) -> Shown:
         options: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
         name, labels = f"pdstore_{metric.name}", list(metric.labels)

@@ -19,25 +19,16 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pdstore.errors import ConfigError
 
 
-def default_pool_directory() -> Path:
-    """Returns the directory of this user where `file://` without a path keeps its blocks."""
-    return _cache_directory() / "pool"
+def cache_directory(name: str) -> Path:
+    """Returns this user's directory: `pool` for `file://`, `native` for a built library."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore" / name
 
 
 def set_missing_variables(defaults: Mapping[str, str]) -> None:
     """Sets variables of a library that is not imported yet, except those that the user set."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-
-
-def native_cache_directory() -> Path:
-    """Returns the directory where a checkout keeps the native library that it built."""
-    return _cache_directory() / "native"
-
-
-def _cache_directory() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore"
 
 
 _PREFIX = "PDSTORE_"
@@ -47,7 +38,6 @@ _NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other 
 _OF_KUBERNETES = re.compile(  # in every pod beside a Service called pdstore or pdstore-*
     r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
 )
-_GONE = re.compile(r"PDSTORE_(HASH|ORDER|NATIVE_MODE|QUEUE_\w+|LOOKUP_WAIT_S|BREAKER_\w+)")
 _DAY_S = 86_400.0
 MAX_LAYER_RANGES = 64
 LOOKUP_WAIT_S = 1.0
@@ -284,8 +274,6 @@ def _refuse_slips(known: Set[str], prefix: str) -> None:
         near = difflib.get_close_matches(upper, known, n=1, cutoff=0.6 if is_ours else _NEAR)
         if is_ours or near:
             hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
-            if _GONE.fullmatch(upper):
-                hint = "leave it out: it is a constant now (CHANGELOG.md)"
             raise ConfigError(f"unknown setting {name}: {hint}")
 
 

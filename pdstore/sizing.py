@@ -171,7 +171,7 @@ def break_even(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what was asked. Returns 0; 1 if no pool has the hit rate; 2 for a wrong argument."""
+    """Prints what was asked. Returns 0; 2 for a wrong argument."""
     asked = _parser().parse_args(arguments)
     try:
         shape = ModelShape.of_config(asked.config)

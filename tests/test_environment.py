@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pdstore.settings import default_pool_directory, native_cache_directory
+from pdstore.settings import cache_directory
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +17,7 @@ def clean_environment(monkeypatch):
 
 
 def test_everything_is_kept_in_the_cache_directory_of_this_user(monkeypatch, tmp_path):
-    places = (default_pool_directory, native_cache_directory)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert {place().parent for place in places} == {tmp_path / ".cache" / "pdstore"}
+    assert cache_directory("pool") == tmp_path / ".cache" / "pdstore" / "pool"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert {place().parent for place in places} == {tmp_path / "xdg" / "pdstore"}
+    assert cache_directory("native") == tmp_path / "xdg" / "pdstore" / "native"

@@ -68,13 +68,6 @@ def test_a_misspelt_switch_is_refused_too(monkeypatch, name, near):
         read_settings()
 
 
-@pytest.mark.parametrize("name", ["HASH", "NATIVE_MODE", "QUEUE_JOBS", "BREAKER_OPEN_S"])
-def test_a_setting_that_is_gone_is_told_as_such(monkeypatch, name):
-    monkeypatch.setenv(f"PDSTORE_{name}", "1")
-    with pytest.raises(ConfigError, match=rf"PDSTORE_{name}: leave it out: .*CHANGELOG\.md"):
-        read_settings()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

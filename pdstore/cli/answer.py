@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ByteSize
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -20,7 +21,6 @@ from pdstore.errors import ConfigError
 from pdstore.format.keys import Json
 
 _WIDE = 200
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass
@@ -101,24 +101,14 @@ def _as_it_is(part: RenderableType) -> RenderableType:
     return Text(printable(part)) if isinstance(part, str) else part
 
 
-def heading(text: str) -> Text:
-    """Returns a line in bold."""
-    return Text(text, style="bold")
-
-
 def muted(text: str) -> Text:
     """Returns a line in a dim colour."""
     return Text(text, style="dim")
 
 
 def size(num_bytes: float | None) -> str:
-    """Returns bytes with a unit: `1.5 GiB`; a dash for None."""
-    if num_bytes is None:
-        return "-"
-    step = 0
-    while abs(num_bytes) >= 1000 and step < len(_UNITS) - 1:
-        num_bytes, step = num_bytes / 1024, step + 1
-    return f"{num_bytes:.3g} {_UNITS[step]}"
+    """Returns bytes with a unit: `1.5GiB`; a dash for None."""
+    return "-" if num_bytes is None else ByteSize(num_bytes).human_readable()
 
 
 def age(seconds: float | None) -> str:

@@ -52,7 +52,7 @@ from pdstore.worker.movers import check_values_fit
 ENGINE_BLOCK = 16
 """Tokens of an engine's own block, unless the user says otherwise; vLLM's default."""
 
-_TINY = [LayerSpec(1, 8)]
+_TINY = ModelShape("a tiny model", 1, 1, 16, 8, 8, 0.0, "bfloat16", 1, is_mla=False)
 _8B = ModelShape("an 8B model", 32, 32, 2048, 128, 128, 8e9, "bfloat16", 8, is_mla=False)
 _TRIED_BYTES = 32 << 20
 _SMALL_POOL = 100 * _TRIED_BYTES  # in a larger one it does not matter what goes
@@ -97,7 +97,7 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
 
 def try_store(settings: Settings, store: Store) -> Finding:
     """Returns how a store fares with a small prompt."""
-    layout = _layout_of(settings, "bfloat16", _TINY)
+    layout = layout_of(settings, _TINY)
     try:
         _try(settings, store, layout, layout.block_tokens)
     except StepFailed as error:
@@ -112,9 +112,8 @@ def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Findi
     num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # of an 8B model 255
     try:
         check_values_fit(store, layout)
-        refusal = _refusal(store)
-        if refusal is not None:
-            return refusal
+        if _is_full(store):
+            return info("speed", "not measured: 32 MiB would push others' values out")
         tried = _try(settings, store, layout, num_tokens)
     except ConfigError as error:
         again = "stop P and D first, and run this again after it"
@@ -134,13 +133,12 @@ def layout_of(settings: Settings, shape: ModelShape) -> Layout:
     layer = LayerSpec(1, shape.kv_elements, value_dim=0, kind="mla")
     if not shape.is_mla:
         layer = LayerSpec(shape.kv_heads, shape.kv_elements // (2 * shape.kv_heads))
-    return _layout_of(settings, shape.dtype, [layer] * shape.layers)
-
-
-def _layout_of(settings: Settings, dtype: str, layers: list[LayerSpec]) -> Layout:
-    engine_block = math.gcd(settings.block_tokens, ENGINE_BLOCK)
     return Layout.of(
-        settings, dtype=dtype, layers=layers, engine_block_tokens=engine_block, rope="doctor"
+        settings,
+        dtype=shape.dtype,
+        layers=[layer] * shape.layers,
+        engine_block_tokens=math.gcd(settings.block_tokens, ENGINE_BLOCK),
+        rope="doctor",
     )
 
 
@@ -169,19 +167,15 @@ def _failure(error: StepFailed) -> Finding:
     return bad(f"speed: {error.step}", error.why, error.remedy or _ALIVE)
 
 
-def _refusal(store: Store) -> Finding | None:
-    """Returns why nothing large is put: it would not fit, or push others' values out."""
+def _is_full(store: Store) -> bool:
+    """Returns whether a small pool would lose others' values for those that are tried."""
     teller = find_optional(store, TellsRoom)
     with contextlib.suppress(StoreError):  # the check of the room says so
         room = teller.room() if teller is not None else None
-        if room is None or room.capacity_bytes is None:
-            return None
-        if room.capacity_bytes < _TRIED_BYTES:
-            return bad("room", f"32 MiB do not fit into {size(room.capacity_bytes)}", _MORE)
-        is_full = (room.used_bytes or 0) + _TRIED_BYTES > room.capacity_bytes
-        if is_full and room.capacity_bytes < _SMALL_POOL:
-            return info("speed", "not measured: 32 MiB would push others' values out")
-    return None
+        if room is not None and room.capacity_bytes is not None:
+            is_full = (room.used_bytes or 0) + _TRIED_BYTES > room.capacity_bytes
+            return is_full and room.capacity_bytes < _SMALL_POOL
+    return False
 
 
 def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:

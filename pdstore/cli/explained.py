@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from rich.console import RenderableType
 from rich.text import Text
 
-from pdstore.cli.answer import Answer, age, count, heading, table
+from pdstore.cli.answer import Answer, age, count, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
 from pdstore.errors import BadValue, ConfigError, MissingExtra
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
@@ -184,7 +184,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
     rows = [_row(block, meant.num_parts) for block in blocks[begin : begin + _ROWS]]
     title = f"{count(meant.num_tokens)} of {count(meant.keys.num_tokens)} tokens in namespace"
     shown: list[RenderableType] = [
-        heading(f"{title} {meant.namespace[:12]} of {label}"),
+        Text(f"{title} {meant.namespace[:12]} of {label}", "bold"),
         table(["block", "tokens", "hash", "parts", ">used"], rows),
         f"→ {meant.why()}",
     ]

@@ -7,13 +7,12 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import ByteSize, SecretStr
-
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import NativeError
 from pdstore.native.library import load_library
-from pdstore.settings import Settings, doubts_of, origin_of, variable_of
-from pdstore.store.url import StoreURL, without_secret
+from pdstore.settings import Settings, doubts_of
+from pdstore.status.server import settings_of
+from pdstore.store.url import StoreURL
 
 _OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
 _FEW_FILES = 1024
@@ -34,9 +33,9 @@ def check_settings(
 
     longest: tokens of a prompt, if known.
     """
-    for name in (field for field in Settings.model_fields if field in settings.model_fields_set):
-        shown = _shown(name, getattr(settings, name))
-        yield info(variable_of(name), f"{shown} ({origin_of(settings, name)})")
+    for one in settings_of(settings):
+        if one["origin"] != "default":
+            yield info(str(one["name"]), f"{one['value']} ({one['origin']})")
     if not settings.pd_transfer_via_storage:
         yield warn(
             "switch",
@@ -53,15 +52,6 @@ def check_settings(
         )
     yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
     yield from _check_place(settings)
-
-
-def _shown(name: str, value: object) -> str:
-    """Returns a setting's value for people, secrets masked."""
-    if isinstance(value, SecretStr):
-        return "(set)"
-    if isinstance(value, ByteSize):
-        return size(value)
-    return without_secret(str(value)) if name == "store" else str(value)
 
 
 def _check_place(settings: Settings) -> Iterator[Finding]:

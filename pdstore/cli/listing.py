@@ -17,7 +17,7 @@ from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Json, Kind, Part, kind_of, prefix_of
-from pdstore.settings import Settings, default_pool_directory, read_settings
+from pdstore.settings import Settings, cache_directory, read_settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import DEFAULT_DIRECTORY
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store
@@ -77,7 +77,7 @@ def missing_pool(url: str) -> Path | None:
     if place.scheme == "file":
         if place.host:  # the URL is not right, which opening it tells
             return None
-        path = Path(place.path) if place.path else default_pool_directory()
+        path = Path(place.path) if place.path else cache_directory("pool")
     else:
         directory = Path(place.options.get("dir", DEFAULT_DIRECTORY))
         path = directory / f"pdstore-{os.geteuid()}-{place.host or 'pool'}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdstore.errors import NativeError
-from pdstore.settings import native_cache_directory
+from pdstore.settings import cache_directory
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def build_library(
 
 
 def _place_of(sources: Path, options: Sequence[str], directory: Path | None = None) -> Path:
-    return (directory or native_cache_directory()) / _digest(sources, options)
+    return (directory or cache_directory("native")) / _digest(sources, options)
 
 
 def _build(sources: Path, options: Sequence[str], target: Path) -> None:

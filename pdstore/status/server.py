@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
+from pydantic import ByteSize
 
 import pdstore
 from pdstore.errors import ConfigError
@@ -226,6 +227,8 @@ def settings_of(settings: Settings) -> list[Json]:
     for field in Settings.model_fields:
         value = getattr(settings, field)
         text = str(int(value) if isinstance(value, bool) else value)  # as a variable is written
+        if isinstance(value, ByteSize):
+            text = value.human_readable()
         if field in _URLS:
             text = without_secret(text)
         origin = origin_of(settings, field)

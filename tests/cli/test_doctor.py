@@ -81,7 +81,7 @@ def test_a_budget_above_its_file_system_is_yellow_with_what_to_write(tmp_path):
     finding = found(document, "warn")["budget"]
     assert finding["said"].startswith("?budget=1000.0TiB, and its file system has ")
     assert finding["remedy"].startswith("write ?budget=")
-    assert "1000 TiB" not in found(document, "ok")["room"]["said"]
+    assert "1000.0TiB" not in found(document, "ok")["room"]["said"]
 
 
 def test_blocks_longer_than_the_models_prompts_are_yellow(tmp_path, file_url):

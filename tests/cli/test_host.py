@@ -27,8 +27,8 @@ def test_each_setting_has_its_origin_and_no_secret(monkeypatch):
     found = check_settings(settings, 16)
     assert {f.subject: f.said for f in found if f.level is Level.INFO} == {
         "PDSTORE_STORE": "redis://me:***@host/0 (argument)",
-        "PDSTORE_SALT": "(set) (environment)",
-        "PDSTORE_STAGING": "2 GiB (environment)",
+        "PDSTORE_SALT": "********** (environment)",
+        "PDSTORE_STAGING": "2.0GiB (environment)",
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import pdstore
-from pdstore.cli.answer import Answer, emit, heading, muted, table
+from pdstore.cli.answer import Answer, emit, muted, table
 from pdstore.cli.app import app
 from pdstore.cli.main import main
 from pdstore.format.keys import FORMAT_VERSION
@@ -78,7 +78,7 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out == said + "\n"
 
 
-ANSWER = Answer({"a": 1}, [heading("title"), table(["what", ">ms"], [["put", "12"]]), muted("end")])
+ANSWER = Answer({"a": 1}, [table(["what", ">ms"], [["put", "12"]]), muted("end")])
 
 
 def test_machines_get_json_and_nothing_else(capsys, tmp_path):

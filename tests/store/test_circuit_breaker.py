@@ -124,7 +124,6 @@ def test_a_store_that_refuses_quickly_is_used_as_soon_as_it_works(clock):
 
 def test_calls_seconds_and_bytes_are_counted():
     metrics = Metrics()
-    assert metrics.total() == 0
     store = GuardedStore(open_store("memory://", settings_of()), metrics)
     slots = Slots(memoryview(bytearray(b"abcd")), 4, [0], [4])
     store.put(KEYS, slots)

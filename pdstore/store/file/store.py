@@ -18,7 +18,7 @@ from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
-from pdstore.settings import Settings, default_pool_directory
+from pdstore.settings import Settings, cache_directory
 from pdstore.store.base import Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
@@ -301,13 +301,13 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
     if url.host or url.path == "/":
         raise ConfigError(
             f"{url.label}: write file:///an/absolute/directory,"
-            f" or file:// for {default_pool_directory()}"
+            f" or file:// for {cache_directory('pool')}"
         )
     budget = url.size("budget", 0) or None
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     url.finish("budget, lease")
     _check_lease(url.label, lease_s)
-    return Path(url.path) if url.path else default_pool_directory(), budget, lease_s
+    return Path(url.path) if url.path else cache_directory("pool"), budget, lease_s
 
 
 def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
