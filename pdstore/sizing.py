@@ -1,4 +1,4 @@
-"""Sizing: a model's KV, the bandwidth from which loading beats computing, and the pool for a trace.
+"""Sizing: a model's KV, and the bandwidth from which loading beats computing.
 
 `python -m pdstore.sizing CONFIG` prints it from a model's config.json; docs/sizing.md explains it.
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ PEAK_TFLOPS = {
 }
 """Dense bf16 operations, from the makers' data sheets."""
 DEFAULT_MFU = 0.5
-TRACE_BLOCK_TOKENS = 512
-"""Tokens of a block in a trace."""
 _PROMPTS = (1024, 8192, 32_768, 131_072)
 """Tokens of the prompts in the table of what a store must deliver."""
 
@@ -173,69 +170,6 @@ def break_even(
     return Comparison(num_tokens, kv_bytes, compute_s, kv_bytes / compute_s)
 
 
-def read_trace(path: str) -> list[list[int]]:
-    """Returns the block ids of each request. Raises ConfigError.
-
-    A trace has a JSON object a line, with `hash_ids`: the ids of the request's 512-token blocks,
-    each of which names a whole prefix (the format of Mooncake's published traces).
-    """
-    try:
-        lines = Path(path).read_text().splitlines()
-        return [_ids_of(json.loads(line)) for line in lines if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is no trace: each line must be a JSON object with a list hash_ids"
-        ) from error
-
-
-def _ids_of(request: dict[str, object]) -> list[int]:
-    ids = request["hash_ids"]
-    if isinstance(ids, list) and all(type(each) is int for each in ids):
-        return ids
-    raise ValueError(f"hash_ids is no list of numbers: {str(ids)[:40]}")
-
-
-class ReuseDistances:
-    """Reuse distances: for each repeated block, the number of other blocks used since its last use.
-
-    A pool that drops the least recently used block hits exactly those whose distance is less than
-    its size: one pass over the trace answers for every size.
-    """
-
-    def __init__(self, requests: Iterable[list[int]]) -> None:
-        blocks = [block for request in requests for block in request]
-        self.num_blocks = len(blocks)
-        last: dict[int, int] = {}
-        uses: list[int] = []  # the values of `last`, in order
-        distances = []
-        for now, block in enumerate(blocks):
-            if block in last:
-                place = bisect_left(uses, last[block])
-                distances.append(len(uses) - place - 1)
-                del uses[place]
-            uses.append(now)
-            last[block] = now
-        self._sorted = sorted(distances)
-
-    @property
-    def best(self) -> float:
-        """The hit rate of an unbounded pool."""
-        return len(self._sorted) / max(1, self.num_blocks)
-
-    def hit_rate(self, num_blocks: int) -> float:
-        """Returns the hit rate of a pool with room for so many blocks."""
-        return bisect_left(self._sorted, num_blocks) / max(1, self.num_blocks)
-
-    def blocks_for(self, hit_rate: float) -> int | None:
-        """Returns the smallest pool, in blocks, that reaches a hit rate; None if none does."""
-        needed = -int(-hit_rate * self.num_blocks // 1)
-        if needed > len(self._sorted):
-            return None
-        return self._sorted[needed - 1] + 1 if needed else 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what was asked. Returns 0; 1 if no pool has the hit rate; 2 for a wrong argument."""
     asked = _parser().parse_args(arguments)
@@ -243,8 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = ModelShape.of_config(asked.config)
         if asked.params:
             shape = replace(shape, active_params=asked.params)
-        if asked.trace is not None or asked.hit_rate is not None:
-            return _print_pools(shape, asked)
         return _print_break_even(shape, asked)
     except ConfigError as error:
         print(f"pdstore.sizing: {error}", file=sys.stderr)
@@ -294,31 +226,6 @@ def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
     return 0
 
 
-def _print_pools(shape: ModelShape, asked: argparse.Namespace) -> int:
-    """Prints the smallest LRU pools for a hit rate; without one, for shares of the best rate."""
-    if asked.trace is None:
-        raise ConfigError("--hit-rate needs a trace: --trace FILE")
-    if asked.hit_rate is not None and not 0 < asked.hit_rate <= 1:
-        raise ConfigError("--hit-rate is a share between 0 and 1")
-    reuse = ReuseDistances(read_trace(asked.trace))
-    kv_bytes = shape.kv_bytes(asked.kv_element_bytes)
-    shares = [reuse.best * share for share in (0.5, 0.8, 0.95, 1.0)]
-    pools, lines = [], []
-    for rate in [asked.hit_rate] if asked.hit_rate else shares:
-        blocks, room = reuse.blocks_for(rate), "no pool"
-        tokens = num_bytes = None
-        if blocks is not None:
-            tokens = blocks * TRACE_BLOCK_TOKENS
-            num_bytes = tokens * kv_bytes
-            room = f"{tokens:,} tokens, {num_bytes / _GB:.3g} GB"
-        pools.append({"hit_rate": rate, "tokens": tokens, "num_bytes": num_bytes})
-        lines.append(f"{rate:6.1%} of the blocks found: {room}")
-    lines.append(f"a pool without end finds {reuse.best:.1%}")
-    document = {"best_hit_rate": reuse.best, "pools": pools}
-    print(json.dumps(document, indent=1) if asked.json else "\n".join(lines))
-    return int(any(pool["tokens"] is None for pool in pools))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdstore.sizing", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -331,8 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-element-bytes", type=int, help="1: an fp8 cache")
     add("--params", type=float, help="active parameters, such as 37e9")
     add("--bandwidth", type=float, help="the store's GB/s: read or compute?")
-    add("--trace", metavar="FILE", help="requests with hash_ids, to size a pool")
-    add("--hit-rate", type=float, help="with --trace; 0 to 1")
     add("--json", action="store_true")
     return parser
 

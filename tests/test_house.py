@@ -41,7 +41,7 @@ BUDGET = {
     "lines of native sources": 4_800,
     "lines of tests": 32_000,
     "nightly marks": 36,
-    "lines of benchmarks, examples and integrations": 16_190,
+    "lines of benchmarks, examples and integrations": 16_270,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

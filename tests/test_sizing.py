@@ -1,15 +1,13 @@
-"""Sizing: published numbers come out of published configurations, and pools out of traces."""
+"""Sizing: published numbers come out of published configurations."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections import OrderedDict
 
 import pytest
 
 from pdstore.errors import ConfigError
-from pdstore.sizing import ModelShape, ReuseDistances, main, read_trace
+from pdstore.sizing import ModelShape, main
 from tests.support.published_models import MODELS
 
 TABLE = {  # KiB a token, GB a million; by length: GB, A800, H100, H20 in GB/s, seconds on an H100
@@ -64,22 +62,6 @@ def test_a_bandwidth_gets_a_verdict(config, capsys):
     assert "read, 8.59 s" in long
 
 
-def test_the_pool_for_a_hit_rate_comes_from_a_trace(config, tmp_path, capsys):
-    trace, path = tmp_path / "trace.jsonl", config("Llama-3.1-8B")
-    requests = [[0, n, 0] for n in range(1, 11)]
-    trace.write_text("\n".join(json.dumps({"hash_ids": ids}) for ids in requests))
-    assert main([path, "--trace", str(trace), "--hit-rate", "0.6", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["best_hit_rate"] == pytest.approx(19 / 30)
-    [pool] = document["pools"]
-    assert (pool["tokens"], pool["num_bytes"]) == (2 * 512, 2 * 512 * 128 * 1024)
-    assert main([path, "--trace", str(trace), "--hit-rate", "0.9"]) == 1
-    assert "90.0% of the blocks found: no pool" in capsys.readouterr().out
-    assert main([path, "--trace", str(trace), "--hit-rate", "60"]) == 2
-    assert main([path, "--hit-rate", "0.6"]) == 2
-    assert "between 0 and 1\npdstore.sizing: --hit-rate needs a trace" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "kib", "billions"), [("Llama-3.1-8B", 128, 7.5), ("DeepSeek-V3", 68.625, 36.6)]
 )
@@ -107,34 +89,3 @@ def test_what_is_no_configuration_is_refused(text, why, tmp_path):
         ModelShape.of_config(str(path))
     with pytest.raises(ConfigError, match=r"cannot read .*none: No such file"):
         ModelShape.of_config(str(tmp_path / "none"))
-
-
-TRACE = [[random.Random(i).randrange(30) for _ in range(5)] for i in range(60)]
-
-
-def played(size):
-    kept, hits = OrderedDict(), 0
-    for block in (block for request in TRACE for block in request):
-        hits += block in kept
-        kept.pop(block, None)
-        kept[block] = True
-        if len(kept) > size:
-            kept.popitem(last=False)
-    return hits / 300
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 13, 29, 30, 100])
-def test_hit_rates_are_those_of_an_lru_cache(size):
-    assert ReuseDistances(TRACE).hit_rate(size) == pytest.approx(played(size))
-
-
-def test_a_trace_is_read_and_nonsense_refused(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 1, "hash_ids": [0, 1]}\n{"hash_ids": [0]}\n')
-    assert read_trace(str(path)) == [[0, 1], [0]]
-    for nonsense in ("{}", "[]", '{"hash_ids": 5}', '{"hash_ids": [[1]]}', "not JSON"):
-        path.write_text(nonsense)
-        with pytest.raises(ConfigError, match="no trace"):
-            read_trace(str(path))
-    with pytest.raises(ConfigError, match=r"cannot read the trace .*: No such file"):
-        read_trace(str(tmp_path / "none"))

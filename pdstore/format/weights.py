@@ -3,22 +3,17 @@
 # Decision: docs/decisions/009-weights-digest.md
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from pdstore.errors import ConfigError
-from pdstore.settings import Settings, weights_cache_file
+from pdstore.settings import Settings
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-SCHEME = 2
-"""Version of the method: remembered digests of another version do not count."""
-
 WHOLE_UP_TO = 1 << 30
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES_PER_FILE = 1024
@@ -37,7 +32,6 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
     checkpoints names of their own by PDSTORE_WEIGHTS.
 
     model: a checkpoint's directory. A snapshot directory of the hub's cache is named by its commit.
-      A file's digest is remembered by path, size, mtime and inode.
     Raises ConfigError where there are no weight files.
     """
     if settings.weights:
@@ -50,8 +44,7 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
         raise ConfigError(
             f"no weight files in {directory}: name the weights' revision by PDSTORE_WEIGHTS"
         )
-    digests = zip(files, _digests_of(files), strict=True)
-    lines = [f"{p.name}\0{p.stat().st_size}\0{digest}\n" for p, digest in digests]
+    lines = [f"{p.name}\0{p.stat().st_size}\0{file_digest(p)}\n" for p in files]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -71,33 +64,6 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _digests_of(files: Sequence[Path]) -> list[str]:
-    """Returns the files' digests, of files seen before as remembered.
-
-    Without a memory of them they are read again; nothing else is lost.
-    """
-    path = weights_cache_file()
-    known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(path.read_text())
-        known = read if isinstance(read, dict) else {}
-    digests = dict(known)
-    names = []
-    for file in files:
-        stat = file.stat()
-        name = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}|{SCHEME}"
-        names.append(name)
-        if name not in digests:
-            digests[name] = file_digest(file)
-    if digests != known:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{secrets.token_hex(4)}")
-            temporary.write_text(json.dumps(digests))
-            temporary.replace(path)
-    return [digests[name] for name in names]
 
 
 def _is_commit(name: str) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections import OrderedDict
 
 import pytest
 
+from benchmarks.trace import room
 from benchmarks.trace.__main__ import main
 from benchmarks.trace.replay import Clock, Fleet, replay
 from benchmarks.trace.requests import TRACE_BLOCK, TraceRequest, read_trace
+from tests.support.published_models import MODELS
 
 
 def conversations(num_requests=300, seed=1):
@@ -61,3 +64,39 @@ def test_a_line_that_is_no_request_is_named(tmp_path):
     trace.write_text('{"timestamp": 0}\n')
     with pytest.raises(ValueError, match=r"trace.jsonl:1: no request"):
         list(read_trace(trace))
+
+
+TRACE = [[random.Random(i).randrange(30) for _ in range(5)] for i in range(60)]
+
+
+def played(size):
+    kept, hits = OrderedDict(), 0
+    for block in (block for request in TRACE for block in request):
+        hits += block in kept
+        kept.pop(block, None)
+        kept[block] = True
+        if len(kept) > size:
+            kept.popitem(last=False)
+    return hits / 300
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 13, 29, 30, 100])
+def test_hit_rates_are_those_of_an_lru_cache(size):
+    assert room.ReuseDistances(TRACE).hit_rate(size) == pytest.approx(played(size))
+
+
+def test_the_pool_for_a_hit_rate_comes_from_a_trace(tmp_path, monkeypatch):
+    trace, model, out = (tmp_path / name for name in ("trace.jsonl", "config.json", "out.json"))
+    model.write_text(json.dumps(MODELS["Llama-3.1-8B"]))
+    line = {"timestamp": 0, "input_length": 900, "output_length": 5}
+    lines = [json.dumps({**line, "hash_ids": [0, n, 0]}) for n in range(1, 11)]
+    trace.write_text("\n".join(lines))
+    asked = ["room", str(trace), "--model", str(model), "--json", str(out), "--hit-rate"]
+    for rate, tokens in (("0.6", 2 * TRACE_BLOCK), ("0.9", "none does")):
+        monkeypatch.setattr("sys.argv", [*asked, rate])
+        room.main()
+        [row] = json.loads(out.read_text())["rows"]
+        assert row["tokens"] == tokens
+    monkeypatch.setattr("sys.argv", [*asked, "60"])
+    with pytest.raises(SystemExit):
+        room.main()

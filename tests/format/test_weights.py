@@ -15,11 +15,6 @@ SETTINGS = read_settings()
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def checkpoint(directory, content=b"weights", name="model.safetensors"):
     directory.mkdir(parents=True)
     (directory / name).write_bytes(content)
@@ -35,13 +30,6 @@ def test_equal_files_at_another_path_are_one_revision(tmp_path):
 def test_one_config_and_other_weights_are_two_revisions(tmp_path):
     a, b = checkpoint(tmp_path / "a" / "m"), checkpoint(tmp_path / "b" / "m", b"Weights")
     assert weights_revision(a, SETTINGS) != weights_revision(b, SETTINGS)
-
-
-def test_a_file_that_changes_is_read_again(tmp_path):
-    a = checkpoint(tmp_path / "a")
-    before = weights_revision(a, SETTINGS)
-    (a / "model.safetensors").write_bytes(b"other weights")
-    assert weights_revision(a, SETTINGS) != before
 
 
 def test_a_name_wins_over_the_files_and_a_hubs_snapshot_has_one(tmp_path):

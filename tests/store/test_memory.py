@@ -10,9 +10,9 @@ import pytest
 
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests, fresh_keys
-from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.values import put
 from tests.support.clock import Clock
+from tests.support.random_calls import PLAY, play_random_calls
 
 [KEY] = fresh_keys(1)
 

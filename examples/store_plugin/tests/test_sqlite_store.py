@@ -13,7 +13,6 @@ from pdstore import Settings
 from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, fresh_keys
-from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import run_together
 
 
@@ -38,10 +37,6 @@ class TestSQLiteStore(StoreTests):
         with contextlib.closing(sqlite3.connect(store.label.removeprefix("sqlite://"))) as plain:
             plain.execute("INSERT INTO blocks VALUES (?, ?)", [key, data])
             plain.commit()
-
-
-def test_random_calls_agree_with_a_dict(url):
-    play_random_calls(lambda: open_store(url, Settings()))
 
 
 def test_those_that_open_a_new_file_at_once_all_can(tmp_path):

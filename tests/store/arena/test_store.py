@@ -18,8 +18,8 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import StoreTests, content, fresh_keys
-from pdstore.testing.state_machine import PLAY, play_random_calls
 from pdstore.testing.values import put, run_together
+from tests.support.random_calls import PLAY, play_random_calls
 
 MIB = 1 << 20
 SIZE = 64 << 10

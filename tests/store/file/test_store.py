@@ -28,10 +28,10 @@ from pdstore.store import open_store
 from pdstore.store.file.files import OTHER_LENGTH, error_of, named_error
 from pdstore.store.file.store import FileStore
 from pdstore.testing import StoreTests, content, fresh_keys
-from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import empty_slots, get, put
 from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, planted_at
 from tests.support.kv import settings_of
+from tests.support.random_calls import play_random_calls
 
 
 class TestFileStore(StoreTests):

@@ -12,8 +12,8 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.testing import StoreTests, content, fresh_keys
-from pdstore.testing.state_machine import play_random_calls
 from pdstore.testing.values import get, put
+from tests.support.random_calls import play_random_calls
 from tests.support.redis_store import SIZE, opened, put_one, small_server
 
 pytestmark = pytest.mark.redis
