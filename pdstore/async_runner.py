@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -19,16 +19,8 @@ from pdstore.threads import Worker
 CPU = torch.device("cpu")
 
 
-class DeviceApi(Protocol):
-    """The calls of a device runtime that pinning needs. Tests give their own."""
-
-    def set_device(self, index: int) -> None: ...
-    def current_device(self) -> int: ...
-    def reset_stream(self, index: int) -> None: ...
-
-
 class CudaApi:
-    """The CUDA runtime, through torch."""
+    """The calls of the CUDA runtime that pinning needs, through torch. Tests give their own."""
 
     def set_device(self, index: int) -> None:
         torch.cuda.set_device(index)
@@ -49,7 +41,7 @@ class DevicePin:
     Raises DeviceError for a device without an index.
     """
 
-    def __init__(self, device: torch.device, api: DeviceApi | None = None) -> None:
+    def __init__(self, device: torch.device, api: CudaApi | None = None) -> None:
         if device.type != "cpu" and device.index is None:
             raise DeviceError(f"{device} has no index: name the device, for example cuda:0")
         self.device = device
@@ -85,7 +77,7 @@ class AsyncRunner(Generic[T]):
     For one calling thread. Raises DeviceError from the constructor when the device cannot be used.
     """
 
-    def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
+    def __init__(self, name: str, device: torch.device = CPU) -> None:
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device.type == "cuda"
@@ -94,7 +86,7 @@ class AsyncRunner(Generic[T]):
         self._calls: SimpleQueue[_Call[T] | None] = SimpleQueue()
         self._last: _Call[T] | None = None  # None once the caller knows how it ended
         self._closed = False
-        self._worker = Worker(name, self._calls.get, DevicePin(device, api).hold)
+        self._worker = Worker(name, self._calls.get, DevicePin(device).hold)
 
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
         """Starts a function once the one before has ended.

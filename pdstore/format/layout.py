@@ -67,11 +67,6 @@ class Pipeline:
     def num_stages(self) -> int:
         return 1 + max(self.stage_of)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The numbers of this stage's layers, in order."""
-        return tuple(n for n, stage in enumerate(self.stage_of) if stage == self.stage)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -177,7 +172,8 @@ class Layout:
     @cached_property
     def held_layers(self) -> tuple[int, ...]:
         """The numbers of the layers in this rank's cache, in the cache's order."""
-        return tuple(range(len(self.layers))) if self.pipeline is None else self.pipeline.layers
+        pipeline, every = self.pipeline, range(len(self.layers))
+        return tuple(n for n in every if pipeline is None or pipeline.stage_of[n] == pipeline.stage)
 
     @cached_property
     def held_ranges(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from pdstore import errors
 from pdstore.errors import StoreError
 from pdstore.native import library as abi
 from pdstore.native.engine import Engine, Ticket
-from pdstore.native.library import Library, joined
+from pdstore.native.library import Library, checked, joined
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
@@ -112,33 +112,19 @@ class NativeArena:
     """An open arena. Any thread may call it; a call fails with a StoreError.
 
     fd: of the file; stays the caller's.
+    times: five, in seconds: of a lease, that a match or a load gives; for which a new value is not
+      evicted; of the life of tails and markers after their last use; for which nobody gets what a
+      dead process had reserved; after which a call that does not get the lock raises StoreTimeout.
     label: begins the errors' messages.
-    lease_s: of a lease that a match or a load gives.
-    fresh_s: after its publication a value is not evicted for so long.
-    short_lived_s: life of tails and markers after their last use.
-    rest_s: for so long nobody gets what a dead process had reserved.
-    lock_timeout_s: a call that does not get the lock in this time raises StoreTimeout.
     Raises StoreUnavailable for a file that is no arena, StoreFull if too many have it open.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        fd: int,
-        label: str,
-        *,
-        lease_s: float,
-        fresh_s: float,
-        short_lived_s: float,
-        rest_s: float,
-        lock_timeout_s: float,
-    ) -> None:
+    def __init__(self, library: Library, fd: int, times: Sequence[float], label: str) -> None:
         self._label = label
         self._handle = c_void_p()
         self.library = library
         self._calls = library.calls
         self._short_calls = library.short_calls
-        times = lease_s, fresh_s, short_lived_s, rest_s, lock_timeout_s
         options = abi.ArenaOptions(*[int(seconds * 1e9) for seconds in times])
         info = abi.ArenaInfo()
         code = self._calls.pds_arena_open(fd, byref(options), byref(self._handle), byref(info))
@@ -247,14 +233,11 @@ class NativeArena:
         Raises LayoutError or SwapError.
         """
         counts = [batch.num_values for batch in batches]
-        is_new, num_done, error = (c_uint8 * sum(counts))(), c_int64(), abi.Error()
+        is_new, num_done, fill = (c_uint8 * sum(counts))(), c_int64(), self._calls.pds_arena_fill
         values = (abi.Values * len(batches))(*(batch.values(memory) for batch in batches))
-        out = is_new, byref(num_done), byref(error)
+        what = values, len(batches), kinds
         with batches[0].engine.lent() as engine:
-            code = self._calls.pds_arena_fill(
-                self._handle, engine, values, len(batches), kinds, *out
-            )
-        abi.raise_error(error)
+            code = checked(fill, self._handle, engine, *what, is_new, byref(num_done))
         done = batches[: num_done.value]
         indices = [i for i, new in enumerate(is_new[: sum(counts[: len(done)])]) if new]
         sizes = memoryview(b"".join([batch.sizes for batch in done])).cast("q")
@@ -268,12 +251,9 @@ class NativeArena:
         Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
         not free soon. Raises LayoutError or SwapError.
         """
-        handle, error = c_void_p(), abi.Error()
-        values = batch.values(memory)
-        out = byref(handle), byref(error)
+        handle, values = c_void_p(), byref(batch.values(memory))
         with batch.engine.lent() as engine:
-            code = self._calls.pds_arena_take(self._handle, engine, byref(values), *out)
-        abi.raise_error(error)
+            code = checked(self._calls.pds_arena_take, self._handle, engine, values, byref(handle))
         return None if code else Taken(Ticket(self.library, handle), batch.num_bytes)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:

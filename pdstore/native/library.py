@@ -15,6 +15,8 @@ from pdstore.errors import ConfigError, DeviceError, LayoutError, NativeError, S
 from pdstore.native.build import find_built, find_library
 from pdstore.settings import Settings
 
+log = logging.getLogger(__name__)
+
 ABI = 19
 CPU = -1
 RELAXED = 2
@@ -149,7 +151,12 @@ def raise_error(error: ctypes.Structure) -> None:
     )
 
 
-log = logging.getLogger(__name__)
+def checked(call: Callable[..., int], *arguments: object) -> int:
+    """Calls a function of the library that ends with an `Error`, which it raises."""
+    error = Error()
+    code = call(*arguments, byref(error))
+    raise_error(error)
+    return code
 
 
 class Library:
@@ -175,15 +182,11 @@ class Library:
 
     def register(self, device: int, address: int, num_bytes: int) -> None:
         """Pins a range of host memory for a device. Raises SwapError or DeviceError."""
-        error = Error()
-        self.calls.pds_register(device, address, num_bytes, byref(error))
-        raise_error(error)
+        checked(self.calls.pds_register, device, address, num_bytes)
 
     def unregister(self, device: int, address: int) -> None:
         """Unpins the range that was registered at this address. Raises SwapError."""
-        error = Error()
-        self.calls.pds_unregister(device, address, byref(error))
-        raise_error(error)
+        checked(self.calls.pds_unregister, device, address)
 
     def populate(self, address: int, num_bytes: int) -> None:
         """Faults in the pages of a range; faster when several threads share the work."""

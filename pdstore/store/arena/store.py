@@ -82,18 +82,10 @@ class ArenaStore(Store):
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
+        times = lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s
         fd = open_arena_file(self.path, library, size, slab_bytes)
         try:
-            self._arena = NativeArena(
-                library,
-                fd,
-                f"{self.label} ({self.path})",
-                lease_s=lease_s,
-                fresh_s=fresh_s,
-                short_lived_s=handoff_ttl_s,
-                rest_s=rest_s,
-                lock_timeout_s=lock_timeout_s,
-            )
+            self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
             self._check_size(size)
             self._memory: memoryview | None = self._map(fd)
         finally:
