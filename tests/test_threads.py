@@ -10,10 +10,9 @@ import torch
 
 from pdstore.async_runner import AsyncRunner, DevicePin
 from pdstore.errors import DeviceError
-from pdstore.testing.values import start_background
+from pdstore.testing.values import exit_code_of, start_background
 from pdstore.threads import Ticker, Worker
 from tests.support.device_api import FakeApi
-from tests.support.forked import exit_code_of
 
 GPU1 = torch.device("cuda:1")
 

@@ -186,7 +186,7 @@ def _cover(
     told = found.header.num_tokens if found and found.header else 0
     block_tokens = told or pool.settings.block_tokens  # whoever wrote the value may have said 0
     parts = tuple(sorted(use.parts))
-    namespace = Namespace.seen(bytes.fromhex(use.hex), parts, block_tokens)
+    namespace = Namespace({}, parts, block_tokens, digest=bytes.fromhex(use.hex))
     salt = question.cache_salt.encode()
     return cover_of(PromptKeys(namespace, cache_salt=salt).extend(ids), stored, use)
 

@@ -56,20 +56,19 @@ class Engine:
         with self._lock:
             self._calls.pds_add_host(self._open(), address, num_bytes)
 
-    def explain(self, direction: int, part: int, num_tokens: int) -> abi.CopyPlan:
-        """The path that payloads of a part with this many tokens take. Raises LayoutError.
+    def explain(self, direction: int, part: int, num_tokens: int) -> tuple[str, str]:
+        """The path that payloads of a part with this many tokens take, and the reason.
 
         direction: 0 from the cache to slots, 1 to the cache.
+        Raises LayoutError.
         """
         plan = abi.Plan()
         with self._lock:
             code = self._calls.pds_explain(self._open(), direction, part, num_tokens, byref(plan))
         if code:
             raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
-        path = abi.CopyPath(plan.path).name
-        return abi.CopyPlan(
-            path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
-        )
+        why = f"{plan.why.decode()} ({plan.num_pieces} x {plan.piece_bytes} B)"
+        return abi.CopyPath(plan.path).name, why
 
     def submit(
         self,

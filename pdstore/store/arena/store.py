@@ -16,7 +16,6 @@ from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.arena import (
     ArenaCounts,
-    ArenaTimes,
     Filled,
     NativeArena,
     Taken,
@@ -83,10 +82,18 @@ class ArenaStore(Store):
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
-        times = ArenaTimes(lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s)
         fd = open_arena_file(self.path, library, size, slab_bytes)
         try:
-            self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
+            self._arena = NativeArena(
+                library,
+                fd,
+                f"{self.label} ({self.path})",
+                lease_s=lease_s,
+                fresh_s=fresh_s,
+                short_lived_s=handoff_ttl_s,
+                rest_s=rest_s,
+                lock_timeout_s=lock_timeout_s,
+            )
             self._check_size(size)
             self._memory: memoryview | None = self._map(fd)
         finally:
