@@ -143,7 +143,7 @@ def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[Laye
     Returns `kv_caches` unchanged for a layout without packed pages.
     Raises LayoutError for a page that is not contiguous.
     """
-    if layout.order != "page":
+    if layout.page is None:
         return list(kv_caches)
     caches_as_bytes(layout, kv_caches)
     return [
