@@ -151,7 +151,7 @@ def check_store(settings: Settings) -> None:
 def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_S) -> Store:
     """Opens PDSTORE_STORE; one that does not answer is a warning unless it is required.
 
-    open_s: the first pause of the breaker.
+    open_s: the pause of the breaker.
     Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError when the
     store is required and away.
     """

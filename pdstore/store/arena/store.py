@@ -91,11 +91,7 @@ class ArenaStore(Store):
         finally:
             os.close(fd)
         readable = ByteSize(self._arena.data_bytes).human_readable()
-        log_once(
-            log,
-            f"pool in {self.path}, {readable} of memory: P and D must run on this host and use the"
-            " same name",
-        )
+        log_once(log, f"pool in {self.path}, {readable}: P and D must use it on the same host")
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:
