@@ -126,15 +126,16 @@ class FilePool(Pool):
 
     async def leftovers(self, num_stores: int) -> list[str]:
         values = [path for path in self._root.glob("??/*") if path.name != POOL_ID_KEY]
-        scratches = list((self._root / "tmp").glob("*"))
-        unfinished = [path for each in scratches for path in each.glob("*") if path.name != "lock"]
+        for path in (self._root / "tmp").glob("*"):
+            if not Path(f"/proc/{path.name.partition('-')[0]}").exists():
+                os.utime(path, (0, 0))  # its writer was killed: the pool deletes it when it is old
+        self.open_store().close()
+        left = (self._root / "tmp").glob("*")
         found = [f"value {path.name}" for path in values]
-        found += [f"temporary file {path}" for path in unfinished]
+        found += [f"temporary file {path}" for path in left]
         num_bells = len(list((self._root / "bells").glob("*")))
         if num_bells > num_stores:
             found.append(f"{num_bells} bells of {num_stores} open stores")
-        if len(scratches) > num_stores:
-            found.append(f"{len(scratches)} scratch directories of {num_stores} open stores")
         return found
 
 

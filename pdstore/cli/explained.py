@@ -162,7 +162,8 @@ def _keys_of(pool: OpenPool, use: NamespaceUse, cache_salt: str) -> PromptKeys:
         header = pool.read(use.sample.key) if use.sample else None
     told = header.num_tokens if header else 0  # whoever wrote the value may have said 0
     parts = tuple(sorted(use.parts))
-    namespace = Namespace.seen(bytes.fromhex(use.hex), parts, told or pool.settings.block_tokens)
+    block_tokens = told or pool.settings.block_tokens
+    namespace = Namespace({}, parts, block_tokens, digest=bytes.fromhex(use.hex))
     return PromptKeys(namespace, cache_salt=cache_salt.encode())
 
 

@@ -212,7 +212,7 @@ def snapshot(
         "role": settings.role,
         "store": StoreURL.of(settings.store).label,
         "pool": {"id": pool_id.hex() if pool_id else None, "lease_s": cache.lease_s},
-        "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
+        "namespace": {"hex": namespace.hex, "fields": namespace.described},
         "problem": problem(),
         "settings": settings_of(settings),
         "metrics": numbers,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
-
-from prometheus_client import Counter, Histogram
 
 from pdstore.errors import (
     BadValue,
@@ -85,8 +84,7 @@ class WrapperStore(Store):
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 _QUICK_S = 0.02
 OPEN_S = 1.0
-_MAX_S = 2.0
-"""The longest pause: short, because a probe is one call of one thread."""
+"""The pause: short, because a probe is one call of one thread."""
 _DIRECTION = {"get": "load", "put": "save"}
 
 
@@ -98,9 +96,9 @@ class GuardedStore(WrapperStore):
 
     Calls are counted by verb and outcome, with their seconds, and the bytes of what was got and
     put. After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
-    once, or StoreDenied if the last one was denied. After `open_s` one call is let through as a
-    probe; if it fails the pause doubles, up to `max_s`. If the last failure came quickly, as from a
-    replica, calls go through all the same: they cost little, and the store is used once it works.
+    once, or StoreDenied if the last one was denied. After every `open_s` one call is let through as
+    a probe. If the last failure came quickly, as from a replica, calls go through all the same:
+    they cost little, and the store is used once it works.
     """
 
     def __init__(
@@ -110,21 +108,16 @@ class GuardedStore(WrapperStore):
         *,
         failures: int = 3,
         open_s: float = OPEN_S,
-        max_s: float = _MAX_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(store)
         self._metrics = metrics
-        self._counters: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._failures = failures
         self._open_s = open_s
-        self._max_s = max_s
         self._clock = clock
         self._lock = threading.Lock()
         self._in_a_row = 0
-        self._pause_s = open_s
-        self._closed_again_at = 0.0
-        self._probing = False
+        self._probe_at = 0.0
         self._problem: str | None = None
         self._is_full = False
         self._is_quick = False
@@ -167,7 +160,7 @@ class GuardedStore(WrapperStore):
         """
         if args and not args[0]:  # no keys, no I/O: that says nothing about the store
             return call(*args, **kwargs)
-        is_probe = self._admit()
+        self._check_breaker()
         is_well = True  # also after a bad argument, which says nothing about the store
         is_retry = False
         try:
@@ -189,37 +182,21 @@ class GuardedStore(WrapperStore):
                     self._problem = None
                 return answer
         finally:
-            self._record_end(is_well, is_probe)
+            with self._lock:
+                self._in_a_row = 0 if is_well else self._in_a_row + 1
+                self._probe_at = self._clock() + self._open_s
 
-    def _admit(self) -> bool:
-        """Returns True for the probe of an open breaker; raises for every other call meanwhile."""
+    def _check_breaker(self) -> None:
+        """Raises while the breaker is open, but for the call that is the next probe."""
         with self._lock:
-            if not self.is_open or self._is_quick:
-                return False
-            wait = self._closed_again_at - self._clock()
-            if wait > 0 or self._probing:
-                raise self._refusal(
-                    f"{self.label} failed {self._in_a_row} times in a row;"
-                    f" next try in {max(wait, 0):.1f} s",
-                    remedy=self._remedy,
-                )
-            self._probing = True
-            return True
-
-    def _record_end(self, is_well: bool, is_probe: bool) -> None:
-        with self._lock:
-            was_open = self.is_open
-            if is_probe:
-                self._probing = False
-            if is_well:
-                self._in_a_row = 0
-                self._pause_s = self._open_s
-                return
-            self._in_a_row += 1
-            if is_probe:
-                self._pause_s = min(2 * self._pause_s, self._max_s)
-            if is_probe or (self.is_open and not was_open):
-                self._closed_again_at = self._clock() + self._pause_s
+            if self.is_open and not self._is_quick:
+                if self._clock() < self._probe_at:
+                    raise self._refusal(
+                        f"{self.label} failed {self._in_a_row} times in a row;"
+                        f" it is tried every {self._open_s:g} s",
+                        remedy=self._remedy,
+                    )
+                self._probe_at = math.inf  # until this call has ended
 
     def _keep_error(self, error: StoreError, took_s: float) -> None:
         is_lasting = isinstance(error, StoreTimeout | StoreDenied)
@@ -232,15 +209,9 @@ class GuardedStore(WrapperStore):
             self._is_full = is_full
 
     def _measure(self, verb: str, began_at: float, error: StoreError | None) -> None:
-        """Counts a call; keeps the labelled metrics, because a look-up costs more than a count."""
         outcome = "ok" if error is None else type(error).__name__
-        counters = self._counters.get((verb, outcome))
-        if counters is None:
-            metrics = self._metrics
-            counters = metrics.store_calls.labels(verb, outcome), metrics.store_seconds.labels(verb)
-            self._counters[verb, outcome] = counters
-        counters[0].inc()
-        counters[1].observe(self._clock() - began_at)
+        self._metrics.store_calls.labels(verb, outcome).inc()
+        self._metrics.store_seconds.labels(verb).observe(self._clock() - began_at)
 
     def _count_bytes(self, verb: str, args: tuple[object, ...], answer: object) -> None:
         slots = args[1] if len(args) > 1 else None

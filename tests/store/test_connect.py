@@ -32,12 +32,12 @@ def test_a_required_store_that_is_away_is_an_error():
         connect_store(read_settings(store=NOWHERE, require_store=True), Metrics())
 
 
-def test_a_store_that_cannot_be_sealed_is_closed(tmp_path):
-    key_file = tmp_path / "seal.key"
-    settings = read_settings(store=f"file://{tmp_path}/pool", seal_key_file=key_file)
+def test_a_store_that_cannot_be_sealed_is_closed(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(MemoryStore, "close", lambda store: closed.append(store))
     with pytest.raises(ConfigError, match="cannot read"):
-        connect_store(settings, Metrics())
-    assert list((tmp_path / "pool" / "tmp").iterdir()) == []
+        connect_store(read_settings(store="memory://", seal_key_file=tmp_path / "no"), Metrics())
+    assert len(closed) == 1
 
 
 def test_a_pools_id_is_made_once_and_every_door_reads_the_same():

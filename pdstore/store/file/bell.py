@@ -87,8 +87,12 @@ class Bell:
         """Touches this process's pipe; makes one, if it is not there (any more)."""
         with self._polling:
             self._touch_deadline = Deadline(self._touch_s)
-            if self._is_closed or (self._path is not None and _touch(self._path)):
+            if self._is_closed:
                 return
+            if self._path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self._path)
+                    return
             if self._pipe is not None:
                 os.close(self._pipe)
                 self._pipe = None
@@ -144,15 +148,6 @@ class Bell:
             is_old = time.time() - found.st_mtime > self._abandoned_s
             if stat.S_ISFIFO(found.st_mode) and (is_ended or is_old):
                 path.unlink()
-
-
-def _touch(path: Path) -> bool:
-    """Sets a file's time to now. Returns False if the file is gone."""
-    try:
-        os.utime(path)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _boot_id() -> str:

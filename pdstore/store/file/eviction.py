@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
-from pdstore.store.file.directory import PoolDirectory, StoredFile
+from pdstore.store.file.directory import PoolDirectory, StoredFile, unlock
 from pdstore.threads import Ticker
 
 MAX_LEASE_S = 3600.0
@@ -58,30 +57,31 @@ class Evictor:
         self._is_closed = False
         self._thread: Ticker | None = None
 
-    def admit(self, sizes: Sequence[int]) -> bool:
-        """Counts values that are about to be put, until `settle`. False if not all have room."""
+    def admit(self, sizes: Sequence[int]) -> int:
+        """Returns how many of the first values have room, and counts them until `settle`."""
+        if _on_disk(sizes[0]) > self.budget:
+            return 0
+        self.admit_anyway(sizes)
+        num_admitted = 0
+        try:
+            excess, num_admitted = self._excess(), len(sizes)
+            while excess > 0 and num_admitted:
+                num_admitted -= 1
+                excess -= _on_disk(sizes[num_admitted])
+        finally:
+            refused = sum(map(_on_disk, sizes[num_admitted:]))
+            with self._lock:
+                self._used -= refused
+                self._pending -= refused
+        return num_admitted
+
+    def admit_anyway(self, sizes: Sequence[int]) -> None:
+        """Counts values even where there is no room for them: markers."""
         num_bytes = sum(map(_on_disk, sizes))
-        if num_bytes > self.budget:
-            return False
         with self._lock:
             self._used += num_bytes
             self._pending += num_bytes
             self._put_since_scan += num_bytes
-        has_room = False
-        try:
-            has_room = self._has_room()
-        finally:
-            if not has_room:
-                with self._lock:
-                    self._used -= num_bytes
-                    self._pending -= num_bytes
-        return has_room
-
-    def admit_anyway(self, num_bytes: int) -> None:
-        """Admits a value even where there is no room for it: a marker."""
-        with self._lock:
-            self._used += _on_disk(num_bytes)
-            self._pending += _on_disk(num_bytes)
 
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
@@ -119,17 +119,20 @@ class Evictor:
         if self._used + self._step > self.budget:
             self._put_since_scan = self.budget
 
-    def _has_room(self) -> bool:
-        """True if all that is admitted has room; looks at the directory where a look is due."""
+    def _excess(self) -> int:
+        """Returns by how much the admitted values exceed the budget, after a look where it is due.
+
+        While others evict, another step is allowed.
+        """
         with self._lock:
             is_over = self._used > self.budget
             due = is_over or self._put_since_scan > self._step
             if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
                 self._look_beside()
-                return True
+                return 0
             patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
         others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
-        return self._used <= self.budget + (self._step if others_evict else 0)
+        return self._used - self.budget - (self._step if others_evict else 0)
 
     def _look_beside(self) -> None:
         """Has the thread look once; the next look is due after another step. Holds the lock."""
@@ -162,8 +165,7 @@ class Evictor:
         try:
             used, freed = self._look_and_delete(to_free)
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
-            os.close(lock)
+            unlock(lock)
         with self._lock:
             self._used = used + self._pending
             self._put_since_scan = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import ByteSize
 
-from pdstore.errors import ConfigError, StoreError, StoreFull
+from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
@@ -211,7 +211,6 @@ class FileStore(Store):
         if self._lifecycle.end():
             self._bell.close()
             self._evictor.close()
-            self._directory.close()
 
     def _put(
         self,
@@ -223,7 +222,14 @@ class FileStore(Store):
         """Stores values by `write`: asks the evictor for room, and tries again after each mend."""
         n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
         while n < len(keys):
-            stop = self._admit(keys, sizes, n)
+            with named_error(self.label, keys[n], n):
+                if kind_of(keys[n]) is Kind.HANDOFF:
+                    stop = n + 1
+                    self._evictor.admit_anyway(sizes[n:stop])
+                else:
+                    stop = n + self._evictor.admit(sizes[n:])
+            if stop == n:
+                raise StoreFull(f"{self.label}: all is leased: {keys[n]}", num_done=n)
             try:
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
@@ -231,28 +237,6 @@ class FileStore(Store):
                 self._bell.ring()
             n = stop
         return n
-
-    def _admit(self, keys: Sequence[BlockKey], sizes: Sequence[int], start: int) -> int:
-        """Returns the end of the values from `start` on that have room. Raises StoreFull."""
-        with named_error(self.label, keys[start], start):
-            if len(keys) - start > 1 and self._evictor.admit(sizes[start:]):
-                return len(keys)
-        n = start
-        try:
-            for n in range(start, len(keys)):
-                self._admit_one(keys[n], sizes[n], n)
-        except StoreError:
-            if n == start:
-                raise
-            return n  # those before it are written first, and then this one is met again
-        return len(keys)
-
-    def _admit_one(self, key: BlockKey, num_bytes: int, number: int) -> None:
-        with named_error(self.label, key, number):
-            if kind_of(key) is Kind.HANDOFF:
-                self._evictor.admit_anyway(num_bytes)
-            elif not self._evictor.admit([num_bytes]):
-                raise StoreFull(f"{self.label}: all is leased: {key}", num_done=number)
 
     def _write(
         self,
@@ -275,7 +259,6 @@ class FileStore(Store):
     def _mend(self, why: int, key: BlockKey, num_bytes: int, num_mends: int) -> None:
         """Mends what kept a value from being written. Raises OSError if nothing is left to try."""
         if why == errno.ENOENT and num_mends == 0:
-            self._lifecycle.check()
             self._directory.repair()
         elif why in FULL and num_mends == 0:
             self._evictor.make_room(num_bytes)

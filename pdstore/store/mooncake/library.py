@@ -109,7 +109,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def master_http(self) -> str:
-        """The address of the master's HTTP server; useless if there are several masters."""
+        """The address of the master's HTTP server."""
         return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
 
     def _check(self, url: StoreURL) -> None:
@@ -250,12 +250,7 @@ class Library:
             keywords["tenant_id"] = config.tenant
         if segment and config.ssd_path:
             keywords |= {"enable_ssd_offload": True, "ssd_offload_path": config.ssd_path}
-        try:
-            code = int(raw.setup(*given, **keywords))
-        except TypeError:
-            log.warning("this release of Mooncake ignores %s", ", ".join(keywords))
-            code = int(raw.setup(*given))
-        return code or raw
+        return int(raw.setup(*given, **keywords)) or raw
 
 
 def check_installed() -> None:
@@ -283,5 +278,5 @@ def _address_towards(master: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host.strip("[]"), int(port)))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError, TypeError):  # several masters, or a name that nobody knows
-        return "127.0.0.1" if "://" not in master else socket.gethostname()
+    except OSError:  # a name that nobody knows
+        return "127.0.0.1"

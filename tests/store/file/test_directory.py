@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from pdstore.errors import ConfigError, StoreDenied
-from pdstore.store.file.directory import PoolDirectory, Scratch, sweep
 from pdstore.store.file.store import FileStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import put
@@ -36,31 +35,6 @@ def test_directories_and_files_are_the_users_own(tmp_path):
             assert stat.S_IMODE((root / "pool.lock").stat().st_mode) == 0o600
     finally:
         os.umask(old)
-
-
-@pytest.fixture
-def emptied(store):
-    """Keys whose directories have been empty for two minutes."""
-    keys = fill(store, 10)
-    store.clear(keys[0].split(":")[1])
-    for place in root_of(store).glob("??"):
-        os.utime(place, (time.time() - 120,) * 2)
-    return keys
-
-
-def test_a_put_makes_a_directory_again_that_goes_before_its_value_is_there(
-    store, emptied, monkeypatch
-):
-    link, sweeper = os.link, PoolDirectory(root_of(store))
-
-    def link_after_a_sweep(*args):
-        sweeper.sweep()
-        link(*args)
-
-    monkeypatch.setattr(os, "link", link_after_a_sweep)
-    assert put(store, emptied, [b"x"] * 10) == 10
-    assert store.match(emptied) == 10
-    sweeper.close()
 
 
 @pytest.mark.parametrize("what", ["tmp", "??", "*"])
@@ -154,38 +128,31 @@ def test_a_clear_deletes_links_and_not_what_they_lead_to(store, tmp_path):
     assert not any(os.path.lexists(path_of(store, key)) for key in keys)
 
 
-@pytest.fixture
-def dead(tmp_path):
-    """Leaves files as a writer does that is killed."""
-    dead = tmp_path / "pool" / "tmp" / f"999-{0:016x}"
-    dead.mkdir(parents=True)
-    (dead / "0").write_bytes(b"half")
-    return dead
+def test_old_unfinished_values_are_swept_and_nothing_behind_a_link(store, tmp_path):
+    tmp, precious = root_of(store) / "tmp", tmp_path / "precious"
+    precious.touch()
+    for name in ("1-old-0", "2-new-0"):
+        (tmp / name).write_bytes(b"half")
+    (tmp / "3-link").symlink_to(precious)
+    for name in ("1-old-0", "3-link"):
+        os.utime(tmp / name, (time.time() - 601,) * 2, follow_symlinks=False)
+    FileStore(root_of(store)).close()
+    assert [path.name for path in tmp.iterdir()] == ["2-new-0"]
+    assert precious.exists()
 
 
-def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(dead):
-    living = Scratch(dead.parent)
-    mine = Path(living.name())
-    mine.write_bytes(b"half")
-    sweep(dead.parent)
-    assert not dead.exists()
-    assert mine.exists()
-    mine.unlink()
-    living.close()
-    assert list(dead.parent.iterdir()) == []
+def test_a_value_whose_unfinished_file_was_swept_is_written_again(store, monkeypatch):
+    [key], link, swept = fresh_keys(1), os.link, []
 
+    def link_after_a_sweep(temporary, path):
+        if not swept:
+            os.unlink(temporary)
+        swept.append(temporary)
+        link(temporary, path)
 
-def test_a_sweep_deletes_nothing_that_lies_behind_a_link(tmp_path):
-    """Neither where the pool's tmp is a link, nor where an entry of it is one."""
-    others, tmp = tmp_path / "others", tmp_path / "tmp"
-    (others / f"1-{1:016x}").mkdir(parents=True)
-    (others / f"1-{1:016x}" / "precious").touch()
-    tmp.mkdir()
-    (tmp / f"2-{2:016x}").symlink_to(others / f"1-{1:016x}")
-    (tmp_path / "link").symlink_to(others)
-    sweep(tmp)
-    sweep(tmp_path / "link")
-    assert [path.name for path in (others / f"1-{1:016x}").iterdir()] == ["precious"]
+    monkeypatch.setattr(os, "link", link_after_a_sweep)
+    assert put(store, [key], [b"x"]) == 1
+    assert store.match([key]) == 1
 
 
 def test_a_pool_whose_tmp_is_a_link_is_refused(store, tmp_path):
@@ -194,24 +161,6 @@ def test_a_pool_whose_tmp_is_a_link_is_refused(store, tmp_path):
     (root_of(store) / "tmp").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="tmp is a link or a file: make it a directory"):
         FileStore(root_of(store))
-
-
-def test_a_sweep_leaves_a_directory_whose_maker_moves_in_again(tmp_path, monkeypatch):
-    directory = PoolDirectory(tmp_path / "pool")
-    scratch = tmp_path / "pool" / "tmp" / f"1-{1:016x}"
-    scratch.mkdir()
-    (scratch / "lock").touch()
-    unlink = os.unlink
-
-    def unlink_and_make(path, **options):
-        unlink(path, **options)
-        if path == "lock":
-            (scratch / "lock").touch()
-
-    monkeypatch.setattr(os, "unlink", unlink_and_make)
-    directory.sweep()
-    assert (scratch / "lock").exists()
-    directory.close()
 
 
 def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch):

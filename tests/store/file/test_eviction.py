@@ -104,7 +104,6 @@ def test_half_of_a_small_file_system_is_the_default_budget(full_disk):
     with contextlib.closing(FileStore(full_disk / "pool")) as store:
         fill(store, 20)
     assert default_budget(directory) == pytest.approx(before, rel=0.05)
-    directory.close()
 
 
 def test_a_large_pool_is_looked_at_beside_its_puts(tmp_path):
@@ -129,7 +128,6 @@ def test_a_large_pool_is_looked_at_beside_its_puts(tmp_path):
     eventually(lambda: len(list(place.iterdir())) == 18)
     assert not (place / "0").exists(), "the oldest goes"
     evictor.close()
-    directory.close()
     assert "pdstore-evictor" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -147,7 +145,6 @@ def test_a_large_pool_that_is_over_its_budget_makes_room_before_it_takes_more(tm
     assert evictor.admit([2 * step])
     assert not (place / "old").exists()
     evictor.close()
-    directory.close()
 
 
 def test_a_budget_above_the_file_system_is_told_at_the_start(full_disk, caplog):

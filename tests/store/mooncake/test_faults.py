@@ -64,9 +64,7 @@ class Pair:
     """P and D, each with connections of its own."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.stores = [
-            GuardedStore(cluster.connect(), Metrics(), open_s=0.2, max_s=1.0) for _ in range(2)
-        ]
+        self.stores = [GuardedStore(cluster.connect(), Metrics(), open_s=0.2) for _ in range(2)]
         changes = {"handoff_wait_s": 1.0, "deadline_s": 3.0}
         self.p = Instance(self.stores[0], **changes)
         self.d = Instance(self.stores[1], fill=POISON, **changes)
