@@ -33,7 +33,7 @@ from pdstore.cli.host import (
     check_pages,
     check_settings,
 )
-from pdstore.cli.listing import missing_pool, survey
+from pdstore.cli.listing import missing_pool
 from pdstore.cli.peers import check_peers
 from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import ConfigError, PDStoreError, StoreError, StoreFull
@@ -45,7 +45,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.file.store import FileStore
-from pdstore.store.optional import ListsValues, Room, TellsRoom, find_optional
+from pdstore.store.optional import Room, TellsRoom, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.worker.movers import check_values_fit
 
@@ -239,10 +239,6 @@ def _check_contents(store: Store) -> Iterator[Finding]:
     try:
         pool_id, lease = read_pool_id(store).hex()[:8], store.lease_s
         yield info("pool", f"id {pool_id}, the same for P and D; lease {duration(lease)}")
-        lists = find_optional(store, ListsValues)
-        if lists is not None:
-            names = [use.hex[:12] for use in survey(lists.stored_values())]
-            yield info("namespaces", ", ".join(names[:6]) or "none yet")
     except PDStoreError as error:
         yield warn("pool", str(error), "see the findings above")
 

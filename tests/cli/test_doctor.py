@@ -20,12 +20,10 @@ def found(document, level):
     return {f["subject"]: f for f in document["findings"] if f["level"] == level}
 
 
-def test_a_right_pool_has_nothing_red(filled, prompts):
+def test_a_right_pool_has_nothing_red(filled):
     document = run_json("doctor", "--store", filled, PD_TRANSFER_VIA_STORAGE="1")
     assert found(document, "bad") == {}
     assert {"round trip", "speed", "staging"} <= set(found(document, "ok"))
-    shown = found(document, "info")["namespaces"]["said"]
-    assert {keys.namespace.hex[:12] for keys in prompts} == set(shown.split(", "))
 
 
 def test_a_redis_of_1500_kb_is_red(redis_server):
