@@ -121,11 +121,6 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-def count(number: float) -> str:
-    """Returns a number with thousands apart."""
-    return f"{number:,.0f}"
-
-
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: `1 value`, `1,200 values`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

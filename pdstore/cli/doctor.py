@@ -17,7 +17,6 @@ from pdstore.cli.answer import (
     Finding,
     answer_of,
     bad,
-    count,
     duration,
     info,
     ok,
@@ -201,7 +200,7 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
             f"set maxmemory-policy {room.policy.replace('allkeys', 'volatile')}, or noeviction",
         )
     if room.num_evicted and room.capacity_bytes:
-        yield info("evicted", f"{count(room.num_evicted)} values since the server's start")
+        yield info("evicted", f"{room.num_evicted:,} values since the server's start")
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:
         said = f"it takes {room.num_connections} more, and P and D open up to {_CONNECTIONS}"
         yield warn("connections", said, "raise the server's maxclients")
@@ -216,12 +215,12 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
         )
     whose, kv_bytes = ("", kv_bytes) if kv_bytes else (" of an 8B model", _8B.kv_bytes())
     tokens = room.capacity_bytes // kv_bytes
-    said = f"{size(room.capacity_bytes)}, KV of {count(tokens)} tokens{whose}"
+    said = f"{size(room.capacity_bytes)}, KV of {tokens:,} tokens{whose}"
     said += f" ({size(kv_bytes)} each)"
     if tokens < _SHORT_PROMPT:
         return bad(
             "room",
-            f"{said}: less than one prompt of {count(_SHORT_PROMPT)}",
+            f"{said}: less than one prompt of {_SHORT_PROMPT:,}",
             f"give it {size(64 * _SHORT_PROMPT * kv_bytes)} or more; docs/sizing.md computes it",
         )
     return ok("room", f"{said}; {size(room.used_bytes)} used")

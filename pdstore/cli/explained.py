@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from rich.console import RenderableType
 from rich.text import Text
 
-from pdstore.cli.answer import Answer, age, count, table
+from pdstore.cli.answer import Answer, age, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
 from pdstore.errors import BadValue, ConfigError, MissingExtra
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
@@ -119,7 +119,7 @@ def explain(
         why = "this pool has no such namespace" if namespace else "this pool is empty"
         num = len(token_ids)
         numbers: Json = {"store": label, "prompt_tokens": num, "found_tokens": 0, "why": why}
-        return Answer(numbers, [f"0 of {count(num)} tokens: {why} ({label})"], status=1)
+        return Answer(numbers, [f"0 of {num:,} tokens: {why} ({label})"], status=1)
     return _answer(label, meant, [cover for cover in covers if cover is not meant])
 
 
@@ -183,7 +183,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
     # the blocks around the end of the run; the others look all alike
     begin = max(0, min(meant.num_run - _ROWS // 2, len(blocks) - _ROWS))
     rows = [_row(block, meant.num_parts) for block in blocks[begin : begin + _ROWS]]
-    title = f"{count(meant.num_tokens)} of {count(meant.keys.num_tokens)} tokens in namespace"
+    title = f"{meant.num_tokens:,} of {meant.keys.num_tokens:,} tokens in namespace"
     shown: list[RenderableType] = [
         Text(f"{title} {meant.namespace[:12]} of {label}", "bold"),
         table(["block", "tokens", "hash", "parts", ">used"], rows),

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from pdstore.cli.answer import Answer, age, count, counted, muted, size, table
+from pdstore.cli.answer import Answer, age, counted, muted, size, table
 from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
@@ -225,7 +225,9 @@ def du(url: str | None) -> Answer:
     for use in uses:
         counts = [use.counts[kind] for kind in (Kind.BLOCK, Kind.TAIL, Kind.HANDOFF)]
         ages = age(use.youngest_s), age(use.oldest_s)
-        rows.append([use.hex[:DIGITS], size(use.num_bytes), *map(count, counts), *ages])
+        rows.append(
+            [use.hex[:DIGITS], size(use.num_bytes), *(f"{number:,}" for number in counts), *ages]
+        )
         document: dict[str, Json] = {"namespace": use.hex, "bytes": use.num_bytes}
         document |= zip(("blocks", "tails", "markers"), counts, strict=True)
         document["parts"] = [list(part) for part in sorted(use.parts)]
