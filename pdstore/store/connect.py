@@ -15,6 +15,7 @@ import difflib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from operator import methodcaller
 
@@ -26,7 +27,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
 from pdstore.store.optional import TellsRoom, find_optional
 from pdstore.store.seal import read_seal_keys, seal_store
-from pdstore.store.url import StoreURL, refuse_slips, without_secret
+from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import OPEN_S, GuardedStore
 from pdstore.threads import Ticker
 
@@ -76,36 +77,33 @@ def check_url(url: str, settings: Settings) -> None:
 
 def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
     """Returns what serves a URL's scheme: pdstore itself, or one package. Raises ConfigError."""
-    refuse_slips(url)
-    scheme, separator, _ = url.partition("://")
+    parsed = StoreURL.of(url)
+    scheme = parsed.scheme
     own = _FAULTY if scheme.startswith("faulty+") else _OWN.get(scheme)
     entries = [EntryPoint(scheme, own, GROUP)] if own else []
-    entries += [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
-    if not separator or not entries:
-        shown = without_secret(url)
-        known = ", ".join(f"{name}://" for name in _known() if "+" not in name)
+    others = entry_points(group=GROUP)
+    entries += [entry for entry in others if entry.name == scheme]
+    if not entries:
+        known = [*_OWN, *sorted({entry.name for entry in others} - set(_OWN))]
+        shown = ", ".join(f"{name}://" for name in known if "+" not in name)
         raise ConfigError(
-            f"bad store URL {shown!r}: {_hint(shown)}it must start with one of {known} (redis and"
-            " valkey also with +unix, +cluster or +sentinel, as redis+cluster://), or with the"
-            " scheme of a package that brings its own store and is not installed here"
+            f"bad store URL {parsed.label!r}: {_hint(parsed.label, known)}it must start with one of"
+            f" {shown} (redis and valkey also with +unix, +cluster or +sentinel, as"
+            " redis+cluster://), or with the scheme of a package that brings its own store and is"
+            " not installed here"
         )
     if len(entries) > 1:
         owners = " and by ".join(map(_owner, entries))
         raise ConfigError(f"{scheme}:// is claimed by {owners}: uninstall all but one")
-    return entries[0], StoreURL.of(url)
+    return entries[0], parsed
 
 
-def _known() -> list[str]:
-    return [*_OWN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(_OWN))]
-
-
-def _hint(url: str) -> str:
+def _hint(url: str, known: Sequence[str]) -> str:
     """Returns the likely meaning of a URL of no known scheme, if there is one."""
-    scheme, separator, _ = url.partition("://")
     path = url.removeprefix("file:")
-    if not separator and path.startswith("/"):
+    if path.startswith("/"):
         return f"did you mean file://{path}? "
-    near = difflib.get_close_matches(scheme, _known(), n=1) if separator else []
+    near = difflib.get_close_matches(url.partition("://")[0], known, n=1)
     return f"did you mean {near[0]}://? " if near else ""
 
 

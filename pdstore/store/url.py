@@ -11,8 +11,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from pdstore.errors import ConfigError
 
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
+"""A URL to the end of its first host, and its other hosts."""
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
+_ESCAPES = " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
 _WITHOUT_PASSWORD = ("memory", "file")  # there, an @ is part of a name
 
 
@@ -39,12 +41,7 @@ class StoreURL:
     @classmethod
     def of(cls, text: str) -> StoreURL:
         """Parses a URL of any scheme. Raises ConfigError, with passwords and options left out."""
-        refuse_slips(text)
-        scheme, separator, _ = text.partition("://")
-        if not separator or not _SCHEME.fullmatch(scheme):
-            raise ConfigError(
-                f"bad store URL {without_secret(text)!r}: it must start with a scheme like file://"
-            )
+        problem = _slip_in(text)
         try:
             with_one_host, others = _hosts_apart(text)
             parts = urlsplit(with_one_host)
@@ -54,17 +51,14 @@ class StoreURL:
                 parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
             )
         except ValueError:
-            problem = "its port or its options cannot be read"
+            problem = problem or f"its port or its options cannot be read{_ESCAPES}"
         else:
-            problem = _problem_of(text, parts)
+            problem = problem or _problem_of(text, parts)
         if problem:  # raised out here: the ValueError may quote a piece of the password
-            raise ConfigError(
-                f"bad store URL {without_secret(text)!r}: {problem}"
-                " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
-            )
+            raise ConfigError(f"bad store URL {without_secret(text)!r}: {problem}")
         return cls(
             text,
-            scheme,
+            text.partition("://")[0] if "://" in text else "",
             parts.hostname or "",
             port,
             unquote(parts.path),
@@ -125,27 +119,23 @@ class StoreURL:
             )
 
 
-def refuse_slips(text: str) -> None:
-    """Raises ConfigError for quotes, blanks and `;budget=`, which would be a part of its name."""
+def _slip_in(text: str) -> str:
+    """Returns what to write for quotes, blanks and `;budget=`, which would be a part of a name."""
     option = _OPTION_AFTER_SEMICOLON.search(text.rpartition("@")[2])
     if text[:1] in ("'", '"'):
-        problem = "write it without the quotes: docker's --env-file takes them as a part of it"
-    elif any(part != part.strip() for part in (text, text.partition("?")[0])):
-        problem = "remove the blanks or line ends around it: a Secret or a .env file may have them"
-    elif option is not None:
-        problem = f"write ?{option[1]}= for ;{option[1]}=, and & between options"
-    else:
-        return
-    raise ConfigError(f"bad store URL {without_secret(text)!r}: {problem}")
+        return "write it without the quotes: docker's --env-file takes them as a part of it"
+    if any(part != part.strip() for part in (text, text.partition("?")[0])):
+        return "remove the blanks or line ends around it: a Secret or a .env file may have them"
+    return f"write ?{option[1]}= for ;{option[1]}=, and & between options" if option else ""
 
 
 def _problem_of(text: str, parts: SplitResult) -> str:
     """Returns what is wrong with a URL that could be split; empty if nothing is."""
     if parts.fragment:
-        return "write # as %23"
+        return f"write # as %23{_ESCAPES}"
     may_hide_one = parts.netloc and not _is_without_password(parts.scheme)
     if may_hide_one and "@" in parts.path + parts.query:
-        return "an @ comes after a / or a ?"
+        return f"an @ comes after a / or a ?{_ESCAPES}"
     try:
         is_text = "\0" not in unquote(text, errors="strict")
     except UnicodeDecodeError:
@@ -155,14 +145,11 @@ def _problem_of(text: str, parts: SplitResult) -> str:
 
 def _hosts_apart(text: str) -> tuple[str, list[str]]:
     """Returns the URL with the first of its hosts, and the others as URLs of their own."""
-    scheme, separator, rest = text.partition("://")
-    if _is_without_password(scheme):
+    found = _HOSTS.match(text)
+    if found is None or _is_without_password(text.partition("://")[0]):
         return text, []
-    place = re.split("[/?#]", rest, maxsplit=1)[0]
-    user, at, hosts = place.rpartition("@")
-    first, *others = hosts.split(",")
-    text = f"{scheme}{separator}{user}{at}{first}{rest[len(place) :]}"
-    return text, [f"//{host}" for host in others]
+    others = found[2].split(",")[1:]
+    return found[1] + text[found.end() :], [f"//{host}" for host in others]
 
 
 def without_secret(text: str) -> str:
