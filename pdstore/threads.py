@@ -7,19 +7,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from pdstore.errors import DeviceError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-def call_each(functions: Iterable[Callable[[], None]]) -> None:
-    """Calls all of them; an exception of one is logged and keeps no other from its turn."""
-    for function in functions:
-        call_or(function, None)
 
 
 def call_or(function: Callable[[], T], otherwise: T) -> T:

@@ -81,22 +81,21 @@ def verify(value: memoryview, expected: Header, computed: int | None = None) -> 
     CORRUPT is damaged; FOREIGN is whole, but of another key.
     computed: the `checksum` of these very bytes, where it is known already.
     """
-    if len(value) < HEADER_BYTES:
+    header = read_header(value, computed)
+    if header is None:
         return Reason.CORRUPT
-    magic, version, *fields, stored = _HEADER.unpack_from(value)
-    if magic != _MAGIC or version != VERSION:
-        return Reason.CORRUPT
-    if stored != (checksum(value) if computed is None else computed):
-        return Reason.CORRUPT
-    return None if Header(*fields) == expected else Reason.FOREIGN
+    return None if header == expected else Reason.FOREIGN
 
 
-def read_header(value: memoryview) -> Header | None:
+def read_header(value: memoryview, computed: int | None = None) -> Header | None:
     """Returns the header of a value, whatever its key; None if the value is damaged."""
     if len(value) < HEADER_BYTES:
         return None
-    header = Header(*_HEADER.unpack_from(value)[2:-1])
-    return header if verify(value, header) is None else None
+    magic, version, *fields, stored = _HEADER.unpack_from(value)
+    if (magic, version) != (_MAGIC, VERSION):
+        return None
+    is_whole = stored == (checksum(value) if computed is None else computed)
+    return Header(*fields) if is_whole else None
 
 
 def checksum(value: memoryview) -> int:

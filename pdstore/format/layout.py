@@ -125,9 +125,8 @@ class Layout:
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
-        With a `page`, and for an engine that `gives_back`
-        blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
-        over the window's edge.
+        With a `page`, and for an engine that `gives_back` blocks behind a sliding window, the
+        pool's block is the engine's: a larger one would reach over the window's edge.
         """
         if page is not None and settings.salt is not None:
             raise LayoutError(
@@ -151,7 +150,23 @@ class Layout:
         return replace(layout, num_ranges=max(1, min(wanted, len(layers))), pipeline=pipeline)
 
     def __post_init__(self) -> None:
-        _check(self)
+        if not self.layers:
+            raise LayoutError("a layout needs at least one layer")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise LayoutError(f"{self.dtype!r} is no torch dtype")
+        if self.block_tokens % self.engine_block_tokens or (
+            self.page is not None and self.block_tokens != self.engine_block_tokens
+        ):
+            raise LayoutError(
+                f"PDSTORE_BLOCK_TOKENS={self.block_tokens} must be a multiple of the engine's block"
+                f" of {self.engine_block_tokens} tokens"
+            )
+        if self.num_shards % self.tp_size or not 0 <= self.tp_rank < self.tp_size:
+            raise LayoutError(
+                f"PDSTORE_KV_SHARDS={self.num_shards} must be a multiple of the TP size"
+                f" {self.tp_size}, and rank {self.tp_rank} below it"
+            )
+        _check_splits(self)
 
     @cached_property
     def itemsize(self) -> int:
@@ -359,27 +374,6 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
     if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid
         fields["seal"] = "aes-256-gcm"
     return fields
-
-
-def _check(layout: Layout) -> None:
-    """Raises LayoutError for numbers that do not fit together."""
-    if not layout.layers:
-        raise LayoutError("a layout needs at least one layer")
-    if not isinstance(getattr(torch, layout.dtype, None), torch.dtype):
-        raise LayoutError(f"{layout.dtype!r} is no torch dtype")
-    if layout.block_tokens % layout.engine_block_tokens or (
-        layout.page is not None and layout.block_tokens != layout.engine_block_tokens
-    ):
-        raise LayoutError(
-            f"PDSTORE_BLOCK_TOKENS={layout.block_tokens} must be a multiple of the engine's block"
-            f" of {layout.engine_block_tokens} tokens"
-        )
-    if layout.num_shards % layout.tp_size or not 0 <= layout.tp_rank < layout.tp_size:
-        raise LayoutError(
-            f"PDSTORE_KV_SHARDS={layout.num_shards} must be a multiple of the TP size"
-            f" {layout.tp_size}, and rank {layout.tp_rank} below it"
-        )
-    _check_splits(layout)
 
 
 def _check_splits(layout: Layout) -> None:

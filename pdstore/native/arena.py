@@ -101,13 +101,6 @@ class Filled(NamedTuple):
     error: StoreError | None
 
 
-class Taken(NamedTuple):
-    """Copies of values that `NativeArena.start_scatter` has begun, and the values' bytes."""
-
-    copies: Ticket
-    num_bytes: int
-
-
 class NativeArena:
     """An open arena. Any thread may call it; a call fails with a StoreError.
 
@@ -244,7 +237,7 @@ class NativeArena:
         why = None if code == abi.Code.OK else self._error(code)
         return Filled(indices, sum([sizes[i] for i in indices]), why)
 
-    def start_scatter(self, batch: ValueBatch, memory: int) -> Taken | None:
+    def start_scatter(self, batch: ValueBatch, memory: int) -> Ticket | None:
         """Leases values and starts to scatter them; the caller waits for the copies.
 
         memory: the address where this process maps the arena's values.
@@ -254,7 +247,7 @@ class NativeArena:
         handle, values = c_void_p(), byref(batch.values(memory))
         with batch.engine.lent() as engine:
             code = checked(self._calls.pds_arena_take, self._handle, engine, values, byref(handle))
-        return None if code else Taken(Ticket(self.library, handle), batch.num_bytes)
+        return None if code else Ticket(self.library, handle)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
         """Returns how many of the first values have stayed, and were right when copied.

@@ -19,7 +19,8 @@ from pdstore.errors import (
 )
 from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
-from pdstore.native.arena import Filled, Taken
+from pdstore.native.arena import Filled, ValueBatch
+from pdstore.native.engine import Ticket
 from pdstore.store.base import Slots, Store
 
 A = ParamSpec("A")
@@ -215,8 +216,10 @@ class GuardedStore(WrapperStore):
 
     def _count_bytes(self, verb: str, args: tuple[object, ...], answer: object) -> None:
         slots = args[1] if len(args) > 1 else None
-        if isinstance(answer, Filled | Taken):
+        if isinstance(answer, Filled):
             num_bytes = answer.num_bytes
+        elif isinstance(answer, Ticket) and isinstance(args[0], ValueBatch):
+            num_bytes = args[0].num_bytes
         elif isinstance(slots, Slots) and isinstance(answer, int):
             num_bytes = sum(slots.sizes[:answer])
         else:

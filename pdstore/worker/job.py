@@ -28,7 +28,7 @@ from pdstore.errors import (
     StoreError,
     reason_of,
 )
-from pdstore.threads import Deadline, call_each
+from pdstore.threads import Deadline, call_or
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Job:
             if self._result is None:
                 self._watchers.append(watcher)
                 return
-        call_each([partial(watcher, self)])
+        call_or(partial(watcher, self), None)
 
     # What follows is for the queue and its workers.
 
@@ -246,7 +246,8 @@ class Job:
             self._result = JobResult(progress, reason, error)
             watchers, self._watchers = self._watchers, []
         self._has_ended.set()
-        call_each([partial(watcher, self) for watcher in watchers])
+        for watcher in watchers:
+            call_or(partial(watcher, self), None)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeAlias
 from pdstore.errors import Direction, JobError, LayoutError, Reason, StoreError, StoreTimeout
 from pdstore.format import block
 from pdstore.format.layout import Layout
-from pdstore.native.arena import Taken, ValueBatch
+from pdstore.native.arena import ValueBatch
+from pdstore.native.engine import Ticket
 from pdstore.native.library import address_of
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, count_of
@@ -331,29 +332,29 @@ class InPlaceEnd(StoreEnd):
 
     def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
         """Starts to scatter values, or returns False: not all are there, or one is wrong."""
-        batch, taken = self._batch(move), None
+        batch, copies = self._batch(move), None
         with contextlib.ExitStack() as held:
             held.enter_context(child.copying())
             try:
                 with child.in_store_call():
-                    taken = self._arena.start_scatter(batch)
+                    copies = self._arena.start_scatter(batch)
             except JobError:  # it ended meanwhile, and waits for its copies
-                if taken is not None:
-                    self._swap.finish(taken.copies)
+                if copies is not None:
+                    self._swap.finish(copies)
                 raise
-            if taken is None:
+            if copies is None:
                 return False
-            wait = partial(self._swap.finish, taken.copies)
-            copied = partial(self._confirm, taken, move.values, loaded)
+            wait = partial(self._swap.finish, copies)
+            copied = partial(self._confirm, copies, move.values, loaded)
             child.finish_copy(partial(_finish, held.pop_all(), wait, copied))
         return True
 
-    def _confirm(self, taken: Taken, values: Values, loaded: Loaded) -> None:
+    def _confirm(self, copies: Ticket, values: Values, loaded: Loaded) -> None:
         """After a copy: counts the values whose bytes were theirs all the time.
 
         The one behind those that were right when they were copied is damaged if it has stayed.
         """
-        num_there, num_right = self._arena.confirm(taken)
+        num_there, num_right = self._arena.confirm(copies)
         there = values[: values.num_whole(min(num_there, num_right))]
         reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
         loaded(there, None if len(there) == len(values) else reason)

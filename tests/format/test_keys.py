@@ -1,4 +1,4 @@
-"""Keys: prefixes, tails, items."""
+"""Keys: prefixes, tails, items; namespaces, their differences, and the salt that is never told."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import (
     POOL_ID_KEY,
+    SHAPING,
     Kind,
     MultimodalItem,
     Namespace,
@@ -25,7 +26,8 @@ from pdstore.format.keys import (
     PromptKeys,
     int32_bytes,
     kind_of,
-    length_prefixed,
+    prefix_of,
+    shaping,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +54,7 @@ def reference_hashes(vector: dict) -> tuple[list[bytes], bytes | None]:
         tokens = vector["tokens"][first : first + size]
         data = h + struct.pack(f"<{len(tokens)}i", *tokens)
         for offset, length, content in vector["items"]:
-            if offset < first + len(tokens) and offset + length > first:
+            if length > 0 and offset < first + len(tokens) and offset + length > first:
                 data += lp(bytes.fromhex(content) + struct.pack("<i", offset - first))
         h = cut(data)
         hashes.append(h)
@@ -83,12 +85,15 @@ def test_vectors(vector):
     assert keys_of(vector) == vector["keys"]
 
 
-@pytest.mark.parametrize("vector", VECTOR_LIST, ids=lambda v: v["name"])
-def test_vectors_agree_with_the_format_written_a_second_time(vector):
+def check_hashes(vector: dict, keys: list[str]) -> None:
     full, tail = reference_hashes(vector)
     names = [h.hex() for h in full] + ([tail.hex()] if tail else [])
-    per_block = len(vector["parts"])
-    assert [k.split(":")[4] for k in vector["keys"][::per_block]] == names
+    assert [key.split(":")[4] for key in keys[:: len(vector["parts"])]] == names
+
+
+@pytest.mark.parametrize("vector", VECTOR_LIST, ids=lambda v: v["name"])
+def test_vectors_agree_with_the_format_written_a_second_time(vector):
+    check_hashes(vector, vector["keys"])
 
 
 def test_each_field_changes_the_keys():
@@ -132,29 +137,6 @@ def test_blocks_that_the_engine_has_named_have_the_keys_of_their_prompt():
     assert named.store_keys(PARTS) == keys.store_keys(PARTS)
     assert (len(named), named.num_tokens, named.end_of(2)) == (3, 12, 8)
     assert named.prefix(8).store_keys(PARTS) == keys.prefix(8).store_keys(PARTS)
-
-
-@pytest.mark.parametrize(
-    ("item", "touched"),
-    [
-        (MultimodalItem(0, 4, b"x"), {0}),
-        (MultimodalItem(0, 5, b"x"), {0, 1}),
-        (MultimodalItem(3, 1, b"x"), {0}),
-        (MultimodalItem(4, 1, b"x"), {1}),
-        (MultimodalItem(3, 6, b"x"), {0, 1, 2}),
-        (MultimodalItem(8, 2, b"x"), {2}),
-        (MultimodalItem(10, 3, b"x"), set()),
-        (MultimodalItem(5, 0, b"x"), set()),
-    ],
-)
-def test_an_item_touches_the_blocks_that_it_covers_and_the_tail(item, touched):
-    tokens = range(10)  # two full blocks and a tail of two
-    plain, withitem = (PromptKeys(NAMESPACE, items=i).extend(tokens) for i in ([], [item]))
-    first = min(touched, default=3)
-    for block in range(3):
-        assert (plain.hash_of(block) != withitem.hash_of(block)) == (block >= first)
-    other = PromptKeys(NAMESPACE, items=[item._replace(content_hash=b"y")]).extend(tokens)
-    assert (other.hash_of(2) != withitem.hash_of(2)) == bool(touched)
 
 
 def test_lists_and_int32_buffers_give_the_same_keys():
@@ -223,27 +205,61 @@ ITEMS = st.lists(
 )
 
 
-def extras_of(items, first: int, num_tokens: int) -> bytes:
-    """The format's definition, item by item."""
-    return b"".join(
-        length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
-        for item in items
-        if item.length > 0
-        and item.offset < first + num_tokens
-        and first < item.offset + item.length
-    )
-
-
 @given(ITEMS, st.integers(1, 40))
-def test_every_block_has_the_items_that_touch_it_in_the_order_given(items, num_tokens):
-    namespace = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
-    keys = PromptKeys(namespace, items=items)
-    previous = hashlib.sha256(namespace.digest + bytes(8)).digest()[:16]
-    for stop in range(num_tokens + 1):  # a tail that grows to a block
-        keys.extend([7] if stop else [])
-        for block in range(len(keys)) if stop == num_tokens else ():
-            size = keys.tokens_of(block)
-            tokens = struct.pack("<i", 7) * size
-            extras = extras_of(items, 4 * block, size)
-            previous = hashlib.sha256(previous + tokens + extras).digest()[:16]
-            assert keys.hash_of(block) == previous
+def test_every_block_and_the_tail_have_the_items_that_touch_them_in_the_order_given(items, count):
+    told = [[item.offset, item.length, item.content_hash.hex()] for item in items]
+    vector = {**VECTOR_LIST[0], "tokens": [7] * count, "items": told}
+    check_hashes(vector, keys_of(vector))
+
+
+PLAIN = dict.fromkeys(SHAPING)
+
+
+def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
+    prefix = prefix_of(NAMESPACE.hex)
+    keys = PromptKeys(NAMESPACE).extend(range(100)).store_keys(NAMESPACE.parts)
+    keys += [HandoffId.new().done(NAMESPACE, 3), HandoffId.new().failed(NAMESPACE)]
+    assert all(key.startswith(prefix) for key in keys)
+    assert not POOL_ID_KEY.startswith(prefix)
+
+
+def test_differences_name_the_fields_and_never_the_salt():
+    a = Namespace({"weights": "x", "dtype": "float32", "salt": "a" * 64}, PARTS, 4)
+    b = Namespace({"weights": "y", "dtype": "float32", "salt": "b" * 64}, PARTS, 4)
+    lines = a.differences(b.described)
+    assert [line.split(":")[0] for line in lines] == ["salt", "weights"]
+    assert "aaaa" not in str(a.described)
+    assert a.differences(a.described) == []
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "0" * 31, "A" * 32, "0" * 33, "../" + "0" * 29, "0" * 32 + "\n"]
+)
+def test_a_namespace_that_is_no_digest_has_no_prefix(bad):
+    with pytest.raises(ValueError, match="32 lower-case hex digits"):
+        prefix_of(bad)
+
+
+def test_equal_layers_are_told_once_so_that_a_difference_can_be_read():
+    a, b = (
+        Namespace({"layers": [["attention", heads, 128, 256]] * 32}, PARTS, 4) for heads in (8, 4)
+    )
+    (line,) = a.differences(b.described)
+    assert line == ('layers: 32 x ["attention",4,128,256] there, 32 x ["attention",8,128,256] here')
+
+
+def test_a_property_that_is_no_json_number_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        Namespace({"scale": float("nan")}, PARTS, 4)
+
+
+@pytest.mark.parametrize("field", SHAPING)
+def test_every_field_that_shapes_the_kv_counts(field):
+    other = {**PLAIN, field: {"rope_type": "yarn"} if field.startswith("rope") else 7}
+    assert shaping(other, max_model_len=1) != shaping(PLAIN, max_model_len=1)
+
+
+def test_the_longest_prompt_counts_for_longrope_alone():
+    long = {**PLAIN, "rope_scaling": {"type": "longrope"}}
+    assert shaping(long, max_model_len=1) != shaping(long, max_model_len=2)
+    assert shaping(PLAIN, max_model_len=1) == shaping(PLAIN, max_model_len=2)

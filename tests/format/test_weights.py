@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdstore.errors import ConfigError
-from pdstore.format.weights import file_digest, weights_revision
+from pdstore.format.weights import file_digest, find_checkpoint, weights_revision
 from pdstore.settings import read_settings
 
 SETTINGS = read_settings()
@@ -96,3 +96,23 @@ def test_every_byte_of_a_file_that_is_not_safetensors_counts(tmp_path, name, beg
     before = file_digest(path, whole_up_to=0)
     fill(path, len(begin) + 2 * MIB + 12345, 1)
     assert file_digest(path, whole_up_to=0) != before
+
+
+@pytest.mark.parametrize("name", ["org/not-in-the-cache", "/missing/directory", "a/b/c"])
+def test_what_is_on_no_path_and_not_in_the_cache_is_not_found(name):
+    assert find_checkpoint(name) is None
+
+
+def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub.file_download")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "models--org--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    found = find_checkpoint("org/name")
+    assert found is not None
+    assert Path(found) == snapshot

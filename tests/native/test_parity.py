@@ -226,11 +226,11 @@ class Rig:
 
     def num_right(self, keys, values) -> int | None:
         """Loads all values; None if one was seen to be wrong before the copies."""
-        taken = self.store.start_scatter(self.batch(self.d, keys, values))
-        if taken is None:
+        copies = self.store.start_scatter(self.batch(self.d, keys, values))
+        if copies is None:
             return None
-        assert taken.copies.wait(30)
-        return self.store.confirm(taken)[1]
+        assert copies.wait(30)
+        return self.store.confirm(copies)[1]
 
 
 @pytest.fixture
@@ -299,12 +299,12 @@ def test_a_byte_that_changes_while_the_copy_is_under_way_is_seen(make, library, 
     keys = rig.fill(values)
     value = rig.value_at(keys[1], rig.sizes(values)[1])
     library.delay(300_000)
-    taken = rig.store.start_scatter(rig.batch(rig.d, keys, values))
-    assert taken is not None
-    assert rig.store.confirm(taken)[1] == 0, "nothing is right before the end"
+    copies = rig.store.start_scatter(rig.batch(rig.d, keys, values))
+    assert copies is not None
+    assert rig.store.confirm(copies)[1] == 0, "nothing is right before the end"
     value[-5] ^= 0x40
-    assert taken.copies.wait(30)
-    assert rig.store.confirm(taken)[1] == 1
+    assert copies.wait(30)
+    assert rig.store.confirm(copies)[1] == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -330,10 +330,10 @@ def test_a_sum_that_fails_fails_its_load_alone(make, library, device, call):
     values = rig.values(32)
     keys = rig.fill(values)
     library.fail(call, 0, 719)
-    taken = rig.store.start_scatter(rig.batch(rig.d, keys, values))
-    assert taken is not None
+    copies = rig.store.start_scatter(rig.batch(rig.d, keys, values))
+    assert copies is not None
     with pytest.raises(SwapError) as failure:
-        taken.copies.wait(30)
+        copies.wait(30)
     assert failure.value.device_code == 719
-    assert rig.store.confirm(taken)[1] == 0
+    assert rig.store.confirm(copies)[1] == 0
     assert rig.num_right(keys, values) == len(values)

@@ -117,30 +117,30 @@ def test_a_value_of_another_header_stops_all_copies(rig):
 def test_a_damaged_value_is_not_among_those_that_are_right(rig):
     keys = stored(rig, [3, 5])
     place_of(rig.store, keys[1], rig.size)[200] ^= 1
-    taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
-    assert taken.copies.wait(10)
-    assert rig.store.confirm(taken) == (2, 1)
+    copies = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
+    assert copies.wait(10)
+    assert rig.store.confirm(copies) == (2, 1)
 
 
 @pytest.mark.parametrize("gone", range(2))
 def test_a_value_that_goes_under_its_copy_does_not_count(rig, gone):
     keys = stored(rig, [3, 5])
-    taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
+    copies = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
     rig.store.remove([keys[gone]])
     put(rig.store, [keys[gone]], [bytes(rig.size)])
-    assert taken.copies.wait(10)
-    assert rig.store.confirm(taken)[0] == gone, "the same key again is another value"
+    assert copies.wait(10)
+    assert rig.store.confirm(copies)[0] == gone, "the same key again is another value"
 
 
 def test_values_that_are_taken_are_leased(library, tmp_path):
     with contextlib.closing(Rig(library, tmp_path, fresh_s=0)) as rig:
         keys = stored(rig, [3, 5])
-        taken = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
+        copies = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
         others = fresh_keys(2 * (8 << 20) // rig.size)
         with contextlib.suppress(StoreFull):
             put(rig.store, others, [bytes(rig.size)] * len(others))
-        assert taken.copies.wait(10)
-        assert rig.store.confirm(taken)[0] == 2
+        assert copies.wait(10)
+        assert rig.store.confirm(copies)[0] == 2
 
 
 def test_what_a_dead_process_was_filling_comes_back_though_a_child_of_its_lives(

@@ -18,9 +18,9 @@ from pdstore.native.arena import (
     ArenaCounts,
     Filled,
     NativeArena,
-    Taken,
     ValueBatch,
 )
+from pdstore.native.engine import Ticket
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_too_long
@@ -187,7 +187,7 @@ class ArenaStore(Store):
         kinds = b"".join([_kinds(batch.keys) for batch in batches])
         return self._arena.fill(batches, address_of(memory), kinds)
 
-    def start_scatter(self, batch: ValueBatch) -> Taken | None:
+    def start_scatter(self, batch: ValueBatch) -> Ticket | None:
         """Leases values and starts to scatter them from where they lie: all, or none.
 
         None also if any value is missing or seen to be wrong, or if the lock is not free soon.
@@ -196,13 +196,13 @@ class ArenaStore(Store):
         """
         return self._arena.start_scatter(batch, address_of(self._enter()))
 
-    def confirm(self, taken: Taken) -> tuple[int, int]:
+    def confirm(self, copies: Ticket) -> tuple[int, int]:
         """Returns how many of the first values have stayed ever since, and were right when copied.
 
         What counts in both is right. Call it when no copy of them is on its way any more.
         """
         self._enter()
-        return self._arena.confirm(taken.copies)
+        return self._arena.confirm(copies)
 
     def counts(self) -> ArenaCounts:
         """Counts the slots; it looks at all of them."""

@@ -21,5 +21,12 @@ class WrongStore(MemoryStore):
         return super().put([key], slots.part(i, i + 1))
 
 
+class SmallWrongStore(WrongStore):
+    """One with room for 24 values of `small_store`'s tests."""
+
+    def __init__(self) -> None:
+        super().__init__(budget=24 * 64 << 10)
+
+
 def stem_of(key: BlockKey) -> BlockKey:
     return BlockKey(key.partition(":partial:")[0])

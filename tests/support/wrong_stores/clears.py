@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.store.base import Slots
-from tests.support.wrong_stores.base import WrongStore
+from tests.support.wrong_stores.base import SmallWrongStore, WrongStore
 
 _FORGETS = (
     "test_clear_forgets_blocks_tails_and_markers_leased_or_not",
@@ -158,11 +158,8 @@ class ClearsAfterClose(WrongStore):
         self._shelf.drop_all(prefix_of(namespace))
 
 
-class LosesCountOfItsRoom(WrongStore):
+class LosesCountOfItsRoom(SmallWrongStore):
     caught_by = ("test_clear_leaves_room",)
-
-    def __init__(self) -> None:
-        super().__init__(budget=24 * 64 << 10)
 
     def clear(self, namespace: str) -> None:
         prefix = prefix_of(namespace)

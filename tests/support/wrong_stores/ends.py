@@ -9,21 +9,7 @@ from collections.abc import Sequence
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle, Slots, check_call
-from tests.support.wrong_stores.base import WrongStore
-
-
-class ShowsHalfABlock(WrongStore):
-    caught_by = ("test_a_value_appears_whole_or_not_at_all",)
-
-    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        for i, key in enumerate(keys):
-            if key not in self._shelf.values:
-                value = bytes(slots.value(i))
-                half = len(value) // 2
-                self._shelf.add(key, value[:half] + bytes(len(value) - half))
-                time.sleep(0.002)  # as long as a disk takes for the rest
-                self._shelf.drop(key)
-        return super().put(keys, slots)
+from tests.support.wrong_stores.base import SmallWrongStore, WrongStore
 
 
 class ShowsAShortBlock(WrongStore):
@@ -32,11 +18,18 @@ class ShowsAShortBlock(WrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         for i, key in enumerate(keys):
             if key not in self._shelf.values:
-                value = bytes(slots.value(i))
-                self._shelf.add(key, value[: len(value) // 2])
+                self._shelf.add(key, self._begun(bytes(slots.value(i))))
                 time.sleep(0.002)  # as long as a disk takes for the rest
                 self._shelf.drop(key)
         return super().put(keys, slots)
+
+    def _begun(self, value: bytes) -> bytes:
+        return value[: len(value) // 2]
+
+
+class ShowsHalfABlock(ShowsAShortBlock):
+    def _begun(self, value: bytes) -> bytes:
+        return super()._begun(value).ljust(len(value), b"\0")
 
 
 class MixesTwoWriters(WrongStore):
@@ -69,11 +62,8 @@ class ConfusesThreads(WrongStore):
         return n if self._keys is keys else super().get(self._keys[: len(keys)], slots)
 
 
-class ClaimsALease(WrongStore):
+class ClaimsALease(SmallWrongStore):
     caught_by = ("test_a_leased_value_survives_pressure", "test_the_pool_key_survives_pressure")
-
-    def __init__(self) -> None:
-        super().__init__(budget=24 * 64 << 10)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         values = self._shelf.values
@@ -82,11 +72,8 @@ class ClaimsALease(WrongStore):
         return super().put(keys, slots)
 
 
-class MiscountsWhenFull(WrongStore):
+class MiscountsWhenFull(SmallWrongStore):
     caught_by = ("test_store_full_counts_what_was_stored",)
-
-    def __init__(self) -> None:
-        super().__init__(budget=24 * 64 << 10)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         try:
