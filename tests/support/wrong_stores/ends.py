@@ -22,7 +22,7 @@ class ShowsHalfABlock(WrongStore):
                 half = len(value) // 2
                 self._shelf.add(key, value[:half] + bytes(len(value) - half))
                 time.sleep(0.002)  # as long as a disk takes for the rest
-                self._shelf.drop(key)
+                self._shelf.drop([key])
         return super().put(keys, slots)
 
 
@@ -35,7 +35,7 @@ class ShowsAShortBlock(WrongStore):
                 value = bytes(slots.value(i))
                 self._shelf.add(key, value[: len(value) // 2])
                 time.sleep(0.002)  # as long as a disk takes for the rest
-                self._shelf.drop(key)
+                self._shelf.drop([key])
         return super().put(keys, slots)
 
 
@@ -78,7 +78,7 @@ class ClaimsALease(WrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         values = self._shelf.values
         while values and len(values) > 20:
-            self._shelf.drop(next(iter(values)))
+            self._shelf.drop([next(iter(values))])
         return super().put(keys, slots)
 
 
